@@ -1,0 +1,44 @@
+# `make demo` shows the model at work, `make test` checks everything. The first call of either sets up .venv.
+# PYTHON=python3.12 picks another interpreter; PIP_EXTRA_INDEX_URL and pip's other variables apply as usual.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/installed
+TYPED := build/typed
+
+.PHONY: demo test lint types unit format clean
+
+demo: $(INSTALLED)
+	$(BIN)/wedlm generate
+
+test: lint types unit
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# mypy cannot see through an editable install that renames folders, hence the link: $(TYPED)/wedlm_hf is this folder.
+types: $(INSTALLED)
+	@mkdir -p $(TYPED) && ln -sfn ../.. $(TYPED)/wedlm_hf
+	$(BIN)/mypy
+
+unit: $(INSTALLED)
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version.
+$(INSTALLED): requirements.txt setup.cfg pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit(f"the pinned packages need Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}: try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $$(grep '^torch==' requirements.txt)
+	$(PIP) install --quiet --requirement requirements.txt
+	$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@

@@ -1,0 +1,1 @@
+"""Streaming parallel decoding: settings, window, selection, cache, statistics."""

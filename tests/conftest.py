@@ -1,0 +1,16 @@
+"""Settings for every test, made before transformers is imported: no network, one thread, an empty Hub code cache."""
+
+import os
+import tempfile
+
+from hypothesis import settings
+
+_HUB_CODE = tempfile.TemporaryDirectory(prefix="hub-code-")  # one for each test process; removed at exit
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_MODULES_CACHE"] = _HUB_CODE.name
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")

@@ -1,0 +1,210 @@
+"""The layout of the project, held by reading its source: who may import whom, and what a built wheel contains.
+
+    examples, cli -> eval -> training -> modeling_wedlm -> generation -> transformers, torch
+
+Files that end in `_wedlm.py` also travel beside the weights to the Hub, whose loader is a regex over one flat folder.
+"""
+
+import ast
+import configparser
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from transformers.dynamic_module_utils import get_relative_imports
+
+import wedlm_hf
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ["generation", "modeling_wedlm", "training", "eval", "cli"]  # lowest first
+OUTSIDE_PACKAGE = {"tests", "examples", "docs", "build", "dist"}
+
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
+
+FOLDERS = [
+    path
+    for path in sorted(ROOT.iterdir())
+    if path.is_dir() and not path.name.startswith((".", "__")) and path.name not in OUTSIDE_PACKAGE
+]
+FILES = sorted(ROOT.glob("*.py")) + sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
+SHIPPED = [file for file in FILES if file.name.endswith("_wedlm.py")]
+
+
+def name_of(file: Path) -> str:
+    """`ROOT/generation/window_wedlm.py` -> `generation.window_wedlm`; the root package is the empty name."""
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(file): file for file in FILES}
+
+
+@lru_cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Every import statement of a file, those inside functions included."""
+    return [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def local_targets(file: Path, node: ast.Import | ast.ImportFrom) -> set[str]:
+    """Names of our own modules that a relative import reaches."""
+    if isinstance(node, ast.Import) or node.level == 0:
+        return set()
+    base = file.relative_to(ROOT).parts[: -node.level]
+    source = ".".join([*base, *([node.module] if node.module else [])])
+    assert source in MODULES, f"{file.relative_to(ROOT)}:{node.lineno} imports {source!r}, which does not exist"
+    children = {f"{source}.{alias.name}".lstrip(".") for alias in node.names}
+    return {child if child in MODULES else source for child in children}
+
+
+def outside_packages(node: ast.Import | ast.ImportFrom) -> set[str]:
+    """Top-level names of the installed packages that an import needs, the standard library left out."""
+    if isinstance(node, ast.ImportFrom):
+        names = [] if node.level else [node.module or ""]
+    else:
+        names = [alias.name for alias in node.names]
+    return {name.split(".")[0] for name in names} - sys.stdlib_module_names
+
+
+def declared(*extras: str) -> set[str]:
+    """Import names of the packages that setup.cfg requires, with the given extras."""
+    texts = [SETUP["options"]["install_requires"], *(SETUP["options.extras_require"][extra] for extra in extras)]
+    lines = "\n".join(texts).split("\n")
+    return {Requirement(line).name.replace("-", "_") for line in lines if line}
+
+
+def test_layers_import_only_from_below():
+    for name, file in MODULES.items():
+        if not name:
+            continue  # the root package names all layers, lazily
+        rank = LAYERS.index(name.split(".")[0])
+        for node in imports_of(file):
+            for target in local_targets(file, node):
+                where = f"{file.relative_to(ROOT)}:{node.lineno}"
+                assert target, f"{where} imports the root package"
+                assert LAYERS.index(target.split(".")[0]) <= rank, f"{where} imports {target}, a layer above its own"
+
+
+def test_modules_form_no_cycle():
+    graph = {
+        name: {target for node in imports_of(file) for target in local_targets(file, node)} - {name}
+        for name, file in MODULES.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+def test_the_package_imports_itself_only_by_relative_imports():
+    for file in FILES:
+        for node in imports_of(file):
+            assert "wedlm_hf" not in outside_packages(node), f"{file.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_every_outside_package_is_declared_in_setup_cfg():
+    allowed = dict.fromkeys(LAYERS, declared()) | {
+        "training": declared("train"),
+        "eval": declared("train", "eval"),
+        "": set(),
+    }
+    for name, file in MODULES.items():
+        for node in imports_of(file):
+            missing = outside_packages(node) - allowed[name.split(".")[0]]
+            assert not missing, f"{file.relative_to(ROOT)}:{node.lineno} imports {missing}"
+
+
+def test_import_of_the_root_package_loads_neither_torch_nor_transformers():
+    check = "import sys, wedlm_hf; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_public_names_resolve_and_are_listed_for_type_checkers():
+    nodes = [node for node in imports_of(ROOT / "__init__.py") if isinstance(node, ast.ImportFrom) and node.level]
+    typed = {alias.name for node in nodes for alias in node.names}
+    assert typed == set(wedlm_hf.__all__)
+    for name in wedlm_hf.__all__:
+        assert getattr(wedlm_hf, name).__name__ == name
+    with pytest.raises(AttributeError, match="module 'wedlm_hf' has no attribute 'WeDML'"):
+        wedlm_hf.WeDML  # noqa: B018
+
+
+def test_no_module_is_loaded_twice():
+    for name in MODULES:
+        importlib.import_module(f"wedlm_hf.{name}".rstrip("."))
+    names: dict[Path, set[str]] = {}
+    for name, module in list(sys.modules.items()):
+        if path := getattr(module, "__file__", None):
+            names.setdefault(Path(path).resolve(), set()).add(name)
+    for name, file in MODULES.items():
+        if name:  # pytest imports the root __init__.py under a name of its own
+            assert names[file.resolve()] == {f"wedlm_hf.{name}"}
+
+
+def test_shipped_files_have_unique_names():
+    names = [file.name for file in SHIPPED]
+    assert sorted(names) == sorted(set(names))
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
+def test_shipped_file_imports_in_the_forms_that_the_hub_loader_follows(file: Path):
+    nodes = imports_of(file)
+    nested = [node.lineno for node in nodes if node not in tree_of(file).body]
+    assert not nested, f"imports inside functions, conditions or try blocks, lines {nested}"
+
+    folders = "|".join(folder.name for folder in FOLDERS)
+    form = re.compile(rf"from (\.|\.\.({folders})\.)\w+_wedlm import (\w+(, )?)+")
+    relative = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.level]
+    for node in relative:
+        assert form.fullmatch(ast.unparse(node)), f"line {node.lineno}: {ast.unparse(node)}"
+        assert all(target.endswith("_wedlm") for target in local_targets(file, node)), "imports a module, not a name"
+
+    # The loader reads text: an import-like line in a docstring would count as an import.
+    seen = [line for line in file.read_text(encoding="utf-8").splitlines() if re.match(r"\s*(from|import)\s+\.", line)]
+    assert len(seen) == len(relative), f"lines that look like relative imports: {seen}"
+    assert set(get_relative_imports(file)) == {"." * (node.level - 1) + (node.module or "") for node in relative}
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
+def test_shipped_file_needs_nothing_that_transformers_and_torch_do_not_need(file: Path):
+    for node in imports_of(file):
+        # huggingface_hub holds the decorator of transformers' own config classes.
+        assert outside_packages(node) <= {"torch", "transformers", "huggingface_hub"}, f"line {node.lineno}"
+
+
+def test_every_package_folder_is_listed_in_setup_cfg():
+    folders = {file.parent for file in FILES}
+    missing = [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()]
+    assert not missing, f"folders without __init__.py: {missing}"
+    expected = {f"wedlm_hf.{name_of(folder / '__init__.py')}".rstrip(".") for folder in folders}
+    assert set(SETUP["options"]["packages"].split()) == expected
+
+
+def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
+    source = tmp_path / "source"
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "tests", "docs")
+    shutil.copytree(ROOT, source, ignore=skipped, symlinks=True)
+    (source / "training" / "probe.jinja").touch()
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
+    result = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
+    data = [*ROOT.glob("training/*.jinja"), *ROOT.glob("examples/wedlm-nano/[!.]*")]
+    files = [*FILES, *(file for file in data if file.is_file()), ROOT / "py.typed"]
+    expected = {f"wedlm_hf/{file.relative_to(ROOT).as_posix()}" for file in files}
+    assert packed == expected | {"wedlm_hf/training/probe.jinja"}

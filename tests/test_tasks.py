@@ -1,0 +1,268 @@
+"""The synthetic tasks: answers are recomputed from the prompt's text, splits are disjoint, scores are strict."""
+
+import ast
+import json
+import re
+
+import pytest
+
+from wedlm_hf.eval.tasks import TASKS, Sample, generate_samples, is_correct, is_heldout, main, write_jsonl
+
+ALL = list(TASKS)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def samples(task: str, count: int = 400, seed: int = 0, split: str = "heldout") -> list[Sample]:
+    return list(generate_samples(task, count, seed, split))
+
+
+@pytest.mark.parametrize("task", ALL)
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_same_arguments_give_the_same_samples_and_other_seeds_give_others(task, split):
+    assert samples(task, 50, 3, split) == samples(task, 50, 3, split)
+    assert samples(task, 50, 3, split) != samples(task, 50, 4, split)
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_a_longer_set_starts_with_the_shorter_one(task):
+    assert samples(task, 60)[:20] == samples(task, 20)
+
+
+@pytest.mark.parametrize("task", ALL)
+def test_train_and_heldout_prompts_are_disjoint_and_heldout_prompts_are_unique(task):
+    train = {sample.prompt for sample in samples(task, 2000, 0, "train")}
+    heldout = [sample.prompt for sample in samples(task, 1000)]
+    assert not any(is_heldout(prompt) for prompt in train)
+    assert all(is_heldout(prompt) for prompt in heldout)
+    assert len(set(heldout)) == len(heldout)
+
+
+@pytest.mark.parametrize("task", ALL)
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_sample_is_a_conversation_that_ends_with_the_user_and_its_answer_is_correct(task, split):
+    for sample in samples(task, split=split):
+        roles = [message["role"] for message in sample.messages]
+        assert roles == ["user", "assistant", "user"][-len(roles) :]
+        assert len(roles) in (1, 3)
+        assert sample.task == task
+        assert sample.answer.isascii()
+        assert is_correct(sample, sample.answer)
+        assert not is_correct(sample, "")
+        assert task == "python" or not is_correct(sample, sample.answer + " and so on")
+
+
+def test_counting_answers_follow_from_the_numbers_of_the_prompt():
+    for sample in samples("counting"):
+        given, terms = numbers(sample.prompt), numbers(sample.answer)
+        if sample.prompt.startswith("Continue"):
+            *shown, last = given
+            step = shown[1] - shown[0]
+            first = shown[-1] + step
+        else:
+            first, last, step = (given[0], given[2], given[1]) if "until" in sample.prompt else given
+            step = step if first < last else -step
+            assert (step < 0) == ("down" in sample.prompt)
+        assert terms == list(range(first, last + (1 if step > 0 else -1), step))
+        assert ", ".join(map(str, terms)) == sample.answer
+
+
+def test_arithmetic_working_is_true_line_by_line_and_ends_in_the_answer_of_the_story():
+    operations = set()
+    for sample in samples("arithmetic"):
+        *working, last = sample.answer.split("\n")
+        results = []
+        for line in working:
+            if "=" in line:
+                left, right = line.split("=")
+                assert eval_columns(left) == int(right), line
+            else:
+                left, operator, right = re.fullmatch(r"(\d{3})(?:([-+*])(\d+))?", line).groups()
+                assert not results or int(left) == results[-1], line
+                if operator:
+                    operations.add(operator)
+                    results.append(eval_columns(line))
+        assert last == f"Answer: {results[-1]}" == f"Answer: {story_total(sample.prompt)}"
+        assert 0 <= results[-1] <= 999
+    assert operations == {"+", "-", "*"}
+
+
+def eval_columns(expression: str) -> int:
+    """Value of an expression whose numbers may carry leading zeros."""
+    return eval(re.sub(r"\b0+(?=\d)", "", expression), {})
+
+
+def story_total(story: str) -> int:
+    """The story's answer by its words alone."""
+    first, *events = story.split(". ")[:-1]
+    if events and "Each" in events[0]:
+        first += events.pop(0)
+    total = 1
+    for number in numbers(first):
+        total *= number
+    for event in events:
+        loss = any(word in event for word in ("sells", "loses", "gives", "takes"))
+        total += -numbers(event)[0] if loss else numbers(event)[0]
+    return total
+
+
+def test_sorting_answers_are_the_sorted_items_of_the_prompt():
+    kinds = set()
+    for sample in samples("sorting"):
+        order, items = sample.prompt.split(": ")
+        values = [int(item) if item.isdigit() else item for item in items.split(", ")]
+        down = any(word in order for word in ("descending", "largest to", "falling", "Z to A", "reverse"))
+        assert sample.answer == ", ".join(map(str, sorted(values, reverse=down)))
+        assert len(set(values)) == len(values) >= 3
+        kinds.add((type(values[0]), down))
+    assert len(kinds) == 4
+
+
+def test_json_answers_are_objects_whose_values_all_stand_in_the_prompt():
+    shapes = set()
+    for sample in samples("json"):
+        record = json.loads(sample.answer)
+        assert sample.answer == json.dumps(record)
+        shapes.add(tuple(record))
+        for key, value in leaves(record):
+            if isinstance(value, bool):
+                assert ("is new." in sample.prompt) == value
+                assert key == "new"
+            else:
+                assert re.search(rf"\b{value}\b", sample.prompt), (sample.prompt, key, value)
+        assert len(numbers(sample.prompt)) == sum(type(value) is int for _, value in leaves(record))
+        assert ("no pets" in sample.prompt) == (record.get("pets") == [])
+    assert {keys[0] for keys in shapes} == {"name", "product", "event"}
+
+
+def leaves(value: object, key: str = "") -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [leaf for name, item in value.items() for leaf in leaves(item, name)]
+    if isinstance(value, list):
+        return [leaf for item in value for leaf in leaves(item, key)]
+    return [(key, value)]
+
+
+def test_chat_answers_name_and_value_stand_in_the_prompt_unless_the_fact_is_missing():
+    unknown = multi_turn = 0
+    for sample in samples("chat", 800):
+        multi_turn += len(sample.messages) == 3
+        if sample.answer.startswith("I do not know"):
+            unknown += 1
+            continue
+        names = re.findall(r"\b(?!Who|What|Which|Where|Whose|How|The|I|You|Your|Hello|JSON)[A-Z][a-z]+", sample.answer)
+        facts = re.findall(r"\d+", sample.answer) + names
+        assert all(re.search(rf"\b{fact}\b", sample.prompt) for fact in facts), sample
+    assert unknown > 40
+    assert multi_turn > 200
+
+
+def test_heldout_python_is_generated_only_and_train_python_also_holds_the_standard_library():
+    generated = {sample.prompt.split("\n")[1].split("(")[0] for sample in samples("python", 3000)}
+    trained = {sample.prompt.split("\n")[1].split("(")[0] for sample in samples("python", 3000, 0, "train")}
+    assert len(trained - generated) > 100
+    for sample in samples("python"):
+        header, body = sample.prompt.split("\n", 1)[1], sample.answer
+        ast.parse(f"{header}\n{body}")
+        assert body.startswith("    ")
+        assert len(header) + len(body) < 400
+
+
+def test_generated_python_functions_do_what_their_docstring_says():
+    scope: dict[str, object] = {}
+    for sample in samples("python", 2000):
+        code = f"{sample.prompt.removeprefix('Complete this Python code:')}\n{sample.answer}"
+        if "def clamp(" in code:
+            exec(code, scope)
+            assert [scope["clamp"](value, 2, 5) for value in (1, 3, 9)] == [2, 3, 5]
+        elif "def find(" in code:
+            exec(code, scope)
+            assert [scope["find"]([4, 6], value) for value in (6, 7)] == [1, -1]
+        elif "def power(" in code:
+            exec(code, scope)
+            assert scope["power"](3, 4) == 81
+    assert {"clamp", "find", "power"} <= set(scope)
+
+
+def only(task: str, answer: str, prompt: str = "") -> Sample:
+    return Sample(task, [{"role": "user", "content": prompt}], answer)
+
+
+@pytest.mark.parametrize(
+    ("sample", "text", "verdict"),
+    [
+        (only("counting", "1, 2, 3"), " 1, 2, 3\n", True),
+        (only("counting", "1, 2, 3"), "1, 2, 3, 4", False),
+        (only("sorting", "1, 2"), "1,2", False),
+        (only("json", '{"a": 1, "b": [2]}'), '{"b": [2], "a": 1}', True),
+        (only("json", '{"a": 1}'), '{"a": "1"}', False),
+        (only("json", '{"a": true}'), '{"a": 1}', False),
+        (only("json", '{"a": 1}'), '{"a": 1', False),
+        (only("arithmetic", "1+1\nAnswer: 2"), "whatever\nAnswer: 2\n", True),
+        (only("arithmetic", "1+1\nAnswer: 2"), "Answer: 2\nAnswer: 3", False),
+        (only("arithmetic", "1+1\nAnswer: 2"), "Answer: 2 or so", False),
+        (only("arithmetic", "1+1\nAnswer: 2"), "My Answer: 2", False),
+        (only("python", "    pass", "Complete this Python code:\ndef f():"), "    return 1", True),
+        (only("python", "    pass", "Complete this Python code:\ndef f():"), "return 1", False),
+        (only("python", "    pass", "Complete this Python code:\ndef f():"), "    return (", False),
+        (only("python", "    pass", "Complete this Python code:\ndef f():"), "    \0", False),
+    ],
+)
+def test_scores_are_as_strict_as_documented(sample, text, verdict):
+    assert is_correct(sample, text) is verdict
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("poetry", 1, 0, "train"), "unknown task 'poetry': choose one of counting, arithmetic"),
+        (("chat", 1, 0, "test"), "unknown split 'test': choose one of train, heldout"),
+        (("chat", 0, 0, "train"), "`count` must be at least 1, got 0"),
+    ],
+)
+def test_bad_arguments_raise_one_clear_error_at_the_call(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate_samples(*arguments)
+
+
+def test_more_heldout_prompts_than_a_task_has_is_an_error_and_not_an_endless_loop(monkeypatch):
+    monkeypatch.setitem(TASKS, "chat", lambda rng: only("chat", "Yes.", f"Is it {'x' * rng.randint(1, 60)}?"))
+    with pytest.raises(ValueError, match=r"task 'chat' has no more than about \d+ different held-out prompts"):
+        samples("chat", 100)
+
+
+def test_jsonl_files_hold_one_row_a_sample(tmp_path):
+    wanted = samples("chat", 20)
+    assert write_jsonl(tmp_path / "new" / "chat.jsonl", wanted) == 20
+    rows = [json.loads(line) for line in (tmp_path / "new" / "chat.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [Sample(**row) for row in rows] == wanted
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_no_fragment(tmp_path):
+    def broken():
+        yield from samples("json", 3)
+        raise RuntimeError("stop")
+
+    path = tmp_path / "json.jsonl"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="stop"):
+        write_jsonl(path, broken())
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_command_writes_one_file_a_task(tmp_path, capsys):
+    main(["--count", "5", "--seed", "7", "--output", str(tmp_path)])
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(TASKS)
+    assert capsys.readouterr().out.count("5 samples") == len(TASKS)
+    rows = (tmp_path / "sorting.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(row)["answer"] for row in rows] == [sample.answer for sample in samples("sorting", 5, 7)]
+
+
+def test_the_command_refuses_an_unknown_task_before_it_writes(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--task", "sorting", "--task", "poetry", "--output", str(tmp_path / "out")])
+    assert "unknown task 'poetry'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

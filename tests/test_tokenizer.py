@@ -1,0 +1,130 @@
+"""The trained tokenizer: special tokens, lossless text, lone digits, the chat template, the tasks' lengths."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from wedlm_hf.eval.tasks import TASKS, generate_samples
+from wedlm_hf.training.tokenizer import SPECIAL_TOKENS, train_tokenizer
+
+
+def task_texts(count: int = 300) -> list[str]:
+    return [text for task in TASKS for s in generate_samples(task, count, 0) for text in (s.prompt, s.answer)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(task_texts(), 1024)
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Count to 3."},
+    {"role": "assistant", "content": "1, 2, 3"},
+    {"role": "user", "content": "Now code."},
+    {"role": "assistant", "content": "    return 3\n"},
+]
+
+
+def test_special_tokens_come_first_and_have_their_roles(tokenizer):
+    assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3]) == list(SPECIAL_TOKENS)
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.mask_token) == (
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|mask|>",
+    )
+    assert set(tokenizer.all_special_tokens) == set(SPECIAL_TOKENS)
+    assert tokenizer.bos_token is None
+    assert tokenizer.padding_side == "left"
+    assert len(tokenizer) == 1024
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text())
+def test_any_text_is_decoded_without_loss(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    "text", [" a  b ", "\n\n  x\n", "x .", "do n't", "日本 🎉\t€\u00a0", "a , b ! c", "3 + 4", "\r\n"]
+)
+def test_spaces_and_scripts_survive(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_each_digit_and_each_newline_is_a_token_of_its_own(tokenizer):
+    assert tokenizer.tokenize("37, 40") == ["3", "7", ",Ġ", "4", "0"]
+    assert tokenizer.tokenize("7+5+0=12\n\n") == [*"7+5+0=12", "Ċ", "Ċ"]
+    assert not [token for token in tokenizer.get_vocab() if len(token) > 1 and any(c.isdigit() for c in token)]
+
+
+def test_the_template_is_chatml_without_a_default_system_prompt(tokenizer):
+    text = tokenizer.apply_chat_template(CONVERSATION[1:3], tokenize=False)
+    assert text == "<|im_start|>user\nCount to 3.<|im_end|>\n<|im_start|>assistant\n1, 2, 3<|im_end|>\n"
+    prompt = tokenizer.apply_chat_template(CONVERSATION[1:2], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\nCount to 3.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_assistant_mask_holds_every_answer_and_its_end_token(tokenizer):
+    row = tokenizer.apply_chat_template(CONVERSATION, return_assistant_tokens_mask=True, return_dict=True)
+    kept = [token for token, kept in zip(row["input_ids"], row["assistant_masks"], strict=True) if kept]
+    assert tokenizer.decode(kept) == "1, 2, 3<|im_end|>    return 3\n<|im_end|>"
+
+
+@pytest.mark.parametrize("answer", ["1, 2", "    return 3", "\nx", " - y", "x"])
+def test_a_generation_prompt_is_a_prefix_of_the_whole_conversation_in_tokens(tokenizer, answer):
+    turns = [*CONVERSATION[:2], {"role": "assistant", "content": answer}]
+    prompt = tokenizer.apply_chat_template(turns[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+    assert whole[: len(prompt)] == prompt
+
+
+def test_training_twice_gives_the_same_bytes_and_so_does_save_load_save(tokenizer, tmp_path):
+    train_tokenizer(iter(task_texts()), 1024).save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "first")
+    AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    AutoTokenizer.from_pretrained(tmp_path / "second").save_pretrained(tmp_path / "third")
+    first, again, second, third = (folder(tmp_path / name) for name in ("first", "again", "second", "third"))
+    assert first == again
+    assert second == third
+    assert first["tokenizer.json"] == second["tokenizer.json"]
+    assert first["chat_template.jinja"] == second["chat_template.jinja"]
+
+
+def folder(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_a_loaded_tokenizer_behaves_like_the_trained_one(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for options in ({}, {"add_generation_prompt": True}, {"return_assistant_tokens_mask": True}):
+        old = tokenizer.apply_chat_template(CONVERSATION, return_dict=True, **options)
+        assert dict(loaded.apply_chat_template(CONVERSATION, return_dict=True, **options)) == dict(old)
+    assert loaded.mask_token_id == 3
+    assert loaded.eos_token_id == 2
+    assert loaded.pad_token_id == 0
+    assert loaded.padding_side == "left"
+    assert loaded.model_max_length == 512
+    text = "x . y n't  3 ,"
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_sample_of_the_tasks_fits_into_384_tokens(tokenizer, task, split):
+    for sample in generate_samples(task, 500, 5, split):
+        turns = [*sample.messages, {"role": "assistant", "content": sample.answer}]
+        assert len(tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]) <= 384
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused():
+    with pytest.raises(ValueError, match=r"`vocab_size` must be at least 260 .* got 259"):
+        train_tokenizer(["text"], 259)
+
+
+@pytest.mark.parametrize("texts", [[], [""]])
+def test_no_text_is_refused(texts):
+    with pytest.raises(ValueError, match="`texts` must hold at least one text that is not empty"):
+        train_tokenizer(texts, 300)

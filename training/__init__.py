@@ -1,0 +1,1 @@
+"""Dual-stream masking, the collator and the loss."""
