@@ -1,7 +1,180 @@
-"""`generate(strategy=...)`."""
+"""`model.generate(..., strategy="wedlm")`: how parallel decoding plugs into transformers' `generate`."""
 
+from typing import Any
+
+import torch
 from transformers import GenerationMixin
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationConfig,
+    GenerationMode,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
+
+from .cache_wedlm import WindowCache
+from .decoding_wedlm import ParallelDecoder
+from .sampling_wedlm import TokenSampler
+from .settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+from .stats_wedlm import WeDLMGenerateOutput, step_map
+
+# Options of `generate` that have no meaning here, with the values that ask for nothing.
+REFUSED_OPTIONS = {
+    "cache_implementation": (None, "dynamic"),
+    "guidance_scale": (None, 1, 1.0),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "output_logits": (None, False),
+    "output_scores": (None, False),
+    "prefill_chunk_size": (None,),
+    "use_cache": (None, True),
+    "watermarking_config": (None,),
+}
 
 
 class WeDLMGenerationMixin(GenerationMixin):
-    """placeholder while the engine is written"""
+    """[`GenerationMixin`] whose `generate` takes the fields of [`WeDLMGenerationSettings`] as keywords.
+
+    With `strategy="ar"` (the default) everything is the parent's. Otherwise greedy decoding and sampling run
+    [`ParallelDecoder`], with the parent's preparation of inputs, lengths, processors and stopping criteria;
+    `return_dict_in_generate=True` returns a [`WeDLMGenerateOutput`]. What cannot be honoured is refused before any forward.
+    """
+
+    def _prepare_generation_config(
+        self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        ours = {name: kwargs.pop(name) for name in SETTING_NAMES if name in kwargs}
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+        for name, value in ours.items():
+            setattr(generation_config, name, value)
+        WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
+        return generation_config, model_kwargs
+
+    def _validate_generation_mode(
+        self, generation_mode: GenerationMode, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._validate_generation_mode(generation_mode, generation_config, *args, **kwargs)
+        strategy = getattr(generation_config, "strategy", None) or "ar"
+        if strategy == "ar":
+            return
+        if generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"`strategy={strategy!r}` decodes greedily or by sampling, but the other options ask for "
+                f"{generation_mode.value.replace('_', ' ')} (num_beams={generation_config.num_beams}). "
+                "Leave them out or use `strategy='ar'`."
+            )
+        for option, harmless in REFUSED_OPTIONS.items():
+            if (value := getattr(generation_config, option, None)) not in harmless:
+                raise ValueError(f"`{option}={value!r}` is not supported with `strategy={strategy!r}`.")
+
+    def _sample(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
+        if settings.strategy == "ar":
+            return super()._sample(
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                synced_gpus,
+                streamer,
+                **model_kwargs,
+            )
+        if synced_gpus:
+            raise ValueError(f"`synced_gpus=True` is not supported with `strategy={settings.strategy!r}`.")
+        cache = _window_cache(model_kwargs.get("past_key_values"))
+        prompt_mask = _checked_prompt_mask(input_ids, model_kwargs, self.config.max_position_embeddings)
+        sampler = TokenSampler(logits_processor, generation_config.do_sample, settings.mask_token_id, input_ids)
+        if settings.verification == "none":
+            sampler.check_out_of_order()
+        end_tokens = generation_config._eos_token_tensor
+        pad_token = generation_config._pad_token_tensor
+        decoder = ParallelDecoder(
+            model=self,
+            settings=settings,
+            sampler=sampler,
+            prompt_ids=input_ids,
+            prompt_mask=prompt_mask,
+            cache=cache,
+            limit=generation_config.max_length - input_ids.shape[1],
+            end_tokens=input_ids.new_empty(0) if end_tokens is None else end_tokens.to(input_ids.device),
+            pad_token_id=0 if pad_token is None else int(pad_token),
+            stopping_criteria=StoppingCriteriaList(
+                criterion
+                for criterion in stopping_criteria
+                if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria)
+            ),
+            streamer=streamer,
+        )
+        sequences = torch.cat([input_ids, decoder.run()], dim=1)
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return WeDLMGenerateOutput(
+            sequences=sequences,
+            past_key_values=cache,
+            stats=decoder.stats,
+            trace=decoder.trace if settings.output_trace else None,
+            step_map=step_map(decoder.trace, decoder.stats.new_tokens) if settings.output_trace else None,
+        )
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        generation_config = getattr(self, "generation_config", None)
+        if generation_config is not None and any(hasattr(generation_config, name) for name in SETTING_NAMES):
+            # With this flag, which a config derived from the model's carries, reloading would drop our fields.
+            generation_config._from_model_config = False
+        return super().save_pretrained(*args, **kwargs)
+
+
+def _window_cache(cache: Any) -> WindowCache:
+    """The caller's cache if it is one of ours, a new one if `generate` made its own. Raises `ValueError` otherwise."""
+    if isinstance(cache, WindowCache):
+        return cache
+    if getattr(cache, "_is_user_defined", False):
+        raise ValueError(
+            "Parallel decoding needs a `WindowCache`: pass the `past_key_values` that an earlier call returned, or "
+            f"`WindowCache()`; got {type(cache).__name__}."
+        )
+    return WindowCache()
+
+
+def _checked_prompt_mask(
+    input_ids: torch.Tensor, model_kwargs: dict[str, Any], max_position_embeddings: int
+) -> torch.Tensor:
+    """`(B, P)` bool, True on tokens. Raises `ValueError` for prompts that cannot be decoded."""
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("Parallel decoding needs `input_ids`: `inputs_embeds` are not supported.")
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"`attention_mask` must have the shape of `input_ids`, got {tuple(mask.shape)} and {tuple(input_ids.shape)}."
+        )
+    lengths = mask.sum(1)
+    if input_ids.shape[1] == 0 or not bool(lengths.all()):
+        row = 0 if input_ids.shape[1] == 0 else int((lengths == 0).nonzero()[0])
+        raise ValueError(f"The prompt of row {row} is empty: parallel decoding needs at least one token.")
+    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        row = int((mask[:, :-1] & ~mask[:, 1:]).any(1).nonzero()[0])
+        raise ValueError(
+            f"The prompts must be left-padded, but row {row} has padding after a token: set "
+            "`tokenizer.padding_side = 'left'`."
+        )
+    if int(lengths.max()) >= max_position_embeddings:
+        raise ValueError(
+            f"The prompt of row {int(lengths.argmax())} has {int(lengths.max())} tokens, but the model's context is "
+            f"{max_position_embeddings} (`max_position_embeddings`)."
+        )
+    position_ids = model_kwargs.get("position_ids")
+    expected = mask.cumsum(1) - 1
+    if position_ids is not None and not bool(((position_ids == expected) | ~mask).all()):
+        raise ValueError("Parallel decoding counts positions from each row's first token: leave `position_ids` out.")
+    return mask

@@ -120,7 +120,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> WeDLMForCausalLM:
 
 def main(
     output_dir: Annotated[Path, typer.Option(help="Checkpoint folder.")],
-    max_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 4_800,
+    max_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3_600,
     batch_size: Annotated[int, typer.Option(min=1, help="Packed rows per step.")] = 36,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 1536,
@@ -150,6 +150,7 @@ def main(
             save_steps=500,
             save_total_limit=2,
             dataloader_num_workers=1,
+            remove_unused_columns=False,  # `seq_lengths` is for the collator, not for the model
             report_to="none",
             seed=seed,
         ),
