@@ -1,0 +1,389 @@
+"""Parallel decoding against the slow decoders of oracle.py, and what must hold at every step."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import decode, decode_ar
+from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from wedlm_hf.generation import WeDLMGenerationMixin, WindowCache
+
+LIMIT = 24
+# Random models rarely say the real end token: these are common enough to end some rows early and others not.
+ENDS = [EOS, 107, 151, 166, 227, 40, 77]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
+def model(request):
+    return tiny_model(request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    return tiny_model("qwen3")
+
+
+def prompts_of(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def padded(prompts):
+    width = max(map(len, prompts))
+    input_ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+    attention_mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+
+def new_tokens(sequences, width, ends):
+    """Rows of new tokens, without what pads them after their end."""
+    rows = []
+    for row in sequences[:, width:].tolist():
+        end = next((index + 1 for index, token in enumerate(row) if token in ends), len(row))
+        assert all(token == PAD for token in row[end:])
+        rows.append(row[:end])
+    return rows
+
+
+def generate(model, prompts, **options):
+    inputs = padded(prompts)
+    defaults = {"strategy": "wedlm", "max_new_tokens": LIMIT, "eos_token_id": ENDS, "return_dict_in_generate": True}
+    options = defaults | options
+    output = model.generate(**inputs, **options)
+    ends = options["eos_token_id"]
+    return output, new_tokens(output.sequences, inputs["input_ids"].shape[1], ends if isinstance(ends, list) else [ends])
+
+
+@pytest.mark.parametrize("window_size", [1, 4, 16, 32])
+@pytest.mark.parametrize("tau", [0, 0.3, 1.5, 100])
+@pytest.mark.parametrize("lam", [0, 0.02, 0.5])
+@pytest.mark.parametrize("strategy", ["wedlm", "block"])
+def test_greedy_output_and_counts_equal_the_oracle_that_recomputes_everything(
+    model, strategy, window_size, tau, lam
+):
+    prompts = prompts_of([5, 1, 12], seed=window_size)
+    expected = [
+        decode(
+            model,
+            prompt,
+            window_size=window_size,
+            tau=tau,
+            lam=lam,
+            limit=LIMIT,
+            mask_id=MASK,
+            eos_ids=ENDS,
+            block=strategy == "block",
+        )
+        for prompt in prompts
+    ]
+    options = {
+        "strategy": strategy,
+        "window_size": window_size,
+        "entropy_threshold": tau,
+        "distance_penalty": lam,
+    }
+    batched, batched_rows = generate(model, prompts, **options)
+    assert batched_rows == [tokens for tokens, _, _ in expected]
+    assert batched.stats.forwards.tolist() == [forwards for _, forwards, _ in expected]
+    assert batched.stats.token_instances.tolist() == [instances for _, _, instances in expected]
+    assert batched.stats.new_tokens.tolist() == [len(tokens) for tokens, _, _ in expected]
+    alone, alone_rows = generate(model, prompts[2:], **options)
+    assert alone_rows == batched_rows[2:]
+    assert alone.stats.forwards.tolist() == batched.stats.forwards.tolist()[2:]
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    window_size=st.integers(1, 12),
+    tau=st.floats(0, 4),
+    lam=st.floats(0, 1),
+    limit=st.integers(1, 20),
+    seed=st.integers(0, 1000),
+)
+def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, limit, seed):
+    prompts = prompts_of(lengths, seed)
+    _, rows = generate(
+        qwen3,
+        prompts,
+        window_size=window_size,
+        entropy_threshold=tau,
+        distance_penalty=lam,
+        max_new_tokens=limit,
+    )
+    arguments = {"window_size": window_size, "tau": tau, "lam": lam, "limit": limit, "mask_id": MASK, "eos_ids": ENDS}
+    assert rows == [decode(qwen3, prompt, **arguments)[0] for prompt in prompts]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementations_decode_alike(implementation):
+    model = tiny_model()
+    prompts = prompts_of([3, 9, 6])
+    _, expected = generate(model, prompts, entropy_threshold=2.0)
+    model.set_attn_implementation(implementation)
+    _, rows = generate(model, prompts, entropy_threshold=2.0)
+    assert rows == expected
+
+
+def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights(qwen3):
+    class StockQwen3(WeDLMGenerationMixin, Qwen3ForCausalLM):
+        pass
+
+    names = set(Qwen3Config().to_dict()) - {"model_type", "architectures", "auto_map"}
+    config = Qwen3Config(**{name: value for name, value in qwen3.config.to_dict().items() if name in names})
+    stock = StockQwen3(config).eval()
+    stock.load_state_dict(qwen3.state_dict())
+    prompts = prompts_of([4, 11])
+    _, expected = generate(qwen3, prompts, entropy_threshold=1.5)
+    _, rows = generate(stock, prompts, entropy_threshold=1.5, mask_token_id=MASK)
+    assert rows == expected
+
+
+@pytest.mark.parametrize("verification", ["none", "exact"])
+@pytest.mark.parametrize("lengths", [[7], [3, 10, 6]])
+def test_after_every_step_the_cache_is_that_of_a_fresh_prefill(qwen3, monkeypatch, verification, lengths):
+    prompts = prompts_of(lengths)
+    _, rows = generate(qwen3, prompts, entropy_threshold=2.0, verification=verification)
+    seen = 0
+    commit = WindowCache.commit
+
+    def checked_commit(cache, counts):
+        nonlocal seen
+        commit(cache, counts)
+        for buffer_row, row in enumerate(cache._rows[: len(counts)]):
+            length = cache.lengths[buffer_row]
+            sequence = (prompts[row] + rows[row])[:length]
+            assert len(sequence) == length
+            fresh = DynamicCache()
+            qwen3.model(input_ids=torch.tensor([sequence]), past_key_values=fresh, use_cache=True)
+            for layer, fresh_layer in zip(cache.layers, fresh.layers, strict=True):
+                torch.testing.assert_close(
+                    layer._keys[buffer_row, :, :length], fresh_layer.keys[0], atol=1e-4, rtol=1e-4
+                )
+                torch.testing.assert_close(
+                    layer._values[buffer_row, :, :length], fresh_layer.values[0], atol=1e-4, rtol=1e-4
+                )
+            seen += 1
+
+    monkeypatch.setattr(WindowCache, "commit", checked_commit)
+    with torch.no_grad():
+        generate(qwen3, prompts, entropy_threshold=2.0, verification=verification)
+    assert seen >= sum(map(len, rows)) // 16
+
+
+def test_tau_zero_fills_one_slot_a_step_and_a_window_of_one_goes_left_to_right(qwen3):
+    prompts = prompts_of([6])
+    one_slot, rows = generate(qwen3, prompts, entropy_threshold=0, eos_token_id=EOS, output_trace=True)
+    assert [int(step.filled.sum()) for step in one_slot.trace] == [1] * one_slot.stats.forwards.item()
+    assert sorted(one_slot.step_map[0].tolist()) == list(range(LIMIT))
+    left_to_right, _ = generate(
+        qwen3, prompts, entropy_threshold=100, window_size=1, eos_token_id=EOS, output_trace=True
+    )
+    assert left_to_right.step_map[0].tolist() == list(range(LIMIT))
+
+
+def test_the_first_window_rides_on_the_prefill_and_no_forward_only_caches(qwen3):
+    prompts = prompts_of([6])
+    output, _ = generate(
+        qwen3, prompts, entropy_threshold=100, distance_penalty=0, window_size=32, eos_token_id=EOS
+    )
+    assert output.stats.forwards.item() == 1
+    assert output.past_key_values.lengths == [6]
+
+
+@pytest.mark.parametrize("verification", ["none", "exact"])
+def test_statistics_equal_what_a_hook_on_the_model_counts(qwen3, verification):
+    prompts = prompts_of([5, 9, 2])
+    calls = []
+    handle = qwen3.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    output, rows = generate(qwen3, prompts, entropy_threshold=2.0, verification=verification, output_trace=True)
+    handle.remove()
+    assert len(calls) == output.stats.forwards.max().item() == len(output.trace)
+    for step, shape in zip(output.trace, calls, strict=True):
+        assert shape == step.input_ids.shape == (len(step.rows), max(step.counts))
+    instances = [sum(s.counts[s.rows.index(row)] for s in output.trace if row in s.rows) for row in range(3)]
+    assert output.stats.token_instances.tolist() == [n - len(p) for n, p in zip(instances, prompts, strict=True)]
+    assert output.stats.new_tokens.tolist() == [len(row) for row in rows]
+    assert output.stats.tokens_per_forward == pytest.approx(
+        sum(map(len, rows)) / output.stats.forwards.sum().item()
+    )
+    assert 0 < output.stats.prefix_cacheability <= 1
+
+
+def test_trace_and_step_map_tell_the_whole_generation(qwen3):
+    prompts = prompts_of([5, 9])
+    output, rows = generate(qwen3, prompts, entropy_threshold=2.0, output_trace=True)
+    for row, prompt in enumerate(prompts):
+        tokens = {}
+        for index, step in enumerate(output.trace):
+            if row not in step.rows:
+                continue
+            entry = step.rows.index(row)
+            for position, token in zip(
+                step.logit_positions[entry][step.filled[entry]].tolist(),
+                step.tokens[entry][step.filled[entry]].tolist(),
+                strict=True,
+            ):
+                offset = position - len(prompt)
+                tokens[offset] = token
+                if offset < len(rows[row]):
+                    assert output.step_map[row, offset] == index
+        assert [tokens[offset] for offset in range(len(rows[row]))] == rows[row]
+        assert (output.step_map[row, len(rows[row]) :] == -1).all()
+
+
+@pytest.mark.parametrize("window_size", [1, 4, 16])
+@pytest.mark.parametrize("tau", [0, 2.0, 100])
+def test_verified_greedy_output_is_the_ar_output(model, window_size, tau):
+    prompts = prompts_of([5, 1, 12])
+    expected = [decode_ar(model, prompt, limit=LIMIT, mask_id=MASK, eos_ids=ENDS) for prompt in prompts]
+    output, rows = generate(
+        model, prompts, verification="exact", window_size=window_size, entropy_threshold=tau
+    )
+    assert rows == expected
+    assert (output.stats.forwards <= output.stats.new_tokens).all()
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert generate(model, [prompt], verification="exact", entropy_threshold=tau)[1] == [tokens]
+    assert (output.stats.accepted <= output.stats.drafted).all()
+    if tau == 0:
+        assert output.stats.drafted.sum() == 0
+
+
+def test_verified_decoding_uses_good_drafts(qwen3):
+    """Weights that make every slot predict the same token: each draft is right, so W + 1 tokens come of a forward."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.model.norm.weight.zero_()
+        model.model.norm.weight[0] = 1.0
+        model.model.embed_tokens.weight[:, 0] = 100.0
+        model.lm_head.weight[50, 0] = 10.0
+    output, rows = generate(model, prompts_of([5]), verification="exact", window_size=8, max_new_tokens=32)
+    assert rows == [[50] * 32]
+    assert output.stats.acceptance_rate == 1
+    assert output.stats.forwards.item() <= 6
+
+
+def test_verified_sampling_is_distributed_as_ar_sampling(qwen3):
+    """Two tokens after one prompt: drawn pairs against the AR head's exact probabilities (chi-square)."""
+    prompt = prompts_of([6])[0]
+    allowed = [30, 31, 32, 33]
+    suppressed = [token for token in range(VOCAB_SIZE) if token not in allowed]
+    count = 3000
+
+    def probabilities(prefix):
+        with torch.no_grad():
+            logits = qwen3(input_ids=torch.tensor([prefix])).logits[0, -1]
+        return torch.softmax(logits[allowed] / 2.0, dim=-1)
+
+    first = probabilities(prompt)
+    expected = torch.stack([first[i] * probabilities([*prompt, token]) for i, token in enumerate(allowed)]).flatten()
+    torch.manual_seed(0)
+    output = qwen3.generate(
+        torch.tensor([prompt]).expand(count, -1),
+        strategy="wedlm",
+        verification="exact",
+        entropy_threshold=100.0,
+        do_sample=True,
+        temperature=2.0,
+        top_k=0,
+        suppress_tokens=suppressed,
+        max_new_tokens=3,
+        return_dict_in_generate=True,
+    )
+    assert output.stats.drafted.sum() > count / 2
+    pairs = output.sequences[:, 6:8]
+    index = (pairs[:, 0] - allowed[0]) * len(allowed) + pairs[:, 1] - allowed[0]
+    observed = torch.bincount(index, minlength=16)
+    chi_square = ((observed - count * expected) ** 2 / (count * expected)).sum()
+    assert chi_square < 44.3  # 15 degrees of freedom, p = 1e-4
+
+
+def test_sampled_fills_follow_the_processed_distribution(qwen3):
+    """With W = 1 the paper's decoder draws each token from the mask's own distribution (chi-square)."""
+    prompt = prompts_of([6])[0]
+    with torch.no_grad():
+        logits = qwen3(input_ids=torch.tensor([[*prompt, MASK]])).logits[0, -1]
+    logits[MASK] = -torch.inf
+    top = logits.topk(5)
+    expected = torch.softmax(top.values / 3.0, dim=-1)
+    torch.manual_seed(0)
+    output = qwen3.generate(
+        torch.tensor([prompt]).expand(2000, -1),
+        strategy="wedlm",
+        window_size=1,
+        do_sample=True,
+        temperature=3.0,
+        top_k=5,
+        max_new_tokens=1,
+    )
+    observed = (output[:, 6:] == top.indices).sum(0)
+    assert observed.sum() == 2000
+    assert ((observed - 2000 * expected) ** 2 / (2000 * expected)).sum() < 23.5  # 4 degrees of freedom, p = 1e-4
+
+
+def test_the_returned_cache_continues_a_conversation_as_a_cold_start_would(qwen3):
+    for verification in ("none", "exact"):
+        options = {"entropy_threshold": 2.0, "verification": verification}
+        first, rows = generate(qwen3, prompts_of([5, 9]), **options)
+        turns = [
+            prompt + row + more
+            for prompt, row, more in zip(prompts_of([5, 9]), rows, prompts_of([4, 3], seed=7), strict=True)
+        ]
+        _, cold = generate(qwen3, turns, **options)
+        lengths = list(first.past_key_values.lengths)
+        warm, warm_rows = generate(qwen3, turns, past_key_values=first.past_key_values, **options)
+        assert warm_rows == cold
+        assert all(length > 5 for length in lengths)
+        assert warm.past_key_values is first.past_key_values
+
+
+def test_ar_decoding_continues_from_the_returned_cache(qwen3):
+    prompt = prompts_of([5])[0]
+    first, (row,) = generate(qwen3, [prompt], entropy_threshold=2.0)
+    turn = torch.tensor([prompt + row + prompts_of([4], seed=7)[0]])
+    cold = qwen3.generate(turn, max_new_tokens=8)
+    warm = qwen3.generate(turn, max_new_tokens=8, past_key_values=first.past_key_values)
+    assert warm.tolist() == cold.tolist()
+
+
+def test_a_prompt_that_is_cached_whole_decodes_like_a_cold_one(qwen3):
+    prompt = prompts_of([6])[0]
+    for verification in ("none", "exact"):
+        cache = WindowCache()
+        with torch.no_grad():
+            qwen3(input_ids=torch.tensor([prompt]), past_key_values=cache, use_cache=True)
+        assert cache.lengths == [6]
+        _, cold = generate(qwen3, [prompt], verification=verification)
+        _, warm = generate(qwen3, [prompt], verification=verification, past_key_values=cache)
+        assert warm == cold
+
+
+def test_rows_that_finish_leave_the_batch(qwen3):
+    prompts = prompts_of([5, 1, 12, 7, 3])
+    output, rows = generate(qwen3, prompts, entropy_threshold=2.0, output_trace=True)
+    assert len(set(map(len, rows))) > 1
+    sizes = [len(step.rows) for step in output.trace]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] < len(prompts)
+    # The cache comes back in the caller's order: it holds every row but its last pending tokens.
+    for row, (prompt, tokens) in enumerate(zip(prompts, rows, strict=True)):
+        length = output.past_key_values.lengths[row]
+        assert len(prompt) <= length <= len(prompt) + len(tokens)
+        assert output.past_key_values.token_ids[row, :length].tolist() == (prompt + tokens)[:length]
+
+
+def test_mask_tokens_in_a_prompt_are_ordinary_text_and_none_is_ever_emitted(qwen3):
+    prompt = [10, MASK, 11, MASK, MASK, 12]
+    arguments = {"window_size": 8, "tau": 3.0, "lam": 0.02, "limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}
+    _, rows = generate(qwen3, [prompt], entropy_threshold=3.0, window_size=8)
+    assert rows == [decode(qwen3, prompt, **arguments)[0]]
+    assert MASK not in rows[0]
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[MASK] = model.lm_head.weight.sum(0) * 3
+    for verification in ("none", "exact"):
+        assert MASK not in generate(model, [prompt], verification=verification)[1][0]

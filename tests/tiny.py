@@ -1,0 +1,95 @@
+"""Tiny random models and a tiny tokenizer, shared by the tests. Everything is a function of its arguments alone."""
+
+from copy import deepcopy
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
+from wedlm_hf.training.tokenizer import train_tokenizer
+
+VOCAB_SIZE = 320  # more rows than the tokenizer has tokens, as in the published checkpoints
+PAD, START, EOS, MASK = 0, 1, 2, 3  # the ids that `train_tokenizer` gives to its special tokens
+
+Style = Literal["qwen3", "qwen2.5"]
+
+LINES = [
+    "Count from 1 to 9: 1, 2, 3, 4, 5, 6, 7, 8, 9",
+    "Sort 31, 7, 12, 5: 5, 7, 12, 31",
+    "3 + 4 = 7, so 37 + 40 = 77",
+    '{"name": "Ada", "city": "London"}',
+    "def add(a, b):\n    return a + b\n",
+]
+
+
+def tiny_config(style: Style = "qwen3", **overrides: Any) -> WeDLMConfig:
+    """Two layers, grouped queries; in Qwen3 style a `head_dim` that is not `hidden_size // num_attention_heads`."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16 if style == "qwen3" else 8,
+        "max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "initializer_range": 0.3,
+        "qk_norm": style == "qwen3",
+        "attention_bias": style == "qwen2.5",
+        "tie_word_embeddings": False,
+        "pad_token_id": PAD,
+        "eos_token_id": EOS,
+        "mask_token_id": MASK,
+    }
+    return WeDLMConfig(**settings | overrides)
+
+
+def tiny_model(style: Style = "qwen3", seed: int = 0, **overrides: Any) -> WeDLMForCausalLM:
+    """`WeDLMForCausalLM` in float32 and evaluation mode, from `tiny_config(style, **overrides)`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = WeDLMForCausalLM(tiny_config(style, **overrides))
+    return randomize(model, seed)
+
+
+@torch.no_grad()
+def randomize(model: Any, seed: int = 0) -> Any:
+    """Draws biases and norms, which start at 0 and 1, and strengthens embeddings and logits, so that no weight goes
+    unnoticed and entropies spread over 0 to 3 nats. Returns the model, in evaluation mode."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter += torch.empty_like(parameter).uniform_(-0.5, 0.5, generator=generator)
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embeddings.mul_(3)
+    if head is not embeddings:
+        head.mul_(2)
+    return model.eval()
+
+
+@lru_cache(maxsize=1)
+def _tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(LINES, 300)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """At most 300 tokens; `PAD, START, EOS, MASK` are its special ones. Each call gives an object of its own."""
+    return deepcopy(_tokenizer())
+
+
+def stock_twin(model: WeDLMForCausalLM, attn_implementation: str = "eager") -> Qwen2ForCausalLM | Qwen3ForCausalLM:
+    """The Qwen3 or Qwen2 model of transformers with the same weights, in evaluation mode."""
+    settings = model.config.to_dict()
+    for key in ("model_type", "architectures", "transformers_version", "mask_token_id", "qk_norm", "auto_map"):
+        settings.pop(key, None)
+    twin: Qwen2ForCausalLM | Qwen3ForCausalLM
+    if model.config.qk_norm:
+        twin = Qwen3ForCausalLM(Qwen3Config(**settings))
+    else:
+        twin = Qwen2ForCausalLM(Qwen2Config(**settings))
+    twin.load_state_dict(model.state_dict())  # strict: no weight missing, none left over
+    twin.set_attn_implementation(attn_implementation)
+    return twin.eval()
