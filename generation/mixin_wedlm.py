@@ -175,6 +175,8 @@ def _checked_prompt_mask(
         )
     position_ids = model_kwargs.get("position_ids")
     expected = mask.cumsum(1) - 1
-    if position_ids is not None and not bool(((position_ids == expected) | ~mask).all()):
+    if position_ids is not None and (
+        position_ids.shape[-1] != mask.shape[1] or not bool(((position_ids == expected) | ~mask).all())
+    ):
         raise ValueError("Parallel decoding counts positions from each row's first token: leave `position_ids` out.")
     return mask

@@ -36,7 +36,6 @@ LENGTH_PROCESSORS = (
 PREFIX_PROCESSORS = (
     "NoBadWordsLogitsProcessor",
     "NoRepeatNGramLogitsProcessor",
-    "RepetitionPenaltyLogitsProcessor",
     "SequenceBiasLogitsProcessor",
 )
 

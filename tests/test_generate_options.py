@@ -1,0 +1,398 @@
+"""Everything else that users expect of `generate`: honoured exactly, or refused with one clear error."""
+
+import json
+import threading
+
+import pytest
+import torch
+from oracle import causal_forward, decode_ar
+from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    pipeline,
+)
+
+from wedlm_hf.generation import WeDLMGenerationSettings, WindowCache
+from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
+
+PROMPT = torch.tensor([[20, 40, 9, 31, 77]])
+FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, "max_new_tokens": 20}
+EXACT = {"strategy": "wedlm", "verification": "exact", "entropy_threshold": 2.0, "max_new_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def tail(sequences):
+    return sequences[0, PROMPT.shape[1] :].tolist()
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "diffusion"}, "`strategy` must be one of 'ar', 'wedlm', 'block', got 'diffusion'"),
+        ({"verification": "maybe"}, "`verification` must be one of 'none', 'exact', got 'maybe'"),
+        ({"window_size": 0}, "`window_size` must be an integer of at least 1, got 0"),
+        ({"window_size": 2.5}, "`window_size` must be an integer of at least 1, got 2.5"),
+        ({"window_size": True}, "`window_size` must be an integer of at least 1, got True"),
+        ({"entropy_threshold": -0.1}, "`entropy_threshold` must be a number of at least 0, got -0.1"),
+        ({"entropy_threshold": float("nan")}, "`entropy_threshold` must be a number of at least 0, got nan"),
+        ({"entropy_threshold": "0.4"}, "`entropy_threshold` must be a number of at least 0, got '0.4'"),
+        ({"distance_penalty": -1}, "`distance_penalty` must be a number of at least 0, got -1"),
+        ({"output_trace": 1}, "`output_trace` must be True or False, got 1"),
+        ({"strategy": "block", "verification": "exact"}, "`verification='exact'` goes with `strategy='wedlm'`"),
+        ({"mask_token_id": VOCAB_SIZE}, "`mask_token_id` must lie in the vocabulary \\(0 to 319\\), got 320"),
+        ({"mask_token_id": EOS}, "`mask_token_id` must differ from the end token, got 2"),
+        ({"mask_token_id": PAD}, "`mask_token_id` must differ from the padding token, got 0"),
+        ({"num_beams": 2}, "`strategy='wedlm'` decodes greedily or by sampling, .* beam search \\(num_beams=2\\)"),
+        ({"prompt_lookup_num_tokens": 3}, "the other options ask for assisted generation"),
+        ({"cache_implementation": "static"}, "`cache_implementation='static'` is not supported with"),
+        ({"use_cache": False}, "`use_cache=False` is not supported with"),
+        ({"output_attentions": True}, "`output_attentions=True` is not supported with"),
+        ({"output_scores": True, "return_dict_in_generate": True}, "`output_scores=True` is not supported with"),
+        ({"guidance_scale": 2.0}, "`guidance_scale=2.0` is not supported with"),
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor needs the tokens before each position"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor needs the tokens before each position"),
+        ({"windw_size": 4}, "The following `model_kwargs` are not used by the model: \\['windw_size'\\]"),
+        ({"past_key_values": DynamicCache()}, "Parallel decoding needs a `WindowCache`.* got DynamicCache"),
+        ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "counts positions from each row's first token"),
+        ({"synced_gpus": True}, "`synced_gpus=True` is not supported with"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_before_any_forward(model, options, message):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("the model ran")
+
+    handle = model.register_forward_pre_hook(forbidden)
+    try:
+        with pytest.raises(ValueError, match=message):
+            model.generate(PROMPT, **(FAST | options))
+    finally:
+        handle.remove()
+
+
+def test_a_model_without_a_mask_token_is_told_how_to_get_one():
+    model = tiny_model(mask_token_id=None)
+    with pytest.raises(ValueError, match="needs a mask token, but neither the model config nor the generation config"):
+        model.generate(PROMPT, **FAST)
+    assert model.generate(PROMPT, **FAST, mask_token_id=MASK).shape == (1, 25)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "mask", "message"),
+    [
+        ([[5, 6, 7], [5, 6, 0]], [[1, 1, 1], [1, 1, 0]], "left-padded, but row 1 has padding after a token"),
+        ([[5, 6, 7], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]], "The prompt of row 1 is empty"),
+        ([[]], [[]], "The prompt of row 0 is empty"),
+        ([[5] * 513], [[1] * 513], "The prompt of row 0 has 513 tokens, but the model's context is 512"),
+        ([[5, 6, 7]], [[0, 1]], "`attention_mask` must have the shape of `input_ids`, got \\(1, 2\\) and \\(1, 3\\)"),
+    ],
+)
+def test_prompts_that_cannot_be_decoded_are_refused(model, input_ids, mask, message):
+    with pytest.raises(ValueError, match=message):
+        model.generate(
+            torch.tensor(input_ids, dtype=torch.long),
+            attention_mask=torch.tensor(mask, dtype=torch.long),
+            **FAST,
+        )
+
+
+def test_input_embeddings_are_refused(model):
+    with pytest.raises(ValueError, match="`inputs_embeds` are not supported"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(PROMPT), **FAST)
+
+
+def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_path):
+    fresh = tiny_model()
+    fresh.generation_config.strategy = "wedlm"
+    fresh.generation_config.entropy_threshold = 2.0
+    fresh.generation_config.window_size = 5
+    fresh.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "generation_config.json").read_text())
+    assert (stored["strategy"], stored["entropy_threshold"], stored["window_size"]) == ("wedlm", 2.0, 5)
+    reloaded = WeDLMForCausalLM.from_pretrained(tmp_path)
+    expected = model.generate(PROMPT, **FAST, window_size=5)
+    assert reloaded.generate(PROMPT, max_new_tokens=20).tolist() == expected.tolist()
+    assert reloaded.generate(PROMPT, max_new_tokens=20, strategy="ar").tolist() == (
+        model.generate(PROMPT, max_new_tokens=20).tolist()
+    )
+    settings = WeDLMGenerationSettings.from_generation_config(reloaded.generation_config, reloaded.config)
+    assert settings == WeDLMGenerationSettings("wedlm", 5, 2.0, mask_token_id=MASK)
+    config = GenerationConfig(strategy="wedlm", entropy_threshold=2.0, window_size=5, max_new_tokens=20)
+    assert model.generate(PROMPT, generation_config=config).tolist() == expected.tolist()
+
+
+def test_ar_is_the_default_and_plain_transformers(model):
+    prompt = PROMPT[0].tolist()
+    assert tail(model.generate(PROMPT, max_new_tokens=12, suppress_tokens=[MASK])) == (
+        decode_ar(model, prompt, limit=12, mask_id=MASK, eos_ids=[EOS])
+    )
+    assert model.generate(PROMPT, max_new_tokens=4, num_beams=3).shape == (1, 9)
+
+
+# --- lengths, end tokens, stopping ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT, FAST | {"strategy": "block"}])
+@pytest.mark.parametrize("limit", [1, 2, 7, 16, 17, 33])
+def test_lengths_are_exact(model, options, limit):
+    unlimited = tail(model.generate(PROMPT, **(options | {"max_new_tokens": 40, "window_size": 4})))
+    tokens = tail(model.generate(PROMPT, **(options | {"max_new_tokens": limit, "window_size": 4})))
+    assert len(tokens) == limit
+    if options["strategy"] == "wedlm" and "verification" in options:
+        assert tokens == unlimited[:limit]
+    by_length = model.generate(
+        PROMPT, **(options | {"max_new_tokens": None, "max_length": 5 + limit, "window_size": 4})
+    )
+    assert tail(by_length) == tokens
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_min_new_tokens_keeps_the_end_away_and_no_longer(model, options):
+    free = tail(model.generate(PROMPT, **options))
+    ends = [free[2], free[9]]
+    assert len(tail(model.generate(PROMPT, **options, eos_token_id=ends))) <= 3
+    kept = tail(model.generate(PROMPT, **options, eos_token_id=ends, min_new_tokens=6))
+    assert len(kept) >= 6 and not set(kept[:5]) & set(ends)
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_a_custom_criterion_stops_as_if_tokens_came_one_by_one(model, options):
+    free = tail(model.generate(PROMPT, **options))
+
+    class StopAt(StoppingCriteria):
+        def __init__(self, length):
+            self.length = length
+            self.seen = []
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.seen.append(input_ids[0].tolist())
+            return torch.tensor([input_ids.shape[1] >= self.length])
+
+    for count in (1, 4, 11):
+        criterion = StopAt(5 + count)
+        stopped = model.generate(PROMPT, **options, stopping_criteria=StoppingCriteriaList([criterion]))
+        assert tail(stopped) == free[:count]
+        assert criterion.seen == [PROMPT[0].tolist() + free[: index + 1] for index in range(count)]
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_stop_strings_end_each_row_where_the_text_holds_one(model, options):
+    tokenizer = tiny_tokenizer()
+    inputs = {"input_ids": PROMPT.expand(2, -1).clone(), "attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    inputs["input_ids"][1, 0] = 33
+    free = model.generate(**inputs, **options)
+    stop = tokenizer.decode(free[0, 9:11])
+    stopped = model.generate(**inputs, **options, stop_strings=[stop], tokenizer=tokenizer)
+    for row in range(2):
+        text = ""
+        expected = []
+        for token in free[row, 5:].tolist():
+            expected.append(token)
+            text = tokenizer.decode(expected)
+            if stop in text:
+                break
+        assert [token for token in stopped[row, 5:].tolist() if token != PAD] == expected
+
+
+def test_max_time_ends_the_generation(model):
+    assert model.generate(PROMPT, **(FAST | {"max_new_tokens": 400, "max_time": 1e-6})).shape[1] < 5 + 40
+
+
+# --- processors and sampling ------------------------------------------------------------------------------------------
+
+
+def test_suppressed_tokens_are_never_filled(model):
+    free = set(tail(model.generate(PROMPT, **FAST)))
+    suppressed = tail(model.generate(PROMPT, **FAST, suppress_tokens=list(free)))
+    assert not free & set(suppressed)
+
+
+class NoTwice(LogitsProcessor):
+    """Forbids every token that the sequence holds already: wrong at once if it sees anything but the true prefix."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids, -torch.inf)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.8},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[75], [75, 169]]},
+        {"logits_processor": LogitsProcessorList([NoTwice()])},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [40 + row, 60 + len(ids) % 7, 90]},
+        {"min_new_tokens": 5, "eos_token_id": [40, 90]},
+        {"forced_eos_token_id": 9},
+    ],
+)
+def test_verified_decoding_shows_processors_the_true_prefix(model, options):
+    inputs = {"input_ids": torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])}
+    inputs["attention_mask"] = (inputs["input_ids"] != PAD).long()
+    ar = model.generate(**inputs, max_new_tokens=20, suppress_tokens=[MASK], **options)
+    assert model.generate(**inputs, **EXACT, **options).tolist() == ar.tolist()
+
+
+def test_seeds_reproduce_samples_and_num_return_sequences_draws_different_ones(model):
+    options = FAST | {"do_sample": True, "temperature": 2.0, "top_k": 0, "num_return_sequences": 3}
+    draws = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        draws.append(model.generate(PROMPT, **options).tolist())
+    assert draws[0] == draws[1] != draws[2]
+    assert len({tuple(row) for row in draws[0]}) == 3
+    greedy = model.generate(PROMPT, **(FAST | {"num_return_sequences": 1}))
+    cold = model.generate(PROMPT, **(FAST | {"do_sample": True, "temperature": 1e-4}))
+    assert cold.tolist() == greedy.tolist()
+
+
+# --- streaming, pipelines, threads, failures --------------------------------------------------------------------------
+
+
+class Recorder:
+    def __init__(self):
+        self.puts, self.drafts, self.ended = [], [], False
+
+    def put(self, value):
+        self.puts.append(value)
+
+    def put_draft(self, value, **kwargs):
+        self.drafts.append(value.tolist())
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_a_streamer_gets_final_tokens_in_order_and_drafts_between(model, options):
+    recorder = Recorder()
+    sequences = model.generate(PROMPT, **options, streamer=recorder)
+    assert recorder.puts[0].tolist() == PROMPT.tolist()
+    assert torch.cat(recorder.puts[1:]).tolist() == tail(sequences)
+    assert recorder.ended and recorder.drafts and any(MASK in draft for draft in recorder.drafts)
+
+
+def test_a_batch_is_streamed_as_ar_decoding_streams_it(model):
+    inputs = {"input_ids": torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])}
+    inputs["attention_mask"] = (inputs["input_ids"] != PAD).long()
+    options = {"max_new_tokens": 20, "eos_token_id": [75, 169], "suppress_tokens": [MASK]}
+    ar, verified = Recorder(), Recorder()
+    model.generate(**inputs, **options, streamer=ar)
+    model.generate(**inputs, **(EXACT | options), streamer=verified)
+    assert [value.tolist() for value in verified.puts] == [value.tolist() for value in ar.puts]
+
+
+def test_text_streams_and_pipelines_give_the_same_text(model):
+    tokenizer = tiny_tokenizer()
+    expected = tokenizer.decode(tail(model.generate(PROMPT, **FAST)), skip_special_tokens=True)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=30)
+    thread = threading.Thread(target=model.generate, args=(PROMPT,), kwargs=FAST | {"streamer": streamer})
+    thread.start()
+    assert "".join(streamer) == expected
+    thread.join()
+    text = tokenizer.decode(PROMPT[0])
+    assert tokenizer(text)["input_ids"] == PROMPT[0].tolist()
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
+    assert generator(text, return_full_text=False, do_sample=False, **FAST)[0]["generated_text"] == expected
+
+
+def test_two_threads_on_one_model_get_right_answers(model):
+    prompts = [torch.tensor([[20 + i, 40, 9]]) for i in range(4)]
+    expected = [model.generate(prompt, **FAST).tolist() for prompt in prompts]
+    results = [None] * 4
+
+    def work(index):
+        results[index] = model.generate(prompts[index], **FAST).tolist()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == expected
+
+
+@pytest.mark.parametrize("verification", ["none", "exact"])
+def test_logits_that_are_no_numbers_end_with_an_error(verification):
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[5, 3] = float("nan")
+    with pytest.raises(ValueError, match="logits are NaN or infinite in forward 1, row 0"):
+        model.generate(PROMPT, **(FAST | {"verification": verification}))
+
+
+def test_an_error_in_a_users_streamer_leaves_model_and_cache_usable(model):
+    class Failing(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.puts) == 4:
+                raise RuntimeError("streamer failed")
+
+    first = model.generate(PROMPT, **FAST, return_dict_in_generate=True)
+    cache = first.past_key_values
+    turn = torch.cat([first.sequences, torch.tensor([[50, 51]])], dim=1)
+    cold = model.generate(turn, **FAST)
+    with pytest.raises(RuntimeError, match="streamer failed"):
+        model.generate(turn, **FAST, past_key_values=cache, streamer=Failing())
+    assert model.generate(turn, **FAST, past_key_values=WindowCache()).tolist() == cold.tolist()
+    longer = torch.cat([cold, torch.tensor([[52]])], dim=1)
+    warm = model.generate(longer, **FAST, past_key_values=cache)
+    assert warm.tolist() == model.generate(longer, **FAST).tolist()
+
+
+def test_a_cache_of_another_prompt_is_refused(model):
+    cache = model.generate(PROMPT, **FAST, return_dict_in_generate=True).past_key_values
+    other = torch.tensor([[20, 40, 9, 31, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95]])
+    for prompt in (other, PROMPT[:, :3]):
+        with pytest.raises(ValueError, match="The cache does not belong to the prompt: row 0"):
+            model.generate(prompt, **FAST, past_key_values=cache)
+    with pytest.raises(ValueError, match="The cache holds 1 rows, but the prompt has 2"):
+        model.generate(PROMPT.expand(2, -1), **FAST, past_key_values=cache)
+
+
+def test_a_cache_of_ragged_rows_is_refused_by_ar_decoding(model):
+    inputs = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
+    output = model.generate(inputs, attention_mask=(inputs != PAD).long(), **FAST, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="rows differ in length"):
+        model.generate(output.sequences, max_new_tokens=3, past_key_values=output.past_key_values)
+
+
+def test_the_cache_selects_repeats_and_crops_rows(model):
+    cache = WindowCache()
+    prompts = torch.tensor([[20, 40, 9], [31, 77, 5]])
+    with torch.no_grad():
+        expected = model(prompts, past_key_values=cache, use_cache=True).logits[:, -1]
+        cache.crop(-1)
+        assert cache.lengths == [2, 2] and cache.get_seq_length() == 2
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([3, 0]))
+        logits = model(prompts[[1, 0], 2:], past_key_values=cache, use_cache=True).logits[:, -1]
+    torch.testing.assert_close(logits, expected[[1, 0]])
+    with pytest.raises(ValueError, match="`crop` takes the negative number"):
+        cache.crop(1)
+
+
+def test_a_window_forward_in_the_cache_equals_one_without(model):
+    """What the loop runs: masks behind a filled slot, at logical positions, on top of cached keys."""
+    prompt = PROMPT[0].tolist()
+    tokens, positions = [50, 60, MASK, MASK], [5, 8, 6, 7]
+    expected = causal_forward(model, prompt + tokens, list(range(5)) + positions)[5:]
+    cache = WindowCache()
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache, use_cache=True)
+        logits = model(
+            torch.tensor([tokens]), position_ids=torch.tensor([positions]), past_key_values=cache, use_cache=True
+        ).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
