@@ -1,4 +1,4 @@
-"""Decoding: settings, the window and its loop, cache, sampling, statistics, and the `GenerationMixin` that plugs it in."""
+"""Decoding: settings, the window and its loop, cache, sampling, statistics, and the `GenerationMixin` on top."""
 
 from .cache_wedlm import WindowCache
 from .mixin_wedlm import WeDLMGenerationMixin

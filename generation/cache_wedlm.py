@@ -39,20 +39,23 @@ class WindowLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """`(B, H, longest row, D)`; rows that are shorter end in slots that hold nothing."""
         return self._keys[:, :, : self.get_seq_length()] if self.is_initialized else None
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """`(B, H, longest row, D)`, see `keys`."""
         return self._values[:, :, : self.get_seq_length()] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Empty buffers of the states' rows, heads, widths, dtypes and device."""
         self.dtype, self.device = key_states.dtype, key_states.device
         batch_size, heads, _, width = key_states.shape
         self._keys = key_states.new_empty(batch_size, heads, 0, width)
         self._values = value_states.new_empty(batch_size, heads, 0, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, write: CacheWrite
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores `(A, H, Q, D)` for the A rows in use and returns what they may attend to, `(A, H, end, D)`."""
@@ -84,12 +87,15 @@ class WindowLayer(CacheLayerMixin):
             buffer[[row, other]] = buffer[[other, row]]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset of a forward that appends `query_length` tokens."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
+        """Committed slots of the longest row."""
         return max(self.cache.lengths, default=0)
 
     def get_max_length(self) -> int:
+        """-1: it grows."""
         return -1
 
 
@@ -97,18 +103,19 @@ class WindowCache(Cache):
     """A transformers `Cache` whose rows have lengths of their own.
 
     A row's slots are its logical positions: slot i holds position i, without gaps and without padding. A step of
-    parallel decoding announces where it writes ([`plan`]), forwards, and commits a prefix of what it wrote ([`commit`]);
-    nothing is concatenated, cropped or copied. Rows that finish are swapped behind those still in use ([`retire`]) and
-    cost nothing from then on; [`restore`] puts all rows back in order. Outside of such a step it appends like
-    `DynamicCache`, which needs rows of equal length.
+    parallel decoding announces where it writes ([`plan`]), forwards, and commits a prefix of what it wrote
+    ([`commit`]); nothing is concatenated, cropped or copied. Rows that finish are swapped behind those still in use
+    ([`retire`]) and cost nothing from then on; [`restore`] puts all rows back in order. Outside of such a step it
+    appends like `DynamicCache`, which needs rows of equal length.
 
     Attributes:
         lengths: committed slots of each row.
-        token_ids: `(B, C)` int64, the tokens behind the slots (-1: not known), to tell whether a prompt continues them.
+        token_ids: `(B, C)` int64, the tokens behind the slots (-1: not known); they tell whether a prompt fits.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
+        self.layers: list[Any]
         self.lengths: list[int] = []
         self.token_ids = torch.empty(0, 0, dtype=torch.int64)
         self._write: CacheWrite | None = None
@@ -116,7 +123,7 @@ class WindowCache(Cache):
         self._rows: list[int] = []  # the caller's row that each buffer row holds
         self._in_use = 0
 
-    # --- steps of parallel decoding -----------------------------------------------------------------------------------
+    # --- steps of parallel decoding ----------------------------------------------------------------------------------
 
     def open(self, batch_size: int, device: torch.device) -> None:
         """Gets ready for the rows of a call. Raises `ValueError` if the cache holds another number of rows."""
@@ -193,11 +200,12 @@ class WindowCache(Cache):
         for per_row in (self.lengths, self._rows):
             per_row[row], per_row[other] = per_row[other], per_row[row]
 
-    # --- the interface of transformers --------------------------------------------------------------------------------
+    # --- the interface of transformers -------------------------------------------------------------------------------
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a layer's new states where the step planned, or at the end; returns what they may attend to."""
         while len(self.layers) <= layer_idx:
             self.layers.append(WindowLayer(self))
         write = self._write or self._append(key_states, layer_idx)
@@ -228,18 +236,22 @@ class WindowCache(Cache):
         self.lengths = [max(0, length + tokens_to_remove) for length in self.lengths]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows, in this order."""
         for layer in self.layers:
             layer.select(indices)
         self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
         self.lengths = torch.tensor(self.lengths)[indices.cpu()].tolist()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times."""
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Same as [`batch_select_indices`]."""
         self.batch_select_indices(beam_idx)
 
     def reset(self) -> None:
+        """Forgets all slots; the buffers stay."""
         self.lengths = [0] * len(self.lengths)
 
 

@@ -1,7 +1,7 @@
 """Streaming parallel decoding: the loop (paper §5, Algorithm 1, Figure 3).
 
-State of each row: *committed* tokens (their keys and values are cached), *pending* tokens (final, not cached yet) and a
-*window* of slots, filled or masked. One step:
+State of each row: *committed* tokens (their keys and values are cached), *pending* tokens (final, not cached yet) and
+a *window* of slots, filled or masked. One step:
 
     1. order    pending, filled slots, masks: one causal forward on top of the cache, at logical positions
     2. select   masks with H + λ·d < τ, or the best one, and
@@ -10,11 +10,10 @@ State of each row: *committed* tokens (their keys and values are cached), *pendi
     4. commit   the old pending tokens' keys and values; the rest of this forward is overwritten by the next
     5. finish   rows whose pending run holds an end token, meets a stopping criterion or reaches the limit
 
-Under verification step 2 is: *verify* the drafts by the AR rows of the same forward, then draft anew; and step 4 commits the
-accepted drafts too. The loop knows nothing of the model but its `forward`.
+Under verification step 2 is: *verify* the drafts by the AR rows of the same forward, then draft anew; and step 4
+commits the accepted drafts too. The loop knows nothing of the model but its `forward`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +43,7 @@ class ParallelDecoder:
         limit: new tokens allowed, at least 1.
         end_tokens: `(E,)` int64, tokens that end a row.
         pad_token_id: what follows a row's end in the output.
-        stopping_criteria: those beyond end tokens and length; asked after each token, as if tokens had come one by one.
+        stopping_criteria: those beyond end tokens and length; asked after each token, as if they had come one by one.
         streamer: gets final tokens as soon as they are, and drafts if it has `put_draft`.
 
     Raises:
@@ -53,7 +52,7 @@ class ParallelDecoder:
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Any,
         settings: WeDLMGenerationSettings,
         sampler: TokenSampler,
         prompt_ids: torch.Tensor,
@@ -73,6 +72,7 @@ class ParallelDecoder:
         self.stopping_criteria = stopping_criteria
         self.stream = TokenStream(streamer, prompt_ids.shape[0], pad_token_id) if streamer is not None else None
 
+        assert settings.mask_token_id is not None
         batch_size = prompt_ids.shape[0]
         self.prompt_lengths = prompt_mask.sum(1).tolist()
         self.rows = list(range(batch_size))  # the call's row that each row in use is
@@ -264,8 +264,8 @@ class ParallelDecoder:
             known = self.cache.token_ids[row, :cached]
             if cached > length or not bool(((tokens == known) | (known < 0)).all()):
                 raise ValueError(
-                    f"The cache does not belong to the prompt: row {row} of `past_key_values` holds {cached} tokens that "
-                    "are not the first ones of that prompt."
+                    f"The cache does not belong to the prompt: row {row} of `past_key_values` holds {cached} tokens "
+                    "that are not the first ones of that prompt."
                 )
             if cached == length and self.settings.verification != "none":
                 # The AR head of the prompt's last token gives the first new one.
@@ -279,8 +279,8 @@ class ParallelDecoder:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What step 2 decided: the final run `(A, 1)`, and for the `(A, M)` slots with logits: which logits mean something,
-    which are masks, which were filled (or drafted), and with what."""
+    """What step 2 decided: the final run `(A, 1)`, and for the `(A, M)` slots with logits: which logits mean
+    something, which are masks, which were filled (or drafted), and with what."""
 
     run: torch.Tensor
     has_logits: torch.Tensor
@@ -306,8 +306,8 @@ def window_attention_mask(write: CacheWrite, implementation: str, dtype: torch.d
         dtype: the model's.
 
     Returns:
-        `None` where the implementation's own causal mask is this one; otherwise `(A or 1, 1, Q, end)`, boolean for sdpa
-        and additive for the others.
+        `None` where the implementation's own causal mask is this one; otherwise `(A or 1, 1, Q, end)`, boolean for
+        sdpa and additive for the others.
 
     Raises:
         ValueError: for rows of different lengths under flash attention, which takes no such mask.

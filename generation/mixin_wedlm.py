@@ -38,23 +38,28 @@ class WeDLMGenerationMixin(GenerationMixin):
 
     With `strategy="ar"` (the default) everything is the parent's. Otherwise greedy decoding and sampling run
     [`ParallelDecoder`], with the parent's preparation of inputs, lengths, processors and stopping criteria;
-    `return_dict_in_generate=True` returns a [`WeDLMGenerateOutput`]. What cannot be honoured is refused before any forward.
+    `return_dict_in_generate=True` returns a [`WeDLMGenerateOutput`]. What cannot be honoured is refused before any
+    forward.
     """
 
     def _prepare_generation_config(
-        self, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
+        self: Any, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         ours = {name: kwargs.pop(name) for name in SETTING_NAMES if name in kwargs}
-        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
+        generation_config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
+            generation_config, *args, **kwargs
+        )
         for name, value in ours.items():
             setattr(generation_config, name, value)
         WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         return generation_config, model_kwargs
 
     def _validate_generation_mode(
-        self, generation_mode: GenerationMode, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+        self: Any, generation_mode: GenerationMode, generation_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> None:
-        super()._validate_generation_mode(generation_mode, generation_config, *args, **kwargs)
+        super()._validate_generation_mode(  # type: ignore[misc]
+            generation_mode, generation_config, *args, **kwargs
+        )
         strategy = getattr(generation_config, "strategy", None) or "ar"
         if strategy == "ar":
             return
@@ -69,7 +74,7 @@ class WeDLMGenerationMixin(GenerationMixin):
                 raise ValueError(f"`{option}={value!r}` is not supported with `strategy={strategy!r}`.")
 
     def _sample(
-        self,
+        self: Any,
         input_ids: torch.LongTensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -80,7 +85,7 @@ class WeDLMGenerationMixin(GenerationMixin):
     ) -> Any:
         settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         if settings.strategy == "ar":
-            return super()._sample(
+            return super()._sample(  # type: ignore[misc]
                 input_ids,
                 logits_processor,
                 stopping_criteria,
@@ -93,6 +98,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             raise ValueError(f"`synced_gpus=True` is not supported with `strategy={settings.strategy!r}`.")
         cache = _window_cache(model_kwargs.get("past_key_values"))
         prompt_mask = _checked_prompt_mask(input_ids, model_kwargs, self.config.max_position_embeddings)
+        assert settings.mask_token_id is not None
         sampler = TokenSampler(logits_processor, generation_config.do_sample, settings.mask_token_id, input_ids)
         if settings.verification == "none":
             sampler.check_out_of_order()
@@ -119,7 +125,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         if not generation_config.return_dict_in_generate:
             return sequences
         return WeDLMGenerateOutput(
-            sequences=sequences,
+            sequences=sequences,  # type: ignore[arg-type]
             past_key_values=cache,
             stats=decoder.stats,
             trace=decoder.trace if settings.output_trace else None,
@@ -127,11 +133,12 @@ class WeDLMGenerationMixin(GenerationMixin):
         )
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """The parent's, with our settings in generation_config.json."""
         generation_config = getattr(self, "generation_config", None)
         if generation_config is not None and any(hasattr(generation_config, name) for name in SETTING_NAMES):
             # With this flag, which a config derived from the model's carries, reloading would drop our fields.
             generation_config._from_model_config = False
-        return super().save_pretrained(*args, **kwargs)
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
 def _window_cache(cache: Any) -> WindowCache:
@@ -156,7 +163,8 @@ def _checked_prompt_mask(
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     if mask.shape != input_ids.shape:
         raise ValueError(
-            f"`attention_mask` must have the shape of `input_ids`, got {tuple(mask.shape)} and {tuple(input_ids.shape)}."
+            "`attention_mask` must have the shape of `input_ids`, got "
+            f"{tuple(mask.shape)} and {tuple(input_ids.shape)}."
         )
     lengths = mask.sum(1)
     if input_ids.shape[1] == 0 or not bool(lengths.all()):

@@ -3,6 +3,8 @@
 `A` rows in use, `M` slots of a row, `V` vocabulary, `B` rows of the call.
 """
 
+from typing import Any
+
 import torch
 from transformers.generation import logits_process as transformers_processors
 from transformers.generation.logits_process import LogitsProcessorList
@@ -56,7 +58,7 @@ class TokenSampler:
     """
 
     def __init__(self, processors: LogitsProcessorList, do_sample: bool, mask_token_id: int, prompt_ids: torch.Tensor):
-        self.processors = processors
+        self.processors: Any = processors
         self.do_sample = do_sample
         self.mask_token_id = mask_token_id
         self.prompt_ids = prompt_ids
@@ -66,8 +68,8 @@ class TokenSampler:
         for processor in self.processors:
             if not _all_are(LogitsProcessorList([processor]), SCORE_PROCESSORS + LENGTH_PROCESSORS):
                 raise ValueError(
-                    f"{type(processor).__name__} needs the tokens before each position, but slots are filled before those "
-                    "are known. Use `verification='exact'` or `strategy='ar'`, or switch the option off "
+                    f"{type(processor).__name__} needs the tokens before each position, but slots are filled before "
+                    "those are known. Use `verification='exact'` or `strategy='ar'`, or switch the option off "
                     "(for example `repetition_penalty=1.0`)."
                 )
 
@@ -107,8 +109,8 @@ class TokenSampler:
             logits: `(A, M, V)` float32, raw; overwritten.
             offsets: `(A, M)` int64, how many new tokens lie before the one to choose.
             is_ar: `(A, M)` bool, the AR rows, each row's in logical order.
-            following: `(A, M)` int64, the draft in the slot that each AR row predicts. Once a choice differs from it, the
-                later prefixes are not true any more and are left alone.
+            following: `(A, M)` int64, the draft in the slot that each AR row predicts. Once a choice differs from it,
+                the later prefixes are not true any more and are left alone.
             rows: the call's row that each entry is.
             output: `(A, N)` int64, new tokens so far, drafts included.
 

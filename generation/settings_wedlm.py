@@ -14,7 +14,7 @@ def check_mask_token_id(
     eos_token_id: int | list[int] | None,
     pad_token_id: int | None,
 ) -> None:
-    """Raises `ValueError` if the mask id, when there is one, has no row of its own: outside the vocabulary, end or pad."""
+    """Raises `ValueError` for a mask id without a row of its own: not in the vocabulary, or the end or padding token."""
     if mask_token_id is None:
         return
     if not 0 <= mask_token_id < vocab_size:
@@ -32,13 +32,13 @@ class WeDLMGenerationSettings:
     generation_config.json.
 
     Attributes:
-        strategy: `"ar"`: plain transformers; `"wedlm"`: streaming parallel decoding (paper §5, Algorithm 1); `"block"`:
-            the block-wise baseline, which refills the window only when every slot of it is filled (paper Fig. 4c).
+        strategy: `"ar"`: plain transformers; `"wedlm"`: streaming parallel decoding (paper §5, Algorithm 1);
+            `"block"`: the block-wise baseline, whose window is refilled only when all of it is filled (paper Fig. 4c).
         window_size: W, slots predicted at a time (the authors' engine: 16).
         entropy_threshold: τ, nats; masks whose adjusted entropy H + λ·d lies below it are filled (engine: 0.4).
         distance_penalty: λ, nats per position from the leftmost mask (engine: 0.02).
-        verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR head;
-            τ then only limits how many drafts are proposed.
+        verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR
+            head; τ then only limits how many drafts are proposed.
         mask_token_id: M; default: the model config's.
         output_trace: record every step (see [`TraceStep`]).
 
@@ -74,16 +74,17 @@ class WeDLMGenerationSettings:
 
     @classmethod
     def from_generation_config(cls, generation_config: Any, model_config: Any) -> "WeDLMGenerationSettings":
-        """Reads the fields that `generation_config` has; checks the mask token against the model if it will be used."""
-        given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
+        """Reads the fields that `generation_config` has; checks the mask token against the model if it is needed."""
+        given: dict[str, Any] = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
         given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
         settings = cls(**given)
         if settings.strategy != "ar":
             if settings.mask_token_id is None:
                 raise ValueError(
-                    f"`strategy={settings.strategy!r}` needs a mask token, but neither the model config nor the generation "
-                    "config has a `mask_token_id`. Convert the checkpoint (`wedlm convert`) or pass `mask_token_id=`."
+                    f"`strategy={settings.strategy!r}` needs a mask token, but neither the model config nor the "
+                    "generation config has a `mask_token_id`. Convert the checkpoint (`wedlm convert`), or pass "
+                    "`mask_token_id=`."
                 )
             check_mask_token_id(
                 settings.mask_token_id,

@@ -16,7 +16,7 @@ class DecodingStats:
     Attributes:
         new_tokens: `(B,)` int64, tokens generated, the end token included.
         forwards: `(B,)` int64, forwards that the row took part in; the prefill is the first of them.
-        token_instances: `(B,)` int64, tokens processed after the prompt: N_fwd of the prefix cacheability (paper §6.3).
+        token_instances: `(B,)` int64, tokens processed after the prompt: N_fwd of prefix cacheability (paper §6.3).
         drafted: `(B,)` int64, drafts that were checked (verified decoding only).
         accepted: `(B,)` int64, drafts that passed.
     """
@@ -29,6 +29,7 @@ class DecodingStats:
 
     @classmethod
     def zeros(cls, batch_size: int) -> "DecodingStats":
+        """Nothing counted yet."""
         return cls(*(torch.zeros(batch_size, dtype=torch.int64) for _ in range(5)))
 
     @property
@@ -85,13 +86,13 @@ class WeDLMGenerateOutput(GenerateDecoderOnlyOutput):
     Args:
         stats (`DecodingStats`): counts per row, and the ratios that follow from them.
         trace (`list[TraceStep]`, *optional*, with `output_trace=True`): every step.
-        step_map (`torch.LongTensor` of shape `(B, new tokens)`, *optional*, with `output_trace=True`): the step (from 0)
-            that decided each new token; -1 after a row's end.
+        step_map (`torch.LongTensor` of shape `(B, new tokens)`, *optional*, with `output_trace=True`): the step (from
+            0) that decided each new token; -1 after a row's end.
     """
 
     stats: DecodingStats | None = None
     trace: list[TraceStep] | None = field(default=None)
-    step_map: torch.LongTensor | None = None
+    step_map: torch.Tensor | None = None
 
 
 def step_map(trace: list[TraceStep], new_tokens: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,9 @@ import torch
 class TokenStream:
     """Feeds a streamer as `generate` would.
 
-    One row: final tokens go out as soon as they are, several in one `put` of shape `(n,)`, and a streamer with `put_draft`
-    (the protocol of transformers' diffusion streamers) gets the window, masks included. Several rows: one `put` of shape
-    `(B,)` for each position, once every row has its token; padding after a row's end.
+    One row: final tokens go out as soon as they are, several in one `put` of shape `(n,)`, and a streamer with
+    `put_draft` (the protocol of transformers' diffusion streamers) gets the window, masks included. Several rows: one
+    `put` of shape `(B,)` for each position, once every row has its token; padding after a row's end.
 
     Args:
         streamer: a `BaseStreamer`.

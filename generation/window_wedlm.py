@@ -11,8 +11,8 @@ A row's canvas starts right after its cached tokens. Its slots are logical posit
 
 In the first step the prompt is the pending run, so that the first window rides on the prefill.
 
-Under verification the filled slots are *drafts*: a contiguous run right after the pending token, which the AR rows of the
-same forward accept or reject; then W masks.
+Under verification the filled slots are *drafts*: a contiguous run right after the pending token, which the AR rows of
+the same forward accept or reject; then W masks.
 """
 
 from dataclasses import dataclass
@@ -108,7 +108,7 @@ class Window:
         )
 
     def masks(self, order: PhysicalOrder) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the slots with logits: which are masks `(A, M)` bool, and their distance to the leftmost `(A, M)` int64."""
+        """Of the slots with logits: which are masks `(A, M)` bool, and how far from the leftmost `(A, M)` int64."""
         slots = order.slots[:, -order.logit_count :]
         is_mask = ~self.filled.gather(1, slots) & (slots < self.extent)
         return is_mask, slots - self.pending
@@ -124,8 +124,8 @@ class Window:
         return self._cut_after_end((self.filled & (self.slots < self.extent)).cumprod(1).sum(1, keepdim=True))
 
     def next_tokens(self, order: PhysicalOrder) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the slots with logits: which are AR rows, the last pending token and the drafts `(A, M)` bool, and how many
-        new tokens lie before what they predict `(A, M)` int64."""
+        """Of the slots with logits: which are AR rows, the last pending token and the drafts `(A, M)` bool, and how
+        many new tokens lie before what they predict `(A, M)` int64."""
         slots = order.slots[:, -order.logit_count :]
         is_ar = self.filled.gather(1, slots) & (slots >= self.pending - 1) & (slots < self.extent)
         return is_ar, self.new_tokens + slots + 1 - self.pending
@@ -155,8 +155,8 @@ class Window:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Accepts drafts as long as they are the AR rows' own tokens, adds the AR token after them, and drafts anew.
 
-        A draft is an argmax, so "draw the AR token and accept the draft if it is that token" is rejection sampling with
-        q = 1 on the draft: the output is distributed as AR sampling, and equals AR decoding when greedy.
+        A draft is an argmax, so "draw the AR token and accept the draft if it is that token" is rejection sampling
+        with q = 1 on the draft: the output is distributed as AR sampling, and equals AR decoding when greedy.
 
         Args:
             order: of the forward.

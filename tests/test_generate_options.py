@@ -35,7 +35,7 @@ def tail(sequences):
     return sequences[0, PROMPT.shape[1] :].tolist()
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_ar_is_the_default_and_plain_transformers(model):
     assert model.generate(PROMPT, max_new_tokens=4, num_beams=3).shape == (1, 9)
 
 
-# --- lengths, end tokens, stopping ------------------------------------------------------------------------------------
+# --- lengths, end tokens, stopping -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT, FAST | {"strategy": "block"}])
@@ -210,7 +210,7 @@ def test_max_time_ends_the_generation(model):
     assert model.generate(PROMPT, **(FAST | {"max_new_tokens": 400, "max_time": 1e-6})).shape[1] < 5 + 40
 
 
-# --- processors and sampling ------------------------------------------------------------------------------------------
+# --- processors and sampling -----------------------------------------------------------------------------------------
 
 
 def test_suppressed_tokens_are_never_filled(model):
@@ -258,7 +258,7 @@ def test_seeds_reproduce_samples_and_num_return_sequences_draws_different_ones(m
     assert cold.tolist() == greedy.tolist()
 
 
-# --- streaming, pipelines, threads, failures --------------------------------------------------------------------------
+# --- streaming, pipelines, threads, failures -------------------------------------------------------------------------
 
 
 class Recorder:

@@ -53,16 +53,16 @@ def generate(model, prompts, **options):
     options = defaults | options
     output = model.generate(**inputs, **options)
     ends = options["eos_token_id"]
-    return output, new_tokens(output.sequences, inputs["input_ids"].shape[1], ends if isinstance(ends, list) else [ends])
+    return output, new_tokens(
+        output.sequences, inputs["input_ids"].shape[1], ends if isinstance(ends, list) else [ends]
+    )
 
 
 @pytest.mark.parametrize("window_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("tau", [0, 0.3, 1.5, 100])
 @pytest.mark.parametrize("lam", [0, 0.02, 0.5])
 @pytest.mark.parametrize("strategy", ["wedlm", "block"])
-def test_greedy_output_and_counts_equal_the_oracle_that_recomputes_everything(
-    model, strategy, window_size, tau, lam
-):
+def test_greedy_output_and_counts_equal_the_oracle_that_recomputes_everything(model, strategy, window_size, tau, lam):
     prompts = prompts_of([5, 1, 12], seed=window_size)
     expected = [
         decode(
@@ -175,7 +175,7 @@ def test_after_every_step_the_cache_is_that_of_a_fresh_prefill(qwen3, monkeypatc
 
 def test_tau_zero_fills_one_slot_a_step_and_a_window_of_one_goes_left_to_right(qwen3):
     prompts = prompts_of([6])
-    one_slot, rows = generate(qwen3, prompts, entropy_threshold=0, eos_token_id=EOS, output_trace=True)
+    one_slot, _ = generate(qwen3, prompts, entropy_threshold=0, eos_token_id=EOS, output_trace=True)
     assert [int(step.filled.sum()) for step in one_slot.trace] == [1] * one_slot.stats.forwards.item()
     assert sorted(one_slot.step_map[0].tolist()) == list(range(LIMIT))
     left_to_right, _ = generate(
@@ -186,9 +186,7 @@ def test_tau_zero_fills_one_slot_a_step_and_a_window_of_one_goes_left_to_right(q
 
 def test_the_first_window_rides_on_the_prefill_and_no_forward_only_caches(qwen3):
     prompts = prompts_of([6])
-    output, _ = generate(
-        qwen3, prompts, entropy_threshold=100, distance_penalty=0, window_size=32, eos_token_id=EOS
-    )
+    output, _ = generate(qwen3, prompts, entropy_threshold=100, distance_penalty=0, window_size=32, eos_token_id=EOS)
     assert output.stats.forwards.item() == 1
     assert output.past_key_values.lengths == [6]
 
@@ -208,9 +206,7 @@ def test_statistics_equal_what_a_hook_on_the_model_counts(qwen3, verification):
     instances = [sum(s.counts[s.rows.index(row)] for s in output.trace if row in s.rows) for row in range(3)]
     assert output.stats.token_instances.tolist() == [n - len(p) for n, p in zip(instances, prompts, strict=True)]
     assert output.stats.new_tokens.tolist() == [len(row) for row in rows]
-    assert output.stats.tokens_per_forward == pytest.approx(
-        sum(map(len, rows)) / output.stats.forwards.sum().item()
-    )
+    assert output.stats.tokens_per_forward == pytest.approx(sum(map(len, rows)) / output.stats.forwards.sum().item())
     assert 0 < output.stats.prefix_cacheability <= 1
 
 
@@ -241,9 +237,7 @@ def test_trace_and_step_map_tell_the_whole_generation(qwen3):
 def test_verified_greedy_output_is_the_ar_output(model, window_size, tau):
     prompts = prompts_of([5, 1, 12])
     expected = [decode_ar(model, prompt, limit=LIMIT, mask_id=MASK, eos_ids=ENDS) for prompt in prompts]
-    output, rows = generate(
-        model, prompts, verification="exact", window_size=window_size, entropy_threshold=tau
-    )
+    output, rows = generate(model, prompts, verification="exact", window_size=window_size, entropy_threshold=tau)
     assert rows == expected
     assert (output.stats.forwards <= output.stats.new_tokens).all()
     for prompt, tokens in zip(prompts, expected, strict=True):
