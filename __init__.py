@@ -9,18 +9,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, WeDLMModel
+    from .modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, WeDLMModel, convert
     from .training import DataCollatorForDualStreamMasking
 
 __version__ = "0.1.0"
 
-__all__ = ["DataCollatorForDualStreamMasking", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel"]
+__all__ = ["DataCollatorForDualStreamMasking", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel", "convert"]
 
 _HOME = {
     "DataCollatorForDualStreamMasking": "training",
     "WeDLMConfig": "modeling_wedlm",
     "WeDLMForCausalLM": "modeling_wedlm",
     "WeDLMModel": "modeling_wedlm",
+    "convert": "modeling_wedlm",
 }
 
 

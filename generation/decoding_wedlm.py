@@ -78,13 +78,14 @@ class ParallelDecoder:
         self.rows = list(range(batch_size))  # the call's row that each row in use is
         self.outputs = prompt_ids.new_full((batch_size, limit), pad_token_id)
         self.stats = DecodingStats.zeros(batch_size)
+        self.forwards = [0] * batch_size
         self.trace: list[TraceStep] = []
         cache.open(batch_size, prompt_ids.device)
-        remaining, self._prefill_counts = self._uncached_prompt(prompt_mask)
-        self._prefilled = False
+        remaining, remaining_lengths = self._uncached_prompt(prompt_mask)
+        self.token_instances = [-length for length in remaining_lengths]  # the prompt itself does not count
         self.window = Window(
             prompt=remaining,
-            prompt_lengths=self._prefill_counts,
+            prompt_lengths=remaining_lengths,
             cached_lengths=cache.lengths,
             limit=limit,
             window_size=settings.window_size,
@@ -119,12 +120,14 @@ class ParallelDecoder:
         committed, finished, is_broken = self.window.slide(run, stopped, broken)
         if any(is_broken):
             raise ValueError(
-                f"The model's logits are NaN or infinite in forward {int(self.stats.forwards.max()) + 1}, row "
+                f"The model's logits are NaN or infinite in forward {max(self.forwards) + 1}, row "
                 f"{self.rows[is_broken.index(True)]}: the checkpoint is broken, or its dtype overflows."
             )
         # 4. Commit.
         self.cache.commit(committed)
-        self._count(order)
+        for row, count in zip(self.rows, order.counts, strict=True):
+            self.forwards[row] += 1
+            self.token_instances[row] += count
         if self.settings.output_trace:
             self._record(order, outcome, entropy, committed, before)
         if self.stream is not None:
@@ -167,9 +170,7 @@ class ParallelDecoder:
         proposals = logits.argmax(-1)
         following = window.tokens_after(order)
         tokens = self.sampler.next_tokens(logits, offsets, is_ar, following, self.rows, window.output_with_drafts())
-        run, checked, accepted = window.verify(order, is_ar, tokens, proposed, proposals)
-        self.stats.drafted[self.rows] += checked.flatten().cpu()
-        self.stats.accepted[self.rows] += accepted.flatten().cpu()
+        run = window.verify(order, is_ar, tokens, proposed, proposals)
         drafted = window.is_filled(order) & is_mask
         return _Outcome(run, is_mask | is_ar, is_mask, drafted, proposals)
 
@@ -191,14 +192,6 @@ class ParallelDecoder:
                     stopped[entry] = True
                     break
         return run, stopped
-
-    def _count(self, order: PhysicalOrder) -> None:
-        self.stats.forwards[self.rows] += 1
-        self.stats.token_instances[self.rows] += torch.tensor(order.counts)
-        if not self._prefilled:
-            # The prompt itself is no instance of a generated token.
-            self.stats.token_instances[self.rows] -= torch.tensor(self._prefill_counts)
-            self._prefilled = True
 
     def _record(
         self,
@@ -250,6 +243,10 @@ class ParallelDecoder:
                 count = int(self.window.new_tokens[entry])
                 self.outputs[row, :count] = self.window.output[entry, :count]
                 self.stats.new_tokens[row] = count
+                self.stats.forwards[row] = self.forwards[row]
+                self.stats.token_instances[row] = self.token_instances[row]
+                self.stats.drafted[row] = self.window.drafted[entry]
+                self.stats.accepted[row] = self.window.accepted[entry]
         order = self.cache.retire(finished)
         self.rows = [self.rows[entry] for entry in order]
         if order:

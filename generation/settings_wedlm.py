@@ -14,7 +14,7 @@ def check_mask_token_id(
     eos_token_id: int | list[int] | None,
     pad_token_id: int | None,
 ) -> None:
-    """Raises `ValueError` for a mask id without a row of its own: not in the vocabulary, or the end or padding token."""
+    """Raises `ValueError` for a mask id that is outside the vocabulary, or that is the end or the padding token."""
     if mask_token_id is None:
         return
     if not 0 <= mask_token_id < vocab_size:

@@ -84,6 +84,8 @@ class Window:
         self.filled = self.slots < self.pending  # (A, S)
         self.tokens = torch.cat([prompt, masks], dim=1).masked_fill(~self.filled, mask_token_id)  # (A, S)
         self.new_tokens = torch.zeros_like(self.pending)  # (A, 1), final ones
+        self.drafted = torch.zeros_like(self.pending)  # (A, 1), drafts that were checked
+        self.accepted = torch.zeros_like(self.pending)  # (A, 1), drafts that passed
         # One column more than a row can have: what must not be written lands there.
         self.output = prompt.new_zeros(prompt.shape[0], limit + 1)
         # What the host knows of the above, so that shapes need no synchronisation.
@@ -152,7 +154,7 @@ class Window:
         ar_tokens: torch.Tensor,
         proposed: torch.Tensor,
         proposals: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor:
         """Accepts drafts as long as they are the AR rows' own tokens, adds the AR token after them, and drafts anew.
 
         A draft is an argmax, so "draw the AR token and accept the draft if it is that token" is rejection sampling
@@ -167,7 +169,7 @@ class Window:
             proposals: `(A, M)` int64, their argmax.
 
         Returns:
-            The final run `(A, 1)` int64, cut after an end token; drafts checked, and drafts accepted, `(A, 1)` int64.
+            The final run, `(A, 1)` int64, cut after an end token.
         """
         slots = order.slots[:, -order.logit_count :]
         size = self.tokens.shape[1]
@@ -180,6 +182,7 @@ class Window:
         agrees = (self.slots < self.pending) | (is_draft & (expected == self.tokens))
         last = agrees.cumprod(1).sum(1, keepdim=True)  # the slot that the AR token takes
         checked, accepted = is_draft.sum(1, keepdim=True), last - self.pending
+        self.drafted, self.accepted = self.drafted + checked, self.accepted + accepted
 
         confident = torch.zeros_like(self.filled).scatter_(1, slots, proposed)
         drafts = (confident | (self.slots <= last)).cumprod(1).bool() & (self.slots > last) & (accepted == checked)
@@ -188,7 +191,7 @@ class Window:
         self.filled = (self.slots <= last) | drafts
         self.tokens = tokens.masked_fill_(~self.filled, self.mask_token_id)
         run = torch.minimum(last + 1, self.pending + self.limit - self.new_tokens)
-        return self._cut_after_end(run), checked, accepted
+        return self._cut_after_end(run)
 
     def _cut_after_end(self, run: torch.Tensor) -> torch.Tensor:
         is_end = self._is_fresh(run) & torch.isin(self.tokens, self.end_tokens)
@@ -255,7 +258,7 @@ class Window:
     def select(self, rows: list[int]) -> None:
         """Goes on with these rows only, in this order."""
         index = torch.tensor(rows, device=self.tokens.device, dtype=torch.int64)
-        for name in ("tokens", "filled", "pending", "start", "extent", "new_tokens", "output"):
+        for name in ("tokens", "filled", "pending", "start", "extent", "new_tokens", "output", "drafted", "accepted"):
             setattr(self, name, getattr(self, name)[index])
         for name in ("pending_counts", "extents", "mask_counts"):
             values = getattr(self, name)

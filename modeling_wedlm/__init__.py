@@ -5,10 +5,14 @@ Importing this package registers `model_type: wedlm` with the Auto classes."""
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_wedlm import WeDLMConfig
+from .convert import Conversion, convert
+from .hub import write_hub_files
 from .modeling_wedlm import WeDLMForCausalLM, WeDLMModel
 
 AutoConfig.register("wedlm", WeDLMConfig, exist_ok=True)
 AutoModel.register(WeDLMConfig, WeDLMModel, exist_ok=True)
 AutoModelForCausalLM.register(WeDLMConfig, WeDLMForCausalLM, exist_ok=True)
 
-__all__ = ["WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel"]
+WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
+
+__all__ = ["Conversion", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel", "convert"]

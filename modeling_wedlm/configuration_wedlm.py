@@ -1,9 +1,13 @@
 """Configuration of WeDLM: Qwen3's, plus what the WeDLM checkpoints state beyond it."""
 
+from collections.abc import Callable
+from os import PathLike
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
+
+from ..generation.settings_wedlm import check_mask_token_id
 
 # The published checkpoints say `"mask_token_id": null` and use this row of the Qwen2.5/Qwen3 embedding as the mask.
 PUBLISHED_MASK_TOKEN_ID = 151665
@@ -24,27 +28,35 @@ class WeDLMConfig(Qwen3Config):
             Width of an attention head.
 
     Raises:
-        ValueError: for a mask token outside the vocabulary or equal to the end or padding token; for sliding-window
-            attention (physical and logical distance differ under reordering, so it has no meaning here); and, when
-            read from a `config.json`, for one that states no RoPE base.
+        ValueError: for a mask token outside the vocabulary or equal to the end or padding token; for attention other
+            than full (physical and logical distance differ under reordering: a sliding window has no meaning here);
+            for two different RoPE bases; and, when read from a `config.json`, for one that states no RoPE base or is
+            of another model type.
     """
 
     model_type = "wedlm"
 
-    head_dim: int | None = None
+    head_dim: int | None = None  # type: ignore[assignment]  # an `int` from __post_init__ on, as in the parent
     qk_norm: bool = True
     mask_token_id: int | None = None
 
     # Set where the package is installed (see hub.py); absent in the files that travel with a checkpoint.
-    _hub_bundle: ClassVar[Any] = None
+    _hub_bundle: ClassVar[Callable[[str | PathLike[str]], dict[str, str]] | None] = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.mask_token_id is None and self.vocab_size > PUBLISHED_MASK_TOKEN_ID:
             self.mask_token_id = PUBLISHED_MASK_TOKEN_ID
-        super().__post_init__(**kwargs)
-        if "sliding_attention" in self.layer_types:
+        if not self.qk_norm:
+            plan = self.base_model_tp_plan or {}
+            self.base_model_tp_plan = {name: how for name, how in plan.items() if not name.endswith("_norm")}
+        base = rope_base({**kwargs, "rope_parameters": self.rope_parameters})
+        super().__post_init__(**kwargs if base is None else {**kwargs, "rope_theta": base})
+        self._check()
+
+    def _check(self) -> None:
+        if any(layer_type != "full_attention" for layer_type in self.layer_types or []):
             raise ValueError(
                 f"WeDLM needs full attention in every layer, got layer_types={self.layer_types} "
                 f"(use_sliding_window={self.use_sliding_window}, sliding_window={self.sliding_window})."
@@ -53,38 +65,53 @@ class WeDLMConfig(Qwen3Config):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Like the parent's, but refuses a dictionary without a RoPE base instead of assuming one."""
-        rope = config_dict.get("rope_parameters") or config_dict.get("rope_scaling") or {}
-        if config_dict.get("rope_theta") is None and rope.get("rope_theta") is None:
+        """Like the parent's, but refuses another model's dictionary, and assumes no RoPE base where none is stated."""
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
             raise ValueError(
-                "The WeDLM config states no RoPE base: expected `rope_theta`, at the top level or in `rope_parameters`, "
-                f"got keys {sorted(config_dict)}."
+                f"Expected a checkpoint of model type {cls.model_type!r}, got {model_type!r}. "
+                "Qwen2, Qwen2.5 and Qwen3 checkpoints can be converted with `wedlm_hf.convert`."
             )
-        return super().from_dict(config_dict, **kwargs)
+        if rope_base(config_dict) is None:
+            raise ValueError(
+                "The WeDLM config states no RoPE base: expected `rope_theta`, at the top level or in "
+                f"`rope_parameters`, got keys {sorted(config_dict)}."
+            )
+        result = super().from_dict(config_dict, **kwargs)
+        (result[0] if isinstance(result, tuple) else result)._check()  # `kwargs` may have replaced what was checked
+        return result
 
-    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Saves the config; an installed class also writes the `trust_remote_code` files beside it (see hub.py)."""
+        self._check()
         if self._hub_bundle is not None:
             self.auto_map = self._hub_bundle(save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
+    def _get_files_timestamps(self, working_dir: str | PathLike[str]) -> dict[str, float]:
+        # `save_pretrained` uploads what has changed since it asked for these, and the bundle is written before that.
+        timestamps = super()._get_files_timestamps(working_dir)
+        return {name: time for name, time in timestamps.items() if not name.endswith("_wedlm.py")}
 
-def check_mask_token_id(
-    mask_token_id: int | None,
-    vocab_size: int,
-    eos_token_id: int | list[int] | None,
-    pad_token_id: int | None,
-) -> None:
-    """Raises `ValueError` if the mask id (when there is one) is no row of its own: outside the vocabulary, end or pad."""
-    if mask_token_id is None:
-        return
-    if not 0 <= mask_token_id < vocab_size:
-        raise ValueError(f"mask_token_id must lie in the vocabulary (0 to {vocab_size - 1}), got {mask_token_id}.")
-    end_tokens = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
-    if mask_token_id in end_tokens:
-        raise ValueError(f"mask_token_id must differ from the end token, got {mask_token_id} for both.")
-    if mask_token_id == pad_token_id:
-        raise ValueError(f"mask_token_id must differ from the padding token, got {mask_token_id} for both.")
+
+def rope_base(config_dict: dict[str, Any]) -> float | None:
+    """The RoPE base that a config states: top level (published checkpoints), `rope_parameters`, or `rope_scaling`.
+
+    Returns:
+        The base, or `None` where none is stated.
+
+    Raises:
+        ValueError: for two different bases. The parent would take one of them, or neither, in silence.
+    """
+    places = {
+        "rope_theta": config_dict,
+        "rope_parameters": config_dict.get("rope_parameters") or {},
+        "rope_scaling": config_dict.get("rope_scaling") or {},
+    }
+    stated = {name: place["rope_theta"] for name, place in places.items() if place.get("rope_theta") is not None}
+    if len(set(stated.values())) > 1:
+        raise ValueError(f"The WeDLM config states different RoPE bases: {stated}.")
+    return next(iter(stated.values()), None)
 
 
 __all__ = ["WeDLMConfig"]

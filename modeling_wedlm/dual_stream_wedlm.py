@@ -1,4 +1,4 @@
-"""Dual-stream training: who sees whom, and the loss. Pure functions on tensors (ALGORITHM: training; paper §4, Eq. 10).
+"""Dual-stream training: who sees whom, and the loss. Pure functions on tensors (paper §4, Eq. 10).
 
 `B` rows of the batch, `T` physical slots of a row (memory and prediction streams, packed documents), `V` vocabulary,
 `D` hidden size, `N` slots that carry a loss.
@@ -41,9 +41,7 @@ def dual_stream_mask_function(
         of the mask is empty (padding included).
     """
 
-    def visible(
-        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> torch.Tensor:
+    def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         query_stream, key_stream = stream_ids[batch, query], stream_ids[batch, key]
         query_block, key_block = block_ids[batch, query], block_ids[batch, key]
         before = key <= query

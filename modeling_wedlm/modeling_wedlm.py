@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -21,29 +22,59 @@ from .dual_stream_wedlm import dual_stream_loss, dual_stream_mask_function
 
 
 class WeDLMAttention(Qwen3Attention):
-    """Identical to [`Qwen3Attention`] except that the output projection has no bias, that `qk_norm=False` leaves queries
-    and keys as they are (Qwen2.5), and that position ids end at RoPE: attention kernels read a jump in them as the
-    border of a packed sequence."""
+    """Identical to [`Qwen3Attention`] except that the output projection has no bias, that `qk_norm=False` leaves
+    queries and keys as they are (Qwen2.5), and that position ids end at RoPE: attention kernels read a jump in them as
+    the border of a packed sequence."""
 
     def __init__(self, config: WeDLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
         if not config.qk_norm:
-            self.q_norm = nn.Identity()
-            self.k_norm = nn.Identity()
+            for name in ("q_norm", "k_norm"):
+                setattr(self, name, nn.Identity())
 
     def forward(self, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)
 
 
 class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
+    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model."""
+
     config: WeDLMConfig
     _can_record_outputs = {"hidden_states": Qwen3DecoderLayer, "attentions": WeDLMAttention}
 
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """Like the parent's, but where that starts missing weights at random and warns, this raises.
+
+        With `output_loading_info=True` it returns what was missing, and leaves the judgement to the caller.
+
+        Raises:
+            OSError: for missing or damaged weight files.
+            ValueError: for weight files that lack weights.
+        """
+        name = str(pretrained_model_name_or_path)
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(f"The weights of {name!r} are damaged or truncated: {error}.") from error
+        if output_loading_info:
+            return model, info
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"{name!r} lacks {len(missing)} of the weights that {cls.__name__} needs with this config: "
+                f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}."
+            )
+        return model
+
 
 class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
-    """Identical to [`Qwen3Model`] except for its attention, that the mask follows physical order whatever `position_ids` say, and that it
-    can be the dual-stream mask of training."""
+    """Identical to [`Qwen3Model`] except for its attention, and that the mask follows physical order, whatever
+    `position_ids` say, or is the dual-stream mask of training."""
 
     def __init__(self, config: WeDLMConfig):
         super().__init__(config)
@@ -69,14 +100,14 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if not isinstance(attention_mask, dict):
-            if stream_ids is None:
-                mask = self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)
-            else:
-                mask = self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)
-            attention_mask = {"full_attention": mask}
+        if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
+            masks = attention_mask
+        elif stream_ids is None:
+            masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)}
+        else:
+            masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}
         return super().forward(
-            attention_mask=attention_mask,
+            attention_mask=masks,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
@@ -92,11 +123,11 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             attention_mask=attention_mask,
             past_key_values=past_key_values,
         )
-        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and self.config._attn_implementation == "eager":
-            # A caller's own 4D boolean mask arrives here untouched, and eager attention would *add* it.
-            mask = torch.zeros_like(mask, dtype=inputs_embeds.dtype).masked_fill(
-                ~mask, torch.finfo(inputs_embeds.dtype).min
-            )
+        is_boolean = isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype == torch.bool
+        if is_boolean and self.config._attn_implementation != "sdpa":
+            # A caller's own mask arrives here untouched, and attention other than sdpa would *add* it as 0 and 1.
+            lowest = torch.finfo(inputs_embeds.dtype).min
+            mask = torch.zeros_like(mask, dtype=inputs_embeds.dtype).masked_fill(~mask, lowest)
         return mask
 
     def _dual_stream_mask(
@@ -142,6 +173,12 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Like the parent's, but the settings of the generation config survive, wherever that config came from."""
+        # Marked as derived from the model config, it would lose every field of our own when read again.
+        self.generation_config._from_model_config = None
+        super().save_pretrained(*args, **kwargs)
+
     @can_return_tuple
     def forward(
         self,
@@ -167,7 +204,8 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             input_ids (`torch.LongTensor` of shape `(B, T)`): tokens in physical order.
             position_ids (`torch.LongTensor` of shape `(B, T)`): *logical* positions. They rotate queries and keys and
                 decide nothing else.
-            attention_mask (`torch.Tensor` of shape `(B, S + T)` or `(B, 1, T, S + T)`): padding, or a mask of one's own.
+            attention_mask (`torch.Tensor` of shape `(B, S + T)` or `(B, 1, T, S + T)`): padding; or a mask of one's
+                own, boolean (`True` is visible) or additive.
             labels (`torch.LongTensor` of shape `(B, T)`): alone, the parent's next-token loss; beside `targets`, the
                 clean tokens, of which only the number of supervised ones is used.
             targets (`torch.LongTensor` of shape `(B, T)`): the token each slot must predict, unshifted; -100 for none.
@@ -198,7 +236,8 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
                 **backbone_inputs,
                 **({} if stream_ids is None else layout),
             )
-        outputs = self.model(**backbone_inputs, **layout)
+        # No cache unless asked for: nothing reads it, and the model config's default is for generation.
+        outputs = self.model(**backbone_inputs | {"use_cache": bool(use_cache)}, **layout)
         if num_items_in_batch is None:
             counted = targets if labels is None else labels[..., 1:]
             num_items_in_batch = (counted != -100).sum()

@@ -1,11 +1,12 @@
 """Examples in, dual-stream batches out: all that `WeDLMForCausalLM.forward` needs under any `Trainer`."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from .masking import RatioSampler, mask_blocks, reorder_blocks
@@ -17,34 +18,40 @@ PADDING = {"position_ids": 0, "stream_ids": -1, "block_ids": -1, "document_ids":
 
 @dataclass
 class DataCollatorForDualStreamMasking:
-    """Turns tokenised examples into dual-stream batches (ALGORITHM: training; paper §4, Eq. 10).
+    """Turns tokenised examples into dual-stream batches (ALGORITHM.md §2; paper §4, Eq. 10).
 
-    An example has `input_ids` and says what is supervised by `labels` (-100 = not), `assistant_masks` or
-    `completion_mask` (1 = supervised), or by none of them (everything, as in pre-training). Its first token is never
-    supervised: nothing predicts it. A packed example also has `seq_lengths`, the lengths of the documents in it (TRL's
-    packing writes this column); documents never see each other, and positions restart at 0 in each.
+    An example has `input_ids` and says what is supervised by `labels` (-100 = not; elsewhere `input_ids` again, not
+    shifted), `assistant_masks` or `completion_mask` (1 = supervised), or by none of them (everything, as in
+    pre-training). The first token of a document is never supervised: nothing predicts it. A packed example also has
+    `seq_lengths`, the lengths of its documents (TRL's packing writes this column), or `document_ids`, one per token.
+    Documents never see each other, and positions restart at 0 in each.
 
-    A batch has, for `B` rows of `T` physical slots (memory stream, then prediction copies): `input_ids`,
-    `position_ids`, `stream_ids` (-1 padding, 0 memory, c ≥ 1 prediction copy c), `block_ids`, `document_ids`, `targets`
-    (-100 where no loss), all `(B, T)` int64; `loss_weights` `(B, T)` float32; and `labels` `(B, L)`, the clean supervised
-    tokens, which `Trainer` counts to normalise the loss.
+    `Trainer` drops every column that the model's `forward` does not name, before the collator sees it. Of the columns
+    above, `input_ids`, `labels` and `document_ids` stay; the others need `remove_unused_columns=False`.
+
+    A *response* is a run of supervised tokens that ends in the end token. A conversation of several responses becomes
+    one document per response: the turns up to its end, itself alone supervised. So each response gets its `num_eos`
+    end tokens, yet no later turn has "learnable padding" in its context, and no masked token sees the turn that
+    follows: decoding never meets either. N and the AR loss are those of the whole conversation; the price is that the
+    memory stream of a context runs once for each response to it. Unsupervised tokens after the last response (a
+    template's newline) carry no loss and are left out.
 
     Args:
         tokenizer: gives the padding, end and mask tokens.
         block_size: B, tokens per prediction block (paper §6.1: 32).
         num_eos: copies of the end token at the end of a response (1 real, the others "learnable padding" that only the
-            mask loss sees), so that masks past the end of an answer learn to say so. Added where the example's last
-            token is a supervised end token: a truncated answer is never taught to stop.
+            mask loss sees), so that masks past the end of an answer learn to say so. A truncated answer gets none: it
+            is never taught to stop.
         ar_weight: a, weight of the auxiliary next-token loss; the sum of both is divided by 1 + a.
         ratio_sampler: see [`sample_masked_counts`].
         suffix_probability: see [`mask_blocks`]; 0 is the paper's layout.
         num_copies: independent prediction copies that share one memory stream (paper: 1).
         seed: the noise is a function of (seed, epoch, tokens of the document), of nothing else: it is the same for any
-            batch size, order, number of workers or processes, and after a resume.
+            batch size, order, packing, number of workers or processes, and after a resume. The epoch is 0 unless
+            [`DynamicMaskingCallback`] or `set_epoch` says otherwise.
 
     Raises:
-        ValueError: for settings out of range, a tokenizer without a needed token, an example without `input_ids`, or
-            columns or `seq_lengths` that do not fit it.
+        ValueError: for settings out of range, and for a tokenizer without a needed token.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -55,24 +62,44 @@ class DataCollatorForDualStreamMasking:
     suffix_probability: float = 0.0
     num_copies: int = 1
     seed: int = 0
-    # Shared memory: persistent data workers see a new epoch too.
-    _epoch: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64).share_memory_(), repr=False)
+    _epoch: torch.Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # In shared memory: persistent data workers see a new epoch too.
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         for name, least in (("block_size", 1), ("num_eos", 1), ("num_copies", 1), ("ar_weight", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
         if not 0 <= self.suffix_probability <= 1:
             raise ValueError(f"`suffix_probability` must lie in [0, 1], got {self.suffix_probability}.")
+        if self.ratio_sampler not in get_args(RatioSampler):
+            raise ValueError(f"`ratio_sampler` must be one of {get_args(RatioSampler)}, got {self.ratio_sampler!r}.")
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             if getattr(self.tokenizer, name) is None:
                 raise ValueError(f"The tokenizer has no `{name}`, which dual-stream masking needs.")
+        if self.tokenizer.mask_token_id in (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id):
+            raise ValueError(
+                "The tokenizer's mask token must differ from its end and padding tokens, "
+                f"got {self.tokenizer.mask_token_id} twice."
+            )
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch that the noise depends on, in this process and in its data workers."""
+        """Sets the epoch that the noise depends on, in this process and in the data workers that it started."""
+        if epoch < 0:
+            raise ValueError(f"`epoch` must be at least 0, got {epoch}.")
         self._epoch.fill_(epoch)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Makes a batch of `B` rows, each of `T` physical slots: the memory stream, then the prediction copies.
+
+        Returns:
+            `input_ids`, `position_ids`, `stream_ids` (-1 padding, 0 memory, c ≥ 1 prediction copy c), `block_ids`,
+            `document_ids`, `targets` (-100 where no loss), all `(B, T)` int64; `loss_weights` `(B, T)` float32; and
+            `labels` `(B, L)` int64, the clean supervised tokens, which `Trainer` counts to normalise the loss.
+
+        Raises:
+            ValueError: for an example without `input_ids`, or with columns that do not fit them.
+        """
         rows = [self._row(example) for example in examples]
         padding = PADDING | {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORE_INDEX, "loss_weights": 0.0}
         return {
@@ -88,16 +115,11 @@ class DataCollatorForDualStreamMasking:
             raise ValueError(f"An example needs `input_ids`, got the columns {sorted(example)}.")
         input_ids = torch.as_tensor(example["input_ids"], dtype=torch.int64)
         supervised = self._supervised(example, input_ids)
-        lengths = example.get("seq_lengths")
-        lengths = [len(input_ids)] if lengths is None else [int(length) for length in lengths]
-        if sum(lengths) != len(input_ids) or min(lengths) < 1:
-            raise ValueError(
-                f"`input_ids` must hold at least one token, and `seq_lengths` must be positive and add up to their number; "
-                f"got {len(input_ids)} tokens and lengths {lengths}."
-            )
+        lengths = self._document_lengths(example, input_ids)
         documents = [
             self._dual_stream(tokens, marks)
-            for tokens, marks in zip(input_ids.split(lengths), supervised.split(lengths), strict=True)
+            for packed in zip(input_ids.split(lengths), supervised.split(lengths), strict=True)
+            for tokens, marks in self._responses(*packed)
         ]
         row = {column: torch.cat([document[column] for document in documents]) for column in documents[0]}
         sizes = torch.tensor([len(document["input_ids"]) for document in documents])
@@ -115,10 +137,39 @@ class DataCollatorForDualStreamMasking:
                         f"`{column}` must be as long as `input_ids`, got {len(marks)} and {len(input_ids)} entries."
                     )
                 supervised &= marks != (IGNORE_INDEX if column == "labels" else 0)
+                if column == "labels" and not torch.equal(marks[supervised], input_ids[supervised]):
+                    raise ValueError("`labels` must repeat `input_ids`, unshifted, wherever they are not -100.")
         return supervised
 
+    def _document_lengths(self, example: Mapping[str, Any], input_ids: torch.Tensor) -> list[int]:
+        """Lengths of the documents that an example packs."""
+        if example.get("seq_lengths") is not None:
+            lengths = [int(length) for length in example["seq_lengths"]]
+        elif example.get("document_ids") is not None:
+            lengths = torch.as_tensor(example["document_ids"]).unique_consecutive(return_counts=True)[1].tolist()
+        else:
+            lengths = [len(input_ids)]
+        if sum(lengths) != len(input_ids) or min(lengths, default=0) < 1:
+            raise ValueError(
+                "`input_ids` must hold at least one token, and `seq_lengths` (or the runs of `document_ids`) must be "
+                f"positive and add up to their number; got {len(input_ids)} tokens and lengths {lengths}."
+            )
+        return lengths
+
+    def _responses(
+        self, input_ids: torch.Tensor, supervised: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """A conversation as one document per response: all turns up to its end, itself alone supervised."""
+        run_goes_on = F.pad(supervised[1:], (0, 1))
+        is_end = supervised & ~run_goes_on & (input_ids == self.tokenizer.eos_token_id)
+        ends = (is_end.nonzero().flatten() + 1).tolist()
+        if not ends or supervised[ends[-1] :].any():
+            ends.append(len(input_ids))  # what follows the last end token is an answer that was cut off
+        for start, end in zip([0, *ends], ends, strict=False):
+            yield input_ids[:end], supervised[:end] & (torch.arange(end) >= start)
+
     def _dual_stream(self, input_ids: torch.Tensor, supervised: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One document as its memory stream followed by its prediction copies; every column `(T,)`, `labels` `(L,)`."""
+        """One document as its memory stream and its prediction copies; every column `(T,)`, `labels` `(L,)`."""
         generator = torch.Generator().manual_seed(self._noise_key(input_ids))
         fill_size = self.num_eos - 1 if supervised[-1] and input_ids[-1] == self.tokenizer.eos_token_id else 0
         fill = input_ids.new_full((fill_size,), self.tokenizer.eos_token_id)
@@ -130,7 +181,8 @@ class DataCollatorForDualStreamMasking:
         positions = torch.arange(len(input_ids))
         block_ids = positions // self.block_size
         # A block without supervised tokens has no loss, and nothing else looks at it.
-        has_loss = torch.zeros(int(block_ids[-1]) + 1, dtype=torch.int64).index_add(0, block_ids, supervised.long()) > 0
+        has_loss = torch.zeros_like(supervised)
+        has_loss[block_ids[supervised]] = True
         streams = [memory]
         for copy in range(1, self.num_copies + 1):
             masked, weights = mask_blocks(
@@ -174,6 +226,7 @@ class DataCollatorForDualStreamMasking:
         }
 
     def _noise_key(self, input_ids: torch.Tensor) -> int:
-        digest = hashlib.blake2b(digest_size=8, salt=int(self._epoch).to_bytes(8, "little"), key=str(self.seed).encode())
+        epoch = int(self._epoch).to_bytes(8, "little")
+        digest = hashlib.blake2b(digest_size=8, salt=epoch, key=str(self.seed).encode())
         digest.update(input_ids.numpy().tobytes())
         return int.from_bytes(digest.digest(), "little", signed=True)

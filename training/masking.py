@@ -1,7 +1,7 @@
 """Noise of dual-stream training: which tokens of each block become masks, and in what order its slots lie.
 
-Pure functions: tensors in, tensors out, randomness only from the generator that is passed in. `L` tokens of a document,
-`K` blocks, `B` block size.
+Pure functions: tensors in, tensors out, randomness only from the generator that is passed in. `L` tokens of a
+document, `K` blocks, `B` block size.
 """
 
 from typing import Literal, get_args
@@ -19,16 +19,17 @@ def sample_masked_counts(
 
     Args:
         supervised_counts: `(K,)` int64, n_k.
-        ratio_sampler: `"count"`: m_k ~ Uniform{1…n_k}, γ_k = m_k / n_k, an unbiased bound on −log p. `"stratified"`: the
-            same marginal law, spread evenly over the document's blocks (less noise in the loss). `"gamma"`: the paper's
-            letter, γ_k ~ Uniform(0, 1) and m_k = round(γ_k n_k), which leaves some blocks without a mask.
+        ratio_sampler: `"count"`: m_k ~ Uniform{1…n_k}, γ_k = m_k / n_k, an unbiased bound on −log p.
+            `"stratified"`: the same law for each block, spread evenly over the document's blocks (less noise in the
+            loss). `"gamma"`: the paper's letter, γ_k ~ Uniform(0, 1) and m_k = round(γ_k n_k), which leaves some
+            blocks without a mask.
         generator: source of randomness.
 
     Returns:
         m_k `(K,)` int64, zero where n_k is zero, and 1/γ_k `(K,)` float32.
     """
     if ratio_sampler not in get_args(RatioSampler):
-        raise ValueError(f"ratio_sampler must be one of {get_args(RatioSampler)}, got {ratio_sampler!r}.")
+        raise ValueError(f"`ratio_sampler` must be one of {get_args(RatioSampler)}, got {ratio_sampler!r}.")
     uniform = torch.rand(supervised_counts.shape, generator=generator)
     if ratio_sampler == "gamma":
         masked_counts = (uniform * supervised_counts).round().long()
