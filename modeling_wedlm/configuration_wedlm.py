@@ -49,8 +49,8 @@ class WeDLMConfig(Qwen3Config):
         if self.mask_token_id is None and self.vocab_size > PUBLISHED_MASK_TOKEN_ID:
             self.mask_token_id = PUBLISHED_MASK_TOKEN_ID
         if not self.qk_norm:
-            plan = self.base_model_tp_plan or {}
-            self.base_model_tp_plan = {name: how for name, how in plan.items() if not name.endswith("_norm")}
+            plan = {name: how for name, how in self.base_model_tp_plan.items() if not name.endswith("_norm")}
+            self.base_model_tp_plan = plan  # type: ignore[misc]  # this config's alone
         base = rope_base({**kwargs, "rope_parameters": self.rope_parameters})
         super().__post_init__(**kwargs if base is None else {**kwargs, "rope_theta": base})
         self._check()
@@ -84,8 +84,8 @@ class WeDLMConfig(Qwen3Config):
     def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Saves the config; an installed class also writes the `trust_remote_code` files beside it (see hub.py)."""
         self._check()
-        if self._hub_bundle is not None:
-            self.auto_map = self._hub_bundle(save_directory)
+        if (write_bundle := type(self)._hub_bundle) is not None:
+            self.auto_map = write_bundle(save_directory)
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def _get_files_timestamps(self, working_dir: str | PathLike[str]) -> dict[str, float]:

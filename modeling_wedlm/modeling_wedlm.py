@@ -57,13 +57,14 @@ class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
         """
         name = str(pretrained_model_name_or_path)
         try:
-            model, info = super().from_pretrained(
+            loaded: Any = super().from_pretrained(
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
             )
         except SafetensorError as error:
             raise OSError(f"The weights of {name!r} are damaged or truncated: {error}.") from error
         if output_loading_info:
-            return model, info
+            return loaded
+        model, info = loaded
         if missing := sorted(info["missing_keys"]):
             raise ValueError(
                 f"{name!r} lacks {len(missing)} of the weights that {cls.__name__} needs with this config: "
@@ -123,8 +124,9 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             attention_mask=attention_mask,
             past_key_values=past_key_values,
         )
-        is_boolean = isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype == torch.bool
-        if is_boolean and self.config._attn_implementation != "sdpa":
+        if self.config._attn_implementation == "sdpa" or not isinstance(mask, torch.Tensor):
+            return mask
+        if mask.ndim == 4 and mask.dtype == torch.bool:
             # A caller's own mask arrives here untouched, and attention other than sdpa would *add* it as 0 and 1.
             lowest = torch.finfo(inputs_embeds.dtype).min
             mask = torch.zeros_like(mask, dtype=inputs_embeds.dtype).masked_fill(~mask, lowest)
@@ -172,12 +174,6 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Like the parent's, but the settings of the generation config survive, wherever that config came from."""
-        # Marked as derived from the model config, it would lose every field of our own when read again.
-        self.generation_config._from_model_config = None
-        super().save_pretrained(*args, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -1,0 +1,139 @@
+"""The config: both dialects of config.json, defaults, the RoPE base, the mask token, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import MASK, PUBLISHED, tiny_config
+from transformers import AutoConfig
+
+from wedlm_hf import WeDLMConfig
+
+
+def read(folder: Path, **changes: Any) -> WeDLMConfig:
+    """Writes the published dialect, changed, as a config.json, and reads it as a user would."""
+    stated = {name: value for name, value in (PUBLISHED | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return AutoConfig.from_pretrained(folder)
+
+
+def test_the_published_dialect_is_read_without_remote_code(tmp_path):
+    config = read(tmp_path, auto_map={"AutoConfig": "configuration_other.OtherConfig"})
+    assert type(config) is WeDLMConfig
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 1_000_000}
+    assert config.mask_token_id == 151665
+    assert (config.head_dim, config.qk_norm, config.attention_bias) == (16, True, False)
+
+
+def test_both_dialects_survive_being_saved_and_read(tmp_path):
+    published = read(tmp_path)
+    published.save_pretrained(tmp_path / "again")
+    again = AutoConfig.from_pretrained(tmp_path / "again")
+    assert again.to_diff_dict() == published.to_diff_dict()
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 1_000_000}
+    assert written["mask_token_id"] == 151665
+    assert "rope_theta" not in written
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"rope_theta": 5e5},
+        {"rope_theta": 5e5, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        {"rope_theta": ..., "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        # Scaling added by hand to a file of the newer dialect: the base stands in what the parent throws away.
+        {
+            "rope_theta": ...,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+            "rope_scaling": {"type": "yarn", "factor": 4.0},
+        },
+    ],
+)
+def test_the_rope_base_is_the_stated_one_wherever_it_stands(tmp_path, stated):
+    config = read(tmp_path, **stated)
+    assert config.rope_parameters["rope_theta"] == 5e5
+    scaling = stated.get("rope_scaling") or stated.get("rope_parameters") or {}
+    assert config.rope_parameters["rope_type"] == scaling.get("type", scaling.get("rope_type", "default"))
+    config.save_pretrained(tmp_path / "again")
+    assert AutoConfig.from_pretrained(tmp_path / "again").rope_parameters == config.rope_parameters
+
+
+@pytest.mark.parametrize("scaling", [None, {"type": "yarn", "factor": 4.0}])
+def test_a_config_file_without_a_rope_base_is_refused(tmp_path, scaling):
+    with pytest.raises(ValueError, match=r"states no RoPE base: expected `rope_theta`.*got keys \['architectures'"):
+        read(tmp_path, rope_theta=..., rope_scaling=scaling)
+
+
+def test_two_different_rope_bases_are_refused(tmp_path):
+    message = r"states different RoPE bases: \{'rope_theta': 1000000, 'rope_parameters': 10000\.0\}"
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0})
+
+
+@pytest.mark.parametrize(("stated", "width"), [(..., 8), (None, 8), (16, 16)])
+def test_the_head_width_defaults_to_hidden_size_over_heads(tmp_path, stated, width):
+    assert read(tmp_path, head_dim=stated).head_dim == width
+
+
+def test_the_published_mask_row_is_assumed_only_where_it_exists():
+    assert tiny_config(vocab_size=151665, mask_token_id=None).mask_token_id is None
+    assert tiny_config(vocab_size=151666, mask_token_id=None).mask_token_id == 151665
+    assert tiny_config(vocab_size=151936, mask_token_id=7).mask_token_id == 7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mask_token_id": 320}, r"`mask_token_id` must lie in the vocabulary \(0 to 319\), got 320\."),
+        ({"mask_token_id": -1}, r"`mask_token_id` must lie in the vocabulary \(0 to 319\), got -1\."),
+        ({"mask_token_id": 5, "eos_token_id": 5}, r"must differ from the end token, got 5 for both\."),
+        ({"mask_token_id": 5, "eos_token_id": [2, 5]}, r"must differ from the end token, got 5 for both\."),
+        ({"mask_token_id": 5, "pad_token_id": 5}, r"must differ from the padding token, got 5 for both\."),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "needs full attention in every layer, got"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "needs full attention in every layer, got"),
+        (
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            r"layer_types=\['full_attention', 'sliding_attention'\] \(use_sliding_window=True, sliding_window=64\)",
+        ),
+    ],
+)
+def test_what_a_wedlm_cannot_have_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**settings)
+
+
+def test_a_sliding_window_that_no_layer_uses_changes_nothing():
+    config = tiny_config(use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    assert config.layer_types == ["full_attention", "full_attention"]
+
+
+def test_overrides_at_loading_and_changes_before_saving_are_checked_too(tmp_path):
+    config = tiny_config()
+    config.save_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path, mask_token_id=9).mask_token_id == 9
+    with pytest.raises(ValueError, match=r"must lie in the vocabulary \(0 to 319\), got 999\."):
+        AutoConfig.from_pretrained(tmp_path, mask_token_id=999)
+    config.eos_token_id = MASK
+    with pytest.raises(ValueError, match=r"must differ from the end token, got 3 for both\."):
+        config.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_config_of_another_model_type_is_refused(tmp_path):
+    read(tmp_path)
+    text = (tmp_path / "config.json").read_text().replace('"wedlm"', '"qwen3"')
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"model type 'wedlm', got 'qwen3'\. .* converted with `wedlm_hf\.convert`"):
+        WeDLMConfig.from_pretrained(tmp_path)
+
+
+def test_the_default_config_is_qwen3s(tmp_path):
+    config = WeDLMConfig()
+    assert (config.qk_norm, config.attention_bias, config.rope_parameters["rope_theta"]) == (True, False, 10_000.0)
+    assert AutoConfig.for_model("wedlm").to_dict() == config.to_dict()

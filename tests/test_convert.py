@@ -1,0 +1,415 @@
+"""Conversion of Qwen2, Qwen2.5 and Qwen3 checkpoints: every weight kept, the mask token, its row, what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import EOS, LINES, MASK, PAD, START, VOCAB_SIZE, stock_twin, tiny_model, tiny_tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Tokenizer,
+)
+
+from wedlm_hf import WeDLMForCausalLM, convert
+
+STYLES = ["qwen3", "qwen2.5"]
+
+
+def stock_tokenizer() -> Any:
+    """As the stock checkpoints have it: no mask token, and special tokens behind the ordinary ones."""
+    single_bytes = sorted(token for token in tiny_tokenizer().get_vocab() if len(token) == 1)
+    vocabulary = {token: row for row, token in enumerate(single_bytes)}
+    tokenizer = Qwen2Tokenizer(vocabulary, [], unk_token=None, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|fim_pad|>"]})
+    return tokenizer
+
+
+def write_source(folder: Path, style: str = "qwen3", tokenizer: Any = None, **overrides: Any) -> Any:
+    """A stock Qwen checkpoint with tokenizer and generation config; returns the model."""
+    tokenizer = tokenizer or stock_tokenizer()
+    settings = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "mask_token_id": None}
+    model = stock_twin(tiny_model(style, **settings | overrides), "sdpa")
+    model.generation_config = GenerationConfig(
+        do_sample=True, top_k=20, eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id]
+    )
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+def edit(file: Path, **changes: Any) -> None:
+    stated = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in stated.items() if value is not ...}))
+
+
+def ids(rows: int = 2) -> torch.Tensor:
+    return torch.randint(0, 200, (rows, 20), generator=torch.Generator().manual_seed(0))
+
+
+def mean_row(weight: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    return weight[rows].float().mean(0).to(weight.dtype)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("style", STYLES)
+@torch.no_grad()
+def test_every_weight_and_logit_is_the_sources(tmp_path, style, dtype, tied):
+    write_source(tmp_path / "source", style, tie_word_embeddings=tied, dtype=dtype)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=dtype)
+    stock.save_pretrained(tmp_path / "source")
+    result = convert(tmp_path / "source", tmp_path / "out")
+    assert (result.missing_keys, result.unexpected_keys) == ((), ())
+    assert str(result).startswith(
+        f"{result.copied} weights copied, 0 missing, 0 unexpected; mask token '<|mask|>' is id"
+    )
+
+    before = load_file(tmp_path / "source" / "model.safetensors")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert len(before) == result.copied
+    for name, weight in before.items():
+        changed = (weight != after[name]).any(dim=-1)
+        assert after[name].dtype == dtype
+        if name in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert changed.nonzero().flatten().tolist() == [result.mask_token_id]
+        else:
+            assert not changed.any()
+
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert type(loaded) is WeDLMForCausalLM
+    assert not any(report.values())
+    kept = torch.arange(VOCAB_SIZE) != result.mask_token_id
+    for model in (result.model, loaded):
+        assert model.dtype == dtype
+        assert torch.equal(model(ids()).logits[..., kept], stock(ids()).logits[..., kept])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@torch.no_grad()
+def test_an_unused_row_becomes_the_masks_and_starts_from_the_mean(tmp_path, tied):
+    source = write_source(tmp_path / "source", tie_word_embeddings=tied)
+    tokenizer = stock_tokenizer()
+    result = convert(tmp_path / "source", tmp_path / "out")
+    assert result.mask_row == "unused"
+    assert result.mask_token_id == len(tokenizer) < VOCAB_SIZE
+    assert result.model.config.vocab_size == VOCAB_SIZE
+    used = sorted(tokenizer.get_vocab().values())
+    for old, new in (
+        (source.get_input_embeddings(), result.model.get_input_embeddings()),
+        (source.get_output_embeddings(), result.model.get_output_embeddings()),
+    ):
+        torch.testing.assert_close(new.weight[result.mask_token_id], mean_row(old.weight, used))
+    assert (result.model.lm_head.weight is result.model.model.embed_tokens.weight) is tied
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@torch.no_grad()
+def test_without_an_unused_row_the_embeddings_grow(tmp_path, tied):
+    tokenizer = stock_tokenizer()
+    size = len(tokenizer)
+    source = write_source(tmp_path / "source", vocab_size=size, tie_word_embeddings=tied)
+    result = convert(tmp_path / "source", tmp_path / "out")
+    assert (result.mask_row, result.mask_token_id) == ("added", size)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (loaded.config.vocab_size, loaded.lm_head.out_features) == (size + 1, size + 1)
+    for old, new in (
+        (source.get_input_embeddings(), loaded.get_input_embeddings()),
+        (source.get_output_embeddings(), loaded.get_output_embeddings()),
+    ):
+        assert torch.equal(new.weight[:size], old.weight)
+        torch.testing.assert_close(new.weight[size], mean_row(old.weight, list(range(size))))
+    inputs = ids() % size
+    assert torch.equal(loaded(inputs).logits[..., :size], source(inputs).logits)
+
+
+@torch.no_grad()
+def test_a_mask_token_that_the_tokenizer_has_keeps_its_row(tmp_path):
+    source = write_source(tmp_path / "source", tokenizer=tiny_tokenizer())
+    result = convert(tmp_path / "source", tmp_path / "out")
+    assert (result.mask_row, result.mask_token_id, result.tokenizer.mask_token) == ("existing", MASK, "<|mask|>")
+    assert torch.equal(result.model(ids()).logits, source(ids()).logits)
+
+
+@torch.no_grad()
+def test_a_special_token_can_be_named_as_the_mask(tmp_path):
+    source = write_source(tmp_path / "source")
+    result = convert(tmp_path / "source", tmp_path / "out", mask_token="<|fim_pad|>")
+    assert result.mask_row == "existing"
+    assert torch.equal(result.model(ids()).logits, source(ids()).logits)
+    for tokenizer in (result.tokenizer, AutoTokenizer.from_pretrained(tmp_path / "out")):
+        assert tokenizer.mask_token == "<|fim_pad|>"
+        assert tokenizer.mask_token_id == stock_tokenizer().convert_tokens_to_ids("<|fim_pad|>")
+
+
+def test_the_id_is_the_tokenizers_and_not_the_published_one(tmp_path):
+    """A stock vocabulary has `<tool_response>` at 151665: here the row behind the last token, taken by another one."""
+    tokenizer = stock_tokenizer()
+    tokenizer.add_tokens(["<tool_response>"])
+    write_source(tmp_path / "source", tokenizer=tokenizer)
+    result = convert(tmp_path / "source", tmp_path / "out")
+    assert result.mask_token_id == tokenizer.convert_tokens_to_ids("<tool_response>") + 1
+    assert AutoConfig.from_pretrained(tmp_path / "out").mask_token_id == result.mask_token_id
+    saved = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert saved.encode("a<|mask|>b<tool_response>") == [
+        *tokenizer.encode("a"),
+        result.mask_token_id,
+        *tokenizer.encode("b<tool_response>"),
+    ]
+
+
+@pytest.mark.parametrize("make", [stock_tokenizer, tiny_tokenizer])
+def test_the_tokenizer_changes_in_nothing_else(tmp_path, make):
+    tokenizer = make()
+    write_source(tmp_path / "source", tokenizer=tokenizer)
+    convert(tmp_path / "source", tmp_path / "out")
+    before, after = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("source", "out"))
+    assert type(before) is type(after)
+    for text in [*LINES, "<|im_start|>user\nHi<|im_end|>\n", "  é 日本 <|endoftext|>"]:
+        assert before.encode(text) == after.encode(text)
+    assert before.chat_template == after.chat_template
+    assert before.get_vocab() == {
+        token: row for token, row in after.get_vocab().items() if token in before.get_vocab()
+    }
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_config_keeps_what_the_source_states(tmp_path, style):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 128}
+    source = write_source(tmp_path / "source", style, rope_parameters=yarn, tie_word_embeddings=True)
+    config = convert(tmp_path / "source", tmp_path / "out").model.config
+    written = AutoConfig.from_pretrained(tmp_path / "out")
+    for each in (config, written):
+        assert each.rope_parameters == source.config.rope_parameters
+        assert (each.qk_norm, each.attention_bias) == ((True, False) if style == "qwen3" else (False, True))
+        for name in ("tie_word_embeddings", "eos_token_id", "max_position_embeddings", "rms_norm_eps", "hidden_size"):
+            assert getattr(each, name) == getattr(source.config, name)
+
+
+@torch.no_grad()
+def test_a_source_config_of_the_older_dialect_is_read(tmp_path):
+    source = write_source(tmp_path / "source", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    older = {"rope_parameters": ..., "rope_theta": 5e5, "rope_scaling": None, "layer_types": ..., "dtype": ...}
+    edit(tmp_path / "source" / "config.json", **older, torch_dtype="float32")
+    model = convert(tmp_path / "source").model
+    kept = torch.arange(VOCAB_SIZE) != model.config.mask_token_id
+    assert torch.equal(model(ids()).logits[..., kept], source(ids()).logits[..., kept])
+
+
+@pytest.mark.parametrize("stated", [True, False], ids=["stated", "derived"])
+def test_the_generation_config_is_carried_over_and_can_hold_our_settings(tmp_path, stated):
+    source = write_source(tmp_path / "source")
+    if not stated:
+        (tmp_path / "source" / "generation_config.json").unlink()
+    model = convert(tmp_path / "source", tmp_path / "out").model
+    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert "_from_model_config" not in saved
+    if stated:
+        assert (saved["top_k"], saved["eos_token_id"]) == (20, source.generation_config.eos_token_id)
+    model.generation_config.window_size = 8
+    model.save_pretrained(tmp_path / "again")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").generation_config.window_size == 8
+
+
+def test_a_sharded_source_is_read_and_nothing_is_written_unless_asked(tmp_path):
+    source = write_source(tmp_path / "whole")
+    source.save_pretrained(tmp_path / "source", max_shard_size="40KB")
+    stock_tokenizer().save_pretrained(tmp_path / "source")
+    result = convert(str(tmp_path / "source"))
+    assert torch.equal(result.model.model.norm.weight, source.model.norm.weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "whole"]
+
+
+def test_conversion_is_a_function_of_its_source(tmp_path):
+    write_source(tmp_path / "source", vocab_size=len(stock_tokenizer()))
+    for name in ("one", "two"):
+        convert(tmp_path / "source", tmp_path / name)
+    one, two = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    assert one == two
+
+
+def test_an_empty_output_folder_is_filled_and_its_parents_are_made(tmp_path):
+    write_source(tmp_path / "source")
+    (tmp_path / "empty").mkdir()
+    for out in (tmp_path / "empty", tmp_path / "new" / "deeper"):
+        convert(tmp_path / "source", out)
+        assert (out / "model.safetensors").is_file()
+        assert list(out.parent.glob(".*")) == []
+    assert (tmp_path / "empty").stat().st_mode == (tmp_path / "source").stat().st_mode
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(tmp_path: Path, error: type[Exception], message: str, **options: Any) -> None:
+    """The conversion raises, and leaves nothing behind."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=message):
+        convert(tmp_path / "source", tmp_path / "out", **options)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_output_folder_with_files_is_refused(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "note.txt").touch()
+    refused(tmp_path, FileExistsError, r"The output folder must be new or empty, got '.*out'\.")
+
+
+def test_an_output_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "out").touch()
+    refused(tmp_path, FileExistsError, r"The output folder must be new or empty, got '.*out'\.")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    refused(tmp_path, FileNotFoundError, r"There is no checkpoint folder '.*source'\.")
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_a_source_without_config_or_tokenizer_is_refused(tmp_path, name):
+    write_source(tmp_path / "source")
+    (tmp_path / "source" / name).unlink()
+    refused(tmp_path, FileNotFoundError, rf"'.*source' has no {name}")
+
+
+def test_an_unreadable_tokenizer_is_refused(tmp_path):
+    write_source(tmp_path / "source")
+    (tmp_path / "source" / "tokenizer.json").write_text("{")
+    refused(tmp_path, ValueError, r"The tokenizer of '.*source' cannot be read: ")
+
+
+def test_another_model_type_is_refused(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path / "source")
+    refused(tmp_path, ValueError, r"Only checkpoints of the model types 'qwen2', 'qwen3' .*, got 'llama' in ")
+
+
+def test_a_wedlm_checkpoint_is_refused(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "source")
+    refused(tmp_path, ValueError, r"Only checkpoints of the model types 'qwen2', 'qwen3' .*, got 'wedlm' in ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": ...},
+            "needs full att",
+        ),
+        ({"attention_bias": True}, "has attention_bias=True: a Qwen3 model then has a bias on `o_proj`"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"Quantized checkpoints cannot be converted, got '.*source'",
+        ),
+    ],
+)
+def test_parts_that_wedlm_has_not_are_refused(tmp_path, changes, message):
+    write_source(tmp_path / "source")
+    edit(tmp_path / "source" / "config.json", **changes)
+    refused(tmp_path, ValueError, message)
+
+
+def damage(folder: Path, kind: str) -> None:
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    if kind == "no file":
+        file.unlink()
+    elif kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif kind == "missing":
+        del weights["model.layers.0.self_attn.q_norm.weight"]
+        save_file(weights, file, metadata={"format": "pt"})
+    elif kind == "unexpected":
+        save_file(weights | {"model.layers.0.self_attn.o_proj.bias": torch.zeros(32)}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "message"),
+    [
+        ("no file", OSError, "no file named model.safetensors"),
+        ("truncated", OSError, r"The weights of '.*source' are damaged or truncated"),
+        (
+            "missing",
+            ValueError,
+            r"do not fit its config: missing \['model\.layers\.0\.self_attn\.q_norm\.weight'\]",
+        ),
+        ("unexpected", ValueError, r"missing \[\], unexpected \['model\.layers\.0\.self_attn\.o_proj\.bias'\]"),
+    ],
+)
+def test_weights_that_are_not_whole_are_refused(tmp_path, kind, error, message):
+    write_source(tmp_path / "source")
+    damage(tmp_path / "source", kind)
+    refused(tmp_path, error, message)
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ("<|im_end|>", r"`mask_token_id` must differ from the end token, got \d+ for both"),
+        ("<|endoftext|>", r"`mask_token_id` must differ from the padding token, got \d+ for both"),
+        ("a", "`mask_token` must be a special token or a new one, got the ordinary token 'a'"),
+    ],
+)
+def test_a_token_with_another_meaning_is_refused_as_the_mask(tmp_path, token, message):
+    write_source(tmp_path / "source")
+    refused(tmp_path, ValueError, message, mask_token=token)
+
+
+def test_a_tokenizer_that_splits_the_mask_token_is_refused(tmp_path, monkeypatch):
+    write_source(tmp_path / "source")
+    monkeypatch.setattr(Qwen2Tokenizer, "encode", lambda *_, **__: [1, 2])
+    refused(tmp_path, ValueError, r"does not encode the mask token '<\|mask\|>' as its one id \d+\.")
+
+
+def test_a_tokenizer_that_loses_the_mask_token_in_saving_is_refused(tmp_path, monkeypatch):
+    write_source(tmp_path / "source")
+    save = Qwen2Tokenizer.save_pretrained
+    monkeypatch.setattr(Qwen2Tokenizer, "save_pretrained", lambda _, folder: save(stock_tokenizer(), folder))
+    refused(tmp_path, ValueError, r"The tokenizer of '.*source' does not survive being saved and loaded again\.")
+
+
+def test_a_mask_that_ends_generation_is_refused(tmp_path):
+    """The end tokens of the generation config count as well: stock chat checkpoints name more there."""
+    tokenizer = tiny_tokenizer()
+    write_source(tmp_path / "source", tokenizer=tokenizer)
+    edit(tmp_path / "source" / "generation_config.json", eos_token_id=[EOS, START])
+    refused(tmp_path, ValueError, "must differ from the end token, got 1 for both", mask_token="<|im_start|>")
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
+
+
+def test_a_failure_while_writing_leaves_nothing_behind(tmp_path, monkeypatch):
+    write_source(tmp_path / "source")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Qwen2Tokenizer, "save_pretrained", fail)
+    refused(tmp_path, OSError, "disk full")
+    (tmp_path / "out").mkdir()
+    refused(tmp_path, OSError, "disk full")
+
+
+def test_a_hub_id_is_a_source_too(tmp_path, monkeypatch):
+    """Read from the Hub's cache, as if downloaded before."""
+    commit = "0" * 40
+    cache = tmp_path / "hub" / "models--someone--tiny"
+    write_source(tmp_path / "source")
+    shutil.copytree(tmp_path / "source", cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("transformers.utils.hub.default_cache_path", str(tmp_path / "hub"), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    convert("someone/tiny", tmp_path / "out")
+    convert(tmp_path / "source", tmp_path / "expected")
+    out, expected = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("out", "expected"))
+    del out["tokenizer_config.json"], expected["tokenizer_config.json"]
+    assert out == expected

@@ -1,0 +1,220 @@
+"""The code beside saved weights: loaded where our package is out of reach, saved again there, pushed to the Hub."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import tiny_config, tiny_model, tiny_tokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.dynamic_module_utils import get_relative_import_files
+
+from wedlm_hf import WeDLMConfig, WeDLMForCausalLM, WeDLMModel
+from wedlm_hf.modeling_wedlm import hub
+from wedlm_hf.modeling_wedlm.hub import AUTO_MAP, hub_files, write_hub_files
+
+SETTINGS: list[dict[str, Any]] = [
+    {"max_new_tokens": 12},
+    {"max_new_tokens": 12, "strategy": "wedlm", "window_size": 4},
+    {"max_new_tokens": 12, "strategy": "block", "window_size": 4},
+    {"max_new_tokens": 12, "strategy": "wedlm", "verification": "exact"},
+]
+PROMPT = "Count from 1 to 9:"
+# Every way to save that changes the files: style of the weights, one file or several.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"style": "qwen3", "shards": "1GB"},
+    "qwen2.5": {"style": "qwen2.5", "shards": "1GB"},
+    "sharded": {"style": "qwen3", "shards": "40KB"},
+}
+
+# Runs in a process of its own that cannot import our package: for every job, load, generate, save.
+CLEAN_PROCESS = """
+import json, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "wedlm_hf":
+            raise ModuleNotFoundError(f"No module named {name!r} (blocked)", name=name)
+
+sys.meta_path.insert(0, Blocker())
+try:
+    import wedlm_hf
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError("the package is within reach")
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+torch.set_num_threads(1)
+results = []
+for job in json.loads(sys.argv[1]):
+    model = AutoModelForCausalLM.from_pretrained(job["source"], trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    tokenizer = AutoTokenizer.from_pretrained(job["source"], trust_remote_code=True)
+    inputs = tokenizer(job["prompt"], return_tensors="pt")
+    results.append([model.generate(**inputs, **settings)[0].tolist() for settings in job["settings"]])
+    if job["target"]:
+        model.save_pretrained(job["target"], max_shard_size=job["shards"])
+        tokenizer.save_pretrained(job["target"])
+    assert type(AutoConfig.from_pretrained(job["source"], trust_remote_code=True)) is type(model.config)
+    backbone = AutoModel.from_pretrained(job["source"], trust_remote_code=True)
+    assert type(backbone) is type(model.model)
+assert not [name for name in sys.modules if name.split(".")[0] == "wedlm_hf"]
+print(json.dumps(results))
+"""
+
+
+def run_clean_process(jobs: list[dict[str, Any]], folder: Path) -> list[list[list[int]]]:
+    folder.mkdir()
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_MODULES_CACHE")}
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", CLEAN_PROCESS, json.dumps(jobs)],
+        env=kept | {"HF_MODULES_CACHE": str(folder / "code"), "HF_HUB_OFFLINE": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_three_generations_are_byte_identical_and_generate_without_our_package(tmp_path):
+    # Begin with what was read from files: transformers notes that in tokenizer_config.json, and orders shards by it.
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    expected = []
+    for name, variant in VARIANTS.items():
+        tiny_model(variant["style"]).save_pretrained(tmp_path / name / "0")
+        model = WeDLMForCausalLM.from_pretrained(tmp_path / name / "0")
+        model.save_pretrained(tmp_path / name / "1", max_shard_size=variant["shards"])
+        tokenizer.save_pretrained(tmp_path / name / "1")
+        inputs = tokenizer(PROMPT, return_tensors="pt")
+        expected.append([model.generate(**inputs, **settings)[0].tolist() for settings in SETTINGS])
+    for generation in (1, 2, 3):
+        jobs = [
+            {
+                "source": str(tmp_path / name / str(generation)),
+                "target": str(tmp_path / name / str(generation + 1)) if generation < 3 else None,
+                "shards": variant["shards"],
+                "prompt": PROMPT,
+                "settings": SETTINGS,
+            }
+            for name, variant in VARIANTS.items()
+        ]
+        assert run_clean_process(jobs, tmp_path / f"process {generation}") == expected
+    for name in VARIANTS:
+        first, second, third = (contents(tmp_path / name / str(generation)) for generation in (1, 2, 3))
+        assert first.keys() == second.keys() == third.keys()
+        assert [file for file in first if not first[file] == second[file] == third[file]] == []
+        assert not any(file.endswith((".bin", ".pt")) for file in first)
+    assert len([file for file in contents(tmp_path / "sharded" / "1") if file.endswith(".safetensors")]) > 3
+
+
+def test_an_installed_class_saves_what_it_was_loaded_from(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "1")
+    for loader, generation in ((AutoModelForCausalLM, 1), (WeDLMForCausalLM, 2)):
+        model = loader.from_pretrained(tmp_path / str(generation))
+        assert type(model) is WeDLMForCausalLM
+        model.save_pretrained(tmp_path / str(generation + 1))
+    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
+
+
+def test_model_backbone_and_config_all_bring_the_whole_bundle(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_model().model.save_pretrained(tmp_path / "backbone")
+    tiny_config().save_pretrained(tmp_path / "config")
+    for folder in ("model", "backbone", "config"):
+        saved = contents(tmp_path / folder)
+        assert {name: text.decode() for name, text in saved.items() if name.endswith(".py")} == hub_files()
+        assert json.loads(saved["config.json"])["auto_map"] == AUTO_MAP
+    assert type(AutoConfig.from_pretrained(tmp_path / "config")) is WeDLMConfig
+    assert type(AutoModel.from_pretrained(tmp_path / "backbone")) is WeDLMModel
+
+
+def test_the_bundle_is_flat_and_all_of_it_is_reached_from_the_model_file(tmp_path):
+    """What no import reaches is neither loaded by the Hub's loader nor saved again by a class loaded from there."""
+    files = hub_files()
+    assert {"configuration_wedlm.py", "modeling_wedlm.py", "mixin_wedlm.py"} <= files.keys()
+    write_hub_files(tmp_path)
+    reached = {Path(path).name for path in get_relative_import_files(tmp_path / "modeling_wedlm.py")}
+    assert reached | {"modeling_wedlm.py"} == files.keys()
+    for name, text in files.items():
+        assert not re.search(r"^\s*(from|import)\s+\.\.", text, flags=re.MULTILINE), name
+
+
+def test_names_of_the_auto_map_exist():
+    assert {name: WeDLMConfig.__module__.rpartition(".")[0] for name in AUTO_MAP} == dict.fromkeys(
+        AUTO_MAP, "wedlm_hf.modeling_wedlm"
+    )
+    for target, cls in zip(AUTO_MAP.values(), (WeDLMConfig, WeDLMModel, WeDLMForCausalLM), strict=True):
+        assert target == f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
+
+
+def test_an_interrupted_write_leaves_no_half_file(tmp_path, monkeypatch):
+    write_hub_files(tmp_path)
+    before = contents(tmp_path)
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hub.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_hub_files(tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.fixture
+def uploads(monkeypatch) -> list[dict[str, bytes]]:
+    """The files of each commit that would go to the Hub."""
+    commits: list[dict[str, bytes]] = []
+
+    class Api:
+        def create_repo(self, repo_id: str, **_: Any) -> Any:
+            return types.SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, operations: list[Any], **_: Any) -> None:
+            commits.append({each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations})
+
+    card = types.SimpleNamespace(save=lambda path: Path(path).write_text("card"))
+    for module in (transformers.utils.hub, transformers.modeling_utils, transformers.configuration_utils):
+        monkeypatch.setattr(module, "hf_api", Api)
+        monkeypatch.setattr(module, "create_and_tag_model_card", lambda *_, **__: card, raising=False)
+    return commits
+
+
+def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, uploads):
+    model = tiny_model()
+    model.push_to_hub("someone/tiny")
+    model.save_pretrained(tmp_path / "model", push_to_hub=True)
+    model.config.push_to_hub("someone/tiny")
+    model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
+    assert len(uploads) == 4
+    for commit in uploads:
+        assert {name: text.decode() for name, text in commit.items() if name.endswith(".py")} == hub_files()
+        assert json.loads(commit["config.json"])["auto_map"] == AUTO_MAP
+    for commit in uploads[:2]:
+        assert "model.safetensors" in commit
+    # Again into the same folder: what a folder held before is not left out.
+    model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
+    assert hub_files().keys() <= uploads[4].keys()
+
+
+@torch.no_grad()
+def test_a_published_checkpoint_saved_again_names_our_code(tmp_path):
+    config = tiny_config()
+    config.auto_map = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
+    WeDLMForCausalLM(config).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP

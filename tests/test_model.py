@@ -1,0 +1,406 @@
+"""The network: Qwen's logits, causal attention in physical order whatever the positions, loading, plain generation."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import EOS, MASK, PAD, PUBLISHED, VOCAB_SIZE, stock_twin, tiny_config, tiny_model
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from wedlm_hf import WeDLMForCausalLM, WeDLMModel
+
+STYLES = ["qwen3", "qwen2.5"]
+IMPLEMENTATIONS = ["eager", "sdpa", "flex_attention"]
+CALM = {"initializer_range": 0.1}  # less sharp attention, which leaves the order of float32 sums less to amplify
+LENGTH, PADDING, PREFIX = 14, 4, 9  # slots of a row, of them padding in the first row, slots that a cache holds
+
+
+@pytest.fixture(autouse=True)
+def flex_attention_without_a_compiler():
+    """Runs flex attention as plain Python: the same result, no minutes of compiling."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def tokens(rows: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    return torch.randint(4, VOCAB_SIZE, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def reordered_positions(rows: int = 2, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
+    """Logical positions of a decoder's input: a prefix in order, then what is observed, then masks, both with gaps."""
+    generator = torch.Generator().manual_seed(seed)
+    positions = torch.arange(length).repeat(rows, 1)
+    for row in positions:
+        observed = torch.rand(length - PREFIX + 2, generator=generator) < 0.5
+        window = row[PREFIX - 2 :]
+        row[PREFIX - 2 :] = torch.cat([window[observed], window[~observed]])
+    return positions
+
+
+@torch.no_grad()
+def oracle(model: WeDLMForCausalLM, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits `(T, V)` of one row without padding: stock Qwen, told outright that slot i sees the slots j ≤ i."""
+    length = ids.shape[0]
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.full((1, 1, length, length), lowest).triu(diagonal=1)
+    return stock_twin(model, "eager")(ids[None], position_ids=positions[None], attention_mask=mask).logits[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("style", STYLES)
+@torch.no_grad()
+def test_logits_are_those_of_stock_qwen(style, implementation, tied):
+    model = tiny_model(style, tie_word_embeddings=tied, attn_implementation=implementation)
+    twin = stock_twin(model, implementation)
+    torch.testing.assert_close(model(tokens()).logits, twin(tokens()).logits, atol=2e-7, rtol=0)
+    embeds = model.get_input_embeddings()(tokens())
+    kept = model(inputs_embeds=embeds, logits_to_keep=3).logits
+    torch.testing.assert_close(kept, twin(tokens()).logits[:, -3:], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 2.0}])
+@torch.no_grad()
+def test_scaled_rope_is_stock_qwens(rope):
+    model = tiny_model(rope_parameters=rope | {"rope_theta": 10_000.0})
+    torch.testing.assert_close(model(tokens()).logits, stock_twin(model)(tokens()).logits, atol=1e-5, rtol=0)
+    assert (model(tokens()).logits - tiny_model()(tokens()).logits).abs().max() > 0.1
+
+
+# How a caller may state the padding of row 0; `none` goes with unpadded rows alone.
+MASKS = ["none", "2d", "4d bool", "4d additive"]
+
+
+def stated_mask(kind: str, padding: int, first_query: int, length: int = LENGTH) -> torch.Tensor | None:
+    real = torch.ones(2, length, dtype=torch.long)
+    real[0, :padding] = 0
+    if kind == "none":
+        return None
+    if kind == "2d":
+        return real
+    allowed = torch.ones(length, length, dtype=torch.bool).tril() & real.bool()[:, None, None, :]
+    allowed = (allowed | torch.eye(length, dtype=torch.bool))[:, :, first_query:]
+    if kind == "4d bool":
+        return allowed
+    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("style", STYLES)
+@torch.no_grad()
+def test_reordered_input_is_causal_in_physical_order(style, implementation, mask, cached):
+    model = tiny_model(style, attn_implementation=implementation, **CALM)
+    ids, positions = tokens(), reordered_positions()
+    padding = 0 if mask == "none" else PADDING
+    positions[0] = (positions[0] - padding).clamp(min=0)
+    # Masks of a window in the part that the cache does not hold, as in decoding.
+    ids[:, -3:] = MASK
+
+    if cached:
+        cache = DynamicCache(config=model.config)
+        prefix_mask = stated_mask("none" if mask == "none" else "2d", padding, 0, PREFIX)
+        model(ids[:, :PREFIX], prefix_mask, positions[:, :PREFIX], past_key_values=cache)
+        first = PREFIX
+    else:
+        cache, first = None, 0
+    stated = stated_mask(mask, padding, first)
+    logits = model(ids[:, first:], stated, positions[:, first:], past_key_values=cache).logits
+
+    for row, skipped in ((0, padding), (1, 0)):
+        expected = oracle(model, ids[row, skipped:], positions[row, skipped:])[max(first - skipped, 0) :]
+        torch.testing.assert_close(logits[row, max(skipped - first, 0) :], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_the_packed_sequence_trap_is_real_and_avoided(implementation):
+    """Without a cache and a mask, stock Qwen reads each jump of the positions as the start of another sequence."""
+    model = tiny_model(attn_implementation=implementation, **CALM)
+    ids, positions = tokens(1), reordered_positions(1)
+    expected = oracle(model, ids[0], positions[0])
+    trapped = stock_twin(model, implementation)(ids, position_ids=positions, use_cache=False).logits[0]
+    assert (trapped - expected).abs().max() > 0.1
+    ours = model(ids, position_ids=positions, use_cache=False).logits[0]
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+@torch.no_grad()
+def test_the_boolean_mask_trap_is_real_and_avoided(implementation):
+    """Attention other than sdpa adds a boolean mask to the scores: hidden slots count 0, visible ones 1."""
+    model = tiny_model(attn_implementation=implementation, **CALM)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    expected = model(tokens()).logits
+    assert (stock_twin(model, implementation)(tokens(), mask).logits - expected).abs().max() > 0.1
+    torch.testing.assert_close(model(tokens(), mask).logits, expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_flash_kernels_get_no_position_ids_and_no_mask_but_padding(monkeypatch):
+    """The flash path splits sequences at jumps of `position_ids`, and again inside the kernel's own wrapper."""
+    seen: list[tuple[torch.Tensor | None, set[str]]] = []
+
+    def kernel(module, query, key, value, attention_mask, scaling, **kwargs):
+        seen.append((attention_mask, set(kwargs)))
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kernel", kernel)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "kernel", flash_attention_mask)
+    ids, positions = tokens(), reordered_positions()
+    expected = tiny_model(**CALM)(ids, position_ids=positions).logits
+
+    model = tiny_model(attn_implementation="kernel", **CALM)
+    torch.testing.assert_close(model(ids, position_ids=positions).logits, expected, atol=1e-5, rtol=0)
+    padded = stated_mask("2d", PADDING, 0)
+    model(ids, padded, position_ids=positions)
+    layers = model.config.num_hidden_layers
+    assert [mask for mask, _ in seen[:layers]] == [None] * layers
+    assert all(mask is not None and mask.shape == padded.shape for mask, _ in seen[layers:])
+    assert not any("position_ids" in names for _, names in seen)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_labels_alone_give_the_parents_loss_and_gradients(style):
+    model = tiny_model(style)
+    twin, labels = stock_twin(model, "sdpa"), tokens().masked_fill(tokens(seed=1) % 3 == 0, -100)
+    for settings in ({}, {"num_items_in_batch": torch.tensor(50)}):
+        loss, expected = (
+            model(tokens(), labels=labels, **settings).loss,
+            twin(tokens(), labels=labels, **settings).loss,
+        )
+        torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+    loss.backward()
+    expected.backward()
+    gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    model, other = tiny_model(), tiny_model()
+    other.gradient_checkpointing_enable()
+    for each in (model, other):
+        each.train()(tokens(), labels=tokens(), use_cache=False).loss.backward()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
+@torch.no_grad()
+def test_hidden_states_attentions_and_tuples_come_out_as_from_the_parent():
+    model = tiny_model(attn_implementation="eager")
+    options = {"output_hidden_states": True, "output_attentions": True}
+    ours, theirs = model(tokens(), **options), stock_twin(model)(tokens(), **options)
+    assert ours.keys() == theirs.keys()
+    torch.testing.assert_close(ours.hidden_states, theirs.hidden_states, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.attentions, theirs.attentions, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model(tokens(), return_dict=False)[0], theirs.logits, atol=1e-5, rtol=0)
+
+
+def test_input_ids_and_inputs_embeds_exclude_each_other():
+    model = tiny_model()
+    for inputs in ({}, {"input_ids": tokens(), "inputs_embeds": torch.zeros(2, LENGTH, 32)}):
+        with pytest.raises(ValueError, match="Pass exactly one of `input_ids` and `inputs_embeds`"):
+            model(**inputs)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parallel_plans_name_modules_that_exist(style):
+    model = tiny_model(style)
+    names = {re.sub(r"\.\d+", ".*", name) for name, _ in model.named_modules()}
+    assert set(model.tp_plan) <= names
+    linear = {name for name in names if name.endswith("_proj")}
+    assert linear | {"lm_head"} <= set(model.tp_plan)
+    assert {name.removesuffix(".*") for name in model._pp_plan} <= names | {f"model.{name}" for name in names}
+    classes = {type(module).__name__ for module in model.modules()}
+    assert set(model._no_split_modules) <= classes
+
+
+# ---------------------------------------------------------------------------------------------------------- loading
+
+
+def write_published_checkpoint(folder: Path, style: str) -> dict[str, torch.Tensor]:
+    """A tiny checkpoint in the published layout: its config.json, and safetensors with its keys, spelled out."""
+    sizes = {"num_hidden_layers": 2, "head_dim": 16, "vocab_size": 320, "mask_token_id": 319}
+    bias = style == "qwen2.5"
+    config = PUBLISHED | sizes | {"attention_bias": bias, "qk_norm": not bias, "bos_token_id": None, "eos_token_id": 2}
+    config |= {"torch_dtype": "float32", "auto_map": {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (320, 32),
+        "model.norm.weight": (32,),
+        "lm_head.weight": (320, 32),
+    }
+    for layer in ("model.layers.0.", "model.layers.1."):
+        shapes |= {
+            f"{layer}self_attn.q_proj.weight": (64, 32),
+            f"{layer}self_attn.k_proj.weight": (32, 32),
+            f"{layer}self_attn.v_proj.weight": (32, 32),
+            f"{layer}self_attn.o_proj.weight": (32, 64),
+            f"{layer}mlp.gate_proj.weight": (48, 32),
+            f"{layer}mlp.up_proj.weight": (48, 32),
+            f"{layer}mlp.down_proj.weight": (32, 48),
+            f"{layer}input_layernorm.weight": (32,),
+            f"{layer}post_attention_layernorm.weight": (32,),
+        }
+        if bias:
+            shapes |= {
+                f"{layer}self_attn.q_proj.bias": (64,),
+                f"{layer}self_attn.k_proj.bias": (32,),
+                f"{layer}self_attn.v_proj.bias": (32,),
+            }
+        else:
+            shapes |= {f"{layer}self_attn.q_norm.weight": (16,), f"{layer}self_attn.k_norm.weight": (16,)}
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
+@pytest.mark.parametrize("style", STYLES)
+@torch.no_grad()
+def test_a_published_checkpoint_loads_with_every_key_used(tmp_path, style):
+    weights = write_published_checkpoint(tmp_path, style)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(model) is WeDLMForCausalLM
+    assert not any(report.values())
+    assert model.state_dict().keys() == weights.keys()
+    twin = stock_twin(model, "sdpa")
+    for name, weight in twin.state_dict().items():
+        assert torch.equal(weight, weights[name])
+    assert twin.config.rope_parameters["rope_theta"] == 1_000_000
+    torch.testing.assert_close(model(tokens()).logits, twin(tokens()).logits, atol=1e-5, rtol=0)
+    assert type(AutoModel.from_pretrained(tmp_path)) is WeDLMModel
+
+
+def cut_in_half(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def drop_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "layers.1.mlp" not in name}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+DAMAGE = {
+    "truncated": (cut_in_half, OSError, r"The weights of '.*' are damaged or truncated: Error while deserializing"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), OSError, r"The weights of '.*' are damaged or"),
+    "no file": (lambda f: (f / "model.safetensors").unlink(), OSError, "no file named model.safetensors"),
+    "too few": (
+        drop_weights,
+        ValueError,
+        r"lacks 3 of the weights that WeDLMForCausalLM needs with this config: model\.layers\.1\.mlp\.down_proj\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
+    harm, error, message = DAMAGE[damage]
+    write_published_checkpoint(tmp_path, "qwen3")
+    harm(tmp_path)
+    for load in (AutoModelForCausalLM.from_pretrained, WeDLMForCausalLM.from_pretrained):
+        with pytest.raises(error, match=message):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("harm", ["missing", "truncated"])
+def test_a_sharded_checkpoint_with_a_bad_shard_is_refused(tmp_path, harm):
+    tiny_model().save_pretrained(tmp_path, max_shard_size="30KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    if harm == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(OSError, match=re.escape(shard.name) if harm == "missing" else "damaged or truncated"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_checkpoint_of_another_model_type_is_refused(tmp_path):
+    stock_twin(tiny_model()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Expected a checkpoint of model type 'wedlm', got 'qwen3'"):
+        WeDLMForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_caller_who_asks_what_was_missing_is_told_instead(tmp_path):
+    write_published_checkpoint(tmp_path, "qwen3")
+    drop_weights(tmp_path)
+    _, report = WeDLMForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert {name.rpartition(".mlp.")[0] for name in report["missing_keys"]} == {"model.layers.1"}
+
+
+@torch.no_grad()
+def test_embeddings_can_grow_and_other_sizes_be_ignored(tmp_path):
+    model = tiny_model(tie_word_embeddings=True)
+    model.resize_token_embeddings(VOCAB_SIZE + 5)
+    model.save_pretrained(tmp_path)
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(grown(tokens()).logits, model(tokens()).logits)
+    assert grown.config.vocab_size == grown.lm_head.out_features == VOCAB_SIZE + 5
+    other = WeDLMForCausalLM.from_pretrained(
+        tmp_path, config=tiny_config(vocab_size=400, tie_word_embeddings=True), ignore_mismatched_sizes=True
+    )
+    assert other.lm_head.out_features == 400
+
+
+@torch.no_grad()
+def test_a_state_dict_in_memory_and_a_low_precision_can_be_loaded(tmp_path):
+    model = tiny_model()
+    again = WeDLMForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
+
+
+def test_settings_of_the_generation_config_survive_saving(tmp_path):
+    model = tiny_model()
+    model.generation_config.window_size = 8
+    model.save_pretrained(tmp_path / "made")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert loaded.generation_config.window_size == 8
+    # Without a generation_config.json transformers derives one from config.json, and marks it as such.
+    shutil.copytree(tmp_path / "made", tmp_path / "bare", ignore=shutil.ignore_patterns("generation_config.json"))
+    bare = AutoModelForCausalLM.from_pretrained(tmp_path / "bare")
+    bare.generation_config.window_size = 4
+    bare.save_pretrained(tmp_path / "again")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").generation_config.window_size == 4
+
+
+# ------------------------------------------------------------------------------------------------- plain generation
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"do_sample": True, "temperature": 1.3, "top_k": 20}, {"cache_implementation": "static"}],
+    ids=["greedy", "beams", "sampled", "static cache"],
+)
+@pytest.mark.parametrize("style", STYLES)
+def test_plain_generation_of_a_padded_batch_is_stock_qwens(style, options):
+    model = tiny_model(style)
+    twin = stock_twin(model, "sdpa")
+    ids = tokens(3)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((5, 0, 2)):
+        ids[row, :padding], mask[row, :padding] = PAD, 0
+    outputs = []
+    for each in (model, twin):
+        torch.manual_seed(0)
+        settings: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": PAD, "eos_token_id": EOS} | options
+        outputs.append(each.generate(ids, attention_mask=mask, **settings))
+    assert torch.equal(*outputs)
+    assert outputs[0].shape[1] > LENGTH
