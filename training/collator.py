@@ -18,7 +18,7 @@ PADDING = {"position_ids": 0, "stream_ids": -1, "block_ids": -1, "document_ids":
 
 @dataclass
 class DataCollatorForDualStreamMasking:
-    """Turns tokenised examples into dual-stream batches (ALGORITHM.md §2; paper §4, Eq. 10).
+    """Turns tokenised examples into dual-stream batches (paper §4, Eq. 10).
 
     An example has `input_ids` and says what is supervised by `labels` (-100 = not; elsewhere `input_ids` again, not
     shifted), `assistant_masks` or `completion_mask` (1 = supervised), or by none of them (everything, as in

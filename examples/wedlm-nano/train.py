@@ -26,8 +26,10 @@ from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 from wedlm_hf.training.collator import DataCollatorForDualStreamMasking
 from wedlm_hf.training.tokenizer import train_tokenizer
 
-# Share of each task in the stream: the harder ones more often.
-MIXTURE = {"counting": 2, "arithmetic": 5, "sorting": 4, "json": 2, "chat": 2, "python": 2}
+# Shares of the tasks in the stream: arithmetic first, whose working is longest to learn; then all tokens about evenly.
+FIRST_STEPS = 1_500
+FIRST_MIXTURE = {"counting": 2, "arithmetic": 5, "sorting": 4, "json": 2, "chat": 2, "python": 2}
+MIXTURE = {"counting": 5, "arithmetic": 3, "sorting": 6, "json": 4, "chat": 5, "python": 2}
 VOCABULARY_SAMPLES_PER_TASK = 2000
 ENDLESS = 10**9
 OPEN_ROWS = 16
@@ -36,16 +38,25 @@ OPEN_ROWS = 16
 class ChatSampleStream(IterableDataset):
     """Tokenised training samples without end, packed into rows that fill `row_size` slots of the dual stream.
 
+    The first `first_rows` rows draw tasks by `FIRST_MIXTURE`, the others by `MIXTURE`.
     A row has `input_ids`, `labels` (-100 outside assistant turns) and `seq_lengths`. Samples too long for a row (a few
     functions of the standard library) are left out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, collator: DataCollatorForDualStreamMasking, row_size: int):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        collator: DataCollatorForDualStreamMasking,
+        row_size: int,
+        first_rows: int,
+    ):
         self.tokenizer = tokenizer
         self.collator = collator
         self.row_size = row_size
+        self.first_rows = first_rows
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        self.rows_yielded = 0
         rows: list[dict[str, list[int]]] = []  # rows that may still take a sample (first fit)
         free: list[int] = []
         for sample in self._samples():
@@ -57,6 +68,7 @@ class ChatSampleStream(IterableDataset):
                 if len(rows) == OPEN_ROWS:
                     fullest = free.index(min(free))
                     free.pop(fullest)
+                    self.rows_yielded += 1
                     yield rows.pop(fullest)
                     index -= 1
                 rows.append({"input_ids": [], "labels": [], "seq_lengths": []})
@@ -71,7 +83,8 @@ class ChatSampleStream(IterableDataset):
         rng = random.Random(seed)
         streams = {task: generate_samples(task, ENDLESS, seed, split="train") for task in TASKS}
         while True:
-            (task,) = rng.choices(list(MIXTURE), weights=list(MIXTURE.values()))
+            mixture = FIRST_MIXTURE if self.rows_yielded < self.first_rows else MIXTURE
+            (task,) = rng.choices(list(mixture), weights=list(mixture.values()))
             sample = next(streams[task])
             encoded = self.tokenizer.apply_chat_template(
                 [*sample.messages, {"role": "assistant", "content": sample.answer}],
@@ -120,7 +133,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> WeDLMForCausalLM:
 
 def main(
     output_dir: Annotated[Path, typer.Option(help="Checkpoint folder.")],
-    max_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3_600,
+    max_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Packed rows per step.")] = 36,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 1536,
@@ -154,7 +167,7 @@ def main(
             report_to="none",
             seed=seed,
         ),
-        train_dataset=ChatSampleStream(tokenizer, collator, row_size=256),
+        train_dataset=ChatSampleStream(tokenizer, collator, row_size=256, first_rows=FIRST_STEPS * batch_size),
         data_collator=collator,
         processing_class=tokenizer,
     )

@@ -1,0 +1,358 @@
+"""The collator against the slot-by-slot oracle, its noise, and its refusals."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+import torch
+from dual_stream_oracle import IGNORE, Document, batch_of, responses, slots_of
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import EOS, MASK, PAD, START, tiny_tokenizer
+from torch.utils.data import DataLoader
+
+from wedlm_hf.training import DataCollatorForDualStreamMasking
+
+TOKENIZER = tiny_tokenizer()
+
+
+def collator_with(**settings) -> DataCollatorForDualStreamMasking:
+    return DataCollatorForDualStreamMasking(TOKENIZER, **settings)
+
+
+def example_of(tokens: list[int], supervised: list[bool], **columns) -> dict:
+    labels = [token if mark else IGNORE for token, mark in zip(tokens, supervised, strict=True)]
+    return {"input_ids": tokens, "labels": labels, **columns}
+
+
+def joined(lists: Iterable[list]) -> list:
+    return list(chain.from_iterable(lists))
+
+
+def slots_where(batch: dict, row: int, **values: int) -> torch.Tensor:
+    chosen = torch.ones_like(batch["stream_ids"][row], dtype=torch.bool)
+    for column, value in values.items():
+        chosen &= batch[column][row] == value
+    return chosen
+
+
+def masked_positions(batch: dict, row: int, document: int, copy: int) -> set[int]:
+    slots = slots_where(batch, row, document_ids=document, stream_ids=copy) & (batch["input_ids"][row] == MASK)
+    return set(batch["position_ids"][row][slots].tolist())
+
+
+def turns(*parts: tuple[str, int]) -> tuple[list[int], list[bool]]:
+    """A conversation from parts such as `("user", 5)` and `("assistant", 7)`; the latter end in the end token."""
+    tokens, supervised = [], []
+    for number, (role, length) in enumerate(parts):
+        body = [10 + number] * (length - 1)
+        tokens += [START, *body] if role == "user" else [*body, EOS]
+        supervised += [role == "assistant"] * length
+    return tokens, supervised
+
+
+# Runs of tokens: not supervised, supervised and closed by the end token, supervised and cut off.
+run = st.tuples(st.sampled_from(["plain", "response", "truncated"]), st.integers(1, 9))
+
+
+@st.composite
+def documents(draw) -> tuple[list[int], list[bool]]:
+    tokens: list[int] = []
+    supervised: list[bool] = []
+    for kind, length in draw(st.lists(run, min_size=1, max_size=5)):
+        values = draw(st.lists(st.integers(4, 299), min_size=length, max_size=length))
+        tokens += [*values[:-1], EOS] if kind == "response" else values
+        supervised += [kind != "plain"] * length
+    return tokens, supervised
+
+
+packed_rows = st.lists(st.lists(documents(), min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@given(
+    packed_rows,
+    st.fixed_dictionaries(
+        {
+            "block_size": st.integers(1, 9),
+            "num_eos": st.integers(1, 4),
+            "ar_weight": st.sampled_from([0.0, 0.5, 1.0]),
+            "num_copies": st.integers(1, 3),
+            "ratio_sampler": st.sampled_from(["count", "stratified"]),
+            "suffix_probability": st.sampled_from([0.0, 0.7]),
+            "seed": st.integers(0, 5),
+        }
+    ),
+    st.sampled_from(["seq_lengths", "document_ids"]),
+)
+def test_a_batch_is_what_the_oracle_lays_out_for_the_masks_drawn(rows, settings, packing):
+    examples = []
+    for row in rows:
+        lengths = [len(tokens) for tokens, _ in row]
+        packed = (
+            lengths if packing == "seq_lengths" else [i for i, length in enumerate(lengths) for _ in range(length)]
+        )
+        tokens, marks = (joined(part) for part in zip(*row, strict=True))
+        examples.append(example_of(tokens, marks, **{packing: packed}))
+    batch = collator_with(**settings)(examples)
+
+    expected_rows, expected_labels = [], []
+    for number, row in enumerate(rows):
+        pieces = [piece for tokens, marks in row for piece in responses(tokens, marks, settings["num_eos"])]
+        slots, labels = [], []
+        for index, piece in enumerate(pieces):
+            masked = [masked_positions(batch, number, index, copy + 1) for copy in range(settings["num_copies"])]
+            document = replace(piece, masked=masked)
+            slots += slots_of(document, settings["block_size"], settings["ar_weight"], index)
+            labels += [token if mark else IGNORE for token, mark in zip(piece.tokens, piece.supervised, strict=True)]
+            for copy in masked:
+                assert_masks_are_legal(document, copy, settings["block_size"])
+        expected_rows.append(slots)
+        expected_labels.append(torch.tensor(labels))
+    expected = batch_of(expected_rows)
+    assert set(batch) == {*expected, "labels"}
+    for column, values in expected.items():
+        torch.testing.assert_close(batch[column], values, rtol=1e-6, atol=0, msg=lambda text, c=column: f"{c}: {text}")
+    torch.testing.assert_close(
+        batch["labels"], torch.nn.utils.rnn.pad_sequence(expected_labels, batch_first=True, padding_value=IGNORE)
+    )
+
+
+def assert_masks_are_legal(document: Document, masked: set[int], block_size: int) -> None:
+    supervised = {position for position, mark in enumerate(document.supervised) if mark}
+    assert masked <= supervised
+    for start in range(0, len(document.tokens), block_size):
+        block = set(range(start, start + block_size))
+        assert bool(masked & block) == bool(supervised & block)
+
+
+def test_every_column_has_the_type_that_the_model_expects():
+    batch = collator_with()([example_of(*turns(("user", 5), ("assistant", 6)))])
+    assert batch.pop("loss_weights").dtype == torch.float32
+    assert {values.dtype for values in batch.values()} == {torch.int64}
+
+
+def test_columns_of_marks_mean_what_labels_mean_and_no_column_means_everything():
+    tokens, supervised = turns(("user", 5), ("assistant", 6))
+    collator = collator_with()
+    batch = collator([example_of(tokens, supervised)])
+    for column in ("assistant_masks", "completion_mask"):
+        same = collator([{"input_ids": tokens, column: [int(mark) for mark in supervised]}])
+        assert all(torch.equal(same[name], batch[name]) for name in batch)
+    everything = collator([{"input_ids": torch.tensor(tokens)}])
+    assert everything["labels"][0].tolist() == [IGNORE, *tokens[1:], *[EOS] * 7]
+
+
+def test_the_first_token_of_each_packed_document_is_never_supervised_nor_masked():
+    example = {"input_ids": [11, 12, 13, 21, 22, 31, 32], "seq_lengths": [3, 2, 2]}
+    batch = collator_with(block_size=2, num_copies=4)([example])
+    assert batch["labels"][0].tolist() == [IGNORE, 12, 13, IGNORE, 22, IGNORE, 32]
+    first = (batch["position_ids"] == 0) & (batch["stream_ids"] > 0)
+    assert first.any() and not (batch["input_ids"][first] == MASK).any()
+
+
+def test_blocks_without_supervised_tokens_are_left_out_of_the_prediction_stream():
+    tokens, supervised = turns(("user", 70), ("assistant", 20))
+    batch = collator_with(num_eos=1)([example_of(tokens, supervised)])
+    prediction = slots_where(batch, 0, stream_ids=1)
+    assert sorted(batch["position_ids"][0][prediction].tolist()) == list(range(64, 90))
+
+
+def test_the_mask_loss_learns_every_copy_of_the_end_token_and_the_next_token_loss_only_the_real_one():
+    tokens, supervised = turns(("user", 3), ("assistant", 4))
+    collator = collator_with(block_size=1)  # with one token in a block, every supervised token is masked
+    batch = collator([example_of(tokens, supervised)])
+    memory = slots_where(batch, 0, stream_ids=0)
+    assert batch["input_ids"][0][memory].tolist() == [*tokens, *[EOS] * 7]
+    assert batch["targets"][0][memory].tolist() == [IGNORE, IGNORE, *tokens[3:], *[IGNORE] * 8]
+    assert batch["targets"][0][~memory].tolist() == [*tokens[3:], *[EOS] * 7]
+    assert (batch["labels"] != IGNORE).sum() == 4 + 7
+
+
+def test_a_truncated_answer_is_never_taught_to_stop():
+    tokens, supervised = turns(("user", 3), ("assistant", 9))
+    batch = collator_with()([example_of(tokens[:-1], supervised[:-1])])
+    assert not (batch["input_ids"] == EOS).any()
+    # An end token that nobody asked to learn gets no copies either.
+    batch = collator_with()([example_of(tokens, [*supervised[:-1], False])])
+    assert (batch["input_ids"][0][slots_where(batch, 0, stream_ids=0)] == EOS).sum() == 1
+
+
+def test_tokens_after_the_last_response_change_nothing_but_are_left_out():
+    tokens, supervised = turns(("user", 3), ("assistant", 9))
+    collator = collator_with()
+    batch = collator([example_of(tokens, supervised)])
+    with_newline = collator([example_of([*tokens, 7], [*supervised, False])])
+    assert all(torch.equal(with_newline[column], batch[column]) for column in batch)
+
+
+def test_each_response_of_a_conversation_ends_in_learnable_padding_that_no_later_turn_sees():
+    tokens, supervised = turns(("user", 4), ("assistant", 5), ("user", 3), ("assistant", 6))
+    collator = collator_with(num_eos=3)
+    batch = collator([example_of(tokens, supervised)])
+    memories = [batch["input_ids"][0][slots_where(batch, 0, stream_ids=0, document_ids=i)].tolist() for i in (0, 1)]
+    assert memories == [[*tokens[:9], EOS, EOS], [*tokens, EOS, EOS]]
+    assert batch["labels"][0].tolist() == [
+        *[IGNORE] * 4, *tokens[4:9], EOS, EOS,
+        *[IGNORE] * 12, *tokens[12:], EOS, EOS,
+    ]  # fmt: skip
+    # Exactly what the two samples give that one would cut by hand.
+    alone = [collator([example_of(tokens[:9], supervised[:9])])]
+    alone.append(collator([example_of(tokens, [False] * 9 + supervised[9:])]))
+    for column in set(batch) - {"document_ids"}:
+        assert torch.equal(batch[column], torch.cat([piece[column] for piece in alone], dim=1)), column
+
+
+def test_a_response_cut_off_after_a_whole_one_is_trained_without_padding():
+    tokens, supervised = turns(("user", 4), ("assistant", 5), ("user", 3), ("assistant", 6))
+    batch = collator_with(num_eos=3)([example_of(tokens[:-1], supervised[:-1])])
+    second = batch["input_ids"][0][slots_where(batch, 0, stream_ids=0, document_ids=1)]
+    assert second.tolist() == tokens[:-1]
+
+
+def test_a_document_without_supervised_tokens_is_memory_alone():
+    batch = collator_with()([{"input_ids": [4, 5, 6], "labels": [IGNORE] * 3}])
+    assert batch["stream_ids"].tolist() == [[0, 0, 0]]
+    assert (batch["targets"] == IGNORE).all() and (batch["labels"] == IGNORE).all()
+
+
+def test_rows_are_padded_on_the_right_with_slots_of_no_stream():
+    batch = collator_with()([{"input_ids": [4, 5, 6], "labels": [IGNORE] * 3}, {"input_ids": [4], "labels": [IGNORE]}])
+    assert batch["stream_ids"].tolist() == [[0, 0, 0], [0, -1, -1]]
+    assert batch["input_ids"].tolist() == [[4, 5, 6], [4, PAD, PAD]]
+
+
+# Noise.
+
+DOCUMENTS = [
+    example_of(*turns(("user", 3 + number % 5), ("assistant", 20 + 7 * number % 40)), number=number)
+    for number in range(9)
+]
+
+
+def noise_of(batch: dict) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """Masked positions of each document of a batch, under the document's clean tokens."""
+    found = {}
+    for row in range(len(batch["input_ids"])):
+        for document in range(int(batch["document_ids"][row].max()) + 1):
+            memory = slots_where(batch, row, stream_ids=0, document_ids=document)
+            found[tuple(batch["input_ids"][row][memory].tolist())] = tuple(
+                sorted(masked_positions(batch, row, document, 1))
+            )
+    return found
+
+
+def noise_of_loader(collator, examples=DOCUMENTS, **settings) -> dict:
+    noise: dict = {}
+    for batch in DataLoader(examples, collate_fn=collator, **settings):
+        noise |= noise_of(batch)
+    return noise
+
+
+def test_noise_is_the_same_for_any_batch_size_order_packing_and_number_of_workers():
+    collator = collator_with(seed=3)
+    expected = noise_of_loader(collator, batch_size=1)
+    assert len(expected) == len(DOCUMENTS)
+    assert noise_of_loader(collator, batch_size=4) == expected
+    assert noise_of_loader(collator, batch_size=2, shuffle=True) == expected
+    assert noise_of_loader(collator, batch_size=2, num_workers=2) == expected
+    packed = {
+        "input_ids": joined(example["input_ids"] for example in DOCUMENTS),
+        "labels": joined(example["labels"] for example in DOCUMENTS),
+        "seq_lengths": [len(example["input_ids"]) for example in DOCUMENTS],
+    }
+    assert noise_of(collator([packed])) == expected
+
+
+def test_noise_differs_by_seed_epoch_document_and_copy():
+    expected = noise_of_loader(collator_with(seed=3))
+    twins = [{"input_ids": [4, *range(first, first + 40)]} for first in (10, 60)]
+    assert len(set(noise_of_loader(collator_with(), twins).values())) == 2
+    for other in (collator_with(seed=4), collator_with(seed=3)):
+        if other.seed == 3:
+            other.set_epoch(1)
+        noise = noise_of_loader(other)
+        assert noise.keys() == expected.keys()
+        assert all(noise[document] != expected[document] for document in expected)
+    batch = collator_with(num_copies=2)([DOCUMENTS[0]])
+    assert masked_positions(batch, 0, 0, 1) != masked_positions(batch, 0, 0, 2)
+
+
+def test_a_new_epoch_reaches_data_workers_that_live_on():
+    collator = collator_with()
+    expected = []
+    for epoch in range(3):
+        collator.set_epoch(epoch)
+        expected.append(noise_of_loader(collator))
+    loader = DataLoader(DOCUMENTS, collate_fn=collator, batch_size=2, num_workers=2, persistent_workers=True)
+    for epoch in (0, 2, 1):
+        collator.set_epoch(epoch)
+        noise: dict = {}
+        for batch in loader:
+            noise |= noise_of(batch)
+        assert noise == expected[epoch]
+
+
+def test_collating_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    collator_with(ratio_sampler="stratified", suffix_probability=0.5)(DOCUMENTS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 0}, "`block_size` must be at least 1, got 0."),
+        ({"num_eos": 0}, "`num_eos` must be at least 1, got 0."),
+        ({"num_copies": 0}, "`num_copies` must be at least 1, got 0."),
+        ({"ar_weight": -0.5}, "`ar_weight` must be at least 0, got -0.5."),
+        ({"suffix_probability": 1.5}, "`suffix_probability` must lie in [0, 1], got 1.5."),
+        ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified', 'gamma'), got 'beta'."),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        collator_with(**settings)
+
+
+@pytest.mark.parametrize("name", ["mask_token", "eos_token", "pad_token"])
+def test_a_tokenizer_without_a_needed_token_is_refused(name):
+    tokenizer = tiny_tokenizer()
+    setattr(tokenizer, name, None)
+    with pytest.raises(ValueError, match=f"^The tokenizer has no `{name}_id`, which dual-stream masking needs.$"):
+        DataCollatorForDualStreamMasking(tokenizer)
+
+
+@pytest.mark.parametrize("name", ["eos_token", "pad_token"])
+def test_a_mask_token_that_is_also_the_end_or_padding_token_is_refused(name):
+    tokenizer = tiny_tokenizer()
+    setattr(tokenizer, name, tokenizer.mask_token)
+    with pytest.raises(ValueError, match="mask token must differ from its end and padding tokens, got 3 twice"):
+        DataCollatorForDualStreamMasking(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"text": "hi", "labels": [1]}, "An example needs `input_ids`, got the columns ['labels', 'text']."),
+        ({"input_ids": [4, 5], "labels": [5]}, "`labels` must be as long as `input_ids`, got 1 and 2 entries."),
+        ({"input_ids": [4], "assistant_masks": []}, "`assistant_masks` must be as long as `input_ids`, got 0 and 1"),
+        ({"input_ids": [4, 5], "labels": [5, -100]}, "`labels` must repeat `input_ids`, unshifted, wherever they are"),
+        ({"input_ids": []}, "must hold at least one token"),
+        ({"input_ids": [4, 5], "seq_lengths": [1]}, "add up to their number; got 2 tokens and lengths [1]."),
+        ({"input_ids": [4, 5], "seq_lengths": [2, 0]}, "must be positive"),
+        ({"input_ids": [4, 5], "document_ids": [0]}, "(or the runs of `document_ids`) must be positive and add up"),
+    ],
+)
+def test_an_example_that_does_not_fit_together_is_refused(example, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collator_with()([example])
+
+
+def test_a_negative_epoch_is_refused():
+    with pytest.raises(ValueError, match=r"^`epoch` must be at least 0, got -1.$"):
+        collator_with().set_epoch(-1)

@@ -1,0 +1,325 @@
+"""Visibility and loss against the slot-by-slot oracle, and training against the forwards that decoding runs."""
+
+from itertools import combinations, product
+from math import comb
+
+import numpy as np
+import pytest
+import torch
+from dual_stream_oracle import (
+    IGNORE,
+    Document,
+    Slot,
+    batch_of,
+    dense_mask,
+    document_losses,
+    last_nll,
+    padded,
+    slots_of,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import MASK, tiny_model, tiny_tokenizer
+
+from wedlm_hf.modeling_wedlm.dual_stream_wedlm import dual_stream_loss, dual_stream_mask_function, token_nll
+from wedlm_hf.training import DataCollatorForDualStreamMasking
+
+BLOCK = 4
+
+
+def random_document(seed: int, length: int, copies: int = 1, prompt: int = 1) -> Document:
+    """Random tokens of which the first `prompt` are not supervised, and a random mask for each copy."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(4, 300, (length,), generator=generator).tolist()
+    supervised = [position >= prompt for position in range(length)]
+    masked: list[set[int]] = []
+    for _ in range(copies):
+        masked.append(set())
+        for start in range(0, length, BLOCK):
+            possible = [position for position in range(start, min(start + BLOCK, length)) if supervised[position]]
+            if possible:
+                count = int(torch.randint(1, len(possible) + 1, (1,), generator=generator))
+                order = torch.randperm(len(possible), generator=generator)
+                masked[-1] |= {possible[i] for i in order[:count]}
+    return Document(tokens, supervised, masked)
+
+
+def packed(documents: list[Document], ar_weight: float = 1.0) -> list[Slot]:
+    return [slot for index, document in enumerate(documents) for slot in slots_of(document, BLOCK, ar_weight, index)]
+
+
+def layout_of(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: batch[name] for name in ("stream_ids", "block_ids", "document_ids")}
+
+
+def logits_of(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        return model(**inputs, **layout_of(batch)).logits
+
+
+def plain_logits(model, tokens: list[int], positions: list[int]) -> torch.Tensor:
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        return model(
+            input_ids=ids, position_ids=torch.tensor([positions]), attention_mask=torch.ones_like(ids)
+        ).logits[0]
+
+
+def gradients(model, loss: torch.Tensor) -> list[torch.Tensor]:
+    parameters = list(model.parameters())
+    return [
+        torch.zeros_like(parameter) if gradient is None else gradient
+        for parameter, gradient in zip(
+            parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
+        )
+    ]
+
+
+random_documents = st.builds(
+    random_document, st.integers(0, 99), st.integers(1, 9), copies=st.integers(1, 2), prompt=st.integers(1, 6)
+)
+
+# Two rows, the second one padded: packed documents, prediction copies, prompts that fill whole blocks.
+ROWS = [
+    [random_document(0, 11, copies=2, prompt=5), random_document(1, 6, copies=2)],
+    [random_document(2, 9, copies=2, prompt=3)],
+]
+
+
+# Visibility.
+
+
+@given(st.lists(st.lists(random_documents, min_size=1, max_size=2), min_size=1, max_size=2))
+def test_visibility_is_the_table_of_the_algorithm(documents):
+    rows = [packed(row) for row in documents]
+    rows = [padded(row, max(map(len, rows)) + 1) for row in rows]
+    visible = dual_stream_mask_function(**layout_of(batch_of(rows)))
+    row, slot = torch.arange(len(rows)), torch.arange(len(rows[0]))
+    mask = visible(row[:, None, None], torch.tensor(0), slot[None, :, None], slot[None, None, :])
+    assert torch.equal(mask, dense_mask(rows))
+
+
+any_slots = st.builds(
+    Slot,
+    st.just(4),
+    position=st.just(0),
+    stream=st.integers(-1, 2),
+    block=st.integers(-1, 2),
+    document=st.integers(-1, 1),
+)
+
+
+@given(st.lists(any_slots, min_size=1, max_size=8))
+def test_visibility_is_the_table_for_ids_in_any_order_and_padding_sees_only_itself(slots):
+    visible = dual_stream_mask_function(**layout_of(batch_of([slots])))
+    slot = torch.arange(len(slots))
+    mask = visible(torch.tensor(0), torch.tensor(0), slot[:, None], slot[None, :])
+    assert torch.equal(mask, dense_mask([slots])[0])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_the_model_looks_where_the_table_says(attention):
+    rows = [packed(row) for row in ROWS]
+    rows = [padded(row, max(map(len, rows))) for row in rows]
+    batch = batch_of(rows)
+    additive = torch.zeros(len(rows), 1, len(rows[0]), len(rows[0]), dtype=torch.float64)
+    additive.masked_fill_(~dense_mask(rows)[:, None], torch.finfo(torch.float64).min)
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "attention_mask": additive}
+    with torch.no_grad():
+        expected = tiny_model().double()(**inputs).logits
+    with torch.compiler.set_stance("force_eager"):  # flex attention as plain Python, without minutes of compiling
+        logits = logits_of(tiny_model(attn_implementation=attention).double(), batch)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_an_incomplete_layout_and_kernels_without_free_masks_are_refused():
+    batch = batch_of([packed(row) for row in ROWS])
+    model = tiny_model()
+    with pytest.raises(ValueError, match="`stream_ids` needs `block_ids` beside it, got None"):
+        model(input_ids=batch["input_ids"], stream_ids=batch["stream_ids"])
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"\('sdpa', 'eager' or 'flex_attention'\), got 'flash_attention_2'"):
+        model(**batch)
+
+
+# Training = decoding.
+
+
+@pytest.mark.parametrize("style", ["qwen3", "qwen2.5"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_reordered_block(style, attention):
+    model = tiny_model(style, attn_implementation=attention).double()
+    logits = logits_of(model, batch_of([packed(row) for row in ROWS]))
+    compared = 0
+    for row, documents in enumerate(ROWS):
+        slots = packed(documents)
+        for document, copy in {(slot.document, slot.stream) for slot in slots if slot.stream > 0}:
+            tokens = documents[document].tokens
+            for block in {slot.block for slot in slots if (slot.document, slot.stream) == (document, copy)}:
+                index = [
+                    i
+                    for i, slot in enumerate(slots)
+                    if (slot.document, slot.stream, slot.block) == (document, copy, block)
+                ]
+                prefix = list(range(block * BLOCK))
+                expected = plain_logits(
+                    model,
+                    [tokens[position] for position in prefix] + [slots[i].token for i in index],
+                    prefix + [slots[i].position for i in index],
+                )
+                torch.testing.assert_close(logits[row, index], expected[len(prefix) :], rtol=0, atol=1e-5)
+                compared += len(index)
+    assert compared == sum(slot.stream > 0 for documents in ROWS for slot in packed(documents))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_memory_stream_logits_are_those_of_the_autoregressive_forward(attention):
+    model = tiny_model(attn_implementation=attention).double()
+    logits = logits_of(model, batch_of([packed(row) for row in ROWS]))
+    for row, documents in enumerate(ROWS):
+        slots = packed(documents)
+        for number, document in enumerate(documents):
+            index = [i for i, slot in enumerate(slots) if (slot.document, slot.stream) == (number, 0)]
+            expected = plain_logits(model, document.tokens, list(range(len(document.tokens))))
+            torch.testing.assert_close(logits[row, index], expected, rtol=0, atol=1e-5)
+
+
+# Loss.
+
+
+@pytest.mark.parametrize("ar_weight", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_loss_and_gradient_equal_one_plain_forward_for_each_target(attention, ar_weight):
+    model = tiny_model(attn_implementation=attention).double()
+    count = sum(sum(document.supervised) for row in ROWS for document in row)
+    mask_loss, ar_loss = (
+        sum(losses)
+        for losses in zip(*(document_losses(model, document, BLOCK) for row in ROWS for document in row), strict=True)
+    )
+    expected = (mask_loss + ar_weight * ar_loss) / (1 + ar_weight) / count
+
+    loss = model(**batch_of([packed(row, ar_weight) for row in ROWS]), num_items_in_batch=count).loss
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for gradient, wanted in zip(gradients(model, loss), gradients(model, expected), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()) + 1e-12)
+
+
+def test_loss_of_a_collated_batch_equals_one_plain_forward_for_each_target():
+    model = tiny_model().double()
+    collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=BLOCK, num_eos=3, num_copies=2)
+    tokens = [1, 17, 18, 19, 20, 21, 22, 23, 2]
+    batch = collator([{"input_ids": tokens, "labels": [IGNORE] * 3 + tokens[3:]}])
+    masks = (batch["input_ids"] == MASK) & (batch["stream_ids"] > 0)
+    masked = [set(batch["position_ids"][masks & (batch["stream_ids"] == copy)].tolist()) for copy in (1, 2)]
+    document = Document([*tokens, 2, 2], [False] * 3 + [True] * 8, masked, fill=2)
+    mask_loss, ar_loss = document_losses(model, document, BLOCK)
+    assert (batch["labels"][:, 1:] != IGNORE).sum() == 8
+    torch.testing.assert_close(model(**batch).loss.double(), (mask_loss + ar_loss) / 2 / 8, rtol=1e-6, atol=0)
+
+
+def test_the_loss_is_divided_by_the_count_it_is_given_else_by_the_supervised_labels_else_by_the_targets():
+    model = tiny_model()
+    batch = batch_of([packed(row) for row in ROWS])
+    total = model(**batch, num_items_in_batch=1).loss
+    torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(7)).loss, total / 7)
+    labels = torch.full((2, 9), IGNORE)
+    labels[:, [0, 3, 4]] = 5  # the first column is never predicted
+    torch.testing.assert_close(model(**batch, labels=labels).loss, total / 4)
+    torch.testing.assert_close(model(**batch).loss, total / (batch["targets"] != IGNORE).sum())
+
+
+def test_weights_left_out_count_as_one():
+    model = tiny_model()
+    batch = batch_of([packed(row) for row in ROWS])
+    weights = batch.pop("loss_weights")
+    expected = model(**batch, loss_weights=torch.ones_like(weights)).loss
+    torch.testing.assert_close(model(**batch).loss, expected)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 5, 6])
+def test_a_chunked_head_gives_the_loss_and_the_gradient_of_a_whole_one(chunk_size):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(8, 11)
+    hidden = torch.randn(6, 8, requires_grad=True)
+    targets = torch.tensor([0, 10, 3, 3, 7, 1])
+    leaves = [hidden, *head.parameters()]
+    whole = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="none")
+    chunked = token_nll(head, hidden, targets, chunk_size=chunk_size)
+    torch.testing.assert_close(chunked, whole)
+    weights = torch.arange(1.0, 7.0)
+    expected = torch.autograd.grad((whole * weights).sum(), leaves)
+    for gradient, wanted in zip(torch.autograd.grad((chunked * weights).sum(), leaves), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_the_head_module_is_called_and_only_on_slots_with_a_target():
+    model = tiny_model()
+    batch = batch_of([packed(row) for row in ROWS])
+    rows = []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(output.shape[:-1].numel()))
+    outputs = model(**batch)
+    assert sum(rows) == (batch["targets"] != IGNORE).sum()
+    assert outputs.logits is None
+
+
+def test_a_batch_without_targets_gives_zero_and_a_graph():
+    model = tiny_model()
+    batch = batch_of([packed(row) for row in ROWS])
+    batch["targets"].fill_(IGNORE)
+    loss = model(**batch, num_items_in_batch=0).loss
+    assert loss == 0
+    assert all((gradient == 0).all() for gradient in gradients(model, loss))
+
+
+def test_half_precision_logits_are_summed_in_float32():
+    hidden, targets = torch.randn(1, 4, 8).bfloat16(), torch.tensor([[1, 2, IGNORE, 4]])
+    head = torch.nn.Linear(8, 11).bfloat16()
+    loss = dual_stream_loss(head, hidden, targets, torch.ones(1, 4), 3)
+    assert loss.dtype == torch.float32
+    kept = targets != IGNORE
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(head(hidden[kept]).float(), targets[kept]))
+
+
+# The mask loss is an unbiased estimate of the diffusion bound.
+
+
+def test_the_expected_loss_over_all_masks_is_the_evidence_bound():
+    """E over the collator's masks = Σ_blocks ∫₀¹ 1/t Σ_masks t^m (1−t)^(n−m) Σ_{j masked} −log p(x_j | …) dt."""
+    model = tiny_model().double()
+    tokens = [17, 18, 19, 20, 21, 22]
+    blocks = [[1, 2, 3], [4, 5]]  # supervised positions of the two blocks of 4
+    subsets = [[set(s) for m in range(1, len(block) + 1) for s in combinations(block, m)] for block in blocks]
+
+    # Every pair of masks, as the collator lays it out and weighs it, times its probability under the count law.
+    losses: dict[tuple[int, ...], torch.Tensor] = {}
+    collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, ar_weight=0.0)
+    for epoch in range(400):
+        collator.set_epoch(epoch)
+        batch = collator([{"input_ids": tokens}])
+        masked = tuple(sorted(batch["position_ids"][batch["input_ids"] == MASK].tolist()))
+        if masked not in losses:
+            with torch.no_grad():
+                losses[masked] = model(**batch).loss
+    assert len(losses) == 7 * 3
+    expectation = 0.0
+    for masks in product(*subsets):
+        probability = 1.0
+        for block, mask in zip(blocks, masks, strict=True):
+            probability /= len(block) * comb(len(block), len(mask))
+        expectation += probability * float(losses[tuple(sorted(set.union(*masks)))])
+
+    bound = 0.0
+    nodes, weights = np.polynomial.legendre.leggauss(4)  # exact for the polynomials at hand
+    for start, block, masks in zip((0, 4), blocks, subsets, strict=True):
+        for mask in masks:
+            inputs = [MASK if position in mask else token for position, token in enumerate(tokens)]
+            observed = [*range(start), *(p for p in range(start, min(start + 4, 6)) if p not in mask)]
+            nll = 0.0
+            for j in mask:
+                seen = observed + [position for position in sorted(mask) if position <= j]
+                with torch.no_grad():
+                    nll += float(last_nll(model, [inputs[position] for position in seen], seen, tokens[j]))
+            for t, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
+                bound += weight * nll * t ** (len(mask) - 1) * (1 - t) ** (len(block) - len(mask))
+    assert expectation == pytest.approx(bound / 5, rel=1e-6)

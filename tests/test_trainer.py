@@ -1,0 +1,249 @@
+"""Plain `transformers.Trainer` with the collator and nothing overridden."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from dual_stream_oracle import IGNORE
+from tiny import EOS, START, tiny_model, tiny_tokenizer
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from wedlm_hf.training import DataCollatorForDualStreamMasking, DynamicMaskingCallback
+
+LENGTHS = [3, 9, 5, 14, 4, 11, 7, 2, 6, 12, 8, 10, 5, 3, 13, 4]
+EXAMPLES = [
+    {
+        "input_ids": [START, *range(10 + number, 14 + number % 3 + number), *[50 + number] * length, EOS],
+        "labels": [IGNORE] * (5 + number % 3) + [50 + number] * length + [EOS],
+    }
+    for number, length in enumerate(LENGTHS)
+]
+
+
+def collator_with(**settings) -> DataCollatorForDualStreamMasking:
+    return DataCollatorForDualStreamMasking(tiny_tokenizer(), **({"block_size": 4, "num_eos": 3} | settings))
+
+
+def trainer_on(
+    tmp_path: Path, *, collator=None, train_dataset=EXAMPLES, eval_dataset=None, callbacks=None, **settings
+) -> Trainer:
+    defaults = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return Trainer(
+        model=tiny_model(),
+        args=TrainingArguments(**(defaults | settings)),
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        data_collator=collator_with() if collator is None else collator,
+        callbacks=callbacks,
+    )
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+Noise = dict[tuple[int, ...], tuple[int, ...]]
+
+
+def record_noise(trainer: Trainer) -> tuple[list[Noise], list[Noise]]:
+    """What the model will see in each epoch of training, and in each evaluation: the input under its clean labels."""
+    epochs: list[Noise] = []
+    evaluations: list[Noise] = []
+
+    class Recorder(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            epochs.append({})
+
+        def on_evaluate(self, args, state, control, **kwargs):
+            evaluations.append({})
+
+    def record(model, args, kwargs):
+        seen = epochs[-1] if model.training else evaluations[-1]
+        for row in range(len(kwargs["labels"])):
+            inputs = kwargs["input_ids"][row][kwargs["stream_ids"][row] >= 0]
+            labels = kwargs["labels"][row]
+            seen[tuple(labels[labels != IGNORE].tolist())] = tuple(inputs.tolist())
+
+    evaluations.append({})
+    trainer.add_callback(Recorder())
+    trainer.model.register_forward_pre_hook(record, with_kwargs=True)
+    return epochs, evaluations
+
+
+# Loss, gradient, updates.
+
+
+def test_gradient_accumulation_changes_no_digit(tmp_path):
+    runs = []
+    for batch_size, steps in ((8, 1), (4, 2), (1, 8)):
+        trainer = trainer_on(
+            tmp_path,
+            per_device_train_batch_size=batch_size,
+            gradient_accumulation_steps=steps,
+            max_steps=4,
+            optim="sgd",
+            max_grad_norm=0.0,
+        )
+        trainer.train()
+        runs.append((losses_of(trainer), dict(trainer.model.named_parameters())))
+    (whole_losses, whole_weights), *others = runs
+    assert len(whole_losses) == 4
+    start = dict(tiny_model().named_parameters())
+    for losses, weights in others:
+        assert [f"{loss:.4f}" for loss in losses] == [f"{loss:.4f}" for loss in whole_losses]
+        for name, weight in weights.items():
+            moved = (whole_weights[name] - start[name]).abs().max().item()
+            assert moved > 0, name
+            torch.testing.assert_close(weight, whole_weights[name], rtol=0, atol=1e-3 * moved + 1e-7)
+
+
+def test_the_step_loss_is_divided_by_the_supervised_tokens_of_all_its_micro_batches(tmp_path):
+    trainer = trainer_on(
+        tmp_path, max_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=4, learning_rate=0.0
+    )
+    counts, sums = [], []
+
+    def record(model, args, kwargs, output):
+        counts.append(int(kwargs["num_items_in_batch"]))
+        sums.append(float(output.loss.detach()) * counts[-1])
+
+    trainer.model.register_forward_hook(record, with_kwargs=True)
+    trainer.train()
+    assert len(counts) == 4 and len(set(counts)) == 1
+    # 8 of the 16 examples; each supervises its answer, its end token and two more copies of that.
+    possible = sorted(length + 3 for length in LENGTHS)
+    assert sum(possible[:8]) <= counts[0] <= sum(possible[8:])
+    assert losses_of(trainer)[0] == pytest.approx(sum(sums) / counts[0], rel=1e-5)
+
+
+def test_training_learns_a_tiny_set(tmp_path):
+    trainer = trainer_on(
+        tmp_path, max_steps=60, train_dataset=EXAMPLES[:4], learning_rate=1e-2, callbacks=[DynamicMaskingCallback()]
+    )
+    trainer.train()
+    losses = losses_of(trainer)
+    assert sum(losses[-5:]) < 0.1 * sum(losses[:5])
+
+
+@pytest.mark.parametrize("column", ["document_ids", "seq_lengths"])
+def test_packed_documents_stay_apart(tmp_path, column):
+    packing = {"document_ids": [0] * 4 + [1] * 3, "seq_lengths": [4, 3]}
+    example = {"input_ids": [11, 12, 13, 14, 21, 22, 23], column: packing[column], "text": "not a tensor"}
+    # Of the two, only `document_ids` is a column that the model names, and survives the trainer's default.
+    settings = {} if column == "document_ids" else {"remove_unused_columns": False}
+    trainer = trainer_on(tmp_path, train_dataset=[example], **settings)
+    (batch,) = trainer.get_train_dataloader()
+    assert batch["document_ids"].unique().tolist() == [0, 1]
+    assert batch["labels"].tolist() == [[IGNORE, 12, 13, 14, IGNORE, 22, 23]]
+
+
+@pytest.mark.parametrize("prediction_loss_only", [True, False])
+def test_evaluation_gives_the_loss_and_never_the_logits(tmp_path, prediction_loss_only):
+    trainer = trainer_on(
+        tmp_path,
+        eval_dataset=EXAMPLES[:5],
+        per_device_eval_batch_size=5,
+        prediction_loss_only=prediction_loss_only,
+    )
+    first, second = trainer.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]
+    assert first == second
+    with torch.no_grad():
+        assert first == pytest.approx(trainer.model(**collator_with()(EXAMPLES[:5])).loss.item(), rel=1e-6)
+    assert not trainer.predict(EXAMPLES[:5]).predictions
+
+
+# Noise over epochs.
+
+
+def expected_noise(epoch: int, **settings) -> Noise:
+    collator = collator_with(**settings)
+    collator.set_epoch(epoch)
+    noise = {}
+    for example in EXAMPLES:
+        batch = collator([example])
+        labels = batch["labels"][batch["labels"] != IGNORE]
+        noise[tuple(labels.tolist())] = tuple(batch["input_ids"][0].tolist())
+    return noise
+
+
+WORKERS = [
+    {},
+    {"dataloader_num_workers": 2},
+    {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=["main process", "workers", "persistent workers"])
+def test_each_epoch_has_its_own_noise_and_evaluation_always_the_same(tmp_path, workers):
+    trainer = trainer_on(
+        tmp_path,
+        num_train_epochs=3,
+        eval_strategy="epoch",
+        eval_dataset=EXAMPLES,
+        callbacks=[DynamicMaskingCallback()],
+        **workers,
+    )
+    epochs, evaluations = record_noise(trainer)
+    trainer.train()
+    assert epochs == [expected_noise(0), expected_noise(1), expected_noise(2)]
+    assert evaluations[:3] == [expected_noise(0)] * 3
+    assert sum(epochs[1][document] != epochs[2][document] for document in epochs[0]) > len(EXAMPLES) / 2
+
+
+def test_without_the_callback_every_epoch_repeats_the_first(tmp_path):
+    trainer = trainer_on(tmp_path, num_train_epochs=2)
+    epochs, _ = record_noise(trainer)
+    trainer.train()
+    assert epochs == [expected_noise(0)] * 2
+
+
+def test_the_callback_finds_the_collator_whether_or_not_the_trainer_removes_columns(tmp_path):
+    trainer = trainer_on(
+        tmp_path, num_train_epochs=2, remove_unused_columns=False, callbacks=[DynamicMaskingCallback()]
+    )
+    epochs, _ = record_noise(trainer)
+    trainer.train()
+    assert epochs == [expected_noise(0), expected_noise(1)]
+    assert trainer.data_collator._epoch == 0
+
+
+def test_passes_over_a_stream_without_length_are_epochs_too(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(EXAMPLES)
+
+    trainer = trainer_on(tmp_path, train_dataset=Stream(), max_steps=8, callbacks=[DynamicMaskingCallback()])
+    epochs, _ = record_noise(trainer)
+    trainer.train()
+    assert epochs == [expected_noise(0), expected_noise(1)]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 2, "optim": "sgd"}
+    whole = trainer_on(tmp_path / "whole", callbacks=[DynamicMaskingCallback()], **settings)
+    whole.train()
+    for step in (4, 6):  # at the end of an epoch of 4 steps, and in the middle of one
+        resumed = trainer_on(tmp_path / "resumed", callbacks=[DynamicMaskingCallback()], **settings)
+        epochs, _ = record_noise(resumed)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert losses_of(resumed) == losses_of(whole)
+        for weight, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+            assert torch.equal(weight, expected)
+        assert epochs[-1] == expected_noise(2)
+
+
+def test_the_callback_refuses_another_collator(tmp_path):
+    trainer = trainer_on(tmp_path, collator=list, callbacks=[DynamicMaskingCallback()])
+    with pytest.raises(ValueError, match="needs a `data_collator` of type DataCollatorForDualStreamMasking, got type"):
+        trainer.train()

@@ -1,0 +1,54 @@
+"""New masks every epoch under any `transformers.Trainer`."""
+
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import RemoveColumnsCollator
+
+from .collator import DataCollatorForDualStreamMasking
+
+
+class DynamicMaskingCallback(TrainerCallback):
+    """Masks a document anew in every epoch (RoBERTa's "dynamic masking"); without it, all epochs share their masks.
+
+        Trainer(..., data_collator=DataCollatorForDualStreamMasking(tokenizer), callbacks=[DynamicMaskingCallback()])
+
+    The training data get a collator of their own, whose epoch follows the trainer's, through persistent data workers
+    and over a resume; evaluation keeps the trainer's collator, and so the same masks at every evaluation.
+
+    Raises:
+        ValueError: at the start of training, if the training data are not collated by
+            [`DataCollatorForDualStreamMasking`].
+    """
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        train_dataloader: DataLoader | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Gives the training data loader its own collator."""
+        loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # inside accelerate's wrapper
+        owner, name = loader, "collate_fn"
+        if isinstance(loader.collate_fn, RemoveColumnsCollator):
+            owner, name = loader.collate_fn, "data_collator"
+        collator = getattr(owner, name)
+        if not isinstance(collator, DataCollatorForDualStreamMasking):
+            raise ValueError(
+                "DynamicMaskingCallback needs a `data_collator` of type DataCollatorForDualStreamMasking, "
+                f"got {type(collator).__name__}."
+            )
+        self.collator = replace(collator)
+        self.epoch = int(state.epoch or 0)
+        setattr(owner, name, self.collator)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Sets the epoch before the first batch is drawn."""
+        self.collator.set_epoch(self.epoch)
+        self.epoch += 1
