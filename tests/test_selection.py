@@ -1,0 +1,68 @@
+"""The selection rule on hand-made distributions whose entropies stand beside them."""
+
+import math
+
+import pytest
+import torch
+
+from wedlm_hf.generation.selection_wedlm import select_masks, token_entropy
+
+PROBABILITIES = torch.tensor(
+    [
+        [1.0, 0.0, 0.0, 0.0],  # 0 nats
+        [0.5, 0.5, 0.0, 0.0],  # ln 2 = 0.693
+        [0.25, 0.25, 0.25, 0.25],  # ln 4 = 1.386
+        [0.9, 0.1, 0.0, 0.0],  # 0.325
+    ]
+)
+ENTROPIES = [0.0, math.log(2), math.log(4), -0.9 * math.log(0.9) - 0.1 * math.log(0.1)]
+
+
+def select(entropy, tau, lam=0.0, is_mask=None, distance=None):
+    entropy = torch.tensor([entropy])
+    distance = torch.arange(entropy.shape[1])[None] if distance is None else torch.tensor([distance])
+    is_mask = torch.ones_like(entropy, dtype=torch.bool) if is_mask is None else torch.tensor([is_mask])
+    return select_masks(entropy, distance, is_mask, tau, lam)[0].nonzero().flatten().tolist()
+
+
+def test_entropy_is_in_nats_and_certain_tokens_have_none():
+    entropy = token_entropy(PROBABILITIES.log())
+    torch.testing.assert_close(entropy, torch.tensor(ENTROPIES))
+    assert not torch.signbit(entropy[1:]).any()
+
+
+def test_entropy_of_bfloat16_logits_is_computed_in_float32():
+    logits = torch.randn(8, 50_000, generator=torch.Generator().manual_seed(0)).bfloat16() * 3
+    assert token_entropy(logits).dtype == torch.float32
+    probabilities = torch.softmax(logits.double(), dim=-1)
+    exact = -(probabilities * probabilities.log()).sum(-1)
+    torch.testing.assert_close(token_entropy(logits).double(), exact, atol=1e-4, rtol=0)
+
+
+def test_every_mask_strictly_below_the_threshold_is_chosen():
+    assert select(ENTROPIES, tau=0.7) == [0, 1, 3]
+    assert select([0.5, 0.25, 0.5], tau=0.5) == [1]
+
+
+def test_without_one_below_it_the_least_is_chosen_and_ties_go_to_the_left():
+    assert select([0.9, 0.6, 0.8], tau=0.5) == [1]
+    assert select([0.6, 0.9, 0.6], tau=0.5) == [0]
+    assert select([0.0, 0.0], tau=0.0) == [0]
+
+
+@pytest.mark.parametrize(("lam", "chosen"), [(0.0, [0, 1, 2, 3]), (0.1, [0, 1]), (0.5, [0])])
+def test_distance_makes_far_masks_wait(lam, chosen):
+    """0.2 + λ·d against τ = 0.35: with λ = 0.1 the third mask is at 0.4."""
+    assert select([0.2] * 4, tau=0.35, lam=lam) == chosen
+
+
+def test_distance_is_logical_not_the_place_in_the_row():
+    """Masks at distance 0, 4 and 5: slots between them are filled."""
+    assert select([0.9, 0.6, 0.3], tau=0.0, lam=0.1, distance=[0, 4, 5]) == [2]
+    assert select([0.9, 0.6, 0.5], tau=0.0, lam=0.1, distance=[0, 4, 5]) == [0]
+
+
+def test_slots_that_are_no_masks_are_never_chosen():
+    assert select([0.0, 0.9, 0.1], tau=0.5, is_mask=[False, True, True]) == [2]
+    assert select([0.0, 0.9, 0.8], tau=0.5, is_mask=[False, True, True]) == [2]
+    assert select([0.0, 0.0], tau=0.5, is_mask=[False, False]) == []
