@@ -1,13 +1,13 @@
 """Trains wedlm-nano from scratch with plain `transformers.Trainer`, on text that this script generates.
 
-What it does: builds a byte-level BPE tokenizer and a 1.8M-parameter WeDLM, and minimises the joint dual-stream + AR loss
-on an endless stream of synthetic chat samples (`wedlm_hf.eval.tasks`, training split). Against the paper: the model starts
-from random weights rather than from an AR checkpoint, and most blocks use suffix masks, which a small model decodes
-from better.
+What it does: builds a byte-level BPE tokenizer and a 1.9M-parameter WeDLM, and minimises the joint dual-stream + AR
+loss on an endless stream of synthetic chat samples (`wedlm_hf.eval.tasks`, training split). Against the paper: the
+model starts from random weights rather than from an AR checkpoint, and most blocks use suffix masks, which a small
+model decodes from better.
 
     python examples/wedlm-nano/train.py --output-dir build/wedlm-nano
 
-Hardware: two CPU cores with bf16 instructions take about 80 minutes; any GPU works too.
+Hardware: two CPU cores with bf16 instructions take about an hour and a quarter; any GPU works too.
 """
 
 import random
@@ -19,7 +19,14 @@ from typing import Annotated
 import torch
 import typer
 from torch.utils.data import IterableDataset
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
 
 from wedlm_hf.eval.tasks import TASKS, generate_samples
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
@@ -132,13 +139,15 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> WeDLMForCausalLM:
 
 
 def main(
-    output_dir: Annotated[Path, typer.Option(help="Checkpoint folder.")],
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder for the model; `checkpoints/` inside it is for `--resume`.")
+    ],
     max_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Packed rows per step.")] = 36,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 1536,
     seed: Annotated[int, typer.Option(help="Seed of weights, samples and noise.")] = 0,
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint in the folder.")] = False,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest of `checkpoints/`.")] = False,
 ) -> None:
     """Train wedlm-nano."""
     set_seed(seed)
@@ -149,7 +158,7 @@ def main(
     trainer = Trainer(
         model=build_model(tokenizer),
         args=TrainingArguments(
-            output_dir=str(output_dir),
+            output_dir=str(output_dir / "checkpoints"),
             max_steps=max_steps,
             per_device_train_batch_size=batch_size,
             learning_rate=learning_rate,
@@ -172,7 +181,10 @@ def main(
         processing_class=tokenizer,
     )
     trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model()
+    trainer.model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    # Loading marks a tokenizer as loaded: saved once more, it stays the same through any later save.
+    AutoTokenizer.from_pretrained(output_dir).save_pretrained(output_dir)
 
 
 if __name__ == "__main__":
