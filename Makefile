@@ -11,7 +11,7 @@ TYPED := build/typed
 .PHONY: demo test lint types unit format clean
 
 demo: $(INSTALLED)
-	$(BIN)/wedlm generate
+	$(BIN)/wedlm generate </dev/null
 
 test: lint types unit
 

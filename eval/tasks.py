@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .files import written_whole
 from .python_code import generated_function, stdlib_functions
 
 SPLITS = ("train", "heldout")
@@ -518,19 +519,12 @@ def is_correct(sample: Sample, text: str) -> bool:
 
 def write_jsonl(path: str | os.PathLike[str], samples: Iterable[Sample]) -> int:
     """Write rows `{"task", "messages", "answer"}` and return their number; the file appears whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     rows = 0
-    try:
-        with open(unfinished, "w", encoding="utf-8", newline="\n") as file:
-            for sample in samples:
-                row = {"task": sample.task, "messages": sample.messages, "answer": sample.answer}
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-                rows += 1
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with written_whole(path) as unfinished, open(unfinished, "w", encoding="utf-8", newline="\n") as file:
+        for sample in samples:
+            row = {"task": sample.task, "messages": sample.messages, "answer": sample.answer}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            rows += 1
     return rows
 
 

@@ -104,9 +104,9 @@ class WindowCache(Cache):
 
     A row's slots are its logical positions: slot i holds position i, without gaps and without padding. A step of
     parallel decoding announces where it writes ([`plan`]), forwards, and commits a prefix of what it wrote
-    ([`commit`]); nothing is concatenated, cropped or copied. Rows that finish are swapped behind those still in use
-    ([`retire`]) and cost nothing from then on; [`restore`] puts all rows back in order. Outside of such a step it
-    appends like `DynamicCache`, which needs rows of equal length.
+    ([`commit`]): nothing is concatenated or cropped, and buffers that are full are doubled. Rows that finish are
+    swapped behind those still in use ([`retire`]) and cost nothing from then on; [`restore`] puts all rows back in
+    order. Outside of such a step it appends like `DynamicCache`, which needs rows of equal length.
 
     Attributes:
         lengths: committed slots of each row.
@@ -135,26 +135,18 @@ class WindowCache(Cache):
         self._rows = list(range(batch_size))
         self._in_use = batch_size
 
-    def plan(self, counts: list[int], input_ids: torch.Tensor) -> CacheWrite:
+    def plan(self, counts: list[int], slots: torch.Tensor, input_ids: torch.Tensor) -> CacheWrite:
         """Says where the next forward writes.
 
         Args:
-            counts: physical rows that count, for each row in use; the others lie before them and are padding.
+            counts: physical rows that count, for each row in use; the others are padding.
+            slots: `(A, Q)` int64: the rows that count follow the row's committed slots, padding comes after them.
             input_ids: `(A, Q)` int64 tokens of the forward.
-
-        Returns:
-            The plan: the rows that count follow the row's committed slots, padding comes after them, unseen.
         """
         width = input_ids.shape[1]
         lengths = self.lengths[: self._in_use]
-        physical = torch.arange(width, device=input_ids.device)
-        if min(lengths) == max(lengths) and min(counts) == width:
-            start = lengths[0]
-            write = CacheWrite(start, (physical + start).expand_as(input_ids), start + width)
-        else:
-            starts = torch.tensor(lengths, device=input_ids.device)[:, None]
-            padding = width - torch.tensor(counts, device=input_ids.device)[:, None]
-            write = CacheWrite(None, starts + (physical - padding) % width, max(lengths) + width)
+        is_contiguous = min(lengths) == max(lengths) and min(counts) == width
+        write = CacheWrite(lengths[0] if is_contiguous else None, slots, max(lengths) + width)
         if write.end > self.token_ids.shape[1]:
             self.token_ids = _grown(self.token_ids, max(write.end, 2 * self.token_ids.shape[1]), dim=1, value=-1)
         self.token_ids[: self._in_use].scatter_(1, write.slots, input_ids)
@@ -215,8 +207,7 @@ class WindowCache(Cache):
         """Outside of a step: all of a forward is kept at once. The first layer to see it updates the lengths."""
         if layer_idx == 0:
             batch_size, _, width, _ = key_states.shape
-            if not self.lengths:
-                self.open(batch_size, key_states.device)
+            self.open(batch_size, key_states.device)
             if min(self.lengths) != max(self.lengths):
                 raise ValueError(
                     f"Only `strategy='wedlm'` can go on from a cache whose rows differ in length, got {self.lengths}."
@@ -251,8 +242,14 @@ class WindowCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def reset(self) -> None:
-        """Forgets all slots; the buffers stay."""
-        self.lengths = [0] * len(self.lengths)
+        """Forgets everything, the number of rows too."""
+        self.layers.clear()
+        self.lengths = []
+
+    def remember(self, token_ids: torch.Tensor) -> None:
+        """Notes the `(B, L)` int64 tokens behind the first slots, where forwards appended without saying which."""
+        width = min(token_ids.shape[1], self.token_ids.shape[1])
+        self.token_ids[:, :width] = token_ids[:, :width]
 
 
 def _grown(buffer: torch.Tensor, capacity: int, dim: int = 2, value: int = 0) -> torch.Tensor:

@@ -4,14 +4,15 @@ State of each row: *committed* tokens (their keys and values are cached), *pendi
 a *window* of slots, filled or masked. One step:
 
     1. order    pending, filled slots, masks: one causal forward on top of the cache, at logical positions
-    2. select   masks with H + λ·d < τ, or the best one, and
-       fill     them: argmax, or a draw from the processed distribution
-    3. slide    what is filled from the left without a gap becomes pending; the window is refilled
-    4. commit   the old pending tokens' keys and values; the rest of this forward is overwritten by the next
-    5. finish   rows whose pending run holds an end token, meets a stopping criterion or reaches the limit
+    2. commit   the pending tokens' keys and values; the rest of this forward is overwritten by the next
+    3. select   masks with H + λ·d < τ, or the best one
+    4. fill     them: argmax, or a draw from the processed distribution
+    5. slide    what is filled from the left without a gap becomes pending; the window is refilled
+    6. finish   rows whose pending run holds an end token, meets a stopping criterion or reaches the limit
 
-Under verification step 2 is: *verify* the drafts by the AR rows of the same forward, then draft anew; and step 4
-commits the accepted drafts too. The loop knows nothing of the model but its `forward`.
+Under verification steps 3 and 4 are: *verify* the drafts by the AR rows of the same forward, then draft anew; step 2
+commits the accepted drafts too, so it waits until they are known. The loop knows nothing of the model but its
+`forward`.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from .settings_wedlm import WeDLMGenerationSettings
 from .stats_wedlm import DecodingStats, TraceStep
 from .streaming_wedlm import TokenStream
 from .window_wedlm import PhysicalOrder, Window
+
+# Attention implementations that take any mask as a tensor.
+DENSE_MASK_ATTENTION = ("sdpa", "eager")
 
 
 class ParallelDecoder:
@@ -47,7 +51,8 @@ class ParallelDecoder:
         streamer: gets final tokens as soon as they are, and drafts if it has `put_draft`.
 
     Raises:
-        ValueError: if the cache does not hold a prefix of the prompt, or if the model's logits are NaN.
+        ValueError: if the cache does not hold a prefix of the prompt, or if there is nothing to choose from because
+            the model's logits are NaN or the processors leave no token.
     """
 
     def __init__(
@@ -111,19 +116,19 @@ class ParallelDecoder:
         order = self.window.order()
         logits = self._forward(order)
         entropy = token_entropy(logits)
-        # 2. Select and fill, or verify and draft.
+        # 3. Select and 4. fill, or verify and draft.
         outcome = (self._verify if self.window.verified else self._fill)(order, logits, entropy)
-        # 3. Slide.
+        # 5. Slide.
         before = self.window.new_tokens
         run, stopped = self._apply_stopping_criteria(outcome.run)
-        broken = (entropy.isnan() & outcome.has_logits).any(1, keepdim=True)
-        committed, finished, is_broken = self.window.slide(run, stopped, broken)
+        committed, finished, is_broken = self.window.slide(run, stopped, outcome.is_broken)
         if any(is_broken):
             raise ValueError(
-                f"The model's logits are NaN or infinite in forward {max(self.forwards) + 1}, row "
-                f"{self.rows[is_broken.index(True)]}: the checkpoint is broken, or its dtype overflows."
+                f"There is nothing to choose from in forward {max(self.forwards) + 1}, row "
+                f"{self.rows[is_broken.index(True)]}: the model's logits are NaN or infinite (the checkpoint is "
+                "broken, or its dtype overflows), or the logits processors leave no token."
             )
-        # 4. Commit.
+        # 2. Commit: a length update.
         self.cache.commit(committed)
         for row, count in zip(self.rows, order.counts, strict=True):
             self.forwards[row] += 1
@@ -132,13 +137,13 @@ class ParallelDecoder:
             self._record(order, outcome, entropy, committed, before)
         if self.stream is not None:
             self._put(before, finished)
-        # 5. Finish.
+        # 6. Finish.
         if any(finished):
             self._retire(finished)
 
     def _forward(self, order: PhysicalOrder) -> torch.Tensor:
         """Logits `(A, M, V)` float32 of the last M physical rows."""
-        write = self.cache.plan(order.counts, order.input_ids)
+        write = self.cache.plan(order.counts, order.cache_slots, order.input_ids)
         outputs = self.model(
             input_ids=order.input_ids,
             attention_mask=window_attention_mask(write, self.model.config._attn_implementation, self.model.dtype),
@@ -158,7 +163,8 @@ class ParallelDecoder:
         )
         tokens = self.sampler.fill_slots(logits, self.window.new_tokens + distance)
         self.window.fill(order, chosen, tokens)
-        return _Outcome(self.window.final_run(), is_mask, is_mask, chosen, tokens)
+        is_broken = ((entropy.isnan() & is_mask) | (chosen & (tokens < 0))).any(1, keepdim=True)
+        return _Outcome(self.window.final_run(), is_broken, is_mask, chosen, tokens)
 
     def _verify(self, order: PhysicalOrder, logits: torch.Tensor, entropy: torch.Tensor) -> "_Outcome":
         """Drafts are final as long as they are the AR rows' choice; masks of low entropy are the next drafts."""
@@ -169,10 +175,11 @@ class ParallelDecoder:
         logits[..., window.mask_token_id] = float("-inf")
         proposals = logits.argmax(-1)
         following = window.tokens_after(order)
-        tokens = self.sampler.next_tokens(logits, offsets, is_ar, following, self.rows, window.output_with_drafts())
+        tokens = self.sampler.next_tokens(logits, offsets, is_ar, following, self.rows, window.output_with_drafts)
         run = window.verify(order, is_ar, tokens, proposed, proposals)
         drafted = window.is_filled(order) & is_mask
-        return _Outcome(run, is_mask | is_ar, is_mask, drafted, proposals)
+        is_broken = ((entropy.isnan() & (is_mask | is_ar)) | (is_ar & (tokens < 0))).any(1, keepdim=True)
+        return _Outcome(run, is_broken, is_mask, drafted, proposals)
 
     def _apply_stopping_criteria(self, run: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cuts each row's final run after the first token at which a criterion holds, and says which rows stop so."""
@@ -186,8 +193,10 @@ class ParallelDecoder:
             generated = window.output[entry, : int(window.new_tokens[entry])]
             sequence = torch.cat([self.prompt_ids[row], generated, window.tokens[entry, pending:end]])[None]
             known = sequence.shape[1] - (end - pending)
+            # A criterion may tell rows apart by their index: it gets a batch in which this row is where it should be.
+            sequence = sequence.expand(self.prompt_ids.shape[0], -1)
             for length in range(known + 1, sequence.shape[1] + 1):
-                if self.stopping_criteria(sequence[:, :length], None).any():
+                if self.stopping_criteria(sequence[:, :length], None)[row]:
                     run[entry] = pending + length - known
                     stopped[entry] = True
                     break
@@ -233,7 +242,7 @@ class ParallelDecoder:
         totals = zip(self.rows, before.flatten().tolist(), window.new_tokens.flatten().tolist(), finished, strict=True)
         for entry, (row, old, new, is_finished) in enumerate(totals):
             self.stream.put(row, window.output[entry, old:new].cpu(), is_finished)
-        if not finished[0]:
+        if self.stream.wants_drafts and not finished[0]:
             self.stream.put_draft(window.tokens[0, window.pending_counts[0] : window.extents[0]].cpu())
 
     def _retire(self, finished: list[bool]) -> None:
@@ -276,11 +285,11 @@ class ParallelDecoder:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What step 2 decided: the final run `(A, 1)`, and for the `(A, M)` slots with logits: which logits mean
-    something, which are masks, which were filled (or drafted), and with what."""
+    """What steps 3 and 4 decided: the final run and whether there was nothing to choose from, `(A, 1)`; and for the
+    `(A, M)` slots with logits: which are masks, which were filled (or drafted), and with what."""
 
     run: torch.Tensor
-    has_logits: torch.Tensor
+    is_broken: torch.Tensor
     is_mask: torch.Tensor
     filled: torch.Tensor
     tokens: torch.Tensor
@@ -304,19 +313,11 @@ def window_attention_mask(write: CacheWrite, implementation: str, dtype: torch.d
 
     Returns:
         `None` where the implementation's own causal mask is this one; otherwise `(A or 1, 1, Q, end)`, boolean for
-        sdpa and additive for the others.
-
-    Raises:
-        ValueError: for rows of different lengths under flash attention, which takes no such mask.
+        sdpa and additive for eager attention. Other implementations take no such mask, and get one row at a time.
     """
     width = write.slots.shape[1]
-    if write.start is not None and (write.start == 0 or width == 1 or "flash" in implementation):
+    if write.start is not None and (write.start == 0 or width == 1 or implementation not in DENSE_MASK_ATTENTION):
         return None
-    if "flash" in implementation:
-        raise ValueError(
-            f"{implementation!r} cannot decode rows of different lengths in parallel: load the model with "
-            "`attn_implementation='sdpa'`, or generate one prompt at a time."
-        )
     slots = write.slots if write.start is None else write.slots[:1]
     visible = torch.arange(write.end, device=slots.device) <= slots[:, None, :, None]
     if implementation == "sdpa":

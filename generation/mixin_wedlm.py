@@ -14,7 +14,7 @@ from transformers.generation import (
 )
 
 from .cache_wedlm import WindowCache
-from .decoding_wedlm import ParallelDecoder
+from .decoding_wedlm import DENSE_MASK_ATTENTION, ParallelDecoder
 from .sampling_wedlm import TokenSampler
 from .settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from .stats_wedlm import WeDLMGenerateOutput, step_map
@@ -30,6 +30,18 @@ REFUSED_OPTIONS = {
     "prefill_chunk_size": (None,),
     "use_cache": (None, True),
     "watermarking_config": (None,),
+}
+
+# What `generate` hands on that is used here, or refused with a message of its own.
+USED_INPUTS = {
+    "attention_mask",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
 }
 
 
@@ -51,7 +63,13 @@ class WeDLMGenerationMixin(GenerationMixin):
         )
         for name, value in ours.items():
             setattr(generation_config, name, value)
-        WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
+        settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
+        if settings.strategy == "ar":
+            for name in ours.keys() - {"strategy", "mask_token_id"}:
+                if ours[name] not in (None, "none", False):
+                    raise ValueError(
+                        f"`{name}={ours[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too."
+                    )
         return generation_config, model_kwargs
 
     def _validate_generation_mode(
@@ -71,7 +89,10 @@ class WeDLMGenerationMixin(GenerationMixin):
             )
         for option, harmless in REFUSED_OPTIONS.items():
             if (value := getattr(generation_config, option, None)) not in harmless:
-                raise ValueError(f"`{option}={value!r}` is not supported with `strategy={strategy!r}`.")
+                raise ValueError(
+                    f"`{option}={value!r}` is not supported with `strategy={strategy!r}`: "
+                    f"pass `{option}={harmless[-1]!r}` or `strategy='ar'`."
+                )
 
     def _sample(
         self: Any,
@@ -85,7 +106,10 @@ class WeDLMGenerationMixin(GenerationMixin):
     ) -> Any:
         settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         if settings.strategy == "ar":
-            return super()._sample(  # type: ignore[misc]
+            cache = model_kwargs.get("past_key_values")
+            if isinstance(cache, WindowCache) and model_kwargs.get("attention_mask") is not None:
+                raise ValueError("AR decoding goes on from a `WindowCache` only without padding in the prompts.")
+            output = super()._sample(  # type: ignore[misc]
                 input_ids,
                 logits_processor,
                 stopping_criteria,
@@ -94,15 +118,20 @@ class WeDLMGenerationMixin(GenerationMixin):
                 streamer,
                 **model_kwargs,
             )
-        if synced_gpus:
-            raise ValueError(f"`synced_gpus=True` is not supported with `strategy={settings.strategy!r}`.")
+            if isinstance(cache, WindowCache):
+                cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+            return output
+        _check_this_call(self, settings.strategy, input_ids.shape[0], synced_gpus, model_kwargs)
+        input_ids = input_ids.long()
         cache = _window_cache(model_kwargs.get("past_key_values"))
         prompt_mask = _checked_prompt_mask(input_ids, model_kwargs, self.config.max_position_embeddings)
         assert settings.mask_token_id is not None
         sampler = TokenSampler(logits_processor, generation_config.do_sample, settings.mask_token_id, input_ids)
         if settings.verification == "none":
             sampler.check_out_of_order()
-        end_tokens = generation_config._eos_token_tensor
+        # From the criteria, as AR decoding does: a caller's own `MaxLengthCriteria` replaces `max_length`, and so on.
+        limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+        ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
         pad_token = generation_config._pad_token_tensor
         decoder = ParallelDecoder(
             model=self,
@@ -111,8 +140,8 @@ class WeDLMGenerationMixin(GenerationMixin):
             prompt_ids=input_ids,
             prompt_mask=prompt_mask,
             cache=cache,
-            limit=generation_config.max_length - input_ids.shape[1],
-            end_tokens=input_ids.new_empty(0) if end_tokens is None else end_tokens.to(input_ids.device),
+            limit=max(1, min(limits) - input_ids.shape[1]),
+            end_tokens=torch.cat([input_ids.new_empty(0), *(end.to(input_ids.device) for end in ends)]),
             pad_token_id=0 if pad_token is None else int(pad_token),
             stopping_criteria=StoppingCriteriaList(
                 criterion
@@ -134,11 +163,36 @@ class WeDLMGenerationMixin(GenerationMixin):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """The parent's, with our settings in generation_config.json."""
-        generation_config = getattr(self, "generation_config", None)
-        if generation_config is not None and any(hasattr(generation_config, name) for name in SETTING_NAMES):
-            # With this flag, which a config derived from the model's carries, reloading would drop our fields.
-            generation_config._from_model_config = False
+        generation_config: Any = getattr(self, "generation_config", None)
+        if generation_config is not None:
+            # Before any file is written; transformers would find out with half of them there.
+            generation_config.validate(strict=True)
+            WeDLMGenerationSettings.from_generation_config(generation_config, self.config)  # type: ignore[attr-defined]
+            if any(hasattr(generation_config, name) for name in SETTING_NAMES):
+                # With this flag, which a config derived from the model's carries, reloading would drop our fields.
+                generation_config._from_model_config = False
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+
+def _check_this_call(
+    model: Any, strategy: str, batch_size: int, synced_gpus: bool, model_kwargs: dict[str, Any]
+) -> None:
+    """Raises `ValueError` for what parallel decoding cannot do with this model and these inputs."""
+    if synced_gpus:
+        raise ValueError(f"`synced_gpus=True` is not supported with `strategy={strategy!r}`.")
+    unused = {name for name, value in model_kwargs.items() if value is not None} - USED_INPUTS
+    if unused:
+        raise ValueError(f"`strategy={strategy!r}` has no use for the inputs {sorted(unused)}: leave them out.")
+    implementation = model.config._attn_implementation
+    if batch_size > 1 and implementation not in DENSE_MASK_ATTENTION:
+        raise ValueError(
+            f"Attention implementation {implementation!r} cannot decode rows of different lengths together: load the "
+            f"model with one of {DENSE_MASK_ATTENTION}, or generate one prompt at a time."
+        )
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "Gradient checkpointing in training mode leaves no cache to decode with: call `model.eval()`."
+        )
 
 
 def _window_cache(cache: Any) -> WindowCache:

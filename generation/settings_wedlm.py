@@ -14,9 +14,11 @@ def check_mask_token_id(
     eos_token_id: int | list[int] | None,
     pad_token_id: int | None,
 ) -> None:
-    """Raises `ValueError` for a mask id that is outside the vocabulary, or that is the end or the padding token."""
+    """Raises `ValueError` for a mask id that is no row of the vocabulary, or that is the end or the padding token."""
     if mask_token_id is None:
         return
+    if not isinstance(mask_token_id, int) or isinstance(mask_token_id, bool):
+        raise ValueError(f"`mask_token_id` must be an integer, got {mask_token_id!r}.")
     if not 0 <= mask_token_id < vocab_size:
         raise ValueError(f"`mask_token_id` must lie in the vocabulary (0 to {vocab_size - 1}), got {mask_token_id}.")
     end_tokens = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]

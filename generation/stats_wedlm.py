@@ -3,7 +3,7 @@
 `B` rows of the call, `Q` physical rows of a forward, `M` mask slots whose logits it computed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -91,7 +91,7 @@ class WeDLMGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     stats: DecodingStats | None = None
-    trace: list[TraceStep] | None = field(default=None)
+    trace: list[TraceStep] | None = None
     step_map: torch.Tensor | None = None
 
 

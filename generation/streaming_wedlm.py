@@ -30,7 +30,8 @@ class TokenStream:
         self.tokens[row].extend(tokens.tolist())
         self.is_finished[row] = is_finished
         if len(self.tokens) == 1:
-            self.streamer.put(tokens)
+            if len(tokens):  # a step may fill slots and still make nothing final
+                self.streamer.put(tokens)
             return
         lengths = [len(row_tokens) for row_tokens in self.tokens]
         unfinished = [length for length, done in zip(lengths, self.is_finished, strict=True) if not done]
@@ -40,9 +41,14 @@ class TokenStream:
             self.streamer.put(torch.tensor(column))
         self.sent = max(self.sent, complete)
 
+    @property
+    def wants_drafts(self) -> bool:
+        """Whether [`put_draft`] does anything: for a single row and a streamer that takes drafts."""
+        return len(self.tokens) == 1 and hasattr(self.streamer, "put_draft")
+
     def put_draft(self, window: torch.Tensor) -> None:
-        """Takes `(n,)` tokens of the window, masks included; for a single row and a streamer that wants drafts."""
-        if len(self.tokens) == 1 and hasattr(self.streamer, "put_draft"):
+        """Takes `(n,)` tokens of the window, masks included."""
+        if self.wants_drafts:
             self.streamer.put_draft(window)
 
     def end(self) -> None:

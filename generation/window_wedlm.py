@@ -28,6 +28,7 @@ class PhysicalOrder:
         slots: `(A, Q)` int64, the canvas slot of each physical row.
         input_ids: `(A, Q)` int64.
         position_ids: `(A, Q)` int64, logical positions.
+        cache_slots: `(A, Q)` int64, where their keys and values go: after the row's cached ones, padding last, unseen.
         counts: physical rows that are no padding, per row.
         logit_count: M, the last physical rows whose logits are needed.
     """
@@ -35,6 +36,7 @@ class PhysicalOrder:
     slots: torch.Tensor
     input_ids: torch.Tensor
     position_ids: torch.Tensor
+    cache_slots: torch.Tensor
     counts: list[int]
     logit_count: int
 
@@ -69,13 +71,13 @@ class Window:
     ):
         device = prompt.device
         self.limit = limit
-        self.window_size = window_size
+        self.window_size = min(window_size, limit)  # a canvas no larger than the tokens that can ever be in it
         self.mask_token_id = mask_token_id
         self.end_tokens = end_tokens
         self.block = block
         self.verified = verified
 
-        first_window = min(window_size, limit)
+        first_window = self.window_size
         masks = prompt.new_full((prompt.shape[0], first_window), mask_token_id)
         self.slots = torch.arange(prompt.shape[1] + first_window, device=device)[None]  # (1, S)
         self.pending = torch.tensor(prompt_lengths, device=device)[:, None]  # (A, 1)
@@ -98,10 +100,12 @@ class Window:
         width = max(self.extents)
         kind = (~self.filled).long().masked_fill_(self.slots >= self.extent, -1)  # -1 free, 0 filled, 1 mask
         slots = kind.argsort(dim=1, stable=True)[:, -width:]
+        physical = torch.arange(width, device=slots.device)
         return PhysicalOrder(
             slots=slots,
             input_ids=self.tokens.gather(1, slots),
             position_ids=self.start + slots,
+            cache_slots=self.start + (physical - (width - self.extent)) % width,
             counts=self.extents,
             logit_count=max(
                 extent - pending + 1 if self.verified else masks
@@ -182,7 +186,6 @@ class Window:
         agrees = (self.slots < self.pending) | (is_draft & (expected == self.tokens))
         last = agrees.cumprod(1).sum(1, keepdim=True)  # the slot that the AR token takes
         checked, accepted = is_draft.sum(1, keepdim=True), last - self.pending
-        self.drafted, self.accepted = self.drafted + checked, self.accepted + accepted
 
         confident = torch.zeros_like(self.filled).scatter_(1, slots, proposed)
         drafts = (confident | (self.slots <= last)).cumprod(1).bool() & (self.slots > last) & (accepted == checked)
@@ -190,8 +193,9 @@ class Window:
         tokens = torch.where(self.slots == last, expected, torch.where(drafts, tokens, self.tokens))
         self.filled = (self.slots <= last) | drafts
         self.tokens = tokens.masked_fill_(~self.filled, self.mask_token_id)
-        run = torch.minimum(last + 1, self.pending + self.limit - self.new_tokens)
-        return self._cut_after_end(run)
+        run = self._cut_after_end(torch.minimum(last + 1, self.pending + self.limit - self.new_tokens))
+        self.drafted, self.accepted = self.drafted + checked, self.accepted + accepted.minimum(run - self.pending)
+        return run
 
     def _cut_after_end(self, run: torch.Tensor) -> torch.Tensor:
         is_end = self._is_fresh(run) & torch.isin(self.tokens, self.end_tokens)

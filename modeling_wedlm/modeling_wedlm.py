@@ -103,6 +103,8 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             inputs_embeds = self.embed_tokens(input_ids)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
             masks = attention_mask
+        elif stream_ids is not None and attention_mask is not None:
+            raise ValueError("`stream_ids` say who sees whom: leave `attention_mask` out beside them.")
         elif stream_ids is None:
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)}
         else:

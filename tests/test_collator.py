@@ -306,10 +306,11 @@ def test_collating_leaves_the_global_generator_alone():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"block_size": 0}, "`block_size` must be at least 1, got 0."),
-        ({"num_eos": 0}, "`num_eos` must be at least 1, got 0."),
-        ({"num_copies": 0}, "`num_copies` must be at least 1, got 0."),
-        ({"ar_weight": -0.5}, "`ar_weight` must be at least 0, got -0.5."),
+        ({"block_size": 0}, "`block_size` must be an integer of at least 1, got 0."),
+        ({"block_size": 2.5}, "`block_size` must be an integer of at least 1, got 2.5."),
+        ({"num_eos": 0}, "`num_eos` must be an integer of at least 1, got 0."),
+        ({"num_copies": 0}, "`num_copies` must be an integer of at least 1, got 0."),
+        ({"ar_weight": -0.5}, "`ar_weight` must be a number of at least 0, got -0.5."),
         ({"suffix_probability": 1.5}, "`suffix_probability` must lie in [0, 1], got 1.5."),
         ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified', 'gamma'), got 'beta'."),
     ],
@@ -331,7 +332,7 @@ def test_a_tokenizer_without_a_needed_token_is_refused(name):
 def test_a_mask_token_that_is_also_the_end_or_padding_token_is_refused(name):
     tokenizer = tiny_tokenizer()
     setattr(tokenizer, name, tokenizer.mask_token)
-    with pytest.raises(ValueError, match="mask token must differ from its end and padding tokens, got 3 twice"):
+    with pytest.raises(ValueError, match="`mask_token_id` must differ from the end token, got 3 for both"):
         DataCollatorForDualStreamMasking(tokenizer)
 
 

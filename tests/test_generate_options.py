@@ -12,11 +12,13 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
     pipeline,
 )
+from transformers.generation import EosTokenCriteria
 
 from wedlm_hf.generation import WeDLMGenerationSettings, WindowCache
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
@@ -53,6 +55,7 @@ def tail(sequences):
         ({"output_trace": 1}, "`output_trace` must be True or False, got 1"),
         ({"strategy": "block", "verification": "exact"}, "`verification='exact'` goes with `strategy='wedlm'`"),
         ({"mask_token_id": VOCAB_SIZE}, "`mask_token_id` must lie in the vocabulary \\(0 to 319\\), got 320"),
+        ({"mask_token_id": 3.0}, "`mask_token_id` must be an integer, got 3.0"),
         ({"mask_token_id": EOS}, "`mask_token_id` must differ from the end token, got 2"),
         ({"mask_token_id": PAD}, "`mask_token_id` must differ from the padding token, got 0"),
         ({"num_beams": 2}, "`strategy='wedlm'` decodes greedily or by sampling, .* beam search \\(num_beams=2\\)"),
@@ -141,6 +144,57 @@ def test_ar_is_the_default_and_plain_transformers(model):
     assert model.generate(PROMPT, max_new_tokens=4, num_beams=3).shape == (1, 9)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_size": 8},
+        {"entropy_threshold": 0.3},
+        {"verification": "exact"},
+        {"output_trace": True, "strategy": "ar"},
+    ],
+)
+def test_settings_of_parallel_decoding_are_not_ignored_by_ar_decoding(model, options):
+    with pytest.raises(ValueError, match="has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too"):
+        model.generate(PROMPT, max_new_tokens=4, **options)
+
+
+def test_inputs_that_would_not_be_used_are_refused(model):
+    with pytest.raises(ValueError, match=r"has no use for the inputs \['labels'\]"):
+        model.generate(PROMPT, **FAST, labels=PROMPT)
+
+
+def test_gradient_checkpointing_in_training_mode_is_refused():
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="Gradient checkpointing in training mode leaves no cache"):
+        model.generate(PROMPT, **FAST)
+
+
+def test_attention_that_takes_no_mask_decodes_one_row_at_a_time(model):
+    expected = model.generate(PROMPT, **FAST)
+    flex = tiny_model()
+    flex.set_attn_implementation("flex_attention")
+    with pytest.raises(ValueError, match="'flex_attention' cannot decode rows of different lengths together"):
+        flex.generate(PROMPT.expand(2, -1), **FAST)
+    assert flex.generate(PROMPT, **FAST).tolist() == expected.tolist()
+
+
+def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(tmp_path):
+    for name, value, message in (
+        ("window_size", 0, "`window_size` must be an integer of at least 1, got 0"),
+        ("temperature", 0.5, "temperature"),
+    ):
+        model = tiny_model()
+        setattr(model.generation_config, name, value)
+        with pytest.raises(ValueError, match=message):
+            model.save_pretrained(tmp_path / name)
+        assert not (tmp_path / name).exists()
+
+
+def test_prompts_may_be_of_any_integer_type(model):
+    assert model.generate(PROMPT.int(), **FAST).tolist() == model.generate(PROMPT, **FAST).tolist()
+
+
 # --- lengths, end tokens, stopping -----------------------------------------------------------------------------------
 
 
@@ -156,6 +210,26 @@ def test_lengths_are_exact(model, options, limit):
         PROMPT, **(options | {"max_new_tokens": None, "max_length": 5 + limit, "window_size": 4})
     )
     assert tail(by_length) == tokens
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT, FAST | {"strategy": "block"}])
+def test_a_window_beyond_the_limit_is_one_of_the_limits_size(model, options):
+    expected = model.generate(PROMPT, **options, window_size=20)
+    assert model.generate(PROMPT, **options, window_size=10**12).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, EXACT])
+def test_a_callers_own_length_and_end_criteria_replace_the_generation_configs(model, options):
+    options = options | {"max_new_tokens": 20, "suppress_tokens": [MASK]}
+    free = model.generate(PROMPT, **(options | {"max_new_tokens": 30}))
+    for criterion, length in (
+        (MaxLengthCriteria(max_length=8), 8),
+        (MaxLengthCriteria(max_length=30), 30),
+        (MaxLengthCriteria(max_length=2), 6),
+        (EosTokenCriteria(eos_token_id=int(free[0, 9])), free[0, 5:].tolist().index(free[0, 9]) + 6),
+    ):
+        stopped = model.generate(PROMPT, **options, stopping_criteria=StoppingCriteriaList([criterion]))
+        assert stopped.tolist() == free[:, :length].tolist()
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])
@@ -185,6 +259,18 @@ def test_a_custom_criterion_stops_as_if_tokens_came_one_by_one(model, options):
         stopped = model.generate(PROMPT, **options, stopping_criteria=StoppingCriteriaList([criterion]))
         assert tail(stopped) == free[:count]
         assert criterion.seen == [PROMPT[0].tolist() + free[: index + 1] for index in range(count)]
+
+
+def test_a_criterion_that_goes_by_row_index_sees_each_row_in_its_place(model):
+    class StopRowsInTurn(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids.shape[1] >= 7 + torch.arange(input_ids.shape[0])
+
+    batch = PROMPT.repeat(3, 1)
+    output = model.generate(
+        batch, **FAST, stopping_criteria=StoppingCriteriaList([StopRowsInTurn()]), return_dict_in_generate=True
+    )
+    assert output.stats.new_tokens.tolist() == [2, 3, 4]
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])
@@ -281,6 +367,7 @@ def test_a_streamer_gets_final_tokens_in_order_and_drafts_between(model, options
     sequences = model.generate(PROMPT, **options, streamer=recorder)
     assert recorder.puts[0].tolist() == PROMPT.tolist()
     assert torch.cat(recorder.puts[1:]).tolist() == tail(sequences)
+    assert all(len(tokens) for tokens in recorder.puts)
     assert recorder.ended and recorder.drafts and any(MASK in draft for draft in recorder.drafts)
 
 
@@ -325,12 +412,18 @@ def test_two_threads_on_one_model_get_right_answers(model):
 
 
 @pytest.mark.parametrize("verification", ["none", "exact"])
-def test_logits_that_are_no_numbers_end_with_an_error(verification):
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_logits_that_are_no_numbers_end_with_an_error(verification, do_sample):
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight[5, 3] = float("nan")
-    with pytest.raises(ValueError, match="logits are NaN or infinite in forward 1, row 0"):
-        model.generate(PROMPT, **(FAST | {"verification": verification}))
+    with pytest.raises(ValueError, match="in forward 1, row 0: the model's logits are NaN or infinite"):
+        model.generate(PROMPT, **(FAST | {"verification": verification, "do_sample": do_sample}))
+
+
+def test_processors_that_leave_no_token_end_sampling_with_an_error(model):
+    with pytest.raises(ValueError, match="or the logits processors leave no token"):
+        model.generate(PROMPT, **FAST, do_sample=True, suppress_tokens=list(range(VOCAB_SIZE)))
 
 
 def test_an_error_in_a_users_streamer_leaves_model_and_cache_usable(model):
@@ -367,6 +460,33 @@ def test_a_cache_of_ragged_rows_is_refused_by_ar_decoding(model):
     output = model.generate(inputs, attention_mask=(inputs != PAD).long(), **FAST, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="rows differ in length"):
         model.generate(output.sequences, max_new_tokens=3, past_key_values=output.past_key_values)
+
+
+def test_ar_decoding_on_a_window_cache_refuses_padding_and_remembers_its_tokens(model):
+    padded = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
+    mask = (padded != PAD).long()
+    with pytest.raises(ValueError, match="AR decoding goes on from a `WindowCache` only without padding"):
+        model.generate(padded, attention_mask=mask, max_new_tokens=3, past_key_values=WindowCache())
+    cache = WindowCache()
+    ar = model.generate(PROMPT, max_new_tokens=6, suppress_tokens=[MASK], past_key_values=cache)
+    turn = torch.cat([ar, torch.tensor([[50, 51]])], dim=1)
+    warm = model.generate(turn, **FAST, past_key_values=cache)
+    assert warm.tolist() == model.generate(turn, **FAST).tolist()
+    other = turn.clone()
+    other[0, 2] += 1
+    cache = WindowCache()
+    model.generate(PROMPT, max_new_tokens=6, past_key_values=cache)
+    with pytest.raises(ValueError, match="The cache does not belong to the prompt"):
+        model.generate(other, **FAST, past_key_values=cache)
+    with pytest.raises(ValueError, match="The cache holds 1 rows, but the prompt has 2"):
+        model(padded, past_key_values=cache, use_cache=True)
+
+
+def test_a_cache_that_is_reset_takes_any_batch(model):
+    cache = model.generate(PROMPT, **FAST, return_dict_in_generate=True).past_key_values
+    cache.reset()
+    batch = PROMPT.expand(3, -1)
+    assert model.generate(batch, **FAST, past_key_values=cache).tolist() == model.generate(batch, **FAST).tolist()
 
 
 def test_the_cache_selects_repeats_and_crops_rows(model):

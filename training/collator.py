@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
+from ..generation.settings_wedlm import check_mask_token_id
 from .masking import RatioSampler, mask_blocks, reorder_blocks
 
 IGNORE_INDEX = -100
@@ -68,8 +69,10 @@ class DataCollatorForDualStreamMasking:
         # In shared memory: persistent data workers see a new epoch too.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         for name, least in (("block_size", 1), ("num_eos", 1), ("num_copies", 1), ("ar_weight", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value < least or (name != "ar_weight" and not isinstance(value, int)):
+                kind = "a number" if name == "ar_weight" else "an integer"
+                raise ValueError(f"`{name}` must be {kind} of at least {least}, got {value}.")
         if not 0 <= self.suffix_probability <= 1:
             raise ValueError(f"`suffix_probability` must lie in [0, 1], got {self.suffix_probability}.")
         if self.ratio_sampler not in get_args(RatioSampler):
@@ -77,11 +80,12 @@ class DataCollatorForDualStreamMasking:
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             if getattr(self.tokenizer, name) is None:
                 raise ValueError(f"The tokenizer has no `{name}`, which dual-stream masking needs.")
-        if self.tokenizer.mask_token_id in (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id):
-            raise ValueError(
-                "The tokenizer's mask token must differ from its end and padding tokens, "
-                f"got {self.tokenizer.mask_token_id} twice."
-            )
+        check_mask_token_id(
+            self.tokenizer.mask_token_id,
+            len(self.tokenizer),
+            self.tokenizer.eos_token_id,
+            self.tokenizer.pad_token_id,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch that the noise depends on, in this process and in the data workers that it started."""
@@ -114,6 +118,8 @@ class DataCollatorForDualStreamMasking:
         if "input_ids" not in example:
             raise ValueError(f"An example needs `input_ids`, got the columns {sorted(example)}.")
         input_ids = torch.as_tensor(example["input_ids"], dtype=torch.int64)
+        if input_ids.ndim != 1:
+            raise ValueError(f"`input_ids` must be one sequence of tokens, got the shape {tuple(input_ids.shape)}.")
         supervised = self._supervised(example, input_ids)
         lengths = self._document_lengths(example, input_ids)
         documents = [
@@ -160,6 +166,8 @@ class DataCollatorForDualStreamMasking:
         self, input_ids: torch.Tensor, supervised: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """A conversation as one document per response: all turns up to its end, itself alone supervised."""
+        supervised = supervised.clone()
+        supervised[0] = False  # nothing predicts it
         run_goes_on = F.pad(supervised[1:], (0, 1))
         is_end = supervised & ~run_goes_on & (input_ids == self.tokenizer.eos_token_id)
         ends = (is_end.nonzero().flatten() + 1).tolist()
@@ -174,7 +182,6 @@ class DataCollatorForDualStreamMasking:
         fill_size = self.num_eos - 1 if supervised[-1] and input_ids[-1] == self.tokenizer.eos_token_id else 0
         fill = input_ids.new_full((fill_size,), self.tokenizer.eos_token_id)
         supervised = torch.cat([supervised, torch.ones_like(fill, dtype=torch.bool)])
-        supervised[0] = False
         memory = self._memory(input_ids, fill, supervised)
         input_ids = memory["input_ids"]
 

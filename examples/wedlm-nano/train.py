@@ -33,10 +33,13 @@ from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 from wedlm_hf.training.collator import DataCollatorForDualStreamMasking
 from wedlm_hf.training.tokenizer import train_tokenizer
 
-# Shares of the tasks in the stream: arithmetic first, whose working is longest to learn; then all tokens about evenly.
-FIRST_STEPS = 1_500
-FIRST_MIXTURE = {"counting": 2, "arithmetic": 5, "sorting": 4, "json": 2, "chat": 2, "python": 2}
-MIXTURE = {"counting": 5, "arithmetic": 3, "sorting": 6, "json": 4, "chat": 5, "python": 2}
+# Shares of the tasks in the stream, from a step on: arithmetic first, whose working is longest to learn; then all
+# tasks about evenly by tokens; at last those whose masks learn late.
+MIXTURES = {
+    0: {"counting": 2, "arithmetic": 5, "sorting": 4, "json": 2, "chat": 2, "python": 2},
+    1_500: {"counting": 5, "arithmetic": 3, "sorting": 6, "json": 4, "chat": 5, "python": 2},
+    3_500: {"counting": 7, "arithmetic": 1.5, "sorting": 6, "json": 1.5, "chat": 6, "python": 5},
+}
 VOCABULARY_SAMPLES_PER_TASK = 2000
 ENDLESS = 10**9
 OPEN_ROWS = 16
@@ -45,7 +48,6 @@ OPEN_ROWS = 16
 class ChatSampleStream(IterableDataset):
     """Tokenised training samples without end, packed into rows that fill `row_size` slots of the dual stream.
 
-    The first `first_rows` rows draw tasks by `FIRST_MIXTURE`, the others by `MIXTURE`.
     A row has `input_ids`, `labels` (-100 outside assistant turns) and `seq_lengths`. Samples too long for a row (a few
     functions of the standard library) are left out.
     """
@@ -55,12 +57,12 @@ class ChatSampleStream(IterableDataset):
         tokenizer: PreTrainedTokenizerBase,
         collator: DataCollatorForDualStreamMasking,
         row_size: int,
-        first_rows: int,
+        rows_per_step: int,
     ):
         self.tokenizer = tokenizer
         self.collator = collator
         self.row_size = row_size
-        self.first_rows = first_rows
+        self.rows_per_step = rows_per_step
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
         self.rows_yielded = 0
@@ -90,7 +92,8 @@ class ChatSampleStream(IterableDataset):
         rng = random.Random(seed)
         streams = {task: generate_samples(task, ENDLESS, seed, split="train") for task in TASKS}
         while True:
-            mixture = FIRST_MIXTURE if self.rows_yielded < self.first_rows else MIXTURE
+            step = self.rows_yielded // self.rows_per_step
+            mixture = MIXTURES[max(start for start in MIXTURES if start <= step)]
             (task,) = rng.choices(list(mixture), weights=list(mixture.values()))
             sample = next(streams[task])
             encoded = self.tokenizer.apply_chat_template(
@@ -176,7 +179,7 @@ def main(
             report_to="none",
             seed=seed,
         ),
-        train_dataset=ChatSampleStream(tokenizer, collator, row_size=256, first_rows=FIRST_STEPS * batch_size),
+        train_dataset=ChatSampleStream(tokenizer, collator, row_size=256, rows_per_step=batch_size),
         data_collator=collator,
         processing_class=tokenizer,
     )

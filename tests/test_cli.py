@@ -1,0 +1,316 @@
+"""The command `wedlm`: what it prints, where prompts come from, and one line for what is wrong."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from tiny import MASK, tiny_model, tiny_tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
+
+from wedlm_hf import WeDLMForCausalLM, __version__, cli
+from wedlm_hf.eval import compare as comparing
+from wedlm_hf.eval.compare import RunStreamer, comparison_table
+from wedlm_hf.eval.measure import ForwardCounter, Score
+from wedlm_hf.eval.tasks import TASKS
+
+LABELS = ["new tokens", "forwards", "tokens per forward", "prefix cacheability", "tokens/s", "speed against AR"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = tiny_model()
+    model.generation_config.suppress_tokens = [MASK]
+    model.generation_config.entropy_threshold = 2.0
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def wedlm(checkpoint):
+    """Runs the command on the tiny checkpoint and returns (exit code, output, errors)."""
+
+    def run(*arguments, model=checkpoint, stdin=""):
+        options = ["--model", str(model)] if arguments[0] == "generate" else []
+        result = CliRunner().invoke(cli.app, [arguments[0], *options, *map(str, arguments[1:])], input=stdin)
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, result.stdout, result.stderr
+
+    return run
+
+
+def table_of(output):
+    """{row: [cells]} of the table at the end."""
+    lines = output[output.index("  strategy") :].splitlines()
+    labels = ["strategy", *LABELS]
+    rows = {
+        label: line.split(label)[1].split() for line in lines for label in labels if line.startswith(f"  {label} ")
+    }
+    assert list(rows) in (labels, labels[:-1])
+    return rows
+
+
+def prompts_of(output):
+    return [line.removeprefix("› ") for line in output.splitlines() if line.startswith("› ")]
+
+
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+def test_help_needs_neither_torch_nor_transformers():
+    check = (
+        "import sys; from typer.testing import CliRunner; from wedlm_hf import cli\n"
+        "for command in ([], ['generate'], ['convert']):\n"
+        "    result = CliRunner().invoke(cli.app, [*command, '--help'])\n"
+        "    assert result.exit_code == 0 and 'Usage' in result.stdout\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_version_is_printed():
+    assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"{__version__}\n"
+
+
+# --- generate -----------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_is_printed_with_what_it_took_next_to_ar(wedlm):
+    code, output, errors = wedlm("generate", "1, 2, 3", "--max-new-tokens", 9, "--raw")
+    assert (code, errors) == (0, "")
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    inputs = tokenizer("1, 2, 3", return_tensors="pt")
+    options = {"strategy": "wedlm", "entropy_threshold": 2.0, "suppress_tokens": [MASK], "max_new_tokens": 9}
+    with ForwardCounter(model) as counter:
+        ids = model.generate(**inputs, **options)[0, inputs["input_ids"].shape[1] :]
+    assert f"› 1, 2, 3\n{tokenizer.decode(ids, skip_special_tokens=True)}\n" in output
+    rows = table_of(output)
+    assert rows["strategy"] == ["wedlm", "ar"]
+    assert rows["new tokens"][0] == str(len(ids))
+    assert rows["forwards"][0] == str(counter.forwards)
+    assert rows["forwards"][1] == rows["new tokens"][1]
+    assert rows["tokens per forward"][0] == f"{len(ids) / counter.forwards:.2f}"
+    assert rows["speed against AR"][1] == "1.00×"
+
+
+def test_counts_are_pooled_over_prompts_and_verified_answers_are_those_of_ar(wedlm):
+    _, output, _ = wedlm("generate", "1, 2, 3", "Sort 4, 3", "--max-new-tokens", 9, "--verification", "exact")
+    assert output.count("same answer") == 2
+    assert table_of(output)["new tokens"] == ["18", "18"]
+
+
+def test_another_answer_of_ar_is_shown(wedlm):
+    _, output, _ = wedlm("generate", "1, 2, 3", "--max-new-tokens", 9, "--entropy-threshold", 100)
+    assert "its answer:" in output
+
+
+def test_without_comparison_only_one_decoder_runs(wedlm):
+    for arguments, names in ((["--no-compare"], ["wedlm"]), (["--strategy", "ar"], ["ar"])):
+        _, output, _ = wedlm("generate", "1, 2, 3", "--max-new-tokens", 5, *arguments)
+        assert table_of(output)["strategy"] == names
+
+
+def test_settings_that_are_left_out_are_those_of_the_checkpoint(wedlm):
+    stored, same, other = (
+        table_of(wedlm("generate", "1, 2, 3", "--max-new-tokens", 12, *options)[1])["forwards"][0]
+        for options in ((), ("--entropy-threshold", 2.0), ("--entropy-threshold", 0))
+    )
+    assert stored == same != other
+
+
+def test_answers_end_at_the_context_where_no_limit_is_given(checkpoint, wedlm, monkeypatch):
+    monkeypatch.setattr(comparing, "LONGEST_ANSWER", 20)
+    assert table_of(wedlm("generate", "1, 2, 3", "--no-compare")[1])["new tokens"] == ["20"]
+    long_prompt = " ".join(["3"] * 250)  # 499 tokens of a context of 512
+    assert int(table_of(wedlm("generate", "--raw", long_prompt, "--no-compare")[1])["new tokens"][0]) < 20
+
+
+def test_sampling_is_a_function_of_the_seed(wedlm):
+    def answer(*options):
+        _, output, _ = wedlm("generate", "1, 2", "--raw", "--no-compare", "--max-new-tokens", 9, *options)
+        return output.splitlines()[1]
+
+    assert answer("--sample") == answer("--sample", "--seed", 0) != answer("--sample", "--seed", 1)
+    assert answer("--temperature", 1.0) == answer("--sample")
+    assert answer("--temperature", 0.01) == answer()
+
+
+def test_prompts_come_from_the_command_line_a_file_or_standard_input(wedlm, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("first\n\n  second \n")
+    short = ("--max-new-tokens", 1, "--no-compare")
+    assert prompts_of(wedlm("generate", *short, "given", stdin="unread")[1]) == ["given"]
+    assert prompts_of(wedlm("generate", *short, "--file", path)[1]) == ["first", "second"]
+    assert prompts_of(wedlm("generate", *short, "--file", path, "given")[1]) == ["given", "first", "second"]
+    assert prompts_of(wedlm("generate", *short, stdin="third\nfourth")[1]) == ["third", "fourth"]
+    assert prompts_of(wedlm("generate", *short, "--file", "-", "given", stdin="third")[1]) == ["given", "third"]
+
+
+def test_without_prompts_there_is_one_built_in_prompt_for_each_task(wedlm):
+    _, output, _ = wedlm("generate", "--max-new-tokens", 1, "--no-compare")
+    first_lines = [prompt.splitlines()[0] for prompt in cli.DEMO_PROMPTS]
+    assert prompts_of(output) == first_lines
+    assert len(first_lines) == len(TASKS)
+
+
+def test_a_checkpoint_without_a_chat_template_continues_the_prompts(wedlm, checkpoint, tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    short = ("generate", "1, 2", "--max-new-tokens", 4, "--no-compare", "--entropy-threshold", 2)
+    _, output, errors = wedlm(*short, model=tmp_path)
+    assert errors == f"{str(tmp_path)!r} has no chat template: the prompts are continued as they are.\n"
+    assert output.splitlines()[1] == wedlm(*short, "--raw")[1].splitlines()[1]
+
+
+# --- streaming ----------------------------------------------------------------------------------------------------
+
+
+def test_text_is_streamed_run_by_run_and_characters_stay_whole():
+    tokenizer, written = tiny_tokenizer(), []
+    streamer = RunStreamer(tokenizer, lambda text, run: written.append((text, run)))
+    ids = tokenizer("a", return_tensors="pt").input_ids
+    euro = tokenizer("€", return_tensors="pt").input_ids[0]
+    assert len(euro) == 3
+    streamer.put(ids)  # the prompt
+    for tokens in (ids[0], euro[:1], euro[:0], euro[1:], euro[:1]):
+        streamer.put(tokens)
+    streamer.end()
+    assert written == [("a", 1), ("€", 3), ("\N{REPLACEMENT CHARACTER}", 4)]
+    assert streamer.seconds > 0
+
+
+def test_a_terminal_shows_which_tokens_became_final_together():
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, color_system="standard", width=80)
+    model = tiny_model()
+    options = {"strategy": "wedlm", "window_size": 1, "max_new_tokens": 12}
+    comparing.compare(model, tiny_tokenizer(), ["1, 2, 3"], options, console=console)
+    assert "Neighbours of one colour became final in the same forward." in written.getvalue()
+    assert {"\x1b[36m", "\x1b[35m"} <= {f"\x1b[{part.split('m')[0]}m" for part in written.getvalue().split("\x1b[")}
+
+
+def test_the_table_fits_a_narrow_terminal():
+    console = Console(file=io.StringIO(), width=60)
+    console.print(comparison_table({name: Score(1, 0, 0, 10**6, 10**5, 10**7, 1.0) for name in ("wedlm", "ar")}))
+    assert "…" not in console.file.getvalue()
+    assert table_of(console.file.getvalue())["speed against AR"] == ["1.00×", "1.00×"]
+
+
+# --- convert ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    folder = tmp_path / "qwen"
+    config = Qwen3Config(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_converted_checkpoint_decodes_in_parallel(wedlm, qwen, tmp_path):
+    code, output, errors = wedlm("convert", qwen, tmp_path / "out")
+    assert (code, errors) == (0, "")
+    assert output.startswith(f"{tmp_path / 'out'}: 14 weights copied, 0 missing, 0 unexpected; mask token '<|mask|>'")
+    assert isinstance(WeDLMForCausalLM.from_pretrained(tmp_path / "out"), WeDLMForCausalLM)
+    code, output, _ = wedlm("generate", "1, 2", "--max-new-tokens", 4, model=tmp_path / "out")
+    assert code == 0
+    assert "wedlm" in output
+
+
+# --- what is wrong ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["hi", "--window-size", "0"], "`window_size` must be an integer of at least 1, got 0."),
+        (["hi", "--entropy-threshold", "-1"], "`entropy_threshold` must be a number of at least 0, got -1.0."),
+        (["hi", "--strategy", "beam"], "`strategy` must be one of 'ar', 'wedlm', 'block', got 'beam'."),
+        (["hi", "--strategy", "block", "--verification", "exact"], "`verification='exact'` goes with"),
+        (["hi", "--max-new-tokens", "0"], "`max_new_tokens` must be greater than 0, but is 0."),
+        (["hi", "--temperature", "0"], "`temperature` (=0.0) has to be a strictly positive float"),
+        (["hi", "--device", "abacus"], "`--device abacus` is not available: "),
+        (["hi", "3 " * 600], "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 "),
+        (["hi", " "], "A prompt must not be empty."),
+        (["--file", "missing.txt"], "No such file or directory: 'missing.txt'"),
+        (["--file", "-"], "There is no prompt in standard input."),
+        (["hi", "--model", "./missing"], "There is no checkpoint folder './missing'."),
+        (["hi", "--model", "/missing"], "There is no checkpoint folder '/missing'."),
+        (["hi", "--model", "no/such"], "'no/such' is no folder here and cannot be loaded as a Hub id: "),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(wedlm, arguments, message):
+    code, output, errors = wedlm("generate", *arguments)
+    assert code == 2
+    assert output == ""  # nothing is answered before the error
+    assert errors.startswith("Error: ")
+    assert message in errors
+    assert errors.count("\n") == 1
+
+
+def test_damaged_checkpoints_are_refused_in_one_line(wedlm, qwen, tmp_path):
+    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
+    empty.mkdir()
+    tiny_model().save_pretrained(damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    (empty / "prompts.txt").touch()
+    for folder, message in (
+        (empty, f"There is no checkpoint in {str(empty)!r}: it has no config.json."),
+        (damaged, "damaged or truncated"),
+        (qwen, "Expected a checkpoint of model type 'wedlm', got 'qwen3'."),
+    ):
+        code, output, errors = wedlm("generate", "hi", model=folder)
+        assert (code, output, errors.count("\n")) == (2, "", 1), errors
+        assert message in errors
+    code, _, errors = wedlm("generate", "--file", empty / "prompts.txt")
+    assert (code, errors) == (2, f"Error: There is no prompt in {str(empty / 'prompts.txt')!r}.\n")
+
+
+def test_conversion_errors_are_said_in_one_line(wedlm, qwen, checkpoint, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for source, output, message in (
+        (qwen, tmp_path / "full", "The output folder must be new or empty"),
+        (tmp_path / "missing", tmp_path / "out", "There is no checkpoint folder"),
+        (checkpoint, tmp_path / "out", "(Qwen2, Qwen2.5, Qwen3) can be converted, got 'wedlm'"),
+    ):
+        code, _, errors = wedlm("convert", source, output)
+        assert (code, errors.count("\n")) == (2, 1), errors
+        assert message in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (cli.NANO / "model.safetensors").exists(), reason="wedlm-nano has no weights here")
+def test_the_demo_answers_every_built_in_prompt_in_fewer_forwards_than_ar():
+    result = subprocess.run(
+        [sys.executable, "-m", "wedlm_hf.cli", "generate"], capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "97, 93, 89, 85, 81, 77, 73, 69, 65, 61\n" in result.stdout
+    assert "Answer: 214\n" in result.stdout
+    assert "86, 54, 31, 23, 12, 7\n" in result.stdout
+    record = next(json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
+    assert record["name"] == "Clara"
+    assert "Jack has a horse.\n" in result.stdout
+    assert float(table_of(result.stdout)["tokens per forward"][0]) > 1.5

@@ -1,0 +1,310 @@
+"""What the measuring core counts, and what sweep and report make of it."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import typer
+from tiny import MASK, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from wedlm_hf.eval import markdown, report, sweep
+from wedlm_hf.eval import measure as measuring
+from wedlm_hf.eval.files import written_whole
+from wedlm_hf.eval.measure import Decoding, ForwardCounter, Score, decode, encode, measure, pooled
+from wedlm_hf.eval.sweep import Setting, choose, largest_loss, write_settings
+from wedlm_hf.eval.tasks import TASKS, Sample, generate_samples
+
+SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
+AR = {"strategy": "ar", **SHORT}
+FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, **SHORT}
+EXACT = {**FAST, "verification": "exact"}
+PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
+
+needs_matplotlib = pytest.mark.skipif(not find_spec("matplotlib"), reason="matplotlib is an optional dependency")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def checkpoint(model, tokenizer, tmp_path):
+    folder = tmp_path / "checkpoint"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+# --- counts -------------------------------------------------------------------------------------------------------
+
+
+def test_the_counter_sees_every_forward_and_only_inside_its_block(model):
+    def generate():
+        model.generate(**tiny_tokenizer()(["1, 2", "3, 4"], return_tensors="pt"), max_new_tokens=3, eos_token_id=None)
+
+    generate()
+    with ForwardCounter(model) as counter:
+        generate()
+    generate()
+    assert (counter.forwards, counter.rows) == (3, 6)
+    assert not model._forward_pre_hooks
+
+
+def test_ar_takes_one_forward_a_token_and_processes_all_but_the_last(model, tokenizer):
+    (decoding,) = decode(model, tokenizer, PROMPTS[:1], AR)
+    assert decoding.forwards == len(decoding.tokens) == decoding.token_instances + 1
+    assert decoding.text == tokenizer.decode(decoding.tokens, skip_special_tokens=True)
+    assert decoding.seconds > 0
+
+
+@pytest.mark.parametrize("options", [AR, FAST, EXACT, {**FAST, "strategy": "block"}])
+def test_a_batch_counts_for_each_prompt_what_it_costs_alone(model, tokenizer, options):
+    together = decode(model, tokenizer, PROMPTS, options)
+    for prompt, batched in zip(PROMPTS, together, strict=True):
+        (alone,) = decode(model, tokenizer, [prompt], options)
+        counts = [(run.tokens, run.text, run.forwards, run.token_instances) for run in (alone, batched)]
+        assert counts[0] == counts[1]
+
+
+def test_answers_end_after_the_first_end_token(model, tokenizer):
+    (endless,) = decode(model, tokenizer, PROMPTS[:1], AR)
+    end = endless.tokens[4]
+    stopping = tiny_model()
+    for stopping.generation_config.eos_token_id in (end, [end, 2]):
+        for options in (AR, EXACT):
+            first, _ = decode(stopping, tokenizer, PROMPTS[:2], options)
+            assert first.tokens == endless.tokens[: endless.tokens.index(end) + 1]
+
+
+def test_statistics_that_disagree_with_the_hook_are_noticed(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(ForwardCounter, "_count", lambda self, *args: None)
+    with pytest.raises(AssertionError, match="0 forwards were seen"):
+        decode(model, tokenizer, PROMPTS[:1], FAST)
+
+
+def test_an_empty_prompt_gets_the_error_of_generate(model, tokenizer):
+    with pytest.raises(ValueError, match="The prompt of row 0 is empty"):
+        decode(model, tokenizer, [[]], FAST)
+
+
+def test_scores_add_up_and_ratios_follow_from_sums():
+    first = Score.of(Decoding([1] * 9, "", 3, 12, 0.5), correct=True, agrees=True)
+    second = Score.of(Decoding([1] * 3, "", 1, 3, 0.25))
+    total = pooled({"counting": first, "chat": second})
+    assert total == Score(2, 1, 1, 12, 4, 15, 0.75)
+    assert (total.accuracy, total.agreement, total.tokens_per_forward) == (0.5, 0.5, 3.0)
+    assert (total.prefix_cacheability, total.tokens_per_second) == (0.8, 16.0)
+    assert total.to_dict()["tokens_per_second"] == 16.0
+    assert Score().accuracy == Score().tokens_per_forward == Score().tokens_per_second == 0
+
+
+def test_prefix_cacheability_of_ar_is_one(model, tokenizer):
+    (decoding,) = decode(model, tokenizer, PROMPTS[:1], AR)
+    assert Score.of(decoding).prefix_cacheability == 1
+
+
+# --- measure ------------------------------------------------------------------------------------------------------
+
+
+def test_settings_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, monkeypatch):
+    calls = []
+
+    def recorded(model, tokenizer, prompts, options):
+        calls.append((options["strategy"], tuple(map(tuple, prompts))))
+        return [Decoding([1], "", 1, 1, len(calls)) for _ in prompts]
+
+    monkeypatch.setattr(measuring, "decode", recorded)
+    samples = list(generate_samples("counting", 2, seed=0))
+    first, second = ((tuple(encode(tokenizer, sample.messages)),) for sample in samples)
+    scores = measure(model, tokenizer, samples, {"a": AR, "w": FAST}, repeats=3)
+    turns = [(strategy, prompt) for prompt in (first, second) for _ in range(3) for strategy in ("ar", "wedlm")]
+    assert calls == [("ar", first), ("wedlm", first), *turns]
+    # The clock of call n says n: medians of calls 3, 5, 7 and 9, 11, 13; of 4, 6, 8 and 10, 12, 14.
+    assert (scores["a"]["counting"].seconds, scores["w"]["counting"].seconds) == (16, 18)
+
+
+def test_scores_do_not_depend_on_the_batch_size(model, tokenizer):
+    samples = [sample for task in ("counting", "chat") for sample in generate_samples(task, 3, seed=0)]
+    runs = [
+        measure(model, tokenizer, samples, {"ar": AR, "exact": EXACT, "fast": FAST}, batch_size=batch_size)
+        for batch_size in (1, 2)
+    ]
+    for name in runs[0]:
+        assert list(runs[0][name]) == ["counting", "chat"]
+        for task in runs[0][name]:
+            first, second = (run[name][task].to_dict() for run in runs)
+            for timed in ("seconds", "tokens_per_second"):
+                assert first.pop(timed) > 0
+                second.pop(timed)
+            assert first == second
+    assert pooled(runs[0]["exact"]).agreement == 1
+    assert pooled(runs[0]["exact"]).forwards <= pooled(runs[0]["ar"]).forwards
+
+
+def test_right_answers_are_counted(model, tokenizer, monkeypatch):
+    sample = Sample("chat", [{"role": "user", "content": "Hi!"}], "Hello!")
+    for text, correct in (("Hello!", 1), ("Bye!", 0)):
+        monkeypatch.setattr(measuring, "decode", lambda *args, text=text: [Decoding([1], text, 1, 1, 1.0)])
+        assert measure(model, tokenizer, [sample], {"ar": AR})["ar"]["chat"].correct == correct
+
+
+# --- sweep --------------------------------------------------------------------------------------------------------
+
+
+def scores(counting: int, chat: int, forwards: int) -> dict[str, Score]:
+    """Of 100 prompts a task, with a right answer to so many; 500 tokens a task."""
+    return {
+        "counting": Score(100, counting, 0, 500, forwards, 500, 1.0),
+        "chat": Score(100, chat, 0, 500, forwards, 500, 1.0),
+    }
+
+
+def test_the_fastest_setting_within_the_allowed_loss_on_every_task_is_chosen():
+    slow, fast, fastest, gains = (Setting(16, tau, 0.1) for tau in (0.1, 0.2, 0.4, 0.8))
+    reference = scores(96, 90, 500)
+    results = {slow: scores(96, 90, 300), fast: scores(95, 89, 200), fastest: scores(100, 88, 100)}
+    assert largest_loss(results[fastest], reference) == pytest.approx(2)
+    assert choose(results, reference, max_loss=1) == fast
+    assert choose(results, reference, max_loss=0) == slow
+    assert choose(results, reference, max_loss=2) == fastest
+    assert choose({fastest: results[fastest]}, reference, max_loss=1) is None
+    assert choose({gains: scores(100, 100, 400)}, reference, max_loss=0) == gains
+
+
+def test_chosen_settings_are_stored_in_the_checkpoint_and_used_from_there(model, checkpoint):
+    path = checkpoint / "generation_config.json"
+    path.write_text(json.dumps({"_from_model_config": True, "eos_token_id": 2, "pad_token_id": 0, "top_k": 7}))
+    write_settings(checkpoint, Setting(4, 2.0, 0.5))
+    stored = json.loads(path.read_text())
+    assert stored == {
+        "distance_penalty": 0.5,
+        "entropy_threshold": 2.0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "top_k": 7,
+        "window_size": 4,
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
+    (prompt,) = decode(loaded, tiny_tokenizer(), PROMPTS[:1], {"strategy": "wedlm", **SHORT})
+    (wanted,) = decode(model, tiny_tokenizer(), PROMPTS[:1], {**SHORT, **Setting(4, 2.0, 0.5).options})
+    assert (prompt.tokens, prompt.forwards) == (wanted.tokens, wanted.forwards)
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
+    path = tmp_path / "new" / "file"
+
+    def write(text, divisor):
+        with written_whole(path) as unfinished:
+            unfinished.write_text(text)
+            return 1 / divisor
+
+    write("old", 1)
+    with pytest.raises(ZeroDivisionError):
+        write("half", 0)
+    assert path.read_text() == "old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def run(command, *arguments):
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def short_answers(monkeypatch):
+    for module in (sweep, report):
+        monkeypatch.setattr(module, "LONGEST_ANSWER", 6)
+
+
+@needs_matplotlib
+def test_sweep_and_report_write_files_that_agree(model, checkpoint, tmp_path, short_answers):
+    results, page = tmp_path / "results", tmp_path / "page.md"
+    grid = ["--taus", "1,0.1", "--lambdas", "0", "--windows", "4", "--count", 2]
+    result = run(sweep.main, "--model", checkpoint, "--output", results, *grid, "--max-loss", 100, "--write")
+    assert result.exit_code == 0, result.output
+    swept = json.loads((results / "sweep.json").read_text())
+    assert [row["entropy_threshold"] for row in swept["settings"]] == [0.1, 1.0]
+    assert swept["samples"] == {"split": "heldout", "seed": 1, "count": 2, "tasks": list(TASKS)}
+    assert {"torch", "transformers", "python", "threads"} <= set(swept["environment"])
+    fastest = max(swept["settings"], key=lambda row: row["pooled"]["tokens_per_forward"])
+    assert swept["chosen"].items() <= fastest.items()
+    assert swept["chosen"].items() <= json.loads((checkpoint / "generation_config.json").read_text()).items()
+    assert (results / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+    page.write_text("".join(f"<!-- measured: {name} -->\n<!-- /measured -->\n" for name in ("summary", "curve")))
+    arguments = ["--model", checkpoint, "--output", results, "--count", 2, "--timed", 1, "--repeats", 1]
+    result = run(report.main, *arguments, "--fill", page)
+    assert result.exit_code == 0, result.output
+    reported = json.loads((results / "report.json").read_text())
+    assert reported["settings"] == swept["chosen"]
+    assert list(reported["quality"]) == list(reported["speed"]) == ["AR", "block", "wedlm", "wedlm, verified"]
+    assert reported["quality"]["AR"]["pooled"]["prompts"] == 2 * len(TASKS)
+    assert reported["speed"]["AR"]["pooled"]["prompts"] == len(TASKS)
+    text = page.read_text()
+    assert "| wedlm, verified |" in text
+    assert text.count("**") > 0
+    assert markdown.fill(text, markdown.blocks(reported, swept)) == text  # filled once, filled for good
+
+
+@needs_matplotlib
+def test_a_sweep_without_a_good_setting_says_so_and_leaves_the_checkpoint_alone(
+    checkpoint, tmp_path, short_answers, monkeypatch
+):
+    monkeypatch.setattr(sweep, "choose", lambda *args: None)
+    before = (checkpoint / "generation_config.json").read_bytes()
+    grid = ["--taus", "0.1", "--lambdas", "0", "--count", 1]
+    result = run(sweep.main, "--model", checkpoint, "--output", tmp_path / "results", *grid, "--write")
+    assert result.exit_code == 1
+    assert "No setting loses at most 1 points to AR on every task" in result.stderr
+    assert (checkpoint / "generation_config.json").read_bytes() == before
+    assert json.loads((tmp_path / "results" / "sweep.json").read_text())["chosen"] is None
+
+
+def test_numbers_that_are_none_are_refused(checkpoint, tmp_path):
+    result = run(sweep.main, "--model", checkpoint, "--output", tmp_path, "--taus", "0.1,high")
+    assert result.exit_code == 2
+    assert "expected numbers with commas between them" in result.stderr
+
+
+# --- report -------------------------------------------------------------------------------------------------------
+
+
+def test_reported_prompts_are_none_of_those_that_settings_were_tuned_on():
+    swept = {"samples": {"split": "heldout", "seed": 2, "count": 30, "tasks": ["chat"]}}
+    used = report.tuning_prompts(swept)
+    fresh = report.fresh_samples("chat", 20, 2, used)
+    assert len(used) == 30
+    assert len(fresh) == 20
+    assert not used & {sample.prompt for sample in fresh}
+    assert report.tuning_prompts(None) == set()
+
+
+def test_blocks_are_filled_by_name_and_text_around_them_stays():
+    page = "a\n<!-- measured: one -->\nold\n<!-- /measured -->\nb\n<!-- measured: two -->\n<!-- /measured -->\nc\n"
+    filled = markdown.fill(page, {"one": "| 1 |\n", "two": r"\2" + "\n", "three": "unused"})
+    assert filled == page.replace("old", "| 1 |").replace("two -->\n", "two -->\n\\2\n")
+
+
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("no block", "with a name among summary, tasks, setup, got none"),
+        ("<!-- measured: curve -->\n<!-- /measured -->", "with a name among summary, tasks, setup, got curve"),
+    ],
+)
+def test_a_page_without_blocks_that_can_be_filled_is_refused_before_any_work(checkpoint, tmp_path, page, message):
+    path = tmp_path / "page.md"
+    path.write_text(page)
+    result = run(report.main, "--model", checkpoint, "--output", tmp_path / "out", "--fill", path)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
