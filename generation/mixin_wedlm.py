@@ -168,9 +168,8 @@ class WeDLMGenerationMixin(GenerationMixin):
             # Before any file is written; transformers would find out with half of them there.
             generation_config.validate(strict=True)
             WeDLMGenerationSettings.from_generation_config(generation_config, self.config)  # type: ignore[attr-defined]
-            if any(hasattr(generation_config, name) for name in SETTING_NAMES):
-                # With this flag, which a config derived from the model's carries, reloading would drop our fields.
-                generation_config._from_model_config = False
+            # With this flag, which a config derived from the model's carries, reloading would drop our fields.
+            generation_config._from_model_config = None
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -36,8 +36,8 @@ class Conversion:
         mask_row: where that row came from: `"existing"` (the tokenizer had the token; the row is the source's),
             `"unused"` (a row without a token) or `"added"` (the embeddings grew). The last two start from the mean.
         copied: number of weight tensors copied.
-        missing_keys: weights the source lacks; always empty, for such a source is refused.
-        unexpected_keys: weights of the source that have no place; always empty, for such a source is refused.
+        missing_keys, unexpected_keys: weights the source lacks, and weights of it that have no place, as loading found
+            them; a source with any is refused, so both are empty.
     """
 
     model: WeDLMForCausalLM
@@ -45,8 +45,8 @@ class Conversion:
     mask_token_id: int
     mask_row: str
     copied: int
-    missing_keys: tuple[str, ...] = ()
-    unexpected_keys: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...]
+    unexpected_keys: tuple[str, ...]
 
     def __str__(self) -> str:
         return (
@@ -88,7 +88,7 @@ def convert(
     tokenizer = _read_tokenizer(source, revision)
     used = sorted(set(tokenizer.get_vocab().values()))
     mask_token_id = _add_mask_token(tokenizer, mask_token)
-    model, copied = _load_weights(source, revision, source_config, mask_token_id)
+    model, info = _load_weights(source, revision, source_config, mask_token_id)
     check_mask_token_id(
         mask_token_id, mask_token_id + 1, model.generation_config.eos_token_id, model.generation_config.pad_token_id
     )
@@ -100,7 +100,9 @@ def convert(
             reloaded = AutoTokenizer.from_pretrained(folder)
             if reloaded.mask_token_id != mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(f"The tokenizer of {str(source)!r} does not survive being saved and loaded again.")
-    return Conversion(model, tokenizer, mask_token_id, mask_row, copied)
+    copied = len(model.state_dict()) - len(model.all_tied_weights_keys)
+    missing, unexpected = tuple(info["missing_keys"]), tuple(info["unexpected_keys"])
+    return Conversion(model, tokenizer, mask_token_id, mask_row, copied, missing, unexpected)
 
 
 @contextmanager
@@ -177,8 +179,8 @@ def _load_weights(
     revision: str | None,
     source_config: Qwen2Config | Qwen3Config,
     mask_token_id: int,
-) -> tuple[WeDLMForCausalLM, int]:
-    """The source's weights in our model, with the embeddings in the source's size, and the number of weights."""
+) -> tuple[WeDLMForCausalLM, dict[str, Any]]:
+    """The source's weights in our model, with the embeddings in the source's size, and what loading found."""
     settings: dict[str, Any] = source_config.to_dict()
     for key in ("model_type", "architectures", "auto_map", "transformers_version"):
         settings.pop(key, None)
@@ -201,9 +203,7 @@ def _load_weights(
             f"The weights of {str(source)!r} do not fit its config: missing {sorted(info['missing_keys'])}, "
             f"unexpected {sorted(info['unexpected_keys'])}."
         )
-    # Where transformers made the generation config up from the model's: with this mark, reloading drops our settings.
-    model.generation_config._from_model_config = None
-    return model, len(model.state_dict()) - len(model.all_tied_weights_keys)
+    return model, info
 
 
 @torch.no_grad()
