@@ -12,6 +12,7 @@ Hardware: two CPU cores with bf16 instructions take about an hour and a quarter;
 
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -33,13 +34,49 @@ from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 from wedlm_hf.training.collator import DataCollatorForDualStreamMasking
 from wedlm_hf.training.tokenizer import train_tokenizer
 
-# Shares of the tasks in the stream, from a step on: arithmetic first, whose working is longest to learn; then all
-# tasks about evenly by tokens; at last those whose masks learn late.
-MIXTURES = {
-    0: {"counting": 2, "arithmetic": 5, "sorting": 4, "json": 2, "chat": 2, "python": 2},
-    1_500: {"counting": 5, "arithmetic": 3, "sorting": 6, "json": 4, "chat": 5, "python": 2},
-    3_500: {"counting": 7, "arithmetic": 1.5, "sorting": 6, "json": 1.5, "chat": 6, "python": 5},
-}
+
+@dataclass(frozen=True)
+class Phase:
+    """Part of the training, with a learning rate schedule of its own.
+
+    Attributes:
+        steps: optimizer steps.
+        learning_rate: at its peak, from where it falls to 0 along a cosine.
+        block_size: B.
+        ar_weight: a.
+        mixtures: shares of the tasks in the stream, from a step on.
+    """
+
+    steps: int
+    learning_rate: float
+    block_size: int
+    ar_weight: float
+    mixtures: dict[int, dict[str, float]]
+
+
+PHASES = (
+    # Arithmetic first, whose working is longest to learn; then all tasks about evenly by tokens; at last those whose
+    # masks learn late.
+    Phase(
+        steps=5_000,
+        learning_rate=3e-3,
+        block_size=32,
+        ar_weight=1.0,
+        mixtures={
+            0: {"counting": 2, "arithmetic": 5, "sorting": 4, "json": 2, "chat": 2, "python": 2},
+            1_500: {"counting": 5, "arithmetic": 3, "sorting": 6, "json": 4, "chat": 5, "python": 2},
+            3_500: {"counting": 7, "arithmetic": 1.5, "sorting": 6, "json": 1.5, "chat": 6, "python": 5},
+        },
+    ),
+    # The mask head learns later than the next-token head: shorter blocks have more masks right behind known text.
+    Phase(
+        steps=600,
+        learning_rate=1e-3,
+        block_size=16,
+        ar_weight=0.5,
+        mixtures={0: {"counting": 7, "arithmetic": 2, "sorting": 6, "json": 2, "chat": 6, "python": 6}},
+    ),
+)
 VOCABULARY_SAMPLES_PER_TASK = 2000
 ENDLESS = 10**9
 OPEN_ROWS = 16
@@ -56,11 +93,13 @@ class ChatSampleStream(IterableDataset):
         self,
         tokenizer: PreTrainedTokenizerBase,
         collator: DataCollatorForDualStreamMasking,
+        mixtures: dict[int, dict[str, float]],
         row_size: int,
         rows_per_step: int,
     ):
         self.tokenizer = tokenizer
         self.collator = collator
+        self.mixtures = mixtures
         self.row_size = row_size
         self.rows_per_step = rows_per_step
 
@@ -93,7 +132,7 @@ class ChatSampleStream(IterableDataset):
         streams = {task: generate_samples(task, ENDLESS, seed, split="train") for task in TASKS}
         while True:
             step = self.rows_yielded // self.rows_per_step
-            mixture = MIXTURES[max(start for start in MIXTURES if start <= step)]
+            mixture = self.mixtures[max(start for start in self.mixtures if start <= step)]
             (task,) = rng.choices(list(mixture), weights=list(mixture.values()))
             sample = next(streams[task])
             encoded = self.tokenizer.apply_chat_template(
@@ -141,13 +180,58 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> WeDLMForCausalLM:
     return model
 
 
+def train(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    phase: Phase,
+    output_dir: Path,
+    batch_size: int,
+    max_steps: int,
+    seed: int,
+    resume: bool,
+) -> None:
+    """One phase."""
+    collator = DataCollatorForDualStreamMasking(
+        tokenizer,
+        block_size=phase.block_size,
+        ar_weight=phase.ar_weight,
+        ratio_sampler="stratified",
+        suffix_probability=0.7,
+        seed=seed,
+    )
+    steps = min(phase.steps, max_steps)
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(output_dir),
+            max_steps=steps,
+            per_device_train_batch_size=batch_size,
+            learning_rate=phase.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=steps // 10,
+            weight_decay=0.01,
+            adam_beta2=0.98,
+            bf16=True,
+            use_cpu=not torch.cuda.is_available(),
+            logging_steps=50,
+            save_steps=min(500, steps),
+            save_total_limit=2,
+            dataloader_num_workers=1,
+            remove_unused_columns=False,  # `seq_lengths` is for the collator, not for the model
+            report_to="none",
+            seed=seed,
+        ),
+        train_dataset=ChatSampleStream(tokenizer, collator, phase.mixtures, row_size=256, rows_per_step=batch_size),
+        data_collator=collator,
+        processing_class=tokenizer,
+    )
+    trainer.train(resume_from_checkpoint=resume and any(output_dir.glob("checkpoint-*")))
+
+
 def main(
-    output_dir: Annotated[
-        Path, typer.Option(help="Folder for the model; `checkpoints/` inside it is for `--resume`.")
-    ],
-    max_steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5_000,
+    output_dir: Annotated[Path, typer.Option(help="Folder for the model; `checkpoints/` in it is for `--resume`.")],
+    max_steps: Annotated[int, typer.Option(min=1, help="Most steps of a phase: for a try.")] = 1_000_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Packed rows per step.")] = 36,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 1536,
     seed: Annotated[int, typer.Option(help="Seed of weights, samples and noise.")] = 0,
     resume: Annotated[bool, typer.Option(help="Go on from the newest of `checkpoints/`.")] = False,
@@ -155,36 +239,11 @@ def main(
     """Train wedlm-nano."""
     set_seed(seed)
     tokenizer = build_tokenizer(vocab_size, seed)
-    collator = DataCollatorForDualStreamMasking(
-        tokenizer, ratio_sampler="stratified", suffix_probability=0.7, seed=seed
-    )
-    trainer = Trainer(
-        model=build_model(tokenizer),
-        args=TrainingArguments(
-            output_dir=str(output_dir / "checkpoints"),
-            max_steps=max_steps,
-            per_device_train_batch_size=batch_size,
-            learning_rate=learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=min(500, max_steps // 10),
-            weight_decay=0.01,
-            adam_beta2=0.98,
-            bf16=True,
-            use_cpu=not torch.cuda.is_available(),
-            logging_steps=50,
-            save_steps=500,
-            save_total_limit=2,
-            dataloader_num_workers=1,
-            remove_unused_columns=False,  # `seq_lengths` is for the collator, not for the model
-            report_to="none",
-            seed=seed,
-        ),
-        train_dataset=ChatSampleStream(tokenizer, collator, row_size=256, rows_per_step=batch_size),
-        data_collator=collator,
-        processing_class=tokenizer,
-    )
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.model.save_pretrained(output_dir)
+    model = build_model(tokenizer)
+    for number, phase in enumerate(PHASES):
+        folder = output_dir / "checkpoints" / f"phase-{number + 1}"
+        train(model, tokenizer, phase, folder, batch_size, max_steps, seed + number, resume)
+    model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
     # Loading marks a tokenizer as loaded: saved once more, it stays the same through any later save.
     AutoTokenizer.from_pretrained(output_dir).save_pretrained(output_dir)
