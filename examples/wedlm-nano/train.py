@@ -70,11 +70,11 @@ PHASES = (
     ),
     # The mask head learns later than the next-token head: shorter blocks have more masks right behind known text.
     Phase(
-        steps=600,
-        learning_rate=1e-3,
+        steps=1_000,
+        learning_rate=1.5e-3,
         block_size=16,
-        ar_weight=0.5,
-        mixtures={0: {"counting": 7, "arithmetic": 2, "sorting": 6, "json": 2, "chat": 6, "python": 6}},
+        ar_weight=0.6,
+        mixtures={0: {"counting": 9, "arithmetic": 3, "sorting": 5, "json": 1.5, "chat": 9, "python": 3}},
     ),
 )
 VOCABULARY_SAMPLES_PER_TASK = 2000
