@@ -122,7 +122,7 @@ class WeDLMGenerationMixin(GenerationMixin):
                 cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
             return output
         _check_this_call(self, settings.strategy, input_ids.shape[0], synced_gpus, model_kwargs)
-        input_ids = input_ids.long()
+        input_ids = input_ids.long()  # type: ignore[assignment]
         cache = _window_cache(model_kwargs.get("past_key_values"))
         prompt_mask = _checked_prompt_mask(input_ids, model_kwargs, self.config.max_position_embeddings)
         assert settings.mask_token_id is not None

@@ -1,0 +1,90 @@
+"""The checkpoint in the repository: its files, its answers, and decoding on trained weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import decode, decode_ar
+
+from wedlm_hf.cli import NANO
+from wedlm_hf.eval.measure import encode, load, measure, pooled
+from wedlm_hf.eval.tasks import TASKS, generate_samples
+from wedlm_hf.modeling_wedlm.hub import hub_files
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return load(NANO)
+
+
+def prompts(tokenizer, seed=3):
+    return [
+        encode(tokenizer, sample.messages) for task in TASKS for sample in generate_samples(task, 1, seed, "heldout")
+    ]
+
+
+def test_its_code_is_what_a_save_writes_today():
+    shipped = {path.name: path.read_text(encoding="utf-8") for path in NANO.glob("*_wedlm.py")}
+    assert shipped == hub_files()
+
+
+def test_it_is_small_and_has_room_for_512_tokens(nano):
+    model, tokenizer = nano
+    assert sum(path.stat().st_size for path in NANO.rglob("*") if path.is_file()) <= 10 * 2**20
+    assert not list(Path(NANO).glob("*.bin"))
+    assert model.config.max_position_embeddings >= 512 and tokenizer.model_max_length >= 512
+    assert model.config.mask_token_id == tokenizer.mask_token_id
+
+
+@pytest.mark.parametrize(("window_size", "tau", "lam"), [(1, 0.3, 0), (4, 1.5, 0.02), (16, 0.3, 0.02), (32, 0, 0.5)])
+def test_greedy_decoding_equals_the_oracle_on_trained_weights(nano, window_size, tau, lam):
+    model, tokenizer = nano
+    for prompt in prompts(tokenizer):
+        expected, forwards, _ = decode(
+            model,
+            prompt,
+            window_size=window_size,
+            tau=tau,
+            lam=lam,
+            limit=32,
+            mask_id=tokenizer.mask_token_id,
+            eos_ids=[tokenizer.eos_token_id],
+        )
+        output = model.generate(
+            torch.tensor([prompt]),
+            strategy="wedlm",
+            window_size=window_size,
+            entropy_threshold=tau,
+            distance_penalty=lam,
+            max_new_tokens=32,
+            return_dict_in_generate=True,
+        )
+        assert output.sequences[0, len(prompt) :].tolist() == expected
+        assert output.stats.forwards.item() == forwards
+
+
+def test_verified_decoding_equals_ar_decoding_on_trained_weights(nano):
+    model, tokenizer = nano
+    for prompt in prompts(tokenizer):
+        expected = decode_ar(
+            model, prompt, limit=32, mask_id=tokenizer.mask_token_id, eos_ids=[tokenizer.eos_token_id]
+        )
+        output = model.generate(torch.tensor([prompt]), strategy="wedlm", verification="exact", max_new_tokens=32)
+        assert output[0, len(prompt) :].tolist() == expected
+
+
+def test_it_answers_held_out_prompts_in_parallel_with_its_stored_settings(nano):
+    model, tokenizer = nano
+    samples = [
+        sample
+        for task in ("counting", "arithmetic", "sorting", "json")
+        for sample in generate_samples(task, 15, 4, "heldout")
+    ]
+    options = {"max_new_tokens": 160, "do_sample": False}
+    settings = {"ar": {"strategy": "ar"} | options, "wedlm": {"strategy": "wedlm"} | options}
+    scores = {
+        name: pooled(tasks) for name, tasks in measure(model, tokenizer, samples, settings, batch_size=15).items()
+    }
+    assert scores["ar"].accuracy >= 0.85
+    assert scores["wedlm"].accuracy >= 0.8
+    assert scores["wedlm"].tokens_per_forward >= 1.8
