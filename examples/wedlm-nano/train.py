@@ -243,6 +243,7 @@ def main(
     for number, phase in enumerate(PHASES):
         folder = output_dir / "checkpoints" / f"phase-{number + 1}"
         train(model, tokenizer, phase, folder, batch_size, max_steps, seed + number, resume)
+    model.config.use_cache = True  # the trainer switched it off
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
     # Loading marks a tokenizer as loaded: saved once more, it stays the same through any later save.

@@ -1,0 +1,261 @@
+"""A key/value cache for windows: what a step commits is kept by a length update, the rest is overwritten by the next.
+
+`B` rows, `H` key/value heads, `C` capacity, `Q` slots of a forward, `D` head width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+SMALLEST_CAPACITY = 64
+
+
+@dataclass(frozen=True)
+class CacheWrite:
+    """Where a forward's keys and values go.
+
+    Attributes:
+        start: first slot of every row, where all rows write the same contiguous range; otherwise `None`.
+        slots: `(B, Q)` int64, the slot of each physical row.
+        end: one past the highest slot written; attention sees the slots before it.
+    """
+
+    start: int | None
+    slots: torch.Tensor
+    end: int
+
+
+class WindowLayer(CacheLayerMixin):
+    """One layer's buffers `(B, H, C, D)`. `keys` and `values` show the committed part, `(B, H, longest row, D)`."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: "WindowCache"):
+        self.cache = cache
+        self.is_initialized = False
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """`(B, H, longest row, D)`; rows that are shorter end in slots that hold nothing."""
+        return self._keys[:, :, : self.get_seq_length()] if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """`(B, H, longest row, D)`, see `keys`."""
+        return self._values[:, :, : self.get_seq_length()] if self.is_initialized else None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Empty buffers of the states' rows, heads, widths, dtypes and device."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch_size, heads, _, width = key_states.shape
+        self._keys = key_states.new_empty(batch_size, heads, 0, width)
+        self._values = value_states.new_empty(batch_size, heads, 0, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, write: CacheWrite
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores `(A, H, Q, D)` for the A rows in use and returns what they may attend to, `(A, H, end, D)`."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if write.end > self._keys.shape[2]:
+            capacity = max(write.end, 2 * self._keys.shape[2], SMALLEST_CAPACITY)
+            self._keys, self._values = _grown(self._keys, capacity), _grown(self._values, capacity)
+        rows = key_states.shape[0]
+        keys, values = self._keys[:rows, :, : write.end], self._values[:rows, :, : write.end]
+        if write.start is not None:
+            keys[:, :, write.start :] = key_states
+            values[:, :, write.start :] = value_states
+        else:
+            slots = write.slots.to(keys.device)[:, None, :, None]
+            keys.scatter_(2, slots.expand_as(key_states), key_states)
+            values.scatter_(2, slots.expand_as(value_states), value_states)
+        return keys, values
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Keeps, repeats or reorders rows."""
+        if self.is_initialized:
+            self._keys = self._keys[indices.to(self._keys.device)]
+            self._values = self._values[indices.to(self._values.device)]
+
+    def swap(self, row: int, other: int) -> None:
+        """Exchanges two rows in place."""
+        for buffer in (self._keys, self._values):
+            buffer[[row, other]] = buffer[[other, row]]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length and offset of a forward that appends `query_length` tokens."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Committed slots of the longest row."""
+        return max(self.cache.lengths, default=0)
+
+    def get_max_length(self) -> int:
+        """-1: it grows."""
+        return -1
+
+
+class WindowCache(Cache):
+    """A transformers `Cache` whose rows have lengths of their own.
+
+    A row's slots are its logical positions: slot i holds position i, without gaps and without padding. A step of
+    parallel decoding announces where it writes ([`plan`]), forwards, and commits a prefix of what it wrote
+    ([`commit`]): nothing is concatenated or cropped, and buffers that are full are doubled. Rows that finish are
+    swapped behind those still in use ([`retire`]) and cost nothing from then on; [`restore`] puts all rows back in
+    order. Outside of such a step it appends like `DynamicCache`, which needs rows of equal length.
+
+    Attributes:
+        lengths: committed slots of each row.
+        token_ids: `(B, C)` int64, the tokens behind the slots (-1: not known); they tell whether a prompt fits.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.layers: list[Any]
+        self.lengths: list[int] = []
+        self.token_ids = torch.empty(0, 0, dtype=torch.int64)
+        self._write: CacheWrite | None = None
+        self._appended: CacheWrite | None = None
+        self._rows: list[int] = []  # the caller's row that each buffer row holds
+        self._in_use = 0
+
+    # --- steps of parallel decoding ----------------------------------------------------------------------------------
+
+    def open(self, batch_size: int, device: torch.device) -> None:
+        """Gets ready for the rows of a call. Raises `ValueError` if the cache holds another number of rows."""
+        if self.lengths and len(self.lengths) != batch_size:
+            raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
+        if not self.lengths:
+            self.lengths = [0] * batch_size
+            self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
+        self._rows = list(range(batch_size))
+        self._in_use = batch_size
+
+    def plan(self, counts: list[int], slots: torch.Tensor, input_ids: torch.Tensor) -> CacheWrite:
+        """Says where the next forward writes.
+
+        Args:
+            counts: physical rows that count, for each row in use; the others are padding.
+            slots: `(A, Q)` int64: the rows that count follow the row's committed slots, padding comes after them.
+            input_ids: `(A, Q)` int64 tokens of the forward.
+        """
+        width = input_ids.shape[1]
+        lengths = self.lengths[: self._in_use]
+        is_contiguous = min(lengths) == max(lengths) and min(counts) == width
+        write = CacheWrite(lengths[0] if is_contiguous else None, slots, max(lengths) + width)
+        if write.end > self.token_ids.shape[1]:
+            self.token_ids = _grown(self.token_ids, max(write.end, 2 * self.token_ids.shape[1]), dim=1, value=-1)
+        self.token_ids[: self._in_use].scatter_(1, write.slots, input_ids)
+        self._write = write
+        return write
+
+    def commit(self, counts: list[int]) -> None:
+        """Keeps the first `counts` slots that the last forward wrote for each row in use, and no others."""
+        for row, count in enumerate(counts):
+            self.lengths[row] += count
+        self._write = None
+
+    def retire(self, finished: list[bool]) -> list[int]:
+        """Takes finished rows out of use.
+
+        Args:
+            finished: one entry for each row in use.
+
+        Returns:
+            The rows that stay in use, by their index before the call, in their order after it.
+        """
+        order = list(range(self._in_use))
+        self._in_use = finished.count(False)
+        movers = [row for row in order[self._in_use :] if not finished[row]]
+        for hole in [row for row in order[: self._in_use] if finished[row]]:
+            mover = movers.pop()
+            order[hole] = mover
+            self._swap(hole, mover)
+        return order[: self._in_use]
+
+    def restore(self) -> None:
+        """Puts all rows back in the caller's order and ends a call, also one that failed half-way."""
+        for row in range(len(self._rows)):
+            while self._rows[row] != row:
+                self._swap(row, self._rows[row])
+        self._write = None
+        self._in_use = len(self._rows)
+
+    def _swap(self, row: int, other: int) -> None:
+        for layer in self.layers:
+            layer.swap(row, other)
+        self.token_ids[[row, other]] = self.token_ids[[other, row]]
+        for per_row in (self.lengths, self._rows):
+            per_row[row], per_row[other] = per_row[other], per_row[row]
+
+    # --- the interface of transformers -------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores a layer's new states where the step planned, or at the end; returns what they may attend to."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(WindowLayer(self))
+        write = self._write or self._append(key_states, layer_idx)
+        return self.layers[layer_idx].update(key_states, value_states, write)
+
+    def _append(self, key_states: torch.Tensor, layer_idx: int) -> CacheWrite:
+        """Outside of a step: all of a forward is kept at once. The first layer to see it updates the lengths."""
+        if layer_idx == 0:
+            batch_size, _, width, _ = key_states.shape
+            self.open(batch_size, key_states.device)
+            if min(self.lengths) != max(self.lengths):
+                raise ValueError(
+                    f"Only `strategy='wedlm'` can go on from a cache whose rows differ in length, got {self.lengths}."
+                )
+            start = self.lengths[0]
+            slots = torch.arange(start, start + width, device=key_states.device).expand(batch_size, -1)
+            self._appended = CacheWrite(start, slots, start + width)
+            self.token_ids = _grown(self.token_ids[:, :start], start + width, dim=1, value=-1)
+            self.lengths = [start + width] * batch_size
+        assert self._appended is not None
+        return self._appended
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` slots of every row (negative, as everywhere in transformers)."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"`crop` takes the negative number of tokens to remove, got {tokens_to_remove}.")
+        self.lengths = [max(0, length + tokens_to_remove) for length in self.lengths]
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps these rows, in this order."""
+        for layer in self.layers:
+            layer.select(indices)
+        self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
+        self.lengths = torch.tensor(self.lengths)[indices.cpu()].tolist()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times."""
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Same as [`batch_select_indices`]."""
+        self.batch_select_indices(beam_idx)
+
+    def reset(self) -> None:
+        """Forgets everything, the number of rows too."""
+        self.layers.clear()
+        self.lengths = []
+
+    def remember(self, token_ids: torch.Tensor) -> None:
+        """Notes the `(B, L)` int64 tokens behind the first slots, where forwards appended without saying which."""
+        width = min(token_ids.shape[1], self.token_ids.shape[1])
+        self.token_ids[:, :width] = token_ids[:, :width]
+
+
+def _grown(buffer: torch.Tensor, capacity: int, dim: int = 2, value: int = 0) -> torch.Tensor:
+    """A copy with room for `capacity` slots along `dim`."""
+    shape = list(buffer.shape)
+    shape[dim] = capacity
+    grown = buffer.new_full(shape, value)
+    grown.narrow(dim, 0, buffer.shape[dim]).copy_(buffer)
+    return grown

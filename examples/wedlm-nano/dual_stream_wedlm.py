@@ -1,0 +1,110 @@
+"""Dual-stream training: who sees whom, and the loss. Pure functions on tensors (paper §4, Eq. 10).
+
+`B` rows of the batch, `T` physical slots of a row (memory and prediction streams, packed documents), `V` vocabulary,
+`D` hidden size, `N` slots that carry a loss.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def dual_stream_mask_function(
+    stream_ids: torch.Tensor, block_ids: torch.Tensor, document_ids: torch.Tensor
+) -> MaskFunction:
+    """Visibility of dual-stream training, as a mask function of transformers' attention interfaces.
+
+    One document, block size 2, four tokens. `m0…m3` is the memory stream, `p0…p3` the prediction stream (reordered
+    within its blocks); a row is a query, a column a key:
+
+                 m0 m1 m2 m3  p0 p1 p2 p3
+            m0    ■  ·  ·  ·   ·  ·  ·  ·      memory: causal
+            m1    ■  ■  ·  ·   ·  ·  ·  ·
+            m2    ■  ■  ■  ·   ·  ·  ·  ·
+            m3    ■  ■  ■  ■   ·  ·  ·  ·
+            p0    ·  ·  ·  ·   ■  ·  ·  ·      block 0: no memory lies before it
+            p1    ·  ·  ·  ·   ■  ■  ·  ·
+            p2    ■  ■  ·  ·   ·  ·  ■  ·      block 1: memory of block 0, then its own slots, causally
+            p3    ■  ■  ·  ·   ·  ·  ■  ■
+
+    Args:
+        stream_ids: `(B, T)` int64; -1 padding, 0 memory, c ≥ 1 prediction copy c.
+        block_ids: `(B, T)` int64; the logical block of each slot.
+        document_ids: `(B, T)` int64; the packed document of each slot.
+
+    Returns:
+        `f(batch, head, query, key) -> bool`, broadcasting over index tensors. Every slot sees itself, so that no row
+        of the mask is empty (padding included).
+    """
+
+    def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        query_stream, key_stream = stream_ids[batch, query], stream_ids[batch, key]
+        query_block, key_block = block_ids[batch, query], block_ids[batch, key]
+        before = key <= query
+        to_memory = (key_stream == 0) & torch.where(query_stream == 0, before, key_block < query_block)
+        within_block = (query_stream > 0) & (query_stream == key_stream) & (query_block == key_block) & before
+        same_document = (document_ids[batch, query] == document_ids[batch, key]) & (query_stream >= 0)
+        return (same_document & (to_memory | within_block)) | (query == key)
+
+    return visible
+
+
+def token_nll(
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
+    hidden_states: torch.Tensor,
+    targets: torch.Tensor,
+    chunk_size: int = 1024,
+) -> torch.Tensor:
+    """Negative log-likelihood of each target, in float32, without ever holding all logits.
+
+    Args:
+        lm_head: the head, *called* (so that LoRA, FSDP and tensor-parallel hooks fire), `(n, D) -> (n, V)`.
+        hidden_states: `(N, D)`, only slots that carry a loss.
+        targets: `(N,)` int64 in `[0, V)`.
+        chunk_size: rows whose logits exist at a time; they are computed again in the backward pass.
+
+    Returns:
+        `(N,)` float32, in nats.
+    """
+
+    def chunk_nll(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(lm_head(hidden).float(), target, reduction="none")
+
+    if hidden_states.shape[0] <= chunk_size:
+        return chunk_nll(hidden_states, targets)
+    return torch.cat(
+        [
+            checkpoint(chunk_nll, hidden, target, use_reentrant=False)
+            for hidden, target in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True)
+        ]
+    )
+
+
+def dual_stream_loss(
+    lm_head: Callable[[torch.Tensor], torch.Tensor],
+    hidden_states: torch.Tensor,
+    targets: torch.Tensor,
+    loss_weights: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int,
+) -> torch.Tensor:
+    """Σ w·nll / N over the slots that have a target: mask loss and auxiliary AR loss at once (paper Eq. 10).
+
+    Args:
+        lm_head: see [`token_nll`].
+        hidden_states: `(B, T, D)`.
+        targets: `(B, T)` int64; -100 where a slot carries no loss.
+        loss_weights: `(B, T)` float32; 1/γ, the AR weight and the normalisation of their sum are in here.
+        num_items_in_batch: supervised tokens of the whole optimizer step; 0 gives a loss of 0.
+
+    Returns:
+        A scalar, attached to the graph even if no slot has a target.
+    """
+    has_target = targets != -100
+    nll = token_nll(lm_head, hidden_states[has_target], targets[has_target])
+    total = (nll * loss_weights[has_target]).sum()
+    count = torch.as_tensor(num_items_in_batch, device=total.device)
+    return total / count.clamp(min=1)

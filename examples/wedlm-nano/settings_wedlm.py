@@ -1,0 +1,105 @@
+"""Settings of parallel decoding: one frozen, validated dataclass, read from a `GenerationConfig`."""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+STRATEGIES = ("ar", "wedlm", "block")
+VERIFICATIONS = ("none", "exact")
+
+
+def check_mask_token_id(
+    mask_token_id: int | None,
+    vocab_size: int,
+    eos_token_id: int | list[int] | None,
+    pad_token_id: int | None,
+) -> None:
+    """Raises `ValueError` for a mask id that is no row of the vocabulary, or that is the end or the padding token."""
+    if mask_token_id is None:
+        return
+    if not isinstance(mask_token_id, int) or isinstance(mask_token_id, bool):
+        raise ValueError(f"`mask_token_id` must be an integer, got {mask_token_id!r}.")
+    if not 0 <= mask_token_id < vocab_size:
+        raise ValueError(f"`mask_token_id` must lie in the vocabulary (0 to {vocab_size - 1}), got {mask_token_id}.")
+    end_tokens = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]
+    if mask_token_id in end_tokens:
+        raise ValueError(f"`mask_token_id` must differ from the end token, got {mask_token_id} for both.")
+    if mask_token_id == pad_token_id:
+        raise ValueError(f"`mask_token_id` must differ from the padding token, got {mask_token_id} for both.")
+
+
+@dataclass(frozen=True)
+class WeDLMGenerationSettings:
+    """How to decode. Every field is a `generate` keyword, a `GenerationConfig` attribute and a key of
+    generation_config.json.
+
+    Attributes:
+        strategy: `"ar"`: plain transformers; `"wedlm"`: streaming parallel decoding (paper §5, Algorithm 1);
+            `"block"`: the block-wise baseline, whose window is refilled only when all of it is filled (paper Fig. 4c).
+        window_size: W, slots predicted at a time (the authors' engine: 16).
+        entropy_threshold: τ, nats; masks whose adjusted entropy H + λ·d lies below it are filled (engine: 0.4).
+        distance_penalty: λ, nats per position from the leftmost mask (engine: 0.02).
+        verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR
+            head; τ then only limits how many drafts are proposed.
+        mask_token_id: M; default: the model config's.
+        output_trace: record every step (see [`TraceStep`]).
+
+    Raises:
+        ValueError: for a value out of range, naming the field, the value and what is allowed.
+    """
+
+    strategy: str = "ar"
+    window_size: int = 16
+    entropy_threshold: float = 0.4
+    distance_penalty: float = 0.02
+    verification: str = "none"
+    mask_token_id: int | None = None
+    output_trace: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("strategy", self.strategy, STRATEGIES)
+        _check_choice("verification", self.verification, VERIFICATIONS)
+        if not isinstance(self.window_size, int) or isinstance(self.window_size, bool) or self.window_size < 1:
+            raise ValueError(f"`window_size` must be an integer of at least 1, got {self.window_size!r}.")
+        for name in ("entropy_threshold", "distance_penalty"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or math.isnan(value) or value < 0:
+                raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
+        if not isinstance(self.output_trace, bool):
+            raise ValueError(f"`output_trace` must be True or False, got {self.output_trace!r}.")
+        if self.verification != "none" and self.strategy == "block":
+            raise ValueError(
+                f"`verification={self.verification!r}` goes with `strategy='wedlm'`, got `strategy='block'`: "
+                "verified drafts are one contiguous run, so there are no blocks to wait for."
+            )
+
+    @classmethod
+    def from_generation_config(cls, generation_config: Any, model_config: Any) -> "WeDLMGenerationSettings":
+        """Reads the fields that `generation_config` has; checks the mask token against the model if it is needed."""
+        given: dict[str, Any] = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
+        given = {name: value for name, value in given.items() if value is not None}
+        given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
+        settings = cls(**given)
+        if settings.strategy != "ar":
+            if settings.mask_token_id is None:
+                raise ValueError(
+                    f"`strategy={settings.strategy!r}` needs a mask token, but neither the model config nor the "
+                    "generation config has a `mask_token_id`. Convert the checkpoint (`wedlm convert`), or pass "
+                    "`mask_token_id=`."
+                )
+            check_mask_token_id(
+                settings.mask_token_id,
+                model_config.vocab_size,
+                generation_config.eos_token_id,
+                generation_config.pad_token_id,
+            )
+        return settings
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+
+
+SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))

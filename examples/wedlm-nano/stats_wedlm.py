@@ -1,0 +1,109 @@
+"""What a parallel `generate` returns beside the tokens: statistics, and a trace of every step if asked for.
+
+`B` rows of the call, `Q` physical rows of a forward, `M` mask slots whose logits it computed.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+@dataclass
+class DecodingStats:
+    """Counts of one `generate` call, for each of its `B` rows.
+
+    Attributes:
+        new_tokens: `(B,)` int64, tokens generated, the end token included.
+        forwards: `(B,)` int64, forwards that the row took part in; the prefill is the first of them.
+        token_instances: `(B,)` int64, tokens processed after the prompt: N_fwd of prefix cacheability (paper §6.3).
+        drafted: `(B,)` int64, drafts that were checked (verified decoding only).
+        accepted: `(B,)` int64, drafts that passed.
+    """
+
+    new_tokens: torch.Tensor
+    forwards: torch.Tensor
+    token_instances: torch.Tensor
+    drafted: torch.Tensor
+    accepted: torch.Tensor
+
+    @classmethod
+    def zeros(cls, batch_size: int) -> "DecodingStats":
+        """Nothing counted yet."""
+        return cls(*(torch.zeros(batch_size, dtype=torch.int64) for _ in range(5)))
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """New tokens / forwards, pooled over rows."""
+        return self.new_tokens.sum().item() / max(1, self.forwards.sum().item())
+
+    @property
+    def prefix_cacheability(self) -> float:
+        """p_cache = N_gen / N_fwd, pooled over rows: 1 where no slot was computed twice."""
+        return self.new_tokens.sum().item() / max(1, self.token_instances.sum().item())
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Drafts that passed / drafts that were checked, pooled over rows."""
+        return self.accepted.sum().item() / max(1, self.drafted.sum().item())
+
+
+@dataclass
+class TraceStep:
+    """One step, for the `A` rows still in use. All tensors are on the CPU.
+
+    Attributes:
+        rows: the call's row of each entry.
+        input_ids: `(A, Q)` int64, tokens in physical order.
+        position_ids: `(A, Q)` int64, their logical positions.
+        counts: physical rows of each entry that are no padding: the last ones.
+        committed: how many of those, from the left, entered the cache for good.
+        logit_positions: `(A, M)` int64, logical positions of the physical rows whose logits were computed.
+        is_mask: `(A, M)` bool, which of them are masks.
+        entropy: `(A, M)` float32, H in nats.
+        filled: `(A, M)` bool, masks that this step filled; under verification, masks whose argmax became a draft.
+        tokens: `(A, M)` int64, what they were filled with.
+        decided: offsets (from the prompt's end) of the new tokens whose value this step settled, per entry.
+    """
+
+    rows: list[int]
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    counts: list[int]
+    committed: list[int]
+    logit_positions: torch.Tensor
+    is_mask: torch.Tensor
+    entropy: torch.Tensor
+    filled: torch.Tensor
+    tokens: torch.Tensor
+    decided: list[list[int]]
+
+
+@dataclass
+class WeDLMGenerateOutput(GenerateDecoderOnlyOutput):
+    """[`GenerateDecoderOnlyOutput`] plus what parallel decoding has to tell.
+
+    Args:
+        stats (`DecodingStats`): counts per row, and the ratios that follow from them.
+        trace (`list[TraceStep]`, *optional*, with `output_trace=True`): every step.
+        step_map (`torch.LongTensor` of shape `(B, new tokens)`, *optional*, with `output_trace=True`): the step (from
+            0) that decided each new token; -1 after a row's end.
+    """
+
+    stats: DecodingStats | None = None
+    trace: list[TraceStep] | None = None
+    step_map: torch.Tensor | None = None
+
+
+def step_map(trace: list[TraceStep], new_tokens: torch.Tensor) -> torch.Tensor:
+    """The step that decided each new token, `(B, longest)` int64, -1 after a row's end.
+
+    Args:
+        trace: all steps of the call.
+        new_tokens: `(B,)` int64, how many tokens each row has.
+    """
+    steps = torch.full((len(new_tokens), int(new_tokens.max())), -1)
+    for index, step in enumerate(trace):
+        for row, offsets in zip(step.rows, step.decided, strict=True):
+            steps[row, [offset for offset in offsets if offset < new_tokens[row]]] = index
+    return steps
