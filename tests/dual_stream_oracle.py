@@ -37,6 +37,7 @@ class Document:
 def responses(tokens: list[int], supervised: list[bool], num_eos: int) -> list[Document]:
     """What a conversation is trained as: each run of supervised tokens that ends in the end token closes a document
     that starts at the conversation's beginning and supervises what the documents before it did not."""
+    supervised = [False, *supervised[1:]]  # nothing predicts the first token
     documents, done = [], 0
     for last, token in enumerate(tokens):
         run_ends = last + 1 == len(tokens) or not supervised[last + 1]
@@ -47,8 +48,6 @@ def responses(tokens: list[int], supervised: list[bool], num_eos: int) -> list[D
             done = last + 1
     if not documents or any(supervised[done:]):
         documents.append(Document(tokens, [mark and done <= i for i, mark in enumerate(supervised)], []))
-    for document in documents:
-        document.supervised[0] = False
     return documents
 
 

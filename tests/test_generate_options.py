@@ -458,8 +458,9 @@ def test_a_cache_of_another_prompt_is_refused(model):
 def test_a_cache_of_ragged_rows_is_refused_by_ar_decoding(model):
     inputs = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
     output = model.generate(inputs, attention_mask=(inputs != PAD).long(), **FAST, return_dict_in_generate=True)
+    assert len(set(output.past_key_values.lengths)) == 2
     with pytest.raises(ValueError, match="rows differ in length"):
-        model.generate(output.sequences, max_new_tokens=3, past_key_values=output.past_key_values)
+        model(output.sequences[:, -1:], past_key_values=output.past_key_values, use_cache=True)
 
 
 def test_ar_decoding_on_a_window_cache_refuses_padding_and_remembers_its_tokens(model):

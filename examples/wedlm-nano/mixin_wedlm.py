@@ -41,6 +41,7 @@ USED_INPUTS = {
     "output_hidden_states",
     "past_key_values",
     "position_ids",
+    "tokenizer",
     "use_cache",
 }
 
