@@ -1,7 +1,7 @@
 """Everything that README.md and the model card show: code blocks run, commands run, links and files are there.
 
-Blocks run in a folder of their own that has what they name: `examples/wedlm-nano` (a tiny random checkpoint where the
-weights of wedlm-nano are not there), the Hub ids as tiny local checkpoints, both pages.
+Blocks run in a folder of their own that has what they name: `examples/wedlm-nano`, the Hub ids as tiny local
+checkpoints, both pages.
 """
 
 import importlib.util
@@ -18,14 +18,13 @@ from tiny import stock_twin, tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
-from wedlm_hf.eval import compare, markdown, report, sweep
+from wedlm_hf.eval import markdown, report, sweep
 from wedlm_hf.eval.tasks import TASKS
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
 PAGES = ["README.md", CARD, "CONTRIBUTING.md"]
 RESULTS = ROOT / "examples" / "wedlm-nano" / "results"
-HAS_NANO = (cli.NANO / "model.safetensors").exists()
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 
 # Added to long commands, so that they take seconds: later options win.
@@ -54,11 +53,7 @@ def cases(language: str, pages: list[str]) -> list:
 def workplace(tmp_path, monkeypatch):
     """A folder with what the pages name, as the current one."""
     nano = tmp_path / "examples" / "wedlm-nano"
-    if HAS_NANO:
-        shutil.copytree(cli.NANO, nano)
-    else:
-        tiny_model().save_pretrained(nano)
-        tiny_tokenizer().save_pretrained(nano)
+    shutil.copytree(cli.NANO, nano)
     for page in ("README.md", CARD):
         shutil.copyfile(ROOT / page, tmp_path / page)
     qwen, published = tmp_path / "Qwen" / "Qwen2.5-0.5B", tmp_path / "tencent" / "WeDLM-8B-Instruct"
@@ -67,10 +62,6 @@ def workplace(tmp_path, monkeypatch):
     tiny_tokenizer().save_pretrained(qwen)
     twin.save_pretrained(published)
     monkeypatch.chdir(tmp_path)
-    if not HAS_NANO:
-        monkeypatch.setattr(cli, "NANO", nano)
-        for module in (compare, report, sweep):  # a random model does not end by itself
-            monkeypatch.setattr(module, "LONGEST_ANSWER", 6)
     threads = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(threads)
@@ -79,7 +70,7 @@ def workplace(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("page", "code"), cases("python", ["README.md", CARD]))
 def test_python_blocks_run(workplace, capsys, page, code):
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
-    if HAS_NANO and "Sort from largest" in code:
+    if "Sort from largest" in code:
         assert capsys.readouterr().out == "86, 54, 31, 23, 12, 7\n"
 
 
@@ -163,7 +154,6 @@ def test_the_file_tree_names_files_that_exist():
     assert present <= listed
 
 
-@pytest.mark.skipif(not (RESULTS / "report.json").exists(), reason="wedlm-nano has not been measured here")
 @pytest.mark.parametrize("page", ["README.md", CARD])
 def test_measured_numbers_are_those_of_the_stored_report(page):
     measured, swept = (json.loads((RESULTS / name).read_text()) for name in ("report.json", "sweep.json"))
