@@ -16,20 +16,18 @@ from transformers.generation import (
 from .cache_wedlm import WindowCache
 from .decoding_wedlm import DENSE_MASK_ATTENTION, ParallelDecoder
 from .sampling_wedlm import TokenSampler
+from .scores_wedlm import ScoreRecorder
 from .settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from .stats_wedlm import WeDLMGenerateOutput, step_map
 
-# Options of `generate` that have no meaning here, with the values that ask for nothing.
+# Options of `generate` that have no meaning here, with the values that can be honoured.
 REFUSED_OPTIONS = {
-    "cache_implementation": (None, "dynamic"),
+    "cache_implementation": (None, "static", "dynamic"),
     "guidance_scale": (None, 1, 1.0),
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
-    "output_logits": (None, False),
-    "output_scores": (None, False),
     "prefill_chunk_size": (None,),
     "use_cache": (None, True),
-    "watermarking_config": (None,),
 }
 
 # What `generate` hands on that is used here, or refused with a message of its own.
@@ -64,6 +62,8 @@ class WeDLMGenerationMixin(GenerationMixin):
         )
         for name, value in ours.items():
             setattr(generation_config, name, value)
+        if generation_config.is_assistant:
+            generation_config.strategy = "ar"  # whatever is stored: the model it assists asks for AR drafts
         settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         if settings.strategy == "ar":
             for name in ours.keys() - {"strategy", "mask_token_id"}:
@@ -122,45 +122,80 @@ class WeDLMGenerationMixin(GenerationMixin):
             if isinstance(cache, WindowCache):
                 cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
             return output
-        _check_this_call(self, settings.strategy, input_ids.shape[0], synced_gpus, model_kwargs)
+        is_static = generation_config.cache_implementation == "static"
+        _check_this_call(self, settings.strategy, input_ids.shape[0], is_static, model_kwargs)
         input_ids = input_ids.long()  # type: ignore[assignment]
-        cache = _window_cache(model_kwargs.get("past_key_values"))
-        prompt_mask = _checked_prompt_mask(input_ids, model_kwargs, self.config.max_position_embeddings)
-        assert settings.mask_token_id is not None
-        sampler = TokenSampler(logits_processor, generation_config.do_sample, settings.mask_token_id, input_ids)
-        if settings.verification == "none":
-            sampler.check_out_of_order()
+        embeds = model_kwargs.get("inputs_embeds")
+        # The tokens behind embeddings are not known.
+        prompt_ids = input_ids if embeds is None else input_ids.new_full(embeds.shape[:2], -1)
+        prompt_mask = _checked_prompt_mask(prompt_ids, model_kwargs, self.config.max_position_embeddings)
         # From the criteria, as AR decoding does: a caller's own `MaxLengthCriteria` replaces `max_length`, and so on.
         limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
         ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
-        pad_token = generation_config._pad_token_tensor
+        limit = max(1, min(limits) - input_ids.shape[1])
+        pad_token = 0 if generation_config._pad_token_tensor is None else int(generation_config._pad_token_tensor)
+        assert settings.mask_token_id is not None
+        sampler = TokenSampler(
+            logits_processor,
+            generation_config.do_sample,
+            settings.mask_token_id,
+            input_ids,
+            ahead=min(settings.window_size, limit) + 1,
+        )
+        if settings.verification == "none":
+            sampler.check_out_of_order()
+        cache = _window_cache(model_kwargs.get("past_key_values"))
+        compiled = None
+        if is_static:
+            cache.capacity = prompt_ids.shape[1] + limit + 2 * min(settings.window_size, limit)
+            compiled = self.__call__
+            if self._valid_auto_compile_criteria({"past_key_values": cache}, generation_config):
+                compiled = self.get_compiled_call(generation_config.compile_config)
+        recorder = None
+        if generation_config.return_dict_in_generate:
+            keep = bool(generation_config.output_scores), bool(generation_config.output_logits)
+            if any(keep) or settings.verification != "none":
+                recorder = ScoreRecorder(len(prompt_ids), limit, *keep, input_ids.device)
         decoder = ParallelDecoder(
             model=self,
             settings=settings,
             sampler=sampler,
-            prompt_ids=input_ids,
+            prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
             cache=cache,
-            limit=max(1, min(limits) - input_ids.shape[1]),
+            limit=limit,
             end_tokens=torch.cat([input_ids.new_empty(0), *(end.to(input_ids.device) for end in ends)]),
-            pad_token_id=0 if pad_token is None else int(pad_token),
+            pad_token_id=pad_token,
             stopping_criteria=StoppingCriteriaList(
                 criterion
                 for criterion in stopping_criteria
                 if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria)
             ),
             streamer=streamer,
+            recorder=recorder,
+            prompt_embeds=embeds,
+            compiled=compiled,
+            go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
         )
         sequences = torch.cat([input_ids, decoder.run()], dim=1)
         if not generation_config.return_dict_in_generate:
             return sequences
-        return WeDLMGenerateOutput(
+        new_tokens = decoder.stats.new_tokens
+        output = WeDLMGenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]
             past_key_values=cache,
             stats=decoder.stats,
             trace=decoder.trace if settings.output_trace else None,
-            step_map=step_map(decoder.trace, decoder.stats.new_tokens) if settings.output_trace else None,
+            step_map=step_map(decoder.trace, new_tokens) if settings.output_trace else None,
         )
+        if recorder is not None:
+            if settings.verification != "none":
+                output.log_probs = recorder.log_probs[:, : int(new_tokens.max())]
+            if recorder.keep_scores:
+                output.scores = recorder.by_token(new_tokens, pad_token, raw=False)  # type: ignore[assignment]
+            if recorder.keep_logits:
+                output.logits = recorder.by_token(new_tokens, pad_token, raw=True)  # type: ignore[assignment]
+        return output
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """The parent's, with our settings in generation_config.json."""
@@ -175,19 +210,18 @@ class WeDLMGenerationMixin(GenerationMixin):
 
 
 def _check_this_call(
-    model: Any, strategy: str, batch_size: int, synced_gpus: bool, model_kwargs: dict[str, Any]
+    model: Any, strategy: str, batch_size: int, is_static: bool, model_kwargs: dict[str, Any]
 ) -> None:
     """Raises `ValueError` for what parallel decoding cannot do with this model and these inputs."""
-    if synced_gpus:
-        raise ValueError(f"`synced_gpus=True` is not supported with `strategy={strategy!r}`.")
     unused = {name for name, value in model_kwargs.items() if value is not None} - USED_INPUTS
     if unused:
         raise ValueError(f"`strategy={strategy!r}` has no use for the inputs {sorted(unused)}: leave them out.")
     implementation = model.config._attn_implementation
-    if batch_size > 1 and implementation not in DENSE_MASK_ATTENTION:
+    if (batch_size > 1 or is_static) and implementation not in DENSE_MASK_ATTENTION:
         raise ValueError(
-            f"Attention implementation {implementation!r} cannot decode rows of different lengths together: load the "
-            f"model with one of {DENSE_MASK_ATTENTION}, or generate one prompt at a time."
+            f"Attention implementation {implementation!r} cannot decode rows of different lengths together, nor with "
+            f"a static cache: load the model with one of {DENSE_MASK_ATTENTION}, or generate one prompt at a time, "
+            "without `cache_implementation='static'`."
         )
     if model.training and getattr(model, "is_gradient_checkpointing", False):
         raise ValueError(
@@ -211,8 +245,6 @@ def _checked_prompt_mask(
     input_ids: torch.Tensor, model_kwargs: dict[str, Any], max_position_embeddings: int
 ) -> torch.Tensor:
     """`(B, P)` bool, True on tokens. Raises `ValueError` for prompts that cannot be decoded."""
-    if model_kwargs.get("inputs_embeds") is not None:
-        raise ValueError("Parallel decoding needs `input_ids`: `inputs_embeds` are not supported.")
     mask = model_kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     if mask.shape != input_ids.shape:

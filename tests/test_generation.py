@@ -281,6 +281,7 @@ def test_verified_sampling_is_distributed_as_ar_sampling(qwen3):
         torch.tensor([prompt]).expand(count, -1),
         strategy="wedlm",
         verification="exact",
+        adaptive_window=False,
         entropy_threshold=100.0,
         do_sample=True,
         temperature=2.0,

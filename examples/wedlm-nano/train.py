@@ -45,6 +45,8 @@ class Phase:
         block_size: B.
         ar_weight: a.
         mixtures: shares of the tasks in the stream, from a step on.
+        suffix_probability: share of blocks whose masks are a suffix.
+        num_copies: prediction copies of each sample.
     """
 
     steps: int
@@ -52,6 +54,8 @@ class Phase:
     block_size: int
     ar_weight: float
     mixtures: dict[int, dict[str, float]]
+    suffix_probability: float = 0.7
+    num_copies: int = 1
 
 
 PHASES = (
@@ -75,6 +79,16 @@ PHASES = (
         block_size=16,
         ar_weight=0.6,
         mixtures={0: {"counting": 9, "arithmetic": 3, "sorting": 5, "json": 1.5, "chat": 9, "python": 3}},
+    ),
+    # Several prediction copies share one memory stream: more masks for the time.
+    Phase(
+        steps=6_000,
+        learning_rate=2e-3,
+        block_size=16,
+        ar_weight=0.6,
+        mixtures={0: {"counting": 9, "arithmetic": 2.5, "sorting": 8, "json": 1.5, "chat": 9, "python": 3.5}},
+        suffix_probability=0.8,
+        num_copies=2,
     ),
 )
 VOCABULARY_SAMPLES_PER_TASK = 2000
@@ -196,7 +210,8 @@ def train(
         block_size=phase.block_size,
         ar_weight=phase.ar_weight,
         ratio_sampler="stratified",
-        suffix_probability=0.7,
+        suffix_probability=phase.suffix_probability,
+        num_copies=phase.num_copies,
         seed=seed,
     )
     steps = min(phase.steps, max_steps)
