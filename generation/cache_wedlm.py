@@ -133,6 +133,11 @@ class WindowCache(Cache):
         self._rows: list[int] = []  # the caller's row that each buffer row holds
         self._in_use = 0
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether shapes stay the same."""
+        return self.capacity is not None
+
     # --- steps of parallel decoding ----------------------------------------------------------------------------------
 
     def open(self, batch_size: int, device: torch.device) -> None:

@@ -100,11 +100,13 @@ class ParallelDecoder:
         self.rows = list(range(batch_size))  # the call's row that each row in use is
         self.is_done = [False] * batch_size  # by the call's rows
         self.outputs = prompt_ids.new_full((batch_size, limit), pad_token_id)
-        self.stats = DecodingStats.zeros(batch_size)
+        self.forwards, self.drafted, self.accepted = ([0] * batch_size for _ in range(3))
+        self.new_tokens = [0] * batch_size
         self.trace: list[TraceStep] = []
         cache.open(batch_size, prompt_ids.device)
+        self.cached_lengths = list(cache.lengths)
         remaining, remaining_lengths = self._uncached_prompt(prompt_mask)
-        self.stats.token_instances -= torch.tensor(remaining_lengths)  # the prompt itself does not count
+        self.token_instances = [-length for length in remaining_lengths]  # the prompt itself does not count
         largest = min(settings.window_size, limit)
         slot_cost = default_slot_cost(prompt_ids.device.type) if settings.slot_cost is None else settings.slot_cost
         self.pacer = WindowPacer(
@@ -136,11 +138,20 @@ class ParallelDecoder:
                     self._dummy_forward()
                 else:
                     self._step()
-        finally:
+        except BaseException:
             self.cache.restore()
+            self.cache.lengths = self.cached_lengths  # so that the same call can be made again
+            raise
+        self.cache.restore()
         if self.stream is not None:
             self.stream.end()
-        return self.outputs[:, : int(self.stats.new_tokens.max())]
+        return self.outputs[:, : max(self.new_tokens)]
+
+    @property
+    def stats(self) -> DecodingStats:
+        """What it has taken."""
+        counts = (self.new_tokens, self.forwards, self.token_instances, self.drafted, self.accepted)
+        return DecodingStats(*map(torch.tensor, counts))
 
     def _step(self) -> None:
         window = self.window
@@ -153,19 +164,18 @@ class ParallelDecoder:
         # 3. Select and 4. fill, or verify and draft.
         outcome = (self._verify if window.verified else self._fill)(order, logits, entropy)
         # 5. Slide.
-        before = list(window.new_counts)
-        counts = (window.pending_counts, window.mask_counts, window.extents)
+        before, ahead, masks = window.new_counts, window.ahead_counts, max(window.mask_counts)
         run, stopped = self._apply_stopping_criteria(outcome.run)
-        slide = window.slide(run, stopped, outcome.is_broken, self.pacer.window_size)
+        slide = window.slide(run, stopped, outcome.is_broken)
         if any(slide.broken):
             raise ValueError(
-                f"There is nothing to choose from in forward {int(self.stats.forwards.max()) + 1}, row "
+                f"There is nothing to choose from in forward {max(self.forwards) + 1}, row "
                 f"{self.rows[slide.broken.index(True)]}: the model's logits are NaN or infinite (the checkpoint is "
                 "broken, or its dtype overflows), or the logits processors leave no token."
             )
         # 2. Commit: a length update.
         self.cache.commit(slide.committed)
-        self._count(order, slide, before, *counts)
+        self._count(order, slide, before, ahead, masks)
         if self.recorder is not None:
             self.recorder.add(
                 self.rows, outcome.offsets, outcome.decided, outcome.decided_tokens, outcome.choice, logits
@@ -177,6 +187,10 @@ class ParallelDecoder:
         # 6. Finish.
         if any(slide.finished):
             self._retire(slide.finished)
+        if not all(self.is_done):
+            window.refill(self.pacer.window_size)
+            if self.stream is not None and self.stream.wants_drafts:
+                self.stream.put_draft(window.tokens[0, window.pending_counts[0] : window.extents[0]].cpu())
 
     def _forward(self, order: PhysicalOrder) -> torch.Tensor:
         """Logits `(A, M, V)` float32 of the last M physical rows."""
@@ -194,7 +208,8 @@ class ParallelDecoder:
             logits_to_keep=order.logit_count,
             return_dict=True,
         )
-        return outputs.logits.to(device=order.input_ids.device, dtype=torch.float32, copy=True)
+        # MASK's are overwritten later: a copy where a compiled forward may own them.
+        return outputs.logits.to(device=order.input_ids.device, dtype=torch.float32, copy=self.compiled is not None)
 
     def _embeds(self, order: PhysicalOrder) -> torch.Tensor:
         """The prompt's own embeddings, and those of the first window's masks, `(B, Q, hidden)`."""
@@ -232,12 +247,8 @@ class ParallelDecoder:
         """Drafts are final as long as the AR rows accept them; masks of low entropy are the next drafts."""
         window, settings = self.window, self.settings
         slots = order.logit_slots
-        is_ar = window.next_tokens(order)
-        is_mask = ~window.filled.gather(1, slots) & (slots < window.extent)
-        proposed = is_mask & (entropy < self.pacer.threshold)
-        logits[..., window.mask_token_id] = float("-inf")
-        proposals = logits.argmax(-1)
-        offsets = window.new_tokens + slots + 1 - window.pending
+        is_ar, is_mask = window.ar_rows(order)
+        offsets = slots + (window.new_tokens - window.pending + 1)
         following = window.tokens_after(order)
 
         def accepts(choice: Choice) -> torch.Tensor:
@@ -250,13 +261,20 @@ class ParallelDecoder:
             logits, offsets, self.rows, window.new_counts, is_ar, window.output_with_drafts, accepts
         )
         tokens = choice.tokens
+        proposals = tokens if self.sampler.is_argmax else logits.argmax(-1)
+        proposed = is_mask & (entropy < self.pacer.threshold)
         run = window.verify(order, is_ar, tokens, accepts(choice), proposed, proposals)
-        drafted = is_mask & window.filled.gather(1, slots)
-        is_broken = ((entropy.isnan() & (is_mask | is_ar)) | (is_ar & (tokens < 0))).any(1, keepdim=True)
-        decided = is_ar & (slots + 1 < run)
-        return _Outcome(
-            run, is_broken, is_mask, drafted, proposals, offsets, decided, window.tokens_after(order), choice
-        )
+        # Slots that pad a row are numbers wherever the others are.
+        is_broken = entropy.isnan()
+        if self.sampler.do_sample:
+            is_broken |= is_ar & (tokens < 0)
+        drafted = decided = is_ar
+        if self.recorder is not None or settings.output_trace:
+            drafted = is_mask & window.filled.gather(1, slots)
+            decided = is_ar & (slots + 1 < run)
+            tokens = window.tokens_after(order)
+        is_broken = is_broken.any(1, keepdim=True)
+        return _Outcome(run, is_broken, is_mask, drafted, proposals, offsets, decided, tokens, choice)
 
     def _apply_stopping_criteria(self, run: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cuts each row's final run after the first token at which a criterion holds, and says which rows stop so."""
@@ -273,41 +291,40 @@ class ParallelDecoder:
             # A criterion may tell rows apart by their index: it gets a batch in which this row is where it should be.
             sequence = sequence.expand(len(prompt_ids), -1)
             for length in range(known + 1, sequence.shape[1] + 1):
-                if self.stopping_criteria(sequence[:, :length], None)[row]:  # type: ignore[arg-type]
+                if self.stopping_criteria(sequence[:, :length], None)[row]:
                     run[entry] = pending + length - known
                     stopped[entry] = True
                     break
         return run, stopped
 
-    def _count(
-        self,
-        order: PhysicalOrder,
-        slide: Slide,
-        before: list[int],
-        pending: list[int],
-        masks: list[int],
-        extents: list[int],
-    ) -> None:
-        """Statistics of a step, and what the pacer learns from it. The counts are those before the step."""
-        window = self.window
-        new, found, verdicts = [], [], []
+    def _count(self, order: PhysicalOrder, slide: Slide, before: list[int], ahead: list[int], masks: int) -> None:
+        """Statistics of a step, and what the pacer learns from it.
+
+        Args:
+            order: of the forward.
+            slide: its outcome.
+            before: new tokens of each row before the step.
+            ahead: slots that were filled out of order before the step, or drafts that it checked.
+            masks: of the widest row.
+        """
+        verified = self.window.verified
+        new, found, checked = [], [], []
         for entry, row in enumerate(self.rows):
             if self.is_done[row]:
                 continue
-            self.stats.forwards[row] += 1
-            self.stats.token_instances[row] += order.counts[entry]
+            self.forwards[row] += 1
+            self.token_instances[row] += order.counts[entry]
             new.append(slide.new_tokens[entry] - before[entry])
-            if window.verified:
-                drafts = extents[entry] - pending[entry] - masks[entry]
-                self.stats.drafted[row] += drafts
-                self.stats.accepted[row] += slide.accepted[entry]
-                found.append(window.extents[entry] - window.pending_counts[entry] - window.mask_counts[entry])
-                if drafts and not slide.finished[entry]:
-                    verdicts.append(slide.accepted[entry] == drafts)
+            if verified:
+                self.drafted[row] += ahead[entry]
+                self.accepted[row] += slide.accepted[entry]
+                if not self.window.are_ends_ahead[entry]:  # behind an end nobody looks for drafts
+                    found.append(slide.ahead[entry])
+                if ahead[entry] and not slide.finished[entry]:
+                    checked.append((ahead[entry], slide.accepted[entry]))
             else:
-                filled = slide.committed[entry] + window.extents[entry] - window.mask_counts[entry]
-                found.append(filled - (extents[entry] - masks[entry]) - 1)
-        self.pacer.observe(order.slots.shape[1], new, found, max(masks), verdicts)
+                found.append(new[-1] + slide.ahead[entry] - ahead[entry] - 1)
+        self.pacer.observe(masks, new, found, checked if verified else None)
 
     def _record(
         self,
@@ -349,8 +366,6 @@ class ParallelDecoder:
             if not self.is_done[row]:
                 tokens = window.output[entry, before[entry] : slide.new_tokens[entry]].cpu()
                 self.stream.put(row, tokens, slide.finished[entry])
-        if self.stream.wants_drafts and not slide.finished[0]:
-            self.stream.put_draft(window.tokens[0, window.pending_counts[0] : window.extents[0]].cpu())
 
     def _retire(self, finished: list[bool]) -> None:
         """Finished rows leave the batch: they cost nothing from here on. Where shapes are fixed, they stay, idle."""
@@ -359,7 +374,7 @@ class ParallelDecoder:
             if finished[entry] and not self.is_done[row]:
                 count = window.new_counts[entry]
                 self.outputs[row, :count] = window.output[entry, :count]
-                self.stats.new_tokens[row] = count
+                self.new_tokens[row] = count
                 self.is_done[row] = True
         if window.fixed_width is None:
             order = self.cache.retire(finished)

@@ -5,12 +5,14 @@ and looks up now and then whether that has changed. Everything here is a functio
 seed gives the same generation on any machine.
 """
 
+from bisect import bisect_right
+
 # What a depth is believed to pay before anything is known: 0.9 to its power.
 PRIOR = 0.9
 # Averages run over about this many steps.
 MEMORY = 8
-# The belief in depths that are not tried goes back to the prior by this share a step; less often after each vain try.
-RECOVERY = 0.02
+# The belief in depths that are not tried goes back to the prior by this share a step; after vain tries more slowly.
+RECOVERY, SLOWEST_RECOVERY = 0.01, 0.002
 # A rejection makes drafts this much more careful, a step without one bolder: in balance at 2 rejections in 9 steps.
 CAREFUL, BOLD = 0.9, 1.03
 # How far the entropy threshold may move either way.
@@ -23,11 +25,11 @@ GPU_SLOT_COST = 0.004
 class WindowPacer:
     """Chooses the window's size W and the entropy threshold τ of drafts, step by step.
 
-    A forward of A rows and Q slots a row takes the time 1 + c·A·Q, c being the slot cost. The mask at depth i (counted
-    from the one behind the leftmost, whose token the step yields anyway) costs two slots, its own and that of the
-    token it becomes, and yields a token in a share S_i of the rows. It pays while S_i / (2·c·A) is at least what a
-    step as a whole yields, T / (1 + c·A·Q). W is the number of depths that pay, and one for the leftmost mask; where
-    none does, W is 0 and the next token comes from the AR head.
+    A forward of A rows and Q slots a row takes the time 1 + c·A·Q, c being the slot cost. Depth i of the window is the
+    i-th mask behind the leftmost, which yields nothing that a step does not have anyway; S_i is the share of rows and
+    steps in which a token came out of it. With a window of W, a step yields T = 1 + S_1 + … + S_{W−1} tokens a row,
+    and takes about Q = T + W slots: W is what maximises T / (1 + c·A·Q), and 0, plain AR decoding, where nothing
+    exceeds 1 / (1 + c·A).
 
     Args:
         largest: the largest W.
@@ -47,49 +49,73 @@ class WindowPacer:
         self.slot_cost = slot_cost
         self.is_adaptive = is_adaptive
         self.lowest, self.highest = threshold / LEEWAY, threshold * LEEWAY
+        self.tokens = 1.0  # T, averaged
         self.yields = [PRIOR ** (depth + 1) for depth in range(largest - 1)]  # S
         self.weights = [1.0] * len(self.yields)
-        self.tokens, self.slots = 1.0, 1.0  # T and Q
-        self.acceptance = 1.0
-        self.recovery = RECOVERY
-        self.window_size = self._paying(rows) if is_adaptive else largest
+        self.recovery = [RECOVERY] * len(self.yields)
+        self.window_size = 0 if is_adaptive else largest
+        if is_adaptive:
+            self._choose(rows)
 
-    def observe(self, slots: int, tokens: list[int], found: list[int], in_play: int, verdicts: list[bool]) -> None:
+    def observe(self, masks: int, tokens: list[int], found: list[int], checked: list[tuple[int, int]] | None) -> None:
         """Takes in a step.
 
         Args:
-            slots: Q.
+            masks: of the widest row.
             tokens: final tokens that the step gave, per row.
             found: fills beyond the one that any step has, or drafts proposed, per row.
-            in_play: masks that the widest row had.
-            verdicts: of each row whose drafts were checked, whether all passed.
+            checked: under verification, for each row that had drafts: how many, and how many of them were accepted.
         """
         if not self.is_adaptive:
             return
         rows = len(tokens)
         self.tokens += (sum(tokens) / rows - self.tokens) / MEMORY
-        self.slots += (slots - self.slots) / MEMORY
-        if verdicts:
-            passed = sum(verdicts) / len(verdicts)
-            self.acceptance += (passed - self.acceptance) / MEMORY
-            self.threshold *= CAREFUL ** (1 - passed) * BOLD**passed
-            self.threshold = min(max(self.threshold, self.lowest), self.highest)
+        # The hit rate that would pay at the present rate.
+        least = min(2 * self.slot_cost * rows * self.rate, PRIOR)
+        rises = False
+        found = sorted(found)
+        tried = found if checked is None else sorted(drafts for drafts, _ in checked)
+        hit = found if checked is None else sorted(accepted for _, accepted in checked)
         for depth in range(len(self.yields)):
-            if depth < in_play - 1:
-                share = sum(count > depth for count in found) / rows
+            # A depth that gave no draft has failed. One that did has yet to see it accepted.
+            hits = len(hit) - bisect_right(hit, depth)
+            tries = len(tried) - bisect_right(tried, depth)
+            if depth < masks - 1:
+                tries += bisect_right(found, depth)
+            if tries:
+                share = hits / tries
                 self.weights[depth] = min(MEMORY, self.weights[depth] + 1)
                 self.yields[depth] += (share - self.yields[depth]) / self.weights[depth]
-            else:
-                self.yields[depth] += self.recovery * (PRIOR ** (depth + 1) - self.yields[depth])
-        if in_play > 1:
-            self.recovery = RECOVERY if any(found) else self.recovery / 2
-        self.window_size = self._paying(rows)
+                # Up to twice as often after hits; in balance where the hits are as many as would pay.
+                factor = 2 ** (share - (1 - share) * least / (1 - least))
+                self.recovery[depth] = min(max(self.recovery[depth] * factor, SLOWEST_RECOVERY), RECOVERY)
+            elif depth >= masks - 1:
+                hope = PRIOR * (self.yields[depth - 1] if depth else 1.0)
+                rate = 1 / MEMORY if rises else self.recovery[depth]
+                self.yields[depth] += rate * (hope - self.yields[depth])
+            rises = 0 < hits == tries  # where all went well at the deepest depth, the next one is soon worth a try
+        if checked:
+            passed = sum(accepted == drafts for drafts, accepted in checked) / len(checked)
+            self.threshold *= CAREFUL ** (1 - passed) * BOLD**passed
+            self.threshold = min(max(self.threshold, self.lowest), self.highest)
+        self._choose(rows)
 
-    def _paying(self, rows: int) -> int:
+    def _choose(self, rows: int) -> None:
         cost = self.slot_cost * rows
-        least = 2 * cost * self.tokens / (1 + cost * self.slots)
-        depths = next((depth for depth, paid in enumerate(self.yields) if paid < least), len(self.yields))
-        return depths + 1 if depths else 0
+        # A draft that is rejected also costs the drafts of the next step: what is less likely is left out.
+        likely = (self.tokens - 1) / (2 * self.tokens - 1)
+        self.rate, best = 1 / (1 + cost), 0
+        tokens = before = 1.0
+        for depth, share in enumerate(self.yields):
+            if share < likely * before:
+                break
+            tokens, before = tokens + share, share
+            rate = tokens / (1 + cost * (tokens + depth + 2))
+            if rate > self.rate:
+                self.rate, best = rate, depth + 2
+        if self.window_size == 0:  # a look that may be vain costs no more than two forwards without slots
+            best = min(best, max(2, int(2 / max(cost, 1e-9))))
+        self.window_size = best
 
 
 def default_slot_cost(device_type: str) -> float:

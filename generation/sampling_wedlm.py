@@ -132,6 +132,7 @@ class TokenSampler:
         self.mask_token_id = mask_token_id
         self.prompt_ids = prompt_ids
         self.ahead = ahead
+        self.is_argmax = not do_sample and not self.processors  # of the raw logits but MASK's
         self.noise: PositionNoise | None = None
 
     def check_out_of_order(self) -> None:

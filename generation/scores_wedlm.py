@@ -26,8 +26,9 @@ class ScoreRecorder:
         self.keep_scores = keep_scores
         self.keep_logits = keep_logits
         self.log_probs = torch.zeros(batch_size, limit + 1, device=device)
-        self.kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
-        self._raw: torch.Tensor | None = None
+        self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and offsets of each step's tokens
+        self._scores: list[torch.Tensor] = []
+        self._logits: list[torch.Tensor] = []
 
     def look(self, logits: torch.Tensor) -> None:
         """Takes the raw logits `(A, M, V)` float32 of a step, before anything is overwritten in them."""
@@ -59,29 +60,35 @@ class ScoreRecorder:
         places = torch.where(decided, offsets.clamp(0, limit), limit)
         self.log_probs[index] = self.log_probs[index].scatter(1, places, log_probs)
         if self.keep_scores or self.keep_logits:
-            where = index[:, None].expand_as(offsets)[decided], offsets[decided]
-            scores = choice.scores[decided] if self.keep_scores else None
-            self.kept.append((*where, scores, None if self._raw is None else self._raw[decided]))
+            self._places.append((index[:, None].expand_as(offsets)[decided], offsets[decided]))
+        if self.keep_scores:
+            self._scores.append(choice.scores[decided])
+        if self._raw is not None:
+            self._logits.append(self._raw[decided])
 
-    def by_token(self, new_tokens: torch.Tensor, pad_token_id: int, raw: bool) -> tuple[torch.Tensor, ...]:
-        """One `(B, V)` float32 tensor for each new token: processed scores, or raw logits.
+    def scores(self, new_tokens: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, ...] | None:
+        """Processed scores: one `(B, V)` float32 tensor for each new token; `None` if not kept.
 
         After a row's end all is certain: 0 for the padding token and −inf for the others.
 
         Args:
             new_tokens: `(B,)` int64, how many each row has.
             pad_token_id: stands after a row's end.
-            raw: the logits.
         """
-        entries = [(rows, offsets, logits if raw else scores) for rows, offsets, scores, logits in self.kept]
-        first = entries[0][2]
-        assert first is not None
+        return self._by_token(self._scores, new_tokens, pad_token_id) if self.keep_scores else None
+
+    def logits(self, new_tokens: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, ...] | None:
+        """The model's raw logits, like [`scores`]."""
+        return self._by_token(self._logits, new_tokens, pad_token_id) if self.keep_logits else None
+
+    def _by_token(
+        self, kept: list[torch.Tensor], new_tokens: torch.Tensor, pad_token_id: int
+    ) -> tuple[torch.Tensor, ...]:
+        new_tokens = new_tokens.to(kept[0].device)
         length = int(new_tokens.max())
-        table = first.new_full((length, len(new_tokens), first.shape[-1]), float("-inf"))
-        is_over = torch.arange(length)[:, None] >= new_tokens
-        table[is_over.to(table.device), pad_token_id] = 0.0
-        for rows, offsets, values in entries:
-            assert values is not None
-            is_kept = offsets < new_tokens.to(rows.device)[rows]  # what lies behind an end token is gone
+        table = kept[0].new_full((length, len(new_tokens), kept[0].shape[-1]), float("-inf"))
+        table[torch.arange(length, device=table.device)[:, None] >= new_tokens, pad_token_id] = 0.0
+        for (rows, offsets), values in zip(self._places, kept, strict=True):
+            is_kept = offsets < new_tokens[rows]  # what lies behind an end token is gone
             table[offsets[is_kept], rows[is_kept]] = values[is_kept]
         return table.unbind(0)

@@ -17,15 +17,16 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
     Returns:
         `(...)` float32, nats.
     """
-    flat = logits.reshape(-1, logits.shape[-1])
+    if logits.numel() <= CHUNK:
+        return _entropy(logits)
     # A few rows at a time: what this needs besides the logits stays small, whatever the batch.
+    flat = logits.flatten(0, -2)
     return torch.cat([_entropy(rows) for rows in flat.split(max(1, CHUNK // flat.shape[1]))]).view(logits.shape[:-1])
 
 
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
-    # A logit of −inf has p log p = 0, not NaN.
-    return -(log_probs.exp() * log_probs.clamp_(min=torch.finfo(torch.float32).min)).sum(-1)
+    # `entr` is −p log p, and 0 where p is.
+    return torch.special.entr(torch.softmax(logits.float(), dim=-1)).sum(-1)
 
 
 def select_masks(

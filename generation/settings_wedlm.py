@@ -1,6 +1,7 @@
 """Settings of parallel decoding: one frozen, validated dataclass, read from a `GenerationConfig`."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -94,30 +95,32 @@ class WeDLMGenerationSettings:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "adaptive_window"):
                 raise ValueError(f"`{name}` must be True or False, got {value!r}.")
-        if self.strategy == "block":
-            self._check_block()
-        if self.verification != "none" and self.entropy_budget is not None:
-            raise ValueError(
-                f"`entropy_budget` limits the fills of unverified decoding, got `verification={self.verification!r}`: "
-                "`entropy_threshold` limits its drafts."
-            )
-
-    def _check_block(self) -> None:
-        if self.verification != "none":
+        if self.verification != "none" and self.strategy == "block":
             raise ValueError(
                 f"`verification={self.verification!r}` goes with `strategy='wedlm'`, got `strategy='block'`: "
                 "verified drafts are one contiguous run, so there are no blocks to wait for."
-            )
-        if self.adaptive_window:
-            raise ValueError(
-                "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have one "
-                "size."
             )
 
     @property
     def is_adaptive(self) -> bool:
         """Whether window and drafts follow what they pay."""
-        return self.verification == "exact" if self.adaptive_window is None else self.adaptive_window
+        if self.adaptive_window is None:
+            return self.verification == "exact"
+        return self.adaptive_window and self.strategy != "block"
+
+    def check_together(self, given: Collection[str]) -> None:
+        """Raises `ValueError` for a field that was given for this call and has no meaning beside the others. (Stored
+        ones are for the calls in which they have.)"""
+        if "entropy_budget" in given and self.entropy_budget is not None and self.verification != "none":
+            raise ValueError(
+                f"`entropy_budget` limits the fills of unverified decoding, got `verification={self.verification!r}`: "
+                "`entropy_threshold` limits its drafts."
+            )
+        if "adaptive_window" in given and self.adaptive_window and self.strategy == "block":
+            raise ValueError(
+                "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have one "
+                "size."
+            )
 
     @classmethod
     def from_generation_config(cls, generation_config: Any, model_config: Any) -> "WeDLMGenerationSettings":

@@ -27,11 +27,6 @@ class DecodingStats:
     drafted: torch.Tensor
     accepted: torch.Tensor
 
-    @classmethod
-    def zeros(cls, batch_size: int) -> "DecodingStats":
-        """Nothing counted yet."""
-        return cls(*(torch.zeros(batch_size, dtype=torch.int64) for _ in range(5)))
-
     @property
     def tokens_per_forward(self) -> float:
         """New tokens / forwards, pooled over rows."""

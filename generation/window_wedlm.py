@@ -51,11 +51,12 @@ class PhysicalOrder:
 @dataclass(frozen=True)
 class Slide:
     """What the host learns of a step, one entry per row: how many slots were cached for good; how many drafts were
-    accepted; how many new tokens are final by now; whether the row is finished, and whether its logits were no
-    numbers."""
+    accepted; how many slots are filled out of order, or with drafts; how many new tokens are final by now; whether the
+    row is finished, and whether its logits were no numbers."""
 
     committed: list[int]
     accepted: list[int]
+    ahead: list[int]
     new_tokens: list[int]
     finished: list[bool]
     broken: list[bool]
@@ -63,7 +64,7 @@ class Slide:
 
 class Window:
     """Pending tokens and windows of all rows in use. Each method is a fixed number of vectorised operations; only
-    [`slide`] reads anything back.
+    [`slide`] reads anything back, and what it reads is all that the host needs until the next one.
 
     Args:
         prompt: `(A, P)` int64, the prompt tokens that are not cached yet, left-aligned.
@@ -113,6 +114,7 @@ class Window:
         self.tokens = torch.cat([prompt, masks], dim=1).masked_fill(~self.filled, mask_token_id)  # (A, S)
         self.new_tokens = torch.zeros_like(self.pending)  # (A, 1), final ones
         self.accepted = self.new_tokens  # (A, 1), drafts that the last forward accepted
+        self.ended = self.ends_ahead = self.new_tokens.bool()  # (A, 1), whether the run, or a draft, ends the row
         # One column more than a row can have: what must not be written lands there.
         self.output = prompt.new_zeros(prompt.shape[0], limit + 1)
         # What the host knows of the above, so that shapes need no synchronisation.
@@ -120,6 +122,8 @@ class Window:
         self.extents = [length + width for length in prompt_lengths]
         self.mask_counts = [width] * len(prompt_lengths)
         self.new_counts = [0] * len(prompt_lengths)
+        self.ahead_counts = [0] * len(prompt_lengths)
+        self.is_idle = [False] * len(prompt_lengths)
         self.is_first = True
 
     def order(self) -> PhysicalOrder:
@@ -165,12 +169,15 @@ class Window:
         final run, `(A, 1)` int64: slots from the left that are filled without a gap, cut after the first end token."""
         self.tokens.scatter_(1, slots, torch.where(chosen, tokens, self.tokens.gather(1, slots)))
         self.filled.scatter_(1, slots, chosen | self.filled.gather(1, slots))
-        return self._cut_after_end((self.filled & (self.slots < self.extent)).cumprod(1).sum(1, keepdim=True))
+        run = (self.filled & (self.slots < self.extent)).cumprod(1).sum(1, keepdim=True)
+        return self._cut_after_end(run, torch.isin(self.tokens, self.end_tokens))
 
-    def next_tokens(self, order: PhysicalOrder) -> torch.Tensor:
-        """Which slots with logits are AR rows, the last pending token and the drafts, `(A, M)` bool."""
+    def ar_rows(self, order: PhysicalOrder) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which slots with logits are AR rows (the last pending token and the drafts), and which are masks, `(A, M)`
+        bool each."""
         slots = order.logit_slots
-        return self.filled.gather(1, slots) & (slots >= self.pending - 1) & (slots < self.extent)
+        is_filled, in_play = self.filled.gather(1, slots), slots < self.extent
+        return is_filled & in_play & (slots >= self.pending - 1), in_play & ~is_filled
 
     def tokens_after(self, order: PhysicalOrder) -> torch.Tensor:
         """The token in the slot after each slot with logits, `(A, M)` int64; MASK beyond the canvas."""
@@ -201,7 +208,7 @@ class Window:
 
         Args:
             order: of the forward.
-            is_ar: `(A, M)` bool, see [`next_tokens`].
+            is_ar: `(A, M)` bool, see [`ar_rows`].
             ar_tokens: `(A, M)` int64, what each AR row chose for the slot after its own.
             passes: `(A, M)` bool, whether the draft in the slot after an AR row's is accepted.
             proposed: `(A, M)` bool, masks confident enough to be drafts. Only a run right after the new AR token is
@@ -226,29 +233,36 @@ class Window:
         drafts = (confident | (self.slots <= last)).cumprod(1).bool() & (self.slots > last) & is_clean
         tokens = torch.zeros_like(self.tokens).scatter_(1, slots, proposals)
         tokens = torch.where(self.slots == last, expected, torch.where(drafts, tokens, self.tokens))
+        # Nothing that lies behind an end token is worth a slot.
+        is_end = torch.isin(tokens, self.end_tokens)
+        ends = drafts & is_end
+        drafts &= ends.cumsum(1) == ends
+        self.ends_ahead = ends.any(1, keepdim=True)
         self.filled = (self.slots <= last) | drafts
         self.tokens = tokens.masked_fill_(~self.filled, self.mask_token_id)
         self.extent = torch.maximum(self.extent, last + 1)
         run = torch.minimum(last + 1, self.pending + self.limit - self.new_tokens)
-        run = torch.where(self.pending > 0, self._cut_after_end(run), 0)
+        run = self._cut_after_end(run, is_end)
+        if self.fixed_width is not None:  # idle rows
+            run = run.masked_fill(self.pending == 0, 0)
         self.accepted = torch.minimum(last, run) - self.pending
         return run
 
-    def _cut_after_end(self, run: torch.Tensor) -> torch.Tensor:
-        is_end = self._is_fresh(run) & torch.isin(self.tokens, self.end_tokens)
-        return torch.where(is_end.any(1, keepdim=True), is_end.long().argmax(1, keepdim=True) + 1, run)
+    def _cut_after_end(self, run: torch.Tensor, is_end: torch.Tensor) -> torch.Tensor:
+        is_end = self._is_fresh(run) & is_end
+        self.ended = is_end.any(1, keepdim=True)
+        return torch.where(self.ended, is_end.long().argmax(1, keepdim=True) + 1, run)
 
     def _is_fresh(self, run: torch.Tensor) -> torch.Tensor:
         return (self.slots >= self.pending) & (self.slots < run)
 
-    def slide(self, run: torch.Tensor, stopped: torch.Tensor, broken: torch.Tensor, window_size: int) -> Slide:
-        """Takes the slots that are cached now off the left, lets the other final ones be pending, refills the window.
+    def slide(self, run: torch.Tensor, stopped: torch.Tensor, broken: torch.Tensor) -> Slide:
+        """Takes the slots that are cached now off the left, and lets the other final ones be pending.
 
         Args:
             run: `(A, 1)` int64, slots from the left that are final.
             stopped: `(A, 1)` bool, rows that end here whatever their last token is.
             broken: `(A, 1)` bool, rows whose logits are no numbers.
-            window_size: W from now on. What is filled out of order stays.
 
         Returns:
             The host reads back once a step, here.
@@ -256,43 +270,68 @@ class Window:
         fresh = self._is_fresh(run)
         places = torch.where(fresh, self.new_tokens + self.slots - self.pending, self.limit)
         self.output.scatter_(1, places, self.tokens)
-        ended = (fresh & torch.isin(self.tokens, self.end_tokens)).any(1, keepdim=True)
         self.new_tokens = self.new_tokens + run - self.pending
-        finished = ended | stopped | (self.new_tokens >= self.limit)
+        finished = self.ended | stopped | (self.new_tokens >= self.limit)
 
         # A forward sees final tokens first, so what it computed for them is final too: all of the old pending run, and
         # under verification every accepted draft.
         committed = (run - 1).clamp_(min=0) if self.verified else self.pending
         pending = run - committed
-        remaining = self.limit - self.new_tokens
-        in_play = self.slots < self.extent
+        is_filled = self.filled & (self.slots < self.extent)
+        ahead = (is_filled.sum(1, keepdim=True) - run).clamp_(min=0)
+        # Up to where the canvas is in use: what is filled beyond the run stays.
         if self.verified:
-            drafts = ((self.filled & in_play).sum(1, keepdim=True) - run).clamp_(min=0)
-            # The leftmost mask's own slot goes to an AR token, so masks beside it are worth their place from two on.
-            wanted = torch.where(remaining > drafts + 1, drafts + window_size, drafts)
+            used = pending + ahead
         else:
-            last = torch.where(self.filled & in_play, self.slots + 1, 0).amax(1, keepdim=True)
-            wanted = (last - run).clamp_(min=window_size)
-        extent = pending + torch.minimum(wanted, remaining)
-        if self.block:
-            has_masks = (in_play & ~self.filled).any(1, keepdim=True)
-            extent = torch.where(has_masks, self.extent - committed, extent)
+            used = torch.where(is_filled, self.slots + 1, 0).amax(1, keepdim=True)
+            if self.block:
+                has_masks = (~self.filled & (self.slots < self.extent)).any(1, keepdim=True)
+                used = torch.where(has_masks, self.extent, used)
+            used = torch.maximum(used - committed, pending)
         if self.fixed_width is not None:  # finished rows stay, with nothing in play
-            is_idle = finished | (self.pending == 0)
-            pending, extent = pending.masked_fill(is_idle, 0), extent.masked_fill(is_idle, 0)
-        self._shift(committed, in_play)
+            is_idle = finished | torch.tensor(self.is_idle, device=finished.device)[:, None]
+            pending, used, ahead = (value.masked_fill(is_idle, 0) for value in (pending, used, ahead))
+            is_filled = is_filled & ~is_idle
+        self._shift(committed, is_filled)
         self.start = self.start + committed
         self.pending = pending
-        self.extent = extent
         self.is_first = False
 
-        masks = extent - (self.filled & (self.slots < extent)).sum(1, keepdim=True)
-        columns = [committed, self.accepted, pending, extent, masks, self.new_tokens, finished, broken]
-        counts, accepted, *state, ended_rows, broken_rows = map(
-            list, zip(*torch.cat(columns, 1).tolist(), strict=True)
-        )
-        self.pending_counts, self.extents, self.mask_counts, self.new_counts = state
-        return Slide(counts, accepted, self.new_counts, list(map(bool, ended_rows)), list(map(bool, broken_rows)))
+        counts = [committed, self.accepted, ahead, self.new_tokens, pending, used, self.ends_ahead, finished, broken]
+        cached, accepted, *state, ends, breaks = map(list, zip(*torch.cat(counts, 1).tolist(), strict=True))
+        self.ahead_counts, self.new_counts, self.pending_counts, self.used_counts, self.are_ends_ahead = state
+        flags = list(map(bool, ends)), list(map(bool, breaks))
+        slide = Slide(cached, accepted, self.ahead_counts, self.new_counts, *flags)
+        if self.fixed_width is not None:
+            self.is_idle = list(map(bool.__or__, self.is_idle, slide.finished))
+        return slide
+
+    def refill(self, window_size: int) -> None:
+        """Makes room for W masks: behind the drafts under verification, else behind the pending tokens, where what is
+        filled out of order keeps its place.
+
+        Args:
+            window_size: W. A row whose answer has less room left gets fewer.
+        """
+        self.extents, self.mask_counts = [], []
+        for entry, (pending, used, new) in enumerate(
+            zip(self.pending_counts, self.used_counts, self.new_counts, strict=True)
+        ):
+            room, remaining = used - pending, self.limit - new
+            if self.is_idle[entry]:
+                wanted = 0
+            elif self.are_ends_ahead[entry]:
+                wanted = room
+            elif self.verified:
+                # The leftmost mask's own slot goes to an AR token, so masks are worth their place from two on.
+                wanted = room + window_size if remaining > room + 1 else room
+            elif self.block:
+                wanted = room or window_size
+            else:
+                wanted = max(room, window_size)
+            self.extents.append(pending + min(wanted, remaining))
+            self.mask_counts.append(self.extents[-1] - pending - self.ahead_counts[entry])
+        self.extent = torch.tensor(self.extents, device=self.slots.device)[:, None]
 
     def _shift(self, offset: torch.Tensor, in_play: torch.Tensor) -> None:
         """Moves every canvas left by `offset` `(A, 1)`, onto as many slots as any later step can need."""
@@ -307,8 +346,9 @@ class Window:
     def select(self, rows: list[int]) -> None:
         """Goes on with these rows only, in this order."""
         index = torch.tensor(rows, device=self.tokens.device, dtype=torch.int64)
-        for name in ("tokens", "filled", "pending", "start", "extent", "new_tokens", "output", "accepted"):
+        tensors = ("tokens", "filled", "pending", "start", "extent", "new_tokens", "output", "accepted", "ends_ahead")
+        for name in tensors:
             setattr(self, name, getattr(self, name)[index])
-        for name in ("pending_counts", "extents", "mask_counts", "new_counts"):
+        for name in ("pending_counts", "used_counts", "ahead_counts", "new_counts", "are_ends_ahead", "is_idle"):
             values = getattr(self, name)
             setattr(self, name, [values[row] for row in rows])

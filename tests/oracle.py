@@ -25,15 +25,21 @@ def entropy_of(logits):
     return float(-(log_probs.exp() * log_probs).sum())
 
 
-def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, block=False):
-    """Greedy streaming (or block-wise) parallel decoding. Returns (new tokens, forwards, token instances)."""
+def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, block=False, budget=None):
+    """Greedy streaming (or block-wise) parallel decoding. Returns (new tokens, forwards, token instances).
+
+    `window_size` may be a function of the number of forwards so far; a row without masks takes its AR token."""
     generated = []  # committed and pending tokens
     committed = 0  # how many of them are committed
     slots = {}  # offset from the prompt's end -> token, or None for a mask
     forwards = instances = 0
     while True:
         if not block or not any(token is None for token in slots.values()):
-            end = min(len(generated) + window_size, limit)
+            size = window_size(forwards) if callable(window_size) else window_size
+            end = min(len(generated) + size, limit)
+            end = max([end, *(offset for offset, token in slots.items() if token is not None)])
+            for offset in [offset for offset in slots if offset >= end and slots[offset] is None]:
+                del slots[offset]
             for offset in range(len(generated), end):
                 slots.setdefault(offset, None)
         filled = [offset for offset in sorted(slots) if slots[offset] is not None]
@@ -45,9 +51,17 @@ def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, blo
         instances += len(order) - committed
         committed = len(generated)
 
+        if not masks:
+            slots[len(generated)] = None
+            masks = [len(generated)]
+            logits = torch.cat([logits, logits[-1:]])  # the AR head's row stands in for that of a mask
         mask_logits = dict(zip(masks, logits[len(prompt) + len(generated) + len(filled) :], strict=True))
         adjusted = {o: entropy_of(mask_logits[o]) + lam * (o - masks[0]) for o in masks}
-        chosen = [o for o in masks if adjusted[o] < tau] or [min(masks, key=lambda o: (adjusted[o], o))]
+        ascending = sorted(masks, key=lambda o: (adjusted[o], o))
+        chosen = [o for o in masks if adjusted[o] < tau] or ascending[:1]
+        if budget is not None:
+            before = [sum(adjusted[o] for o in ascending[:count]) for count in range(len(ascending))]
+            chosen = [o for o, spent in zip(ascending, before, strict=True) if spent <= budget]
         for offset in chosen:
             scores = mask_logits[offset].clone()
             scores[mask_id] = -torch.inf
@@ -70,3 +84,40 @@ def decode_ar(model, prompt, *, limit, mask_id, eos_ids):
         if generated[-1] in eos_ids:
             break
     return generated
+
+
+def least_typical(scores, epsilon, delta):
+    """What the probability of a draft must be for typical acceptance: min(ε, δ·exp(−H))."""
+    return min(epsilon, delta * float(torch.exp(torch.tensor(-entropy_of(scores[scores > -torch.inf])))))
+
+
+def decode_typical(model, prompt, *, window_size, tau, epsilon, delta, limit, mask_id, eos_ids):
+    """Greedy decoding by typical acceptance, one prompt, a window of one size."""
+    generated, drafts = [], []
+    while True:
+        first = len(generated) + len(drafts)
+        masks = min(window_size, limit - first)
+        if generated and limit - first <= 1:
+            masks = 0  # its one slot goes to an AR token
+        tokens = prompt + generated + drafts + [mask_id] * masks
+        logits = causal_forward(model, tokens, list(range(len(tokens))))
+        logits_without_mask = logits.clone()
+        logits_without_mask[:, mask_id] = -torch.inf
+        row = len(prompt) + len(generated) - 1
+        accepted = 0
+        for draft in drafts:
+            scores = logits_without_mask[row + accepted]
+            probability = float(torch.softmax(scores, dim=-1)[draft])
+            if draft != int(scores.argmax()) and probability < least_typical(scores, epsilon, delta):
+                break
+            accepted += 1
+        for token in [*drafts[:accepted], int(logits_without_mask[row + accepted].argmax())]:
+            generated.append(token)
+            if token in eos_ids or len(generated) == limit:
+                return generated
+        was_rejected, drafts = accepted < len(drafts), []
+        # The first mask stood where the AR token is now.
+        for index in range(len(tokens) - masks + 1, len(tokens)):
+            if was_rejected or entropy_of(logits[index]) >= tau:
+                break
+            drafts.append(int(logits_without_mask[index].argmax()))

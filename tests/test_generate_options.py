@@ -5,7 +5,9 @@ import threading
 
 import pytest
 import torch
+from accelerate import disk_offload
 from oracle import causal_forward, decode_ar
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from transformers import (
     DynamicCache,
@@ -15,6 +17,7 @@ from transformers import (
     MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
     TextIteratorStreamer,
     pipeline,
 )
@@ -33,6 +36,14 @@ def model():
     return tiny_model()
 
 
+def storing(options):
+    """A model whose generation config holds these settings."""
+    model = tiny_model()
+    for name, value in options.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
 def tail(sequences):
     return sequences[0, PROMPT.shape[1] :].tolist()
 
@@ -44,7 +55,7 @@ def tail(sequences):
     ("options", "message"),
     [
         ({"strategy": "diffusion"}, "`strategy` must be one of 'ar', 'wedlm', 'block', got 'diffusion'"),
-        ({"verification": "maybe"}, "`verification` must be one of 'none', 'exact', got 'maybe'"),
+        ({"verification": "maybe"}, "`verification` must be one of 'none', 'exact', 'typical', got 'maybe'"),
         ({"window_size": 0}, "`window_size` must be an integer of at least 1, got 0"),
         ({"window_size": 2.5}, "`window_size` must be an integer of at least 1, got 2.5"),
         ({"window_size": True}, "`window_size` must be an integer of at least 1, got True"),
@@ -60,17 +71,18 @@ def tail(sequences):
         ({"mask_token_id": PAD}, "`mask_token_id` must differ from the padding token, got 0"),
         ({"num_beams": 2}, "`strategy='wedlm'` decodes greedily or by sampling, .* beam search \\(num_beams=2\\)"),
         ({"prompt_lookup_num_tokens": 3}, "the other options ask for assisted generation"),
-        ({"cache_implementation": "static"}, "`cache_implementation='static'` is not supported with"),
+        ({"cache_implementation": "quantized"}, "`cache_implementation='quantized'` is not supported with"),
         ({"use_cache": False}, "`use_cache=False` is not supported with"),
         ({"output_attentions": True}, "`output_attentions=True` is not supported with"),
-        ({"output_scores": True, "return_dict_in_generate": True}, "`output_scores=True` is not supported with"),
+        ({"remove_invalid_values": True}, "`remove_invalid_values=True` is not supported with"),
         ({"guidance_scale": 2.0}, "`guidance_scale=2.0` is not supported with"),
         ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor needs the tokens before each position"),
         ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor needs the tokens before each position"),
         ({"windw_size": 4}, "The following `model_kwargs` are not used by the model: \\['windw_size'\\]"),
         ({"past_key_values": DynamicCache()}, "Parallel decoding needs a `WindowCache`.* got DynamicCache"),
         ({"position_ids": torch.tensor([[1, 2, 3, 4, 5]])}, "counts positions from each row's first token"),
-        ({"synced_gpus": True}, "`synced_gpus=True` is not supported with"),
+        ({"custom_generate": lambda model, ids, **_: ids}, "`custom_generate` brings a loop of its own"),
+        ({"is_assistant": True}, "An assistant decodes as AR: leave `strategy='wedlm'` out"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_before_any_forward(model, options, message):
@@ -111,9 +123,33 @@ def test_prompts_that_cannot_be_decoded_are_refused(model, input_ids, mask, mess
         )
 
 
-def test_input_embeddings_are_refused(model):
-    with pytest.raises(ValueError, match="`inputs_embeds` are not supported"):
-        model.generate(inputs_embeds=model.get_input_embeddings()(PROMPT), **FAST)
+@pytest.mark.parametrize("options", [FAST, FAST | {"strategy": "block"}, EXACT])
+def test_input_embeddings_give_what_their_tokens_give(model, options):
+    padded = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
+    mask = (padded != PAD).long()
+    embeds = model.get_input_embeddings()(padded)
+    expected = model.generate(padded, attention_mask=mask, **options)
+    given = model.generate(inputs_embeds=embeds, attention_mask=mask, **options)
+    assert given.tolist() == expected[:, 5:].tolist()
+    both = model.generate(padded, inputs_embeds=embeds, attention_mask=mask, **options)
+    assert both.tolist() == expected.tolist()
+
+
+def test_a_cache_beside_input_embeddings_must_be_empty(model):
+    embeds = model.get_input_embeddings()(PROMPT)
+    first = model.generate(inputs_embeds=embeds, **FAST, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="Nothing tells whether a cache belongs to `inputs_embeds`"):
+        model.generate(inputs_embeds=embeds, **FAST, past_key_values=first.past_key_values)
+
+
+def test_ar_decoding_of_embeddings_leaves_the_caches_tokens_unknown(model):
+    """The first slots hold the prompt, not the new tokens that the call returned."""
+    cache = WindowCache()
+    embeds = model.get_input_embeddings()(PROMPT)
+    new = model.generate(inputs_embeds=embeds, max_new_tokens=6, past_key_values=cache)
+    turn = torch.cat([PROMPT, new, torch.tensor([[50, 51]])], dim=1)
+    warm = model.generate(turn, **FAST, past_key_values=cache)
+    assert warm.tolist() == model.generate(turn, **FAST).tolist()
 
 
 def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_path):
@@ -381,6 +417,44 @@ def test_a_batch_is_streamed_as_ar_decoding_streams_it(model):
     assert [value.tolist() for value in verified.puts] == [value.tolist() for value in ar.puts]
 
 
+@pytest.mark.parametrize("options", [{}, {"verification": "exact"}])
+def test_a_stored_strategy_reaches_a_server_that_sends_a_generation_config_of_its_own(model, options):
+    """As `transformers chat` and `serve` do: as JSON, with a streamer and the tokenizer."""
+    served = storing(FAST | options)
+    sent = GenerationConfig(**json.loads(GenerationConfig(max_new_tokens=12).to_json_string()))
+    recorder = Recorder()
+    output = served.generate(PROMPT, generation_config=sent, streamer=recorder, tokenizer=tiny_tokenizer())
+    assert output.tolist() == model.generate(PROMPT, **(FAST | options | {"max_new_tokens": 12})).tolist()
+    assert recorder.drafts
+
+
+def test_an_assistant_decodes_as_ar_whatever_its_checkpoint_stores(model):
+    expected = model.generate(PROMPT, max_new_tokens=12)
+    assert model.generate(PROMPT, max_new_tokens=12, assistant_model=storing(EXACT)).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_lora_adapters_decode_as_in_ar_decoding(options):
+    torch.manual_seed(0)
+    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    adapted.eval()
+    output = adapted.generate(input_ids=PROMPT, **options)
+    assert output.tolist() != tiny_model().generate(PROMPT, **options).tolist()
+    assert output.tolist() == adapted.merge_and_unload().generate(PROMPT, **options).tolist()
+
+
+def test_prompt_tuning_is_refused():
+    tuned = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="`prepare_inputs_for_generation` was replaced"):
+        tuned.generate(input_ids=PROMPT, **FAST)
+
+
+def test_weights_that_are_offloaded_decode_alike(model, tmp_path):
+    offloaded = disk_offload(tiny_model(), tmp_path, execution_device=torch.device("cpu"))
+    for options in (FAST, EXACT):
+        assert offloaded.generate(PROMPT, **options).tolist() == model.generate(PROMPT, **options).tolist()
+
+
 def test_text_streams_and_pipelines_give_the_same_text(model):
     tokenizer = tiny_tokenizer()
     expected = tokenizer.decode(tail(model.generate(PROMPT, **FAST)), skip_special_tokens=True)
@@ -421,6 +495,20 @@ def test_logits_that_are_no_numbers_end_with_an_error(verification, do_sample):
         model.generate(PROMPT, **(FAST | {"verification": verification, "do_sample": do_sample}))
 
 
+def test_logits_that_become_no_numbers_name_step_and_row():
+    """A token of row 1 has a broken embedding: the forward after the one that chose it is the first to read it."""
+    model = tiny_model()
+    prompts = torch.tensor([[20, 40, 9], [31, 77, 5]])
+    options = EXACT | {"entropy_threshold": 0.0}
+    free = model.generate(prompts, **options)[:, 3:].tolist()
+    index = next(i for i in range(2, 19) if free[1][i] not in free[0] + free[1][:i])
+    with torch.no_grad():
+        model.get_input_embeddings().weight[free[1][index]] = float("nan")
+    message = f"in forward {index + 2}, row 1: the model's logits are NaN or infinite"
+    with pytest.raises(ValueError, match=message):
+        model.generate(prompts, **options)
+
+
 def test_processors_that_leave_no_token_end_sampling_with_an_error(model):
     with pytest.raises(ValueError, match="or the logits processors leave no token"):
         model.generate(PROMPT, **FAST, do_sample=True, suppress_tokens=list(range(VOCAB_SIZE)))
@@ -443,6 +531,51 @@ def test_an_error_in_a_users_streamer_leaves_model_and_cache_usable(model):
     longer = torch.cat([cold, torch.tensor([[52]])], dim=1)
     warm = model.generate(longer, **FAST, past_key_values=cache)
     assert warm.tolist() == model.generate(longer, **FAST).tolist()
+
+
+class FailingProcessor(LogitsProcessor):
+    calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        if self.calls == 9:
+            raise RuntimeError("the callback failed")
+        return scores
+
+
+class FailingCriterion(FailingProcessor, StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        super().__call__(input_ids, scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        {"logits_processor": LogitsProcessorList([FailingProcessor()])},
+        {"stopping_criteria": StoppingCriteriaList([FailingCriterion()])},
+    ],
+)
+def test_after_an_error_in_a_users_callback_the_same_call_works_on_the_same_cache(model, failing):
+    batch = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
+    first = model.generate(batch, attention_mask=(batch != PAD).long(), **EXACT, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, torch.tensor([[50, 51], [52, 53]])], dim=1)
+    options = EXACT | {"attention_mask": (turn != PAD).long()}
+    with pytest.raises(RuntimeError, match="the callback failed"):
+        model.generate(turn, **options, **failing, past_key_values=first.past_key_values)
+    warm = model.generate(turn, **options, past_key_values=first.past_key_values)
+    assert warm.tolist() == model.generate(turn, **options).tolist()
+
+
+def test_synthid_watermarks_one_sequence_and_refuses_several(model):
+    """Its processor keeps the last tokens' scores of all rows, and is asked once for each position."""
+    config = SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)
+    options = {"max_new_tokens": 20, "suppress_tokens": [MASK], "watermarking_config": config}
+    ar = model.generate(PROMPT, **options)
+    assert ar.tolist() != model.generate(PROMPT, max_new_tokens=20, suppress_tokens=[MASK]).tolist()
+    assert model.generate(PROMPT, **(EXACT | options)).tolist() == ar.tolist()
+    with pytest.raises(ValueError, match="SynthID watermarking keeps a state that all rows advance together"):
+        model.generate(PROMPT.expand(2, -1), **(EXACT | options))
 
 
 def test_a_cache_of_another_prompt_is_refused(model):

@@ -38,6 +38,11 @@ class WindowLayer(CacheLayerMixin):
         self.is_initialized = False
 
     @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether its shapes stay the same."""
+        return self.cache.capacity is not None
+
+    @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """`(B, H, longest row, D)`; rows that are shorter end in slots that hold nothing."""
         return self._keys[:, :, : self.get_seq_length()] if self.is_initialized else None
@@ -62,7 +67,7 @@ class WindowLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if write.end > self._keys.shape[2]:
-            capacity = max(write.end, 2 * self._keys.shape[2], SMALLEST_CAPACITY)
+            capacity = max(write.end, 2 * self._keys.shape[2], self.cache.capacity or SMALLEST_CAPACITY)
             self._keys, self._values = _grown(self._keys, capacity), _grown(self._values, capacity)
         rows = key_states.shape[0]
         keys, values = self._keys[:rows, :, : write.end], self._values[:rows, :, : write.end]
@@ -108,20 +113,30 @@ class WindowCache(Cache):
     swapped behind those still in use ([`retire`]) and cost nothing from then on; [`restore`] puts all rows back in
     order. Outside of such a step it appends like `DynamicCache`, which needs rows of equal length.
 
+    Args:
+        capacity: slots to make room for at once. Forwards then attend to all of it, whatever is in use, so that their
+            shapes stay the same (for `torch.compile`).
+
     Attributes:
         lengths: committed slots of each row.
         token_ids: `(B, C)` int64, the tokens behind the slots (-1: not known); they tell whether a prompt fits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int | None = None) -> None:
         super().__init__(layers=[])
         self.layers: list[Any]
+        self.capacity = capacity
         self.lengths: list[int] = []
         self.token_ids = torch.empty(0, 0, dtype=torch.int64)
         self._write: CacheWrite | None = None
         self._appended: CacheWrite | None = None
         self._rows: list[int] = []  # the caller's row that each buffer row holds
         self._in_use = 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether shapes stay the same."""
+        return self.capacity is not None
 
     # --- steps of parallel decoding ----------------------------------------------------------------------------------
 
@@ -145,8 +160,9 @@ class WindowCache(Cache):
         """
         width = input_ids.shape[1]
         lengths = self.lengths[: self._in_use]
-        is_contiguous = min(lengths) == max(lengths) and min(counts) == width
-        write = CacheWrite(lengths[0] if is_contiguous else None, slots, max(lengths) + width)
+        is_contiguous = self.capacity is None and min(lengths) == max(lengths) and min(counts) == width
+        end = max(lengths) + width
+        write = CacheWrite(lengths[0] if is_contiguous else None, slots, max(end, self.capacity or 0))
         if write.end > self.token_ids.shape[1]:
             self.token_ids = _grown(self.token_ids, max(write.end, 2 * self.token_ids.shape[1]), dim=1, value=-1)
         self.token_ids[: self._in_use].scatter_(1, write.slots, input_ids)

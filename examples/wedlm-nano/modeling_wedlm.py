@@ -1,5 +1,6 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3ForCausalLM,
     Qwen3Model,
     Qwen3PreTrainedModel,
+    apply_rotary_pos_emb,
 )
 from transformers.utils import can_return_tuple
 
@@ -23,8 +25,8 @@ from .dual_stream_wedlm import dual_stream_loss, dual_stream_mask_function
 
 class WeDLMAttention(Qwen3Attention):
     """Identical to [`Qwen3Attention`] except that the output projection has no bias, that `qk_norm=False` leaves
-    queries and keys as they are (Qwen2.5), and that position ids end at RoPE: attention kernels read a jump in them as
-    the border of a packed sequence."""
+    queries and keys as they are (Qwen2.5), that position ids end at RoPE (attention kernels read a jump in them as the
+    border of a packed sequence), and that windows decode without copies of the cache (see [`grouped_sdpa`])."""
 
     def __init__(self, config: WeDLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -33,8 +35,51 @@ class WeDLMAttention(Qwen3Attention):
             for name in ("q_norm", "k_norm"):
                 setattr(self, name, nn.Identity())
 
-    def forward(self, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        position_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        is_masked_window = past_key_values is not None and isinstance(attention_mask, torch.Tensor)
+        if not is_masked_window or self.config._attn_implementation != "sdpa" or self.training:
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        key, value = past_key_values.update(key, value, self.layer_idx)
+        output = grouped_sdpa(query, key, value, attention_mask, self.scaling)
+        return self.o_proj(output.transpose(1, 2).flatten(2)), None
+
+
+def grouped_sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """Attention of grouped queries under an explicit mask.
+
+    transformers repeats keys and values for every query head where a mask is given, because kernels take either a mask
+    or groups: a copy of the whole cache per layer and step. Here the queries of a group lie one after the other along
+    the query axis instead, and only the mask is repeated.
+
+    Args:
+        query: `(B, H, Q, D)`.
+        key, value: `(B, H / G, K, D)`.
+        mask: `(B or 1, 1, Q, K)`, boolean or additive.
+        scaling: of the scores.
+
+    Returns:
+        `(B, H, Q, D)`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    folded = query.reshape(query.shape[0], key.shape[1], groups * query.shape[2], query.shape[3])
+    mask = mask.repeat(1, 1, groups, 1) if groups > 1 else mask
+    output = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
+    return output.view_as(query)
 
 
 class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
@@ -139,6 +184,12 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
     ) -> Any:
         if block_ids is None:
             raise ValueError("`stream_ids` needs `block_ids` beside it, got None.")
+        if stream_ids.shape != inputs_embeds.shape[:2]:
+            raise ValueError(
+                f"`stream_ids` must have the shape of the input, {tuple(inputs_embeds.shape[:2])}, got "
+                f"{tuple(stream_ids.shape)}. Context parallelism, which cuts the input into pieces and drops the mask "
+                "that says who sees whom, cannot train a dual stream: use data, sharded (FSDP2) or tensor parallelism."
+            )
         if document_ids is None:
             document_ids = torch.zeros_like(stream_ids)
         implementation = self.config._attn_implementation
@@ -161,6 +212,20 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             config=self.config,
             device=inputs_embeds.device,
         )
+
+
+@dataclass
+class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """[`CausalLMOutputWithPast`], and what training and evaluation report beside the loss.
+
+    Attributes:
+        token_nll: `(B, T)` float32, the negative log-likelihood of each slot's target in nats, with its graph; 0
+            without a target.
+        correct: `(B, T)` bool, whether the target is the likeliest token.
+    """
+
+    token_nll: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
 
 
 class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
@@ -214,7 +279,8 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
                 supervised `labels`, or of `targets` where no labels are given.
 
         Returns:
-            [`CausalLMOutputWithPast`]; without `logits` when `targets` are given (they are never held all at once).
+            [`CausalLMOutputWithPast`]; when `targets` are given, [`WeDLMCausalLMOutputWithPast`] without `logits`,
+            which are never held all at once.
         """
         backbone_inputs = {
             "input_ids": input_ids,
@@ -239,15 +305,17 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         if num_items_in_batch is None:
             counted = targets if labels is None else labels[..., 1:]
             num_items_in_batch = (counted != -100).sum()
-        loss = dual_stream_loss(
+        loss, nll, correct = dual_stream_loss(
             self.lm_head,
             outputs.last_hidden_state,
             targets,
             torch.ones_like(targets, dtype=torch.float32) if loss_weights is None else loss_weights,
             num_items_in_batch,
         )
-        return CausalLMOutputWithPast(
+        return WeDLMCausalLMOutputWithPast(
             loss=loss,
+            token_nll=nll,
+            correct=correct,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

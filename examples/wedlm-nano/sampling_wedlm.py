@@ -4,11 +4,14 @@
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.generation import logits_process as transformers_processors
 from transformers.generation.logits_process import LogitsProcessorList
+
+from .selection_wedlm import token_entropy
 
 # Processors that look at the scores alone.
 SCORE_PROCESSORS = (
@@ -41,10 +44,64 @@ PREFIX_PROCESSORS = (
     "NoRepeatNGramLogitsProcessor",
     "SequenceBiasLogitsProcessor",
 )
+# Positions whose noise is drawn in one go.
+NOISE_CHUNK = 4
 
 
 def _is_any(processor: object, names: tuple[str, ...]) -> bool:
     return type(processor) in {getattr(transformers_processors, name, None) for name in names}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for each slot.
+
+    Attributes:
+        tokens: `(A, M)` int64; -1 where a draw had nothing to choose from, arbitrary where nothing was to choose.
+        scores: `(A, M, V)` float32, processed; where nothing was to choose, arbitrary.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+
+
+class PositionNoise:
+    """Exponential noise that belongs to a row and a position of its answer, whichever step looks at it.
+
+    argmax p / E with E ~ Exp(1) has the law p. Since a position's noise does not depend on how often, beside what or
+    in which order it was asked for, neither do verified samples: a seed gives the text that it gives with W = 0.
+
+    Args:
+        batch_size: B.
+        vocab_size: V.
+        ahead: positions beyond a row's new tokens that a step may ask for.
+        device: of the noise.
+    """
+
+    def __init__(self, batch_size: int, vocab_size: int, ahead: int, device: torch.device):
+        # From torch's global seed. Each row has a stream of its own, read in order.
+        seeds = torch.randint(2**63 - 1, (batch_size,)).tolist()
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.size = (ahead // NOISE_CHUNK + 2) * NOISE_CHUNK
+        self.buffer = torch.empty(batch_size, self.size, vocab_size, device=device)
+        self.drawn = [0] * batch_size
+
+    def at(self, rows: list[int], offsets: torch.Tensor, first: list[int], ahead: int) -> torch.Tensor:
+        """Noise `(A, M, V)` float32 of positions.
+
+        Args:
+            rows: the call's row that each entry is.
+            offsets: `(A, M)` int64, positions; arbitrary noise for those that are not in the range below.
+            first: first position that each row may still ask for.
+            ahead: how many from there on.
+        """
+        for row, start in zip(rows, first, strict=True):
+            while self.drawn[row] < start + ahead:
+                column = self.drawn[row] % self.size
+                self.buffer[row, column : column + NOISE_CHUNK].exponential_(generator=self.generators[row])
+                self.drawn[row] += NOISE_CHUNK
+        index = torch.tensor(rows, device=offsets.device)[:, None]
+        return self.buffer[index, offsets % self.size]
 
 
 class TokenSampler:
@@ -55,9 +112,17 @@ class TokenSampler:
         do_sample: draw from the processed distribution; otherwise its argmax.
         mask_token_id: never chosen: its logit counts as −∞.
         prompt_ids: `(B, P)` int64, the padded prompts, which processors see too.
+        ahead: positions beyond a row's new tokens that may be asked for.
     """
 
-    def __init__(self, processors: LogitsProcessorList, do_sample: bool, mask_token_id: int, prompt_ids: torch.Tensor):
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        mask_token_id: int,
+        prompt_ids: torch.Tensor,
+        ahead: int,
+    ):
         self.processors: Any = processors
         length = SCORE_PROCESSORS + LENGTH_PROCESSORS
         self.need_length = [p for p in processors if not _is_any(p, SCORE_PROCESSORS)]
@@ -66,9 +131,12 @@ class TokenSampler:
         self.do_sample = do_sample
         self.mask_token_id = mask_token_id
         self.prompt_ids = prompt_ids
+        self.ahead = ahead
+        self.is_argmax = not do_sample and not self.processors  # of the raw logits but MASK's
+        self.noise: PositionNoise | None = None
 
     def check_out_of_order(self) -> None:
-        """Raises `ValueError` for a processor that [`fill_slots`] could not honour."""
+        """Raises `ValueError` for a processor that [`choose`] could not honour."""
         for processor in self.need_prefix:
             raise ValueError(
                 f"{type(processor).__name__} needs the tokens before each position, but slots are filled before those "
@@ -76,62 +144,62 @@ class TokenSampler:
                 "(for example `repetition_penalty=1.0`)."
             )
 
-    def fill_slots(self, logits: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Tokens for slots whose left context may hold masks.
+    def choose(self, logits: torch.Tensor, offsets: torch.Tensor, rows: list[int], first: list[int]) -> Choice:
+        """Tokens for slots whose left context does not matter to any processor.
 
         Args:
-            logits: `(A, M, V)` float32, raw; overwritten.
+            logits: `(A, M, V)` float32, raw; MASK's are overwritten.
             offsets: `(A, M)` int64, how many new tokens lie before each slot.
-
-        Returns:
-            `(A, M)` int64; -1 where a draw has nothing to choose from.
+            rows: the call's row that each entry is.
+            first: new tokens of each row so far.
         """
         logits[..., self.mask_token_id] = float("-inf")
-        scores, offsets_flat = logits.flatten(0, 1), offsets.flatten()
+        scores = logits.flatten(0, 1)
         if not self.need_length:
             scores = self.processors(offsets.new_empty(len(scores), 0), scores)
         else:
-            for offset in offsets_flat.unique().tolist():
-                slots = offsets_flat == offset
+            flat = offsets.flatten()
+            scores = scores.clone()
+            for offset in flat.unique().tolist():
+                slots = flat == offset
                 length = self.prompt_ids.shape[1] + max(0, offset)
                 scores[slots] = self.processors(offsets.new_zeros(int(slots.sum()), length), scores[slots])
-        return self._choose(scores).view(offsets.shape)
+        scores = scores.view_as(logits)
+        return Choice(self._choose(scores, offsets, rows, first), scores)
 
-    def next_tokens(
+    def choose_in_order(
         self,
         logits: torch.Tensor,
         offsets: torch.Tensor,
-        is_ar: torch.Tensor,
-        following: torch.Tensor,
         rows: list[int],
-        output: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
+        first: list[int],
+        is_ar: torch.Tensor,
+        prefixes: Callable[[], torch.Tensor],
+        accepts: Callable[[Choice], torch.Tensor],
+    ) -> Choice:
         """Tokens of AR rows, each after its own, true prefix.
 
         Args:
-            logits: `(A, M, V)` float32, raw; overwritten.
-            offsets: `(A, M)` int64, how many new tokens lie before the one to choose.
+            logits, offsets, rows, first: see [`choose`].
             is_ar: `(A, M)` bool, the AR rows, each row's in logical order.
-            following: `(A, M)` int64, the draft in the slot that each AR row predicts. Once a choice differs from it,
-                the later prefixes are not true any more and are left alone.
-            rows: the call's row that each entry is.
-            output: gives `(A, N)` int64, new tokens so far, drafts included.
-
-        Returns:
-            `(A, M)` int64, arbitrary where nothing was to choose.
+            prefixes: gives `(A, N)` int64, new tokens so far, drafts included.
+            accepts: tells from a choice, `(A, M)` bool, whether the drafts behind the AR rows are accepted. After the
+                first that is not, the later prefixes are not true any more and are left alone.
         """
-        logits[..., self.mask_token_id] = float("-inf")
         if not self.need_prefix:
-            return self.fill_slots(logits, offsets)
-        tokens = torch.zeros_like(offsets)
-        new_tokens = output()
+            return self.choose(logits, offsets, rows, first)
+        logits[..., self.mask_token_id] = float("-inf")
+        choice = Choice(torch.zeros_like(offsets), logits.clone())
+        new_tokens = prefixes()
         for entry, row in enumerate(rows):
             for column in is_ar[entry].nonzero().flatten().tolist():
-                prefix = torch.cat([self.prompt_ids[row], new_tokens[entry, : int(offsets[entry, column])]])
-                tokens[entry, column] = self._choose(self._process_one(row, prefix, logits[entry, column]))
-                if tokens[entry, column] != following[entry, column]:
+                one = slice(entry, entry + 1), slice(column, column + 1)
+                prefix = torch.cat([self.prompt_ids[row], new_tokens[entry, : int(offsets[one])]])
+                choice.scores[one] = self._process_one(row, prefix, logits[entry, column])
+                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row], [first[entry]])
+                if not accepts(choice)[entry, column]:
                     break
-        return tokens
+        return choice
 
     def _process_one(self, row: int, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Processed scores `(1, V)` of one position of the call's row `row`."""
@@ -142,10 +210,28 @@ class TokenSampler:
         processed = self.processors(prefix.expand(batch_size, -1), scores.expand(batch_size, -1).clone())
         return processed[row : row + 1]
 
-    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+    def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int], first: list[int]) -> torch.Tensor:
         if not self.do_sample:
             return scores.argmax(-1)
+        if self.noise is None:
+            self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.ahead, scores.device)
         probabilities = torch.softmax(scores, dim=-1)
-        # argmax p / E with E ~ Exp(1) has the law p: `torch.multinomial` without its checks, which synchronise.
-        tokens = (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1)
+        tokens = (probabilities / self.noise.at(rows, offsets, first, self.ahead)).argmax(-1)
         return tokens.masked_fill(probabilities[..., 0].isnan(), -1)
+
+
+def is_typical(scores: torch.Tensor, tokens: torch.Tensor, epsilon: float, delta: float) -> torch.Tensor:
+    """Whether p(token) ≥ min(ε, δ·exp(−H)), p being the softmax of the scores and H its entropy (arXiv 2401.10774).
+
+    Args:
+        scores: `(A, M, V)` float32, processed.
+        tokens: `(A, M)` int64.
+        epsilon: ε.
+        delta: δ.
+
+    Returns:
+        `(A, M)` bool.
+    """
+    log_probs = torch.log_softmax(scores, dim=-1)
+    least = (delta * (-token_entropy(scores)).exp()).clamp(max=epsilon)
+    return log_probs.gather(-1, tokens[..., None])[..., 0].exp() >= least

@@ -5,6 +5,8 @@
 
 import torch
 
+CHUNK = 2**25  # logits
+
 
 def token_entropy(logits: torch.Tensor) -> torch.Tensor:
     """H = −Σ p log p of each distribution.
@@ -15,9 +17,16 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
     Returns:
         `(...)` float32, nats.
     """
-    log_probs = torch.log_softmax(logits.float(), dim=-1)
-    # A logit of −inf has p log p = 0, not NaN.
-    return -(log_probs.exp() * log_probs.clamp(min=torch.finfo(torch.float32).min)).sum(-1)
+    if logits.numel() <= CHUNK:
+        return _entropy(logits)
+    # A few rows at a time: what this needs besides the logits stays small, whatever the batch.
+    flat = logits.flatten(0, -2)
+    return torch.cat([_entropy(rows) for rows in flat.split(max(1, CHUNK // flat.shape[1]))]).view(logits.shape[:-1])
+
+
+def _entropy(logits: torch.Tensor) -> torch.Tensor:
+    # `entr` is −p log p, and 0 where p is.
+    return torch.special.entr(torch.softmax(logits.float(), dim=-1)).sum(-1)
 
 
 def select_masks(
@@ -26,8 +35,12 @@ def select_masks(
     is_mask: torch.Tensor,
     entropy_threshold: float,
     distance_penalty: float,
+    entropy_budget: float | None = None,
 ) -> torch.Tensor:
     """Every mask with H + λ·d < τ; where a row has none, its mask with the least (ties: the leftmost).
+
+    With a budget: masks in ascending order of H + λ·d, each while the sum over those before it is within the budget.
+    That sum bounds how far filling them independently can be from their joint distribution (arXiv 2505.24857).
 
     Args:
         entropy: `(B, M)` float32, H in nats.
@@ -35,11 +48,17 @@ def select_masks(
         is_mask: `(B, M)` bool; False where a row has fewer than M masks.
         entropy_threshold: τ, nats.
         distance_penalty: λ, nats per position.
+        entropy_budget: nats; replaces τ.
 
     Returns:
         `(B, M)` bool, at least one True in each row that has a mask (paper §5.3, Algorithm 1).
     """
     adjusted = (entropy + distance_penalty * distance).masked_fill(~is_mask, float("inf"))
-    chosen = adjusted < entropy_threshold
+    if entropy_budget is None:
+        chosen = adjusted < entropy_threshold
+    else:
+        ascending, order = adjusted.sort(dim=1, stable=True)
+        before = ascending.cumsum(1) - ascending
+        chosen = torch.zeros_like(is_mask).scatter_(1, order, before <= entropy_budget)
     least = torch.zeros_like(chosen).scatter_(1, adjusted.argmin(1, keepdim=True), True)
     return torch.where(chosen.any(1, keepdim=True), chosen, least) & is_mask

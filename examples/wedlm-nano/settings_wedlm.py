@@ -1,11 +1,12 @@
 """Settings of parallel decoding: one frozen, validated dataclass, read from a `GenerationConfig`."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
 STRATEGIES = ("ar", "wedlm", "block")
-VERIFICATIONS = ("none", "exact")
+VERIFICATIONS = ("none", "exact", "typical")
 
 
 def check_mask_token_id(
@@ -36,11 +37,21 @@ class WeDLMGenerationSettings:
     Attributes:
         strategy: `"ar"`: plain transformers; `"wedlm"`: streaming parallel decoding (paper §5, Algorithm 1);
             `"block"`: the block-wise baseline, whose window is refilled only when all of it is filled (paper Fig. 4c).
-        window_size: W, slots predicted at a time (the authors' engine: 16).
-        entropy_threshold: τ, nats; masks whose adjusted entropy H + λ·d lies below it are filled (engine: 0.4).
+        window_size: W, slots predicted at a time (the authors' engine: 16); where the window adapts, the largest.
+        entropy_threshold: τ, nats; masks whose adjusted entropy H + λ·d lies below it are filled (engine: 0.4). Under
+            verification: masks with H < τ become drafts.
         distance_penalty: λ, nats per position from the leftmost mask (engine: 0.02).
+        entropy_budget: nats; instead of τ, fill the masks of least adjusted entropy whose sum stays within it (a
+            bound on what the fills of one step can say about each other, arXiv 2505.24857).
         verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR
-            head; τ then only limits how many drafts are proposed.
+            head. `"typical"`: drafts are kept where the AR head finds them plausible, p ≥ min(ε, δ·exp(−H)) (arXiv
+            2401.10774); the token after them is the AR head's own.
+        acceptance_epsilon: ε.
+        acceptance_delta: δ.
+        adaptive_window: window and drafts follow what they have paid so far in this call, down to plain AR steps (see
+            [`WindowPacer`]). Default: with `verification="exact"`, whose output does not depend on it.
+        slot_cost: for `adaptive_window`: the time that one more slot of a row adds to a forward, relative to that of
+            an empty one (`wedlm calibrate` measures it). Default: by the type of the device.
         mask_token_id: M; default: the model config's.
         output_trace: record every step (see [`TraceStep`]).
 
@@ -52,7 +63,12 @@ class WeDLMGenerationSettings:
     window_size: int = 16
     entropy_threshold: float = 0.4
     distance_penalty: float = 0.02
+    entropy_budget: float | None = None
     verification: str = "none"
+    acceptance_epsilon: float = 0.09
+    acceptance_delta: float = 0.3
+    adaptive_window: bool | None = None
+    slot_cost: float | None = None
     mask_token_id: int | None = None
     output_trace: bool = False
 
@@ -61,17 +77,49 @@ class WeDLMGenerationSettings:
         _check_choice("verification", self.verification, VERIFICATIONS)
         if not isinstance(self.window_size, int) or isinstance(self.window_size, bool) or self.window_size < 1:
             raise ValueError(f"`window_size` must be an integer of at least 1, got {self.window_size!r}.")
-        for name in ("entropy_threshold", "distance_penalty"):
+        for name in (
+            "entropy_threshold",
+            "distance_penalty",
+            "entropy_budget",
+            "acceptance_epsilon",
+            "acceptance_delta",
+            "slot_cost",
+        ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is None and name in ("entropy_budget", "slot_cost"):
+                continue
             if not is_number or math.isnan(value) or value < 0:
                 raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
-        if not isinstance(self.output_trace, bool):
-            raise ValueError(f"`output_trace` must be True or False, got {self.output_trace!r}.")
+        for name in ("output_trace", "adaptive_window"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "adaptive_window"):
+                raise ValueError(f"`{name}` must be True or False, got {value!r}.")
         if self.verification != "none" and self.strategy == "block":
             raise ValueError(
                 f"`verification={self.verification!r}` goes with `strategy='wedlm'`, got `strategy='block'`: "
                 "verified drafts are one contiguous run, so there are no blocks to wait for."
+            )
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether window and drafts follow what they pay."""
+        if self.adaptive_window is None:
+            return self.verification == "exact"
+        return self.adaptive_window and self.strategy != "block"
+
+    def check_together(self, given: Collection[str]) -> None:
+        """Raises `ValueError` for a field that was given for this call and has no meaning beside the others. (Stored
+        ones are for the calls in which they have.)"""
+        if "entropy_budget" in given and self.entropy_budget is not None and self.verification != "none":
+            raise ValueError(
+                f"`entropy_budget` limits the fills of unverified decoding, got `verification={self.verification!r}`: "
+                "`entropy_threshold` limits its drafts."
+            )
+        if "adaptive_window" in given and self.adaptive_window and self.strategy == "block":
+            raise ValueError(
+                "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have one "
+                "size."
             )
 
     @classmethod

@@ -27,11 +27,6 @@ class DecodingStats:
     drafted: torch.Tensor
     accepted: torch.Tensor
 
-    @classmethod
-    def zeros(cls, batch_size: int) -> "DecodingStats":
-        """Nothing counted yet."""
-        return cls(*(torch.zeros(batch_size, dtype=torch.int64) for _ in range(5)))
-
     @property
     def tokens_per_forward(self) -> float:
         """New tokens / forwards, pooled over rows."""
@@ -83,13 +78,19 @@ class TraceStep:
 class WeDLMGenerateOutput(GenerateDecoderOnlyOutput):
     """[`GenerateDecoderOnlyOutput`] plus what parallel decoding has to tell.
 
+    `scores` and `logits` hold, for each new token, the distribution that it was chosen from: under verification the AR
+    head's, else that of its mask in the step that filled it.
+
     Args:
+        log_probs (`torch.FloatTensor` of shape `(B, new tokens)`, *optional*, under verification): log p of each new
+            token under the AR head's raw logits; 0 after a row's end.
         stats (`DecodingStats`): counts per row, and the ratios that follow from them.
         trace (`list[TraceStep]`, *optional*, with `output_trace=True`): every step.
         step_map (`torch.LongTensor` of shape `(B, new tokens)`, *optional*, with `output_trace=True`): the step (from
             0) that decided each new token; -1 after a row's end.
     """
 
+    log_probs: torch.Tensor | None = None
     stats: DecodingStats | None = None
     trace: list[TraceStep] | None = None
     step_map: torch.Tensor | None = None

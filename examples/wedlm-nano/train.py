@@ -90,6 +90,16 @@ PHASES = (
         suffix_probability=0.8,
         num_copies=2,
     ),
+    # Arithmetic again, which the phase before forgot, at a rate that leaves the others what they know.
+    Phase(
+        steps=1_500,
+        learning_rate=1.2e-3,
+        block_size=24,
+        ar_weight=1.0,
+        mixtures={0: {"counting": 6, "arithmetic": 8, "sorting": 6, "json": 2, "chat": 6, "python": 3}},
+        suffix_probability=0.8,
+        num_copies=2,
+    ),
 )
 VOCABULARY_SAMPLES_PER_TASK = 2000
 ENDLESS = 10**9

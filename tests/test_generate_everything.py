@@ -1,0 +1,472 @@
+"""Walks the table of docs/generation.md: each option of `generate` is honoured, refused or without effect.
+
+*Honoured* means: for `strategy="ar"`, what the stock model of transformers does; for verified decoding, what AR
+decoding does; for unverified decoding, what a check says that fails if the option is ignored. What processors do is
+checked for all of them: the scores of each token are those of AR decoding's processors, on the token's own prefix.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import MASK, PAD, START, stock_twin, tiny_model, tiny_tokenizer
+from transformers import (
+    CompileConfig,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    WatermarkingConfig,
+)
+
+from wedlm_hf.generation import WeDLMGenerateOutput, WindowCache
+
+TABLE = re.search(
+    "<!-- options -->(.*)<!-- /options -->",
+    (Path(__file__).parents[1] / "docs" / "generation.md").read_text(encoding="utf-8"),
+    re.DOTALL,
+)
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE[1].strip().splitlines()]
+OPTIONS = {row[0].strip("`"): row[1:4] for row in ROWS[2:] if row[0].startswith("`")}
+
+LIMIT = 12
+PROMPTS = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
+INPUTS = {"input_ids": PROMPTS, "attention_mask": (PROMPTS != PAD).long()}
+WIDTH = PROMPTS.shape[1]
+DRAFTS = {"strategy": "wedlm", "entropy_threshold": 2.0}
+UNVERIFIED = [DRAFTS, DRAFTS | {"strategy": "block"}]
+VERIFIED = [
+    DRAFTS | {"verification": "exact"},
+    # Of a draft that is not the AR head's choice this asks for all of the probability.
+    DRAFTS | {"verification": "typical", "acceptance_epsilon": 1.0, "acceptance_delta": 1e9},
+]
+STRATEGIES = {"unverified": UNVERIFIED, "verified": VERIFIED}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def twin(model):
+    return stock_twin(model, "sdpa")
+
+
+class Run:
+    """`generate` with a strategy: `run(option=value)` returns the sequences."""
+
+    def __init__(self, model: Any, strategy: dict[str, Any]):
+        self.model = model
+        self.strategy = strategy
+
+    def __call__(self, **options: Any) -> Any:
+        inputs = {} if {"input_ids", "inputs", "inputs_embeds", "bos_token_id"} & options.keys() else INPUTS
+        torch.manual_seed(0)
+        return self.model.generate(**({"max_new_tokens": LIMIT} | self.strategy | inputs | options))
+
+
+@dataclass
+class Case:
+    """How an option is tried: with which arguments, and what shows that it is honoured.
+
+    `check` takes a [`Run`]; options that process logits have none, and neither has what is refused or has no effect.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    check: Callable[[Run], None] | None = None
+    like_ar: bool = True  # verified output is AR's with the same arguments
+
+
+class NoTwice(LogitsProcessor):
+    """Forbids what the sequence holds already: wrong at once if it sees anything but the true prefix."""
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(1, input_ids, -torch.inf)
+
+
+class StopAt(StoppingCriteria):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
+
+
+class Recorder:
+    def __init__(self):
+        self.puts = []
+
+    def put(self, value):
+        self.puts.append(value)
+
+    def end(self):
+        self.puts.append(None)
+
+
+def length_is(length: int, **options: Any) -> Callable[[Run], None]:
+    def check(run: Run) -> None:
+        assert run(**options).shape[1] == length
+
+    return check
+
+
+def same_as(expected: dict[str, Any], **options: Any) -> Callable[[Run], None]:
+    """The option gives what other arguments give, new tokens alone."""
+
+    def check(run: Run) -> None:
+        assert run(**options)[:, -LIMIT:].tolist() == run(**expected)[:, -LIMIT:].tolist()
+
+    return check
+
+
+def ends_where_a_row_says_it(run: Run) -> None:
+    free = run()
+    end = int(free[0, WIDTH + 3])
+    padded = run(eos_token_id=end, pad_token_id=9)
+    for row, tokens in zip(free[:, WIDTH:].tolist(), padded[:, WIDTH:].tolist(), strict=True):
+        expected = row[: row.index(end) + 1] if end in row else row
+        assert tokens == (expected + [9] * LIMIT)[: len(tokens)] and len(tokens) >= len(expected)
+
+
+def stops_at_a_string(run: Run) -> None:
+    tokenizer = tiny_tokenizer()
+    prompt = {"input_ids": PROMPTS[1:]}
+    free = run(**prompt)[0, WIDTH:].tolist()
+    stop = tokenizer.decode(free[5])
+    stopped = run(**prompt, stop_strings=stop, tokenizer=tokenizer)[0, WIDTH:].tolist()
+    count = next(n for n in range(1, LIMIT + 1) if stop in tokenizer.decode(free[:n]))
+    assert stopped == free[:count] and count < LIMIT
+
+
+def heals(run: Run) -> None:
+    tokenizer = healer()
+    prompt = tokenizer("Count from 1 to 9: 1, 2, 3, 4", return_tensors="pt").input_ids
+    healed = run.model.heal_tokens(prompt.clone(), tokenizer)
+    expected = run(input_ids=healed)
+    assert run(input_ids=prompt, token_healing=True, tokenizer=tokenizer).tolist() == expected.tolist()
+
+
+def healer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(START)
+    return tokenizer
+
+
+def draws_by_the_seed(run: Run) -> None:
+    draws = [run(do_sample=True, temperature=3.0) for _ in range(2)]
+    assert draws[0].tolist() == draws[1].tolist() != run().tolist()
+
+
+def draws_different_sequences(run: Run) -> None:
+    draws = run(do_sample=True, temperature=3.0, num_return_sequences=3)
+    assert draws.shape[0] == 6 and len({tuple(row) for row in draws.tolist()}) == 6
+
+
+def rows_do_not_see_padding(run: Run) -> None:
+    for row in range(2):
+        alone = run(input_ids=PROMPTS[row][INPUTS["attention_mask"][row].bool()][None])
+        assert run()[row, WIDTH:].tolist() == alone[0, -LIMIT:].tolist()
+
+
+def embeddings_stand_for_tokens(run: Run) -> None:
+    embeds = run.model.get_input_embeddings()(PROMPTS)
+    given = run(inputs_embeds=embeds, attention_mask=INPUTS["attention_mask"])
+    assert given.tolist() == run()[:, WIDTH:].tolist()
+
+
+def goes_on_from_a_cache(run: Run) -> None:
+    first = run(return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, torch.tensor([[50, 51], [52, 53]])], dim=1)
+    inputs = {"input_ids": turn, "attention_mask": (turn != PAD).long()}
+    assert run(**inputs, past_key_values=first.past_key_values).tolist() == run(**inputs).tolist()
+
+
+def has_room_for(run: Run) -> None:
+    output = run(cache_implementation="static", max_cache_len=200, return_dict_in_generate=True)
+    assert output.past_key_values.layers[0]._keys.shape[2] >= 200
+    assert output.sequences.tolist() == run().tolist()
+
+
+def compiles(is_disabled: bool) -> Callable[[Run], None]:
+    def check(run: Run) -> None:
+        config = CompileConfig(backend="eager")
+        config._compile_all_devices = True
+        asked = []
+        run.model.get_compiled_call = lambda wanted: asked.append(wanted) or run.model.__call__
+        try:
+            output = run(cache_implementation="static", compile_config=config, disable_compile=is_disabled)
+        finally:
+            del run.model.get_compiled_call
+        assert asked == ([] if is_disabled else [config])
+        assert output.tolist() == run().tolist()
+
+    return check
+
+
+def returns_everything(run: Run) -> None:
+    output = run(return_dict_in_generate=True)
+    assert isinstance(output, WeDLMGenerateOutput) and isinstance(output.past_key_values, WindowCache)
+    assert output.sequences.tolist() == run().tolist()
+
+
+def keeps(name: str) -> Callable[[Run], None]:
+    def check(run: Run) -> None:
+        output = run(return_dict_in_generate=True, **{f"output_{name}": True})
+        assert len(getattr(output, name)) == LIMIT
+        tokens = output.sequences[:, WIDTH:]
+        for offset, values in enumerate(getattr(output, name)):
+            values[:, MASK] = -torch.inf
+            assert values.argmax(-1).tolist() == tokens[:, offset].tolist()
+
+    return check
+
+
+def streams(run: Run) -> None:
+    recorder = Recorder()
+    output = run(streamer=recorder)
+    assert recorder.puts[0].tolist() == PROMPTS.tolist() and recorder.puts[-1] is None
+    assert torch.stack(recorder.puts[1:-1], dim=1).tolist() == output[:, WIDTH:].tolist()
+
+
+def keeps_step_with_other_processes(run: Run) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        assert run(synced_gpus=True).tolist() == run().tolist()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def is_taken_from_the_prompt(run: Run) -> None:
+    assert run(inputs=PROMPTS, attention_mask=INPUTS["attention_mask"]).tolist() == run().tolist()
+
+
+SAMPLED = {"do_sample": True, "temperature": 2.0}
+COMMON_ENDS = {"eos_token_id": [40, 9, 20, 5]}
+
+CASES = {
+    "max_new_tokens": Case({"max_new_tokens": 7}, length_is(WIDTH + 7, max_new_tokens=7)),
+    "max_length": Case({"max_length": 11, "max_new_tokens": None}, length_is(11, max_length=11, max_new_tokens=None)),
+    "min_new_tokens": Case({"min_new_tokens": 6} | COMMON_ENDS),
+    "min_length": Case({"min_length": 11} | COMMON_ENDS),
+    "max_time": Case({"max_time": 1e-9}, length_is(WIDTH + 1, max_time=1e-9)),
+    "stop_strings": Case({}, stops_at_a_string),
+    "stopping_criteria": Case(
+        {"stopping_criteria": StoppingCriteriaList([StopAt(9)])},
+        length_is(9, stopping_criteria=StoppingCriteriaList([StopAt(9)])),
+    ),
+    "early_stopping": Case({"early_stopping": True}),
+    "eos_token_id": Case({"eos_token_id": [40, 77]}, ends_where_a_row_says_it),
+    "pad_token_id": Case({"pad_token_id": 9, "eos_token_id": [40, 77]}, ends_where_a_row_says_it),
+    "bos_token_id": Case({"bos_token_id": 7}, same_as({"input_ids": torch.tensor([[7]])}, bos_token_id=7)),
+    "do_sample": Case({"do_sample": True}, draws_by_the_seed, like_ar=False),
+    "num_beams": Case({"num_beams": 2}),
+    "length_penalty": Case({"length_penalty": 2.0}),
+    "num_beam_groups": Case({"num_beam_groups": 2}),
+    "diversity_penalty": Case({"diversity_penalty": 0.5}),
+    "constraints": Case({"constraints": [1]}),
+    "force_words_ids": Case({"force_words_ids": [[5]]}),
+    "penalty_alpha": Case({"penalty_alpha": 0.5, "top_k": 4}),
+    "dola_layers": Case({"dola_layers": "low"}),
+    "low_memory": Case({"low_memory": True}),
+    "use_mtp": Case({"use_mtp": True}),
+    "custom_generate": Case({"custom_generate": lambda model, input_ids, **kwargs: input_ids}),
+    "temperature": Case(SAMPLED),
+    "top_k": Case(SAMPLED | {"top_k": 5}),
+    "top_p": Case(SAMPLED | {"top_p": 0.5}),
+    "top_h": Case(SAMPLED | {"top_h": 0.5}),
+    "min_p": Case(SAMPLED | {"min_p": 0.2}),
+    "typical_p": Case(SAMPLED | {"typical_p": 0.5}),
+    "epsilon_cutoff": Case(SAMPLED | {"epsilon_cutoff": 0.05}),
+    "eta_cutoff": Case(SAMPLED | {"eta_cutoff": 0.05}),
+    "renormalize_logits": Case({"renormalize_logits": True}),
+    "suppress_tokens": Case({"suppress_tokens": list(range(100, 300))}),
+    "begin_suppress_tokens": Case({"begin_suppress_tokens": list(range(100, 320))}),
+    "forced_bos_token_id": Case({"forced_bos_token_id": 9, "input_ids": torch.tensor([[7], [8]])}),
+    "forced_eos_token_id": Case({"forced_eos_token_id": 9}),
+    "exponential_decay_length_penalty": Case({"exponential_decay_length_penalty": (4, 1.5)} | COMMON_ENDS),
+    "repetition_penalty": Case({"repetition_penalty": 1.8}),
+    "encoder_repetition_penalty": Case({"encoder_repetition_penalty": 1.8}),
+    "no_repeat_ngram_size": Case({"no_repeat_ngram_size": 1}),
+    "encoder_no_repeat_ngram_size": Case({"encoder_no_repeat_ngram_size": 1}),
+    "bad_words_ids": Case({"bad_words_ids": [[token] for token in range(150, 290)]}),
+    "sequence_bias": Case({"sequence_bias": [[[45], 9.0], [[46], 5.0]]}),
+    "watermarking_config": Case({"watermarking_config": WatermarkingConfig(bias=6.0)}),
+    "logits_processor": Case({"logits_processor": LogitsProcessorList([NoTwice()])}),
+    "prefix_allowed_tokens_fn": Case({"prefix_allowed_tokens_fn": lambda row, ids: [40 + row, 60 + len(ids) % 7, 90]}),
+    "guidance_scale": Case({"guidance_scale": 2.0}),
+    "negative_prompt_ids": Case({"negative_prompt_ids": PROMPTS}),
+    "negative_prompt_attention_mask": Case({"negative_prompt_attention_mask": INPUTS["attention_mask"]}),
+    "remove_invalid_values": Case({"remove_invalid_values": True}),
+    "token_healing": Case({"token_healing": True, "tokenizer": healer()}, heals, like_ar=False),
+    "inputs": Case({"inputs": PROMPTS, "attention_mask": INPUTS["attention_mask"]}, is_taken_from_the_prompt),
+    "attention_mask": Case(INPUTS, rows_do_not_see_padding),
+    "position_ids": Case({"position_ids": torch.tensor([[0, 0, 0, 2, 4], [0, 1, 2, 4, 8]])}),
+    "inputs_embeds": Case({}, embeddings_stand_for_tokens),
+    "decoder_start_token_id": Case({"decoder_start_token_id": 9}),
+    "tokenizer": Case({}, stops_at_a_string),
+    "generation_config": Case(
+        {"generation_config": GenerationConfig(max_new_tokens=7), "max_new_tokens": None},
+        same_as({"generation_config": GenerationConfig(suppress_tokens=[62])}, suppress_tokens=[62]),
+        like_ar=False,
+    ),
+    "past_key_values": Case({}, goes_on_from_a_cache),
+    "use_cache": Case({"use_cache": False}),
+    'cache_implementation="static"': Case(
+        {"cache_implementation": "static"}, same_as({}, cache_implementation="static")
+    ),
+    'cache_implementation="dynamic"': Case(
+        {"cache_implementation": "dynamic"}, same_as({}, cache_implementation="dynamic")
+    ),
+    'cache_implementation="offloaded"': Case({"cache_implementation": "offloaded"}),
+    "cache_config": Case({"cache_config": {"nbits": 4}}),
+    "max_cache_len": Case({"cache_implementation": "static", "max_cache_len": 200}, has_room_for),
+    "compile_config": Case(
+        {"cache_implementation": "static", "compile_config": CompileConfig()}, compiles(is_disabled=False)
+    ),
+    "disable_compile": Case({"disable_compile": True}, compiles(is_disabled=True)),
+    "prefill_chunk_size": Case({"prefill_chunk_size": 2}),
+    "continuous_batching_config": Case({"continuous_batching_config": {}}),
+    "return_dict_in_generate": Case({}, returns_everything),
+    "num_return_sequences": Case(SAMPLED | {"num_return_sequences": 3}, draws_different_sequences, like_ar=False),
+    "output_scores": Case({"output_scores": True}, keeps("scores")),
+    "output_logits": Case({"output_logits": True}, keeps("logits")),
+    "output_attentions": Case({"output_attentions": True}),
+    "output_hidden_states": Case({"output_hidden_states": True}),
+    "streamer": Case({}, streams),
+    "assistant_model": Case({"assistant_model": tiny_model(seed=1), "input_ids": PROMPTS[1:]}),
+    "assistant_tokenizer": Case({"assistant_tokenizer": tiny_tokenizer()}),
+    "prompt_lookup_num_tokens": Case({"prompt_lookup_num_tokens": 3, "input_ids": PROMPTS[1:]}),
+    "assistant_early_exit": Case({"assistant_early_exit": 1, "input_ids": PROMPTS[1:]}),
+    "is_assistant": Case({"is_assistant": True}),
+    "num_assistant_tokens": Case({"num_assistant_tokens": 3}),
+    "num_assistant_tokens_schedule": Case({"num_assistant_tokens_schedule": "heuristic"}),
+    "assistant_confidence_threshold": Case({"assistant_confidence_threshold": 0.1}),
+    "assistant_ensemble_weight": Case({"assistant_ensemble_weight": 0.5}),
+    "assistant_lookbehind": Case({"assistant_lookbehind": 3}),
+    "target_lookbehind": Case({"target_lookbehind": 3}),
+    "max_matching_ngram_size": Case({"max_matching_ngram_size": 3}),
+    "speculation_type": Case({"speculation_type": "dflash"}),
+    "synced_gpus": Case({}, keeps_step_with_other_processes),
+}
+
+
+def outcome(run: Run, options: dict[str, Any]) -> Any:
+    """Tokens, or the kind of error."""
+    try:
+        output = run(**options)
+    except Exception as error:
+        return type(error)
+    return getattr(output, "sequences", output).tolist()
+
+
+def test_the_table_names_every_option_of_generate_and_every_row_is_tried():
+    assert OPTIONS.keys() == CASES.keys()
+    named = {re.match(r"\w+", option)[0] for option in OPTIONS}
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
+    keywords = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "kwargs"}
+    assert not (fields | keywords) - named
+    assert {status for row in OPTIONS.values() for status in row} == {"honoured", "refused", "no effect"}
+
+
+@pytest.mark.parametrize("option", CASES)
+def test_with_ar_decoding_an_option_does_what_the_stock_model_does(model, twin, option):
+    options = CASES[option].options
+    result = outcome(Run(model, {}), options)
+    assert result == outcome(Run(twin, {}), options)
+    if OPTIONS[option][0] == "refused":
+        assert result is ValueError
+    if OPTIONS[option][0] == "no effect":
+        assert result == outcome(Run(model, {}), {})
+
+
+def of_status(status: str) -> list[Any]:
+    return [
+        pytest.param(option, strategy, id=f"{option}-{column}-{index}")
+        for option, (_, *statuses) in OPTIONS.items()
+        for (column, strategies), found in zip(STRATEGIES.items(), statuses, strict=True)
+        for index, strategy in enumerate(strategies)
+        if found == status
+    ]
+
+
+# Every refusal says what is wrong, and where there is another way, which.
+REFUSALS = "|".join(
+    [
+        "is not supported with `strategy=",
+        "decodes greedily or by sampling, but the other options ask for",
+        "needs the tokens before each position",
+        "requires `trust_remote_code=True`",
+        "brings a loop of its own",
+        "counts positions from each row's first token",
+        "has no use for the inputs",
+        "An assistant decodes as AR",
+    ]
+)
+
+
+@pytest.mark.parametrize(("option", "strategy"), of_status("refused"))
+def test_an_option_is_refused_before_any_forward(model, option, strategy):
+    def forbidden(*args, **kwargs):
+        raise AssertionError("the model ran")
+
+    handle = model.register_forward_pre_hook(forbidden)
+    try:
+        with pytest.raises(ValueError, match=REFUSALS):
+            Run(model, strategy)(**CASES[option].options)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("option", "strategy"), of_status("no effect"))
+def test_an_option_has_no_effect(model, option, strategy):
+    run = Run(model, strategy)
+    assert run(**CASES[option].options).tolist() == run().tolist()
+
+
+@pytest.mark.parametrize(("option", "strategy"), of_status("honoured"))
+def test_an_option_is_honoured(model, option, strategy):
+    case, run = CASES[option], Run(model, strategy)
+    is_verified = strategy.get("verification", "none") != "none"
+    if case.check is None:
+        scores_are_those_of_the_processors(run, case.options)
+    else:
+        case.check(run)
+    if is_verified and case.like_ar and not case.options.get("do_sample"):
+        suppressed = [*case.options.get("suppress_tokens", []), MASK]
+        ar = Run(model, {})(**case.options | {"suppress_tokens": suppressed})
+        assert run(**case.options).tolist() == ar.tolist()
+
+
+def scores_are_those_of_the_processors(run: Run, options: dict[str, Any]) -> None:
+    """What tokens are chosen from is what AR decoding's own processors make of the raw logits, and not the same."""
+    width = options.get("input_ids", PROMPTS).shape[1]
+    output = run(**options, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    processors = Run(run.model, {})(**options, custom_generate=lambda model, ids, **kwargs: kwargs["logits_processor"])
+    has_effect = False
+    for offset, raw in enumerate(output.logits):
+        rows = output.stats.new_tokens > offset
+        raw[:, MASK] = -torch.inf
+        expected = processors(output.sequences[:, : width + offset], raw.clone())[rows]
+        torch.testing.assert_close(output.scores[offset][rows], expected)
+        tokens = output.sequences[rows, width + offset]
+        if not options.get("do_sample"):
+            assert tokens.tolist() == expected.argmax(-1).tolist()
+        assert (expected.gather(1, tokens[:, None]) > -torch.inf).all()
+        has_effect = has_effect or not torch.equal(expected, raw[rows])
+    assert has_effect
+
+
+@pytest.mark.parametrize("option", ["offloaded_static", "quantized", "paged"])
+def test_other_caches_are_refused(model, option):
+    for strategy in UNVERIFIED + VERIFIED:
+        with pytest.raises(ValueError, match=f"`cache_implementation='{option}'` is not supported with"):
+            Run(model, strategy)(cache_implementation=option)

@@ -1,0 +1,132 @@
+"""Scores, logits and log-probabilities; typical acceptance; the entropy budget; samples that a seed decides."""
+
+import pytest
+import torch
+from oracle import causal_forward, decode, decode_typical, least_typical
+from test_generation import ENDS, LIMIT, generate, padded, prompts_of
+from tiny import MASK, PAD, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+KEEP = {"output_scores": True, "output_logits": True}
+SHORT_AND_LONG = [5, 1, 12]
+
+
+def test_verified_scores_logits_and_log_probs_are_those_of_ar_decoding(model):
+    prompts = prompts_of(SHORT_AND_LONG)
+    options = KEEP | {"suppress_tokens": [MASK], "repetition_penalty": 1.3}
+    output, rows = generate(model, prompts, verification="exact", entropy_threshold=2.0, **options)
+    ar, ar_rows = generate(model, prompts, strategy="ar", **options)
+    assert rows == ar_rows and len({len(row) for row in rows}) > 1
+    for name in ("scores", "logits"):
+        values, expected = getattr(output, name), getattr(ar, name)
+        assert len(values) == len(expected) == max(map(len, rows))
+        for row, tokens in enumerate(rows):
+            for offset in range(len(values)):
+                if offset < len(tokens):
+                    torch.testing.assert_close(values[offset][row], expected[offset][row], atol=1e-4, rtol=1e-4)
+                else:  # over: padding is certain
+                    assert values[offset][row, PAD] == 0 and values[offset][row].isinf().sum() == 319
+    for row, tokens in enumerate(rows):
+        for offset, token in enumerate(tokens):
+            log_prob = torch.log_softmax(ar.logits[offset][row], dim=-1)[token]
+            assert output.log_probs[row, offset] == pytest.approx(log_prob.item(), abs=1e-4)
+        assert (output.log_probs[row, len(tokens) :] == 0).all()
+    transitions = model.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
+    expected = model.compute_transition_scores(ar.sequences, ar.scores, normalize_logits=True)
+    for row, tokens in enumerate(rows):
+        torch.testing.assert_close(transitions[row, : len(tokens)], expected[row, : len(tokens)], atol=1e-4, rtol=0)
+        assert (transitions[row, len(tokens) :] == 0).all()
+
+
+@pytest.mark.parametrize("strategy", ["wedlm", "block"])
+def test_unverified_logits_are_those_of_the_masks_in_the_steps_that_filled_them(model, strategy):
+    prompts = prompts_of(SHORT_AND_LONG)
+    output, rows = generate(model, prompts, strategy=strategy, entropy_threshold=2.0, output_trace=True, **KEEP)
+    assert output.log_probs is None
+    for row, (prompt, tokens) in enumerate(zip(prompts, rows, strict=True)):
+        sequence = {}
+        for index, step in enumerate(output.trace):
+            if row not in step.rows:
+                continue
+            entry = step.rows.index(row)
+            count = step.counts[entry]
+            ids = step.input_ids[entry, -count:].tolist()
+            positions = step.position_ids[entry, -count:].tolist()
+            committed = sorted(set(range(min(positions))) - set(positions))
+            known = [*prompt, *tokens][: len(committed)]
+            logits = causal_forward(model, known + ids, committed + positions)
+            where = dict(zip(committed + positions, logits, strict=True))
+            for offset in (output.step_map[row] == index).nonzero().flatten().tolist():
+                sequence[offset] = where[len(prompt) + offset]
+        for offset in range(len(tokens)):
+            torch.testing.assert_close(output.logits[offset][row], sequence[offset], atol=1e-4, rtol=1e-4)
+            sequence[offset][MASK] = -torch.inf
+            torch.testing.assert_close(output.scores[offset][row], sequence[offset], atol=1e-4, rtol=1e-4)
+
+
+def test_nothing_is_kept_that_nobody_asked_for(model):
+    output, _ = generate(model, prompts_of([5]))
+    assert output.scores is output.logits is output.log_probs is None
+    output, _ = generate(model, prompts_of([5]), verification="exact")
+    assert output.scores is output.logits is None
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.02, 1.0), (1.0, 0.05), (0.0, 0.0), (1.0, 1e9)])
+@pytest.mark.parametrize("window_size", [2, 8])
+def test_typical_acceptance_equals_the_oracle(model, epsilon, delta, window_size):
+    prompts = prompts_of(SHORT_AND_LONG, seed=window_size)
+    options = {"verification": "typical", "acceptance_epsilon": epsilon, "acceptance_delta": delta}
+    output, rows = generate(
+        model, prompts, entropy_threshold=2.5, window_size=window_size, adaptive_window=False, **options, **KEEP
+    )
+    arguments = {"window_size": window_size, "tau": 2.5, "limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}
+    expected = [decode_typical(model, prompt, epsilon=epsilon, delta=delta, **arguments) for prompt in prompts]
+    assert rows == expected
+    kept = 0
+    for prompt, tokens in zip(prompts, rows, strict=True):
+        logits = causal_forward(model, prompt + tokens, list(range(len(prompt + tokens))))
+        logits[:, MASK] = -torch.inf
+        for offset, token in enumerate(tokens):
+            scores = logits[len(prompt) + offset - 1]
+            if token != scores.argmax():
+                assert torch.softmax(scores, dim=-1)[token] >= least_typical(scores, epsilon, delta)
+                kept += 1
+    assert kept == 0 if delta == 1e9 else (kept > 0 or epsilon == 1.0 or output.stats.drafted.sum() > 0)
+
+
+@pytest.mark.parametrize("strategy", ["wedlm", "block"])
+@pytest.mark.parametrize("budget", [0.0, 0.5, 2.0, 10.0])
+@pytest.mark.parametrize("lam", [0.0, 0.1])
+def test_the_entropy_budget_equals_the_oracle(model, strategy, budget, lam):
+    prompts = prompts_of(SHORT_AND_LONG)
+    options = {"strategy": strategy, "window_size": 8, "entropy_budget": budget, "distance_penalty": lam}
+    output, rows = generate(model, prompts, **options)
+    arguments = {"window_size": 8, "tau": 0.0, "lam": lam, "limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}
+    expected = [decode(model, prompt, **arguments, block=strategy == "block", budget=budget) for prompt in prompts]
+    assert rows == [tokens for tokens, _, _ in expected]
+    assert output.stats.forwards.tolist() == [forwards for _, forwards, _ in expected]
+
+
+def test_a_seed_decides_exact_samples_whatever_the_window_and_the_rows_behind(model):
+    prompts = prompts_of([5, 7, 3])
+
+    def sample(prompts, **options):
+        torch.manual_seed(3)
+        options = {"do_sample": True, "temperature": 1.5, "entropy_threshold": 2.0, "verification": "exact"} | options
+        return generate(model, prompts, **options)[1]
+
+    expected = sample(prompts)
+    for window_size in (1, 4, 16):
+        for is_adaptive in (False, True):
+            assert sample(prompts, window_size=window_size, adaptive_window=is_adaptive) == expected
+    assert sample(prompts[:1]) == expected[:1]
+    assert sample(prompts + prompts_of([4] * 20, seed=5))[:3] == expected
+    inputs = padded(prompts)
+    torch.manual_seed(4)
+    other = model.generate(**inputs, strategy="wedlm", verification="exact", do_sample=True, temperature=1.5)
+    assert other[0, inputs["input_ids"].shape[1] :].tolist() != expected[0]
