@@ -10,17 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, WeDLMModel, convert
-    from .training import DataCollatorForDualStreamMasking
+    from .training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
 
 __version__ = "0.1.0"
 
-__all__ = ["DataCollatorForDualStreamMasking", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel", "convert"]
+__all__ = [
+    "DataCollatorForDualStreamMasking",
+    "WeDLMConfig",
+    "WeDLMForCausalLM",
+    "WeDLMModel",
+    "WeDLMSFTConfig",
+    "WeDLMSFTTrainer",
+    "convert",
+]
 
 _HOME = {
     "DataCollatorForDualStreamMasking": "training",
     "WeDLMConfig": "modeling_wedlm",
     "WeDLMForCausalLM": "modeling_wedlm",
     "WeDLMModel": "modeling_wedlm",
+    "WeDLMSFTConfig": "training",
+    "WeDLMSFTTrainer": "training",
     "convert": "modeling_wedlm",
 }
 

@@ -35,6 +35,7 @@ class WeDLMConfig(Qwen3Config):
     """
 
     model_type = "wedlm"
+    keys_to_ignore_at_inference = ["past_key_values", "token_nll", "correct"]
 
     head_dim: int | None = None  # type: ignore[assignment]  # an `int` from __post_init__ on, as in the parent
     qk_norm: bool = True

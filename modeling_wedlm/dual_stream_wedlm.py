@@ -58,7 +58,7 @@ def token_nll(
     hidden_states: torch.Tensor,
     targets: torch.Tensor,
     chunk_size: int = 1024,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Negative log-likelihood of each target, in float32, without ever holding all logits.
 
     Args:
@@ -68,20 +68,22 @@ def token_nll(
         chunk_size: rows whose logits exist at a time; they are computed again in the backward pass.
 
     Returns:
-        `(N,)` float32, in nats.
+        `(N,)` float32, in nats; and `(N,)` bool, whether the target is the likeliest token.
     """
 
-    def chunk_nll(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(lm_head(hidden).float(), target, reduction="none")
+    def chunk_nll(hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = lm_head(hidden)
+        nll = F.cross_entropy(logits.float(), target, reduction="none")
+        return nll, logits.detach().argmax(-1) == target
 
     if hidden_states.shape[0] <= chunk_size:
         return chunk_nll(hidden_states, targets)
-    return torch.cat(
-        [
-            checkpoint(chunk_nll, hidden, target, use_reentrant=False)
-            for hidden, target in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True)
-        ]
-    )
+    chunks = [
+        checkpoint(chunk_nll, hidden, target, use_reentrant=False)
+        for hidden, target in zip(hidden_states.split(chunk_size), targets.split(chunk_size), strict=True)
+    ]
+    nll, correct = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return nll, correct
 
 
 def dual_stream_loss(
@@ -90,7 +92,7 @@ def dual_stream_loss(
     targets: torch.Tensor,
     loss_weights: torch.Tensor,
     num_items_in_batch: torch.Tensor | int,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Σ w·nll / N over the slots that have a target: mask loss and auxiliary AR loss at once (paper Eq. 10).
 
     Args:
@@ -101,10 +103,15 @@ def dual_stream_loss(
         num_items_in_batch: supervised tokens of the whole optimizer step; 0 gives a loss of 0.
 
     Returns:
-        A scalar, attached to the graph even if no slot has a target.
+        The loss, a scalar; and each slot's negative log-likelihood, `(B, T)` float32, 0 without a target; both
+        attached to the graph even if no slot has a target. And whether a slot's target is the likeliest token,
+        `(B, T)` bool.
     """
-    has_target = targets != -100
-    nll = token_nll(lm_head, hidden_states[has_target], targets[has_target])
-    total = (nll * loss_weights[has_target]).sum()
+    slots = (targets.flatten() != -100).nonzero().squeeze(-1)
+    nll, correct = token_nll(lm_head, hidden_states.flatten(0, 1)[slots], targets.flatten()[slots])
+    total = (nll * loss_weights.flatten()[slots]).sum()
     count = torch.as_tensor(num_items_in_batch, device=total.device)
-    return total / count.clamp(min=1)
+    loss = total / count.clamp(min=1)
+    slot_nll = torch.zeros_like(targets, dtype=nll.dtype).flatten().index_copy(0, slots, nll)
+    slot_correct = torch.zeros_like(targets, dtype=torch.bool).flatten().index_copy(0, slots, correct)
+    return loss, slot_nll.view_as(targets), slot_correct.view_as(targets)

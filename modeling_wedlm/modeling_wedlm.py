@@ -1,5 +1,6 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -183,6 +184,12 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
     ) -> Any:
         if block_ids is None:
             raise ValueError("`stream_ids` needs `block_ids` beside it, got None.")
+        if stream_ids.shape != inputs_embeds.shape[:2]:
+            raise ValueError(
+                f"`stream_ids` must have the shape of the input, {tuple(inputs_embeds.shape[:2])}, got "
+                f"{tuple(stream_ids.shape)}. Context parallelism, which cuts the input into pieces and drops the mask "
+                "that says who sees whom, cannot train a dual stream: use data, sharded (FSDP2) or tensor parallelism."
+            )
         if document_ids is None:
             document_ids = torch.zeros_like(stream_ids)
         implementation = self.config._attn_implementation
@@ -205,6 +212,20 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             config=self.config,
             device=inputs_embeds.device,
         )
+
+
+@dataclass
+class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """[`CausalLMOutputWithPast`], and what training and evaluation report beside the loss.
+
+    Attributes:
+        token_nll: `(B, T)` float32, the negative log-likelihood of each slot's target in nats, with its graph; 0
+            without a target.
+        correct: `(B, T)` bool, whether the target is the likeliest token.
+    """
+
+    token_nll: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
 
 
 class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
@@ -258,7 +279,8 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
                 supervised `labels`, or of `targets` where no labels are given.
 
         Returns:
-            [`CausalLMOutputWithPast`]; without `logits` when `targets` are given (they are never held all at once).
+            [`CausalLMOutputWithPast`]; when `targets` are given, [`WeDLMCausalLMOutputWithPast`] without `logits`,
+            which are never held all at once.
         """
         backbone_inputs = {
             "input_ids": input_ids,
@@ -283,15 +305,17 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         if num_items_in_batch is None:
             counted = targets if labels is None else labels[..., 1:]
             num_items_in_batch = (counted != -100).sum()
-        loss = dual_stream_loss(
+        loss, nll, correct = dual_stream_loss(
             self.lm_head,
             outputs.last_hidden_state,
             targets,
             torch.ones_like(targets, dtype=torch.float32) if loss_weights is None else loss_weights,
             num_items_in_batch,
         )
-        return CausalLMOutputWithPast(
+        return WeDLMCausalLMOutputWithPast(
             loss=loss,
+            token_nll=nll,
+            correct=correct,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

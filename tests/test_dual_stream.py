@@ -245,7 +245,8 @@ def test_a_chunked_head_gives_the_loss_and_the_gradient_of_a_whole_one(chunk_siz
     targets = torch.tensor([0, 10, 3, 3, 7, 1])
     leaves = [hidden, *head.parameters()]
     whole = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="none")
-    chunked = token_nll(head, hidden, targets, chunk_size=chunk_size)
+    chunked, correct = token_nll(head, hidden, targets, chunk_size=chunk_size)
+    assert torch.equal(correct, head(hidden).argmax(-1) == targets)
     torch.testing.assert_close(chunked, whole)
     weights = torch.arange(1.0, 7.0)
     expected = torch.autograd.grad((whole * weights).sum(), leaves)
@@ -263,6 +264,18 @@ def test_the_head_module_is_called_and_only_on_slots_with_a_target():
     assert outputs.logits is None
 
 
+def test_the_output_holds_the_nll_of_each_target_and_whether_it_is_the_likeliest():
+    model = tiny_model()
+    batch = batch_of([packed(row) for row in ROWS])
+    output = model(**batch, num_items_in_batch=1)
+    logits = logits_of(model, batch)
+    has_target = batch["targets"] != IGNORE
+    expected = torch.nn.functional.cross_entropy(logits.mT, batch["targets"], reduction="none")
+    torch.testing.assert_close(output.token_nll, expected)
+    assert torch.equal(output.correct, (logits.argmax(-1) == batch["targets"]) & has_target)
+    torch.testing.assert_close((output.token_nll * batch["loss_weights"]).sum(), output.loss)
+
+
 def test_a_batch_without_targets_gives_zero_and_a_graph():
     model = tiny_model()
     batch = batch_of([packed(row) for row in ROWS])
@@ -275,8 +288,8 @@ def test_a_batch_without_targets_gives_zero_and_a_graph():
 def test_half_precision_logits_are_summed_in_float32():
     hidden, targets = torch.randn(1, 4, 8).bfloat16(), torch.tensor([[1, 2, IGNORE, 4]])
     head = torch.nn.Linear(8, 11).bfloat16()
-    loss = dual_stream_loss(head, hidden, targets, torch.ones(1, 4), 3)
-    assert loss.dtype == torch.float32
+    loss, nll, _ = dual_stream_loss(head, hidden, targets, torch.ones(1, 4), 3)
+    assert loss.dtype == nll.dtype == torch.float32
     kept = targets != IGNORE
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(head(hidden[kept]).float(), targets[kept]))
 

@@ -84,11 +84,13 @@ def record_noise(trainer: Trainer) -> tuple[list[Noise], list[Noise]]:
 # Loss, gradient, updates.
 
 
-def test_gradient_accumulation_changes_no_digit(tmp_path):
+@pytest.mark.parametrize("weighting", ["ratio", "uniform"])
+def test_gradient_accumulation_changes_no_digit(tmp_path, weighting):
     runs = []
     for batch_size, steps in ((8, 1), (4, 2), (1, 8)):
         trainer = trainer_on(
             tmp_path,
+            collator=collator_with(loss_weighting=weighting),
             per_device_train_batch_size=batch_size,
             gradient_accumulation_steps=steps,
             max_steps=4,
@@ -161,6 +163,25 @@ def test_evaluation_gives_the_loss_and_never_the_logits(tmp_path, prediction_los
     with torch.no_grad():
         assert first == pytest.approx(trainer.model(**collator_with()(EXAMPLES[:5])).loss.item(), rel=1e-6)
     assert not trainer.predict(EXAMPLES[:5]).predictions
+
+
+def test_with_uniform_weights_the_step_loss_is_the_mean_over_its_masked_tokens(tmp_path):
+    trainer = trainer_on(
+        tmp_path,
+        collator=collator_with(loss_weighting="uniform", ar_weight=0.0),
+        max_steps=1,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        learning_rate=0.0,
+    )
+    nll = []
+
+    def record(model, args, kwargs, output):
+        nll.append(output.token_nll[kwargs["targets"] != IGNORE].detach())
+
+    trainer.model.register_forward_hook(record, with_kwargs=True)
+    trainer.train()
+    assert losses_of(trainer)[0] == pytest.approx(torch.cat(nll).mean().item(), rel=1e-5)
 
 
 # Noise over epochs.

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from accelerate.state import AcceleratorState
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import RemoveColumnsCollator
@@ -19,8 +20,8 @@ class DynamicMaskingCallback(TrainerCallback):
     and over a resume; evaluation keeps the trainer's collator, and so the same masks at every evaluation.
 
     Raises:
-        ValueError: at the start of training, if the training data are not collated by
-            [`DataCollatorForDualStreamMasking`].
+        ValueError: at the start of training, under context or sequence parallelism, or if the training data are not
+            collated by [`DataCollatorForDualStreamMasking`].
     """
 
     def on_train_begin(
@@ -32,6 +33,7 @@ class DynamicMaskingCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Gives the training data loader its own collator."""
+        refuse_context_parallelism(args.parallelism_config or AcceleratorState().parallelism_config)
         loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # inside accelerate's wrapper
         owner, name = loader, "collate_fn"
         if isinstance(loader.collate_fn, RemoveColumnsCollator):
@@ -52,3 +54,12 @@ class DynamicMaskingCallback(TrainerCallback):
         """Sets the epoch before the first batch is drawn."""
         self.collator.set_epoch(self.epoch)
         self.epoch += 1
+
+
+def refuse_context_parallelism(parallelism_config: Any) -> None:
+    """Raises `ValueError` where accelerate's `ParallelismConfig` asks for context or sequence parallelism."""
+    if parallelism_config is not None and (parallelism_config.cp_enabled or parallelism_config.sp_enabled):
+        raise ValueError(
+            "Context and sequence parallelism cannot train a dual stream: they cut the row into pieces and drop the "
+            "attention mask, which says who sees whom. Use data, sharded (FSDP2) or tensor parallelism."
+        )

@@ -1,43 +1,70 @@
 """Noise of dual-stream training: which tokens of each block become masks, and in what order its slots lie.
 
-Pure functions: tensors in, tensors out, randomness only from the generator that is passed in. `L` tokens of a
-document, `K` blocks, `B` block size.
+Pure functions: tensors in, tensors out, noise is passed in. A *block grid* `(K, B)` holds `K` blocks of `B` cells, in
+logical order; cells without a token are False everywhere.
 """
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
-from torch.nn import functional as F
 
 RatioSampler = Literal["count", "stratified", "gamma"]
 
+# Columns of a block's noise: its ratio, its place among the strata, its layout; then one for each of its cells.
+_RATIO, _STRATUM, _LAYOUT, _CELLS = range(4)
+
+
+def draw_noise(keys: Sequence[int], block_counts: Sequence[int], block_size: int) -> torch.Tensor:
+    """Draws the noise of [`mask_blocks`] for several documents, each from its own key.
+
+    Args:
+        keys: one 64-bit integer a document; the noise of a document is a function of its key alone.
+        block_counts: number of blocks of each document.
+        block_size: B.
+
+    Returns:
+        `(K, B + 3)` float32, uniform in [0, 1); K is the sum of `block_counts`.
+    """
+    noise = torch.empty(sum(block_counts), _CELLS + block_size)
+    generator = torch.Generator()
+    for key, rows in zip(keys, noise.split(list(block_counts)), strict=True):
+        torch.rand(rows.shape, generator=generator.manual_seed(key), out=rows)
+    return noise
+
 
 def sample_masked_counts(
-    supervised_counts: torch.Tensor, ratio_sampler: RatioSampler, generator: torch.Generator
+    supervised_counts: torch.Tensor, noise: torch.Tensor, ratio_sampler: RatioSampler, document_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws how many supervised tokens of each block are masked, and the weight 1/γ of each of them.
 
     Args:
         supervised_counts: `(K,)` int64, n_k.
+        noise: `(K, ≥ 2)` float32, uniform in [0, 1).
         ratio_sampler: `"count"`: m_k ~ Uniform{1…n_k}, γ_k = m_k / n_k, an unbiased bound on −log p.
             `"stratified"`: the same law for each block, spread evenly over the document's blocks (less noise in the
             loss). `"gamma"`: the paper's letter, γ_k ~ Uniform(0, 1) and m_k = round(γ_k n_k), which leaves some
             blocks without a mask.
-        generator: source of randomness.
+        document_ids: `(K,)` int64, ascending; the blocks that strata are spread over.
 
     Returns:
         m_k `(K,)` int64, zero where n_k is zero, and 1/γ_k `(K,)` float32.
     """
     if ratio_sampler not in get_args(RatioSampler):
         raise ValueError(f"`ratio_sampler` must be one of {get_args(RatioSampler)}, got {ratio_sampler!r}.")
-    uniform = torch.rand(supervised_counts.shape, generator=generator)
+    uniform = noise[:, _RATIO]
     if ratio_sampler == "gamma":
         masked_counts = (uniform * supervised_counts).round().long()
         return masked_counts, 1.0 / uniform.clamp(min=torch.finfo(torch.float32).tiny)
     if ratio_sampler == "stratified":
-        drawn = supervised_counts > 0
-        strata = torch.randperm(int(drawn.sum()), generator=generator)
-        uniform[drawn] = (strata + uniform[drawn]) / max(len(strata), 1)
+        uniform = uniform.clone()
+        drawn = (supervised_counts > 0).nonzero().flatten()
+        shuffled = drawn[noise[drawn, _STRATUM].argsort()]
+        shuffled = shuffled[document_ids[shuffled].argsort(stable=True)]
+        sizes = document_ids[shuffled].unique_consecutive(return_counts=True)[1]
+        first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        strata = torch.arange(len(shuffled)) - first
+        uniform[shuffled] = (strata + uniform[shuffled]) / sizes.repeat_interleave(sizes)
     masked_counts = (uniform * supervised_counts).long().clamp(max=supervised_counts - 1) + 1
     masked_counts[supervised_counts == 0] = 0
     return masked_counts, supervised_counts / masked_counts.clamp(min=1)
@@ -45,46 +72,44 @@ def sample_masked_counts(
 
 def mask_blocks(
     supervised: torch.Tensor,
-    block_size: int,
-    generator: torch.Generator,
+    noise: torch.Tensor,
     ratio_sampler: RatioSampler = "count",
     suffix_probability: float = 0.0,
+    document_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the masked tokens of every block of a document (paper §4.2).
+    """Chooses the masked tokens of every block (paper §4.2).
 
     Args:
-        supervised: `(L,)` bool; only these are ever masked.
-        block_size: B; the last block may be shorter.
-        generator: source of randomness.
+        supervised: `(K, B)` bool; only these are ever masked.
+        noise: `(K, B + 3)` float32, see [`draw_noise`].
         ratio_sampler: see [`sample_masked_counts`].
         suffix_probability: share of blocks whose *last* m_k supervised tokens are masked, which is what decoding meets
             right after a commit; the others get m_k tokens uniformly without replacement (the paper's layout).
+        document_ids: `(K,)` int64, see [`sample_masked_counts`]; all blocks are one document's if left out.
 
     Returns:
-        `masked` `(L,)` bool, and `weights` `(L,)` float32: 1/γ of its block on masked tokens, 0 elsewhere.
+        `masked` `(K, B)` bool, and 1/γ of each block, `(K,)` float32.
     """
-    length = supervised.shape[0]
-    blocks = F.pad(supervised, (0, -length % block_size)).view(-1, block_size)
-    masked_counts, inverse_ratios = sample_masked_counts(blocks.sum(-1), ratio_sampler, generator)
-    priority = torch.rand(blocks.shape, generator=generator)
-    is_suffix = torch.rand(blocks.shape[0], generator=generator) < suffix_probability
-    from_the_end = torch.arange(block_size, 0, -1, dtype=priority.dtype).expand_as(priority)
-    priority = torch.where(is_suffix[:, None], from_the_end, priority).masked_fill(~blocks, float("inf"))
-    rank = priority.argsort(-1).argsort(-1)
-    masked = rank < masked_counts[:, None]
-    weights = masked * inverse_ratios[:, None]
-    return masked.flatten()[:length], weights.flatten()[:length].float()
+    if document_ids is None:
+        document_ids = torch.zeros(len(supervised), dtype=torch.int64)
+    masked_counts, inverse_ratios = sample_masked_counts(supervised.sum(-1), noise, ratio_sampler, document_ids)
+    priority = noise[:, _CELLS:]
+    if suffix_probability > 0:
+        from_the_end = torch.arange(supervised.shape[1], 0, -1, dtype=priority.dtype).expand_as(priority)
+        priority = torch.where(noise[:, _LAYOUT, None] < suffix_probability, from_the_end, priority)
+    rank = priority.masked_fill(~supervised, float("inf")).argsort(-1).argsort(-1)
+    return rank < masked_counts[:, None], inverse_ratios.float()
 
 
-def reorder_blocks(masked: torch.Tensor, block_size: int) -> torch.Tensor:
+def reorder_blocks(masked: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Topological reordering within each block: observed tokens first, then masks, both in logical order (paper §4.1).
 
     Args:
-        masked: `(L,)` bool.
-        block_size: B.
+        masked: `(K, B)` bool.
+        present: `(K, B)` bool; cells that hold a token.
 
     Returns:
-        `(L,)` int64: the logical position that lies at each physical slot, a permutation of `0…L−1`.
+        `(K, B)` int64: the cell that lies at each physical slot of its block, a permutation of `0…B−1` in each row;
+        cells without a token come last.
     """
-    block_ids = torch.arange(masked.shape[0]) // block_size
-    return torch.argsort(2 * block_ids + masked.long(), stable=True)
+    return (masked.long() + 2 * ~present).argsort(dim=-1, stable=True)

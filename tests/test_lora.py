@@ -1,0 +1,99 @@
+"""Adapters by `peft_config` alone: what they train, and that they save, load, merge and decode."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from test_sft_trainer import CHATS, trainer_on
+from tiny import MASK, tiny_model, tiny_tokenizer
+
+from wedlm_hf.training.sft_trainer import mask_row_is_new
+
+CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+def with_new_mask_row(**overrides):
+    """A model as `convert` leaves it: the mask token's row is the mean of all others."""
+    model = tiny_model(**overrides)
+    weight = model.get_input_embeddings().weight
+    rows = [row for row in range(len(tiny_tokenizer())) if row != MASK]
+    with torch.no_grad():
+        weight[MASK] = weight[rows].mean(0)
+    return model
+
+
+def train(folder, model, **settings):
+    trainer = trainer_on(
+        folder,
+        Dataset.from_dict({"messages": CHATS}),
+        model=model,
+        peft=LoraConfig(**CONFIG | settings),
+        max_steps=3,
+        learning_rate=0.5,
+    )
+    trainer.train()
+    return trainer
+
+
+def decoded(model) -> torch.Tensor:
+    inputs = tiny_tokenizer().apply_chat_template(
+        CHATS[0][:1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    return model.eval().generate(**inputs, strategy="wedlm", max_new_tokens=12, do_sample=False)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["LoRA", "DoRA"])
+def test_an_adapter_saves_loads_merges_and_decodes(tmp_path, settings, tied):
+    trainer = train(tmp_path, with_new_mask_row(tie_word_embeddings=tied), **settings)
+    trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in trained if ".lora_" in name} == PROJECTIONS
+    assert any("trainable_tokens_delta" in name for name in trained)
+    trainer.save_model()
+    assert not (tmp_path / "model.safetensors").exists()
+
+    expected = decoded(trainer.model)
+    base = with_new_mask_row(tie_word_embeddings=tied)
+    row_before = base.get_input_embeddings().weight[MASK].clone()
+    loaded = PeftModel.from_pretrained(base, tmp_path)
+    assert torch.equal(decoded(loaded), expected)
+    merged = loaded.merge_and_unload()
+    assert torch.equal(decoded(merged), expected)
+    assert not torch.equal(merged.get_input_embeddings().weight[MASK], row_before)
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(decoded(type(merged).from_pretrained(tmp_path / "merged")), expected)
+
+
+def test_the_mask_row_is_trained_only_where_it_is_new_and_nobody_names_other_rows(tmp_path):
+    tokenizer = tiny_tokenizer()
+    assert mask_row_is_new(with_new_mask_row(), tokenizer) and mask_row_is_new(
+        with_new_mask_row().bfloat16(), tokenizer
+    )
+    assert not mask_row_is_new(tiny_model(), tokenizer)
+    for model, settings, expected in (
+        (tiny_model(), {}, None),
+        (with_new_mask_row(), {}, {"embed_tokens": [MASK]}),
+        (with_new_mask_row(), {"trainable_token_indices": {"embed_tokens": [5]}}, {"embed_tokens": [5]}),
+        (with_new_mask_row(), {"modules_to_save": ["embed_tokens"]}, None),
+    ):
+        config = LoraConfig(**CONFIG | settings)
+        trainer = trainer_on(tmp_path, model=model, peft=config)
+        assert trainer.model.peft_config["default"].trainable_token_indices == expected
+        assert config.trainable_token_indices == settings.get("trainable_token_indices")  # the caller's is untouched
+
+
+def test_training_an_adapter_leaves_the_model_below_it_as_it_was(tmp_path):
+    trainer = train(tmp_path, tiny_model())
+    with trainer.model.disable_adapter():
+        assert torch.equal(decoded(trainer.model), decoded(tiny_model()))
+
+
+def test_an_adapter_resumes(tmp_path):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.5}
+    whole = trainer_on(tmp_path, peft=LoraConfig(**CONFIG), model=with_new_mask_row(), **settings)
+    whole.train()
+    resumed = trainer_on(tmp_path / "resumed", peft=LoraConfig(**CONFIG), model=with_new_mask_row(), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    for weight, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, expected)

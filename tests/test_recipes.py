@@ -1,0 +1,206 @@
+"""Recipes, the entry point that runs them, and the files that they read."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from test_sft_trainer import CHATS
+from tiny import stock_twin, tiny_model, tiny_tokenizer
+from trl import ModelConfig, TrlParser
+
+from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.training.data import load
+from wedlm_hf.training.sft_config import WeDLMSFTConfig
+from wedlm_hf.training.sft_trainer import _COLLATOR_FIELDS
+from wedlm_hf.training.train import DataConfig, main
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
+
+QUICK = (
+    "--max_steps 2 --per_device_train_batch_size 2 --gradient_accumulation_steps 1 --block_size 4 --max_length 64 "
+    "--eval_decoding_tokens 4 --eval_decoding_samples 1 --bf16 false --use_cpu true --logging_steps 1 "
+    "--save_strategy no --disable_tqdm true --learning_rate 0.05"
+).split()
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> str:
+    folder = tmp_path / "model"
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def stock_checkpoint(tmp_path) -> str:
+    """A Qwen3 whose tokenizer has no mask token."""
+    folder = tmp_path / "stock"
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = None
+    stock_twin(tiny_model()).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def chats(tmp_path) -> str:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS * 2))
+    return str(path)
+
+
+def test_every_recipe_holds_known_settings_and_the_first_ones_are_the_defaults():
+    assert [path.stem for path in RECIPES] == ["adapt", "lora", "sft"]
+    for path in RECIPES:
+        words = ["--config", str(path), "--dataset", "x", "--use_cpu", "true", "--bf16", "false"]
+        _, args, model = TrlParser((DataConfig, WeDLMSFTConfig, ModelConfig)).parse_args_and_config(words)
+        assert model.use_peft == (path.stem == "lora")
+        if path.stem == "sft":
+            default = WeDLMSFTConfig("x", use_cpu=True, bf16=False)
+            for name in (
+                "block_size ar_weight num_eos learning_rate lr_scheduler_type warmup_steps weight_decay max_grad_norm "
+                "num_train_epochs gradient_accumulation_steps max_length"
+            ).split():
+                assert getattr(args, name) == getattr(default, name), name
+
+
+def test_a_recipe_trains_with_settings_of_the_command_line_and_says_what_came_out(tmp_path, checkpoint, chats, capsys):
+    (recipe,) = (path for path in RECIPES if path.stem == "sft")
+    output = tmp_path / "tuned"
+    words = [
+        "--model_name_or_path",
+        checkpoint,
+        "--dataset",
+        chats,
+        "--output_dir",
+        str(output),
+        "--eval_share",
+        "0.25",
+    ]
+    main([str(recipe), *words, *QUICK])
+    summary = capsys.readouterr().out
+    for part in ("train dataset: 12 examples", "eval dataset: 4 examples", "eval_elbo_nll", "tokens_per_second"):
+        assert part in summary
+    tuned = WeDLMForCausalLM.from_pretrained(output)
+    assert not torch.equal(tuned.lm_head.weight, tiny_model().lm_head.weight)
+
+
+def test_a_stock_qwen_checkpoint_becomes_a_wedlm_by_one_command(tmp_path, stock_checkpoint):
+    (recipe,) = (path for path in RECIPES if path.stem == "adapt")
+    texts = tmp_path / "texts.parquet"
+    Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 9] * 6}).to_parquet(texts)
+    output = tmp_path / "adapted"
+    words = ["--model_name_or_path", stock_checkpoint, "--dataset", str(texts), "--output_dir", str(output)]
+    main([str(recipe), *words, "--eval_share", "0", *QUICK])
+    adapted = WeDLMForCausalLM.from_pretrained(output)
+    ids = torch.tensor([[11, 12, 13]])
+    assert adapted.generate(ids, attention_mask=ids > 0, strategy="wedlm", max_new_tokens=5).shape[1] > 3
+
+
+def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
+    (recipe,) = (path for path in RECIPES if path.stem == "lora")
+    output = tmp_path / "adapter"
+    words = ["--model_name_or_path", checkpoint, "--dataset", chats, "--output_dir", str(output), "--packing", "false"]
+    words += ["--eval_share", "0", "--streaming", "true", "--resume_from_checkpoint", "auto", *QUICK]
+    words += ["--save_strategy", "steps", "--save_steps", "1"]
+    main([str(recipe), *words])
+    assert (output / "adapter_model.safetensors").exists()
+    main([str(recipe), *words, "--max_steps", "3"])
+    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dataset", "x.jsonl"], "`model_name_or_path` is required"),
+        (["--dataset", "no.jsonl", "--model_name_or_path", "m"], "There is no file 'no.jsonl'."),
+        (["--dataset", "x", "--streaming", "true", "--model_name_or_path", "m"], "`streaming` needs `max_steps`"),
+        (["--dataset", "x", "--eval_share", "1"], "`eval_share` must lie in [0, 1), got 1.0."),
+        (
+            ["--dataset", "x", "--block_size", "-1", "--packing", "true", "--max_length", "1"],
+            "`max_length` must be at",
+        ),
+    ],
+)
+def test_a_wrong_request_is_told_in_one_line(words, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--use_cpu", "true", "--bf16", "false"])
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"Error: {message}")
+
+
+def test_an_unknown_setting_of_a_recipe_is_told(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("dataset: x\nblok_size: 8\n")
+    with pytest.raises(SystemExit):
+        main([str(recipe), "--use_cpu", "true", "--bf16", "false"])
+    assert "blok_size" in capsys.readouterr().err
+
+
+def test_what_the_documentation_shows_runs(tmp_path, monkeypatch):
+    page = ROOT / "docs" / "training.md"
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (page.parent / target).exists(), target
+    for command in re.findall(r"examples/recipes/\w+\.yaml", text):
+        assert ROOT / command in RECIPES
+    (code,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, page.name, "exec"), {})
+    assert (tmp_path / "build" / "greetings" / "model.safetensors").exists()
+
+
+def test_each_setting_and_default_of_the_documentation_is_the_configs():
+    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    table = text[text.index("| setting |") : text.index("The loss is divided by N")]
+    default = WeDLMSFTConfig("x", use_cpu=True, bf16=False)
+    documented = set()
+    for line in table.splitlines()[2:]:
+        if line.startswith("|"):
+            names, values = (cell.strip() for cell in line.strip("|").split("|")[:2])
+            for name, value in zip(re.findall(r"`(\w+)`", names), values.replace("`", "").split(", "), strict=True):
+                actual = getattr(default, name)
+                assert value == getattr(actual, "value", actual) or float(value) == actual, name
+                documented.add(name)
+    assert set(_COLLATOR_FIELDS) - {"seed"} <= documented
+
+
+# Files.
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', r":3: malformed JSON: Expecting ',' delimiter"),
+        ('{"text": "a"}\n[1, 2]\n', r":2: each line must be a JSON object, got '[1, 2]'"),
+        ("", ": there is no example in this file."),
+    ],
+)
+def test_a_malformed_line_is_told_by_file_and_number(tmp_path, text, message, streaming):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
+        load(str(path), streaming=streaming)
+
+
+def test_damaged_files_are_told_by_name(tmp_path):
+    path = tmp_path / "data.parquet"
+    path.write_bytes(b"PAR1 no more")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: cannot be read as parquet")):
+        load(str(path))
+
+
+def test_files_of_each_kind_hold_the_same_examples(tmp_path):
+    rows = [{"text": "a"}, {"text": "b"}]
+    for kind in ("jsonl", "json", "parquet"):
+        path = tmp_path / f"data.{kind}"
+        data = Dataset.from_list(rows)
+        data.to_parquet(path) if kind == "parquet" else data.to_json(path)
+        assert list(load(str(path))) == rows
+        assert list(load(str(path), streaming=True)) == rows

@@ -1,0 +1,508 @@
+"""`WeDLMSFTTrainer`: data of every kind, loss, evaluation, checkpoints, and what it refuses."""
+
+import errno
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+from dual_stream_oracle import IGNORE
+from tiny import EOS, MASK, tiny_model, tiny_tokenizer
+from transformers import TrainerCallback
+
+from wedlm_hf.training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
+from wedlm_hf.training.sft_trainer import newest_complete_checkpoint
+
+CHATS = [
+    [
+        {"role": "user", "content": f"Count from {first} to {first + length}"},
+        {"role": "assistant", "content": ", ".join(str(first + step) for step in range(length + 1))},
+    ]
+    for first, length in [(1, 3), (2, 7), (5, 4), (3, 1), (4, 9), (7, 2), (1, 8), (6, 5)]
+]
+MESSAGES = Dataset.from_dict({"messages": CHATS})
+
+
+def settings_of(folder: Path, **settings) -> WeDLMSFTConfig:
+    defaults = {
+        "output_dir": str(folder),
+        "max_steps": 1,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "max_grad_norm": 0.0,
+        "optim": "sgd",
+        "max_length": 400,
+        "block_size": 4,
+        "num_eos": 3,
+        "eval_decoding_samples": 0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return WeDLMSFTConfig(**(defaults | settings))
+
+
+def trainer_on(folder: Path, data=MESSAGES, *, model=None, tokenizer=None, eval_dataset=None, peft=None, **settings):
+    return WeDLMSFTTrainer(
+        model or tiny_model(),
+        settings_of(folder, **settings),
+        data,
+        eval_dataset,
+        tokenizer or tiny_tokenizer(),
+        peft_config=peft,
+        callbacks=settings.pop("callbacks", None),
+    )
+
+
+def learnt_text(example: dict) -> str:
+    kept = [token for token, label in zip(example["input_ids"], example["labels"], strict=True) if label != IGNORE]
+    return tiny_tokenizer().decode(kept)
+
+
+def logged(trainer, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+# Data.
+
+PROMPT, ANSWER = "Count from 1 to 4", "1, 2, 3, 4"
+TURNS = CHATS[0]
+WHOLE = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n{ANSWER}<|im_end|>"
+FORMATS = {
+    "messages": ({"messages": TURNS}, f"{ANSWER}<|im_end|>"),
+    "conversations": (
+        {"conversations": [{"from": "user", "value": PROMPT}, {"from": "assistant", "value": ANSWER}]},
+        f"{ANSWER}<|im_end|>",
+    ),
+    "prompt and completion of a chat": (
+        {"prompt": TURNS[:1], "completion": TURNS[1:]},
+        f"{ANSWER}<|im_end|>",
+    ),
+    "prompt and completion": ({"prompt": f"{PROMPT}\n", "completion": ANSWER}, f"{ANSWER}<|im_end|>"),
+    "text": ({"text": f"{PROMPT}: {ANSWER}"}, f"{PROMPT}: {ANSWER}<|im_end|>"),
+    "input_ids": ({"input_ids": [11, 12, 13, EOS]}, tiny_tokenizer().decode([11, 12, 13, EOS])),
+    "input_ids and labels": (
+        {"input_ids": [11, 12, 13, EOS], "labels": [IGNORE, IGNORE, 13, EOS]},
+        tiny_tokenizer().decode([13, EOS]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "iterable"])
+def test_each_kind_of_data_supervises_what_it_should(tmp_path, kind, streamed):
+    example, expected = FORMATS[kind]
+    data = Dataset.from_list([example, example])
+    trainer = trainer_on(tmp_path, data.to_iterable_dataset() if streamed else data)
+    rows = list(trainer.train_dataset)
+    assert [learnt_text(row) for row in rows] == [expected] * 2
+    (batch,) = [trainer.data_collator(rows)]
+    # Every response ends in the end token, so its copies follow.
+    fill = [EOS] * 2
+    assert batch["labels"][0].tolist()[-3:] == [EOS, *fill]
+
+
+def test_every_assistant_turn_is_learnt_and_nothing_else(tmp_path):
+    turns = [*TURNS, {"role": "user", "content": "Go on"}, {"role": "assistant", "content": "5, 6"}]
+    trainer = trainer_on(tmp_path, Dataset.from_dict({"messages": [turns]}))
+    assert learnt_text(trainer.train_dataset[0]) == f"{ANSWER}<|im_end|>5, 6<|im_end|>"
+    everything = trainer_on(tmp_path, Dataset.from_dict({"messages": [turns]}), assistant_only_loss=False)
+    assert learnt_text(everything.train_dataset[0]).startswith(WHOLE)
+
+
+def test_white_space_that_a_template_counts_as_the_assistants_is_not_learnt(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
+        "{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'] + '<|im_end|>\n' -}}"
+        "{%- endgeneration -%}{%- else -%}{{- message['content'] + '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}"
+    )
+    trainer = trainer_on(tmp_path, tokenizer=tokenizer)
+    assert learnt_text(trainer.train_dataset[0]) == f"{ANSWER}<|im_end|>"
+
+
+def test_packed_rows_hold_whole_documents_and_isolate_them(tmp_path):
+    plain, packed = (trainer_on(tmp_path, packing=packing, max_length=60) for packing in (False, True))
+    assert len(packed.train_dataset) < len(plain.train_dataset)
+    assert max(map(len, packed.train_dataset["input_ids"])) <= 60
+    pieces = [
+        tuple(row["input_ids"][sum(row["seq_lengths"][:i]) :][:length])
+        for row in packed.train_dataset
+        for i, length in enumerate(row["seq_lengths"])
+    ]
+    assert sorted(pieces) == sorted(map(tuple, plain.train_dataset["input_ids"]))
+    batch = next(iter(packed.get_train_dataloader()))
+    assert int(batch["document_ids"].max()) > 0
+
+
+def test_text_longer_than_the_limit_can_be_split_instead_of_cut(tmp_path):
+    data = Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 6]})
+    cut = trainer_on(tmp_path, data, max_length=20)
+    assert cut.data_reports["train"].fates.total() == 1 and "1 shortened" in str(cut.data_reports["train"])
+    split = trainer_on(tmp_path, data, max_length=20, packing=True, packing_strategy="bfd_split")
+    whole = trainer_on(tmp_path, data)
+    tokens = [token for row in split.train_dataset["input_ids"] for token in row]
+    assert sorted(tokens) == sorted(whole.train_dataset["input_ids"][0])
+    assert "shortened" not in str(split.data_reports["train"])
+
+
+# Shortened, dropped, counted.
+
+
+def test_a_cut_answer_is_never_taught_to_stop_and_each_loss_is_counted(tmp_path, caplog):
+    tokenizer = tiny_tokenizer()
+    lengths = [len(tokenizer.apply_chat_template(chat)["input_ids"]) for chat in CHATS]
+    limit = sorted(lengths)[3]
+    no_answer = [{"role": "user", "content": "Hi"}]
+    endless = [{"role": "user", "content": "Count " * 100}, CHATS[0][1]]
+    data = Dataset.from_dict({"messages": [*CHATS, no_answer, endless]})
+    with caplog.at_level(logging.INFO, "wedlm_hf.training.sft_trainer"):
+        trainer = trainer_on(tmp_path, data, max_length=limit)
+    report = str(trainer.data_reports["train"])
+    # The newline behind the last end token counts, and is never supervised: losing it alone loses nothing.
+    shortened = sum(length > limit for length in lengths)
+    assert report == (
+        f"train dataset: 10 examples; {shortened} shortened to `max_length` (a cut answer is never taught to stop); "
+        "1 dropped: longer than `max_length` before anything to learn; "
+        "1 dropped: nothing to learn (no assistant turn, or no supervised token)"
+    )
+    assert report in caplog.text and caplog.records[-1].levelname == "WARNING"
+    for row, length in zip(trainer.train_dataset, lengths, strict=True):
+        memory = trainer.data_collator([row])
+        clean = memory["input_ids"][memory["stream_ids"] == 0].tolist()
+        whole = EOS in row["input_ids"][20:] and row["labels"][-2:].count(EOS) > 0
+        assert clean.count(EOS) == row["input_ids"].count(EOS) + 2 * whole
+        assert whole or length > limit
+
+
+def test_a_stream_counts_what_it_loses_too(tmp_path, caplog):
+    data = Dataset.from_dict({"messages": [*CHATS, [*CHATS[0][:1], {"role": "assistant", "content": "9, " * 90}]]})
+    trainer = trainer_on(tmp_path, data.to_iterable_dataset(), max_length=60, max_steps=2, dataloader_num_workers=1)
+    trainer.train()
+    report = trainer.data_reports["train"]
+    assert report.fates[1] >= 1 and report.kept >= 9
+    assert str(report) in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (Dataset.from_dict({"messages": []}), "The train dataset is empty."),
+        (
+            Dataset.from_dict({"messages": [[CHATS[0][0]]] * 3}),
+            "3 examples; 3 dropped: nothing to learn",
+        ),
+        (
+            Dataset.from_dict({"messages": [[{"role": "user", "content": "a b c d " * 99}, CHATS[0][1]]] * 2}),
+            "2 dropped: longer than `max_length` before anything to learn",
+        ),
+        (Dataset.from_dict({"input_ids": [[5, 6]], "labels": [[IGNORE] * 2]}), "1 dropped: nothing to learn"),
+        (Dataset.from_dict({"input_ids": [[5], []], "labels": [[5], []]}), "2 dropped: nothing to learn"),
+    ],
+    ids=["empty", "no assistant turn", "over-long", "no supervised token", "no tokens"],
+)
+def test_data_without_anything_to_learn_are_refused(tmp_path, data, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer_on(tmp_path, data, max_length=60)
+    if len(data):
+        with pytest.raises(ValueError, match=f"There is nothing to train on. Eval dataset.*{re.escape(message)}"):
+            trainer_on(tmp_path, eval_dataset=data, max_length=60)
+
+
+# Loss.
+
+
+def step_of(trainer) -> tuple[str, torch.Tensor]:
+    """The logged loss of one SGD step, and all weights after it."""
+    trainer.train()
+    weights = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
+    return f"{logged(trainer, 'loss')[0]:.4f}", weights
+
+
+@pytest.mark.parametrize("weighting", ["ratio", "uniform"])
+def test_batches_accumulation_packing_and_workers_change_no_digit(tmp_path, weighting):
+    variants = [
+        {},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+        {"packing": True, "max_length": 400},
+        {"dataloader_num_workers": 2},
+        {"gradient_checkpointing": True},
+    ]
+    runs = [step_of(trainer_on(tmp_path, loss_weighting=weighting, **variant)) for variant in variants]
+    start = torch.cat([weight.detach().flatten() for weight in tiny_model().parameters()])
+    moved = (runs[0][1] - start).abs().max()
+    assert moved > 0
+    for loss, weights in runs[1:]:
+        assert loss == runs[0][0]
+        torch.testing.assert_close(weights, runs[0][1], rtol=0, atol=1e-4 * float(moved))
+
+
+def test_the_loss_is_that_of_plain_forwards_over_the_whole_step(tmp_path):
+    trainer = trainer_on(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, learning_rate=0.0)
+    trainer.train()
+    batch = trainer.data_collator(list(trainer.train_dataset))
+    with torch.no_grad():
+        output = tiny_model()(**batch)
+    assert logged(trainer, "loss")[0] == pytest.approx(output.loss.item(), rel=1e-5)
+    memory, learnt = batch["stream_ids"] == 0, batch["targets"] != IGNORE
+    assert logged(trainer, "ar_nll")[0] == pytest.approx(output.token_nll[memory & learnt].mean().item(), rel=1e-5)
+    assert logged(trainer, "mask_nll")[0] == pytest.approx(output.token_nll[~memory & learnt].mean().item(), rel=1e-5)
+    speeds = logged(trainer, "tokens_per_second")[0], logged(trainer, "supervised_tokens_per_second")[0]
+    counts = int(memory.sum()), int((batch["labels"] != IGNORE).sum())
+    assert speeds[0] / speeds[1] == pytest.approx(counts[0] / counts[1])
+
+
+def test_bf16_is_for_autocast_and_weights_stay_in_float32(tmp_path):
+    trainer = trainer_on(tmp_path, bf16=True, eval_dataset=MESSAGES, eval_decoding_samples=1, eval_decoding_tokens=4)
+    reference = trainer_on(tmp_path, eval_dataset=MESSAGES, eval_decoding_samples=1, eval_decoding_tokens=4)
+    for each in (trainer, reference):
+        each.train()
+    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
+    assert logged(trainer, "loss")[0] == pytest.approx(logged(reference, "loss")[0], rel=0.02)
+    low, full = (each.evaluate() for each in (trainer, reference))
+    assert low["eval_ar_nll"] != full["eval_ar_nll"] == pytest.approx(low["eval_ar_nll"], rel=0.05)
+    assert "eval_tokens_per_forward" in low
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    settings = {"max_steps": 6, "per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer_on(tmp_path, **settings)
+    whole.train()
+    for step in (2, 4):
+        resumed = trainer_on(tmp_path / "resumed", **settings)
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert logged(resumed, "loss") == logged(whole, "loss")
+        for weight, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+            assert torch.equal(weight, expected)
+    assert len(set(logged(whole, "loss"))) == 6  # new masks every epoch
+
+
+def test_a_saved_checkpoint_loads_and_decodes_with_a_cache(tmp_path):
+    trainer = trainer_on(tmp_path)
+    trainer.train()
+    trainer.save_model()
+    assert json.loads((tmp_path / "config.json").read_text())["use_cache"] is True
+
+
+# Evaluation.
+
+
+def test_evaluation_divides_sums_over_tokens_once_whatever_the_batches(tmp_path):
+    results = [
+        trainer_on(tmp_path, eval_dataset=MESSAGES, per_device_eval_batch_size=size, **settings).evaluate()
+        for size, settings in [(8, {}), (3, {"suffix_probability": 1.0, "loss_weighting": "uniform", "num_eos": 5})]
+    ]
+    for name, value in results[0].items():
+        if not any(word in name for word in ("runtime", "second", "time")):
+            assert results[1][name] == pytest.approx(value, rel=1e-5), name
+
+    fixed = {"block_size": 4, "num_eos": 1, "ratio_sampler": "stratified", "seed": 42}
+    collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), **fixed)
+    ar, bound, ratios, offsets = [], [], {}, {}
+    trainer = trainer_on(tmp_path, eval_dataset=MESSAGES)
+    supervised = 0
+    for example in trainer.eval_dataset:
+        batch = {name: values[0] for name, values in collator([example]).items()}
+        with torch.no_grad():
+            output = trainer.model(**{name: values[None] for name, values in batch.items()})
+        supervised += int((batch["labels"] != IGNORE).sum())
+        for slot, target in enumerate(batch["targets"].tolist()):
+            nll = float(output.token_nll[0, slot])
+            if target == IGNORE:
+                continue
+            if batch["stream_ids"][slot] == 0:
+                ar.append(nll)
+                continue
+            block = [
+                other
+                for other in range(len(batch["targets"]))
+                if batch["stream_ids"][other] == 1 and batch["block_ids"][other] == batch["block_ids"][slot]
+            ]
+            masked = sum(int(batch["input_ids"][other]) == MASK for other in block)
+            positions = batch["position_ids"][block].tolist()
+            learnable = sum(int(batch["labels"][position]) != IGNORE for position in positions)
+            bound.append(nll * learnable / masked)
+            ratios.setdefault(next(part for part in (25, 50, 75, 100) if masked / learnable <= part / 100), []).append(
+                nll
+            )
+            offset = int(batch["position_ids"][slot]) - min(positions)
+            offsets.setdefault({0: "0", 1: "1", 2: "2_3", 3: "2_3"}[offset], []).append(bool(output.correct[0, slot]))
+
+    def mean(values: list) -> float:
+        return sum(values) / len(values)
+
+    metrics = results[0]
+    assert metrics["eval_ar_nll"] == pytest.approx(mean(ar), rel=1e-5)
+    assert metrics["eval_elbo_nll"] == pytest.approx(sum(bound) / supervised, rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx((metrics["eval_ar_nll"] + metrics["eval_elbo_nll"]) / 2)
+    assert len(ar) == supervised
+    for part, values in ratios.items():
+        assert metrics[f"eval_mask_nll_ratio_{part}"] == pytest.approx(mean(values), rel=1e-5)
+    for offset, values in offsets.items():
+        assert metrics[f"eval_accuracy_offset_{offset}"] == pytest.approx(mean(values))
+
+
+def test_evaluation_decodes_prompts_as_a_user_would(tmp_path):
+    trainer = trainer_on(tmp_path, eval_dataset=MESSAGES, eval_decoding_samples=3, eval_decoding_tokens=9)
+    result = trainer.evaluate()["eval_tokens_per_forward"]
+    new_tokens = forwards = 0
+    for chat in CHATS[:3]:
+        inputs = tiny_tokenizer().apply_chat_template(
+            chat[:1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        output = tiny_model().generate(**inputs, strategy="wedlm", max_new_tokens=9, return_dict_in_generate=True)
+        new_tokens += int(output.stats.new_tokens)
+        forwards += int(output.stats.forwards)
+    assert result == pytest.approx(new_tokens / forwards)
+
+
+def test_several_evaluation_sets_are_reported_by_name(tmp_path):
+    trainer = trainer_on(tmp_path, eval_dataset={"first": MESSAGES, "second": MESSAGES.select(range(3))})
+    metrics = trainer.evaluate()
+    assert metrics["eval_first_ar_nll"] != metrics["eval_second_ar_nll"]
+    packed = trainer_on(tmp_path, eval_dataset=MESSAGES, packing=True).evaluate()
+    assert packed["eval_ar_nll"] == pytest.approx(metrics["eval_first_ar_nll"], rel=1e-5)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "dft"}, "`loss_type` must be 'nll', got 'dft'"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0.0, got 0.1"),
+        ({"padding_free": True}, "`padding_free` must be False, got True: `packing=True` puts documents side by side"),
+        (
+            {"packing": True, "packing_strategy": "wrapped"},
+            "`packing_strategy` must be 'bfd' or 'bfd_split', got 'wra",
+        ),
+        ({"max_length": 1}, "`max_length` must be at least 2 (a prompt and a token to learn), got 1."),
+        ({"eval_decoding_samples": -1}, "`eval_decoding_samples` must be at least 0, got -1."),
+        ({"block_size": 0}, "`block_size` must be an integer of at least 1, got 0."),
+        ({"packing": True, "max_length": None}, "`packing=True` needs a `max_length`, got None."),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer_on(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("name", ["mask_token", "pad_token"])
+def test_a_tokenizer_without_a_needed_token_is_refused(tmp_path, name):
+    tokenizer = tiny_tokenizer()
+    setattr(tokenizer, name, None)
+    with pytest.raises(ValueError, match=f"The tokenizer has no `{name}`, which dual-stream training needs."):
+        trainer_on(tmp_path, tokenizer=tokenizer)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="mask token is id 3, the model's is 7: they do not belong together"):
+        trainer_on(tmp_path, model=tiny_model(mask_token_id=7))
+    with pytest.raises(ValueError, match=r"has ids up to 2\d\d, and the model 100 embedding rows: they do not belong"):
+        trainer_on(tmp_path, model=tiny_model(vocab_size=100))
+
+
+def test_tokens_of_another_vocabulary_are_refused(tmp_path):
+    data = Dataset.from_dict({"input_ids": [[5, 6, 7], [5, 999, 7]]})
+    with pytest.raises(ValueError, match=r"`input_ids` must lie in \[0, 320\), the model's vocabulary, got 5 to 999"):
+        trainer_on(tmp_path, data)
+
+
+def test_a_template_that_does_not_say_what_the_assistant_wrote_is_refused_unless_ours_is_asked_for(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"has no \{% generation %\} markers.*chat_template_path='chatml'"):
+        trainer_on(tmp_path, tokenizer=tokenizer)
+    trainer = trainer_on(tmp_path, tokenizer=tokenizer, chat_template_path="chatml")
+    assert learnt_text(trainer.train_dataset[0]) == f"{ANSWER}<|im_end|>"
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match=r"There is no chat template.*chat_template_path='chatml'"):
+        trainer_on(tmp_path, tokenizer=tokenizer)
+
+
+def test_responses_that_never_end_in_the_end_token_are_refused(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = "<|im_start|>"
+    with pytest.raises(ValueError, match=r"No response .* ends in the end token '<\|im_start\|>'.*as `eos_token`"):
+        trainer_on(tmp_path, tokenizer=tokenizer)
+    trainer = trainer_on(tmp_path, tokenizer=tokenizer, eos_token="<|im_end|>")
+    assert trainer.data_collator(list(trainer.train_dataset))["labels"].eq(EOS).sum() == 3 * len(CHATS)
+
+
+def test_another_model_is_refused(tmp_path):
+    model = tiny_model()
+    model.config.model_type = "qwen3"
+    with pytest.raises(ValueError, match="`model` must be a WeDLM model, got one of type 'qwen3'"):
+        trainer_on(tmp_path, model=model)
+
+
+# Accidents.
+
+
+def test_a_loss_that_is_not_finite_ends_the_training_before_it_reaches_the_weights(tmp_path):
+    trainer = trainer_on(tmp_path, max_steps=5, save_strategy="steps", save_steps=1)
+
+    class Poison(TrainerCallback):
+        def on_step_begin(self, args, state, control, model, **kwargs):
+            if state.global_step == 2:
+                model.lm_head.weight.data[5] = float("nan")
+
+    trainer.add_callback(Poison())
+    with pytest.raises(FloatingPointError, match="The loss of step 3 is nan: training ends before it reaches"):
+        trainer.train()
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-2"
+
+
+@pytest.mark.parametrize("part", ["_save_optimizer_and_scheduler", "_save_rng_state", "save_model"])
+def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_from_it(tmp_path, part, monkeypatch):
+    settings = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "save_total_limit": 1,
+    }
+    whole = trainer_on(tmp_path / "whole", **settings)
+    whole.train()
+    broken = trainer_on(tmp_path / "broken", **settings)
+    save = getattr(broken, part)
+
+    def fail(folder, *args, **kwargs):
+        if "checkpoint-3" in str(folder):
+            Path(folder).mkdir(exist_ok=True)
+            (Path(folder) / "model.safetensors").write_bytes(b"cut off")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(folder, *args, **kwargs)
+
+    monkeypatch.setattr(broken, part, fail)
+    with pytest.raises(OSError, match="No space left"):
+        broken.train()
+    resumed = trainer_on(tmp_path / "broken", **settings)
+    assert newest_complete_checkpoint(tmp_path / "broken").name == "checkpoint-2"
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+
+
+def test_resuming_without_a_complete_checkpoint_is_refused(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
+    with pytest.raises(ValueError, match="There is no complete checkpoint to resume from in"):
+        trainer_on(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_an_empty_stream_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="The train dataset is empty"):
+        trainer_on(tmp_path, IterableDataset.from_generator(lambda: iter(())))

@@ -1,0 +1,93 @@
+"""Settings of [`WeDLMSFTTrainer`]."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl import SFTConfig
+
+from .collator import BlockAlignment, LossWeighting
+from .masking import RatioSampler
+
+CHATML = Path(__file__).with_name("chat_template.jinja")
+
+
+@dataclass
+class WeDLMSFTConfig(SFTConfig):
+    """[`trl.SFTConfig`] with the settings of dual-stream training, and the defaults of the released fine-tuning code.
+
+    Three inherited fields mean more than they do there: `assistant_only_loss` may be None (true for chat data),
+    `chat_template_path="chatml"` is the template of this package, and `max_length` counts the tokens of an example,
+    before end tokens are filled in: the dual stream is about twice as long.
+
+    Raises:
+        ValueError: for settings that dual-stream training cannot honour.
+    """
+
+    # The released defaults; SFTConfig's are for larger steps of an AR loss.
+    learning_rate: float = field(default=3e-6, metadata={"help": "Peak learning rate (paper §6.1: 3e-6)."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate (paper §6.1)."})
+    warmup_steps: float = field(
+        default=0.1, metadata={"help": "Warm-up: a number of steps, or below 1 a share of them (released code: 0.1)."}
+    )
+    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's (released code)."})
+    num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the data (released code)."})
+    gradient_accumulation_steps: int = field(
+        default=8, metadata={"help": "Micro-batches of an optimizer step (released code)."}
+    )
+    max_length: int | None = field(
+        default=2048, metadata={"help": "Longest example, in tokens (released code); longer ones are shortened."}
+    )
+    use_cache: bool = field(
+        default=True, metadata={"help": "Written into the saved config, for decoding; training never uses a cache."}
+    )
+    assistant_only_loss: bool | None = field(  # type: ignore[assignment]
+        default=None, metadata={"help": "Supervise assistant turns alone; by default for chat data."}
+    )
+
+    block_size: int = field(default=32, metadata={"help": "B, tokens of a prediction block (paper §6.1)."})
+    block_alignment: BlockAlignment = field(
+        default="absolute", metadata={"help": "Where blocks begin: multiples of B (paper), the response, at random."}
+    )
+    ratio_sampler: RatioSampler = field(
+        default="count", metadata={"help": "Law of the masked counts; 'gamma' is the paper's letter (§4.2)."}
+    )
+    suffix_probability: float = field(
+        default=0.0, metadata={"help": "Share of blocks whose masks are a suffix instead of uniform (paper: 0)."}
+    )
+    num_copies: int = field(default=1, metadata={"help": "Prediction copies of one memory stream (paper: 1)."})
+    num_eos: int = field(default=8, metadata={"help": "End tokens after a response (released code)."})
+    ar_weight: float = field(default=1.0, metadata={"help": "a, weight of the AR loss (released code; Eq. 10)."})
+    loss_weighting: LossWeighting = field(
+        default="ratio", metadata={"help": "'ratio': 1/γ (Eq. 10); 'uniform': every masked token weighs the same."}
+    )
+    eval_decoding_samples: int = field(
+        default=4, metadata={"help": "Prompts of the evaluation set that each evaluation decodes; 0 for none."}
+    )
+    eval_decoding_tokens: int = field(default=128, metadata={"help": "Most new tokens of each of these answers."})
+
+    def __post_init__(self) -> None:
+        if self.chat_template_path == "chatml":
+            self.chat_template_path = str(CHATML)
+        super().__post_init__()
+        for name in ("eval_decoding_samples", "eval_decoding_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
+        refused: dict[str, tuple[Any, str]] = {
+            "loss_type": ("nll", "the loss is that of dual-stream training"),
+            "label_smoothing_factor": (0.0, "the loss is that of dual-stream training"),
+            "padding_free": (False, "`packing=True` puts documents side by side and keeps them apart"),
+            "truncation_mode": ("keep_start", "an answer without its question cannot be learnt"),
+        }
+        for name, (allowed, reason) in refused.items():
+            if getattr(self, name) != allowed:
+                raise ValueError(f"`{name}` must be {allowed!r}, got {getattr(self, name)!r}: {reason}.")
+        if self.packing and self.packing_strategy == "wrapped":
+            raise ValueError(
+                "`packing_strategy` must be 'bfd' or 'bfd_split', got 'wrapped': it cuts documents anywhere and "
+                "keeps no border between them."
+            )
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(
+                f"`max_length` must be at least 2 (a prompt and a token to learn), got {self.max_length}."
+            )

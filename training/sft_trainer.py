@@ -1,0 +1,536 @@
+"""Supervised fine-tuning, instruction tuning and adaptation from AR on TRL's `SFTTrainer`."""
+
+import copy
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from torch.utils.data import DataLoader
+from torch.utils.data import IterableDataset as TorchIterableDataset
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from trl import SFTTrainer
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import is_conversational, is_conversational_from_value, maybe_convert_to_chatml, pack_dataset
+from trl.models.utils import unwrap_model_for_generation
+
+from ..modeling_wedlm.convert import convert
+from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
+from .callback import DynamicMaskingCallback, refuse_context_parallelism
+from .collator import DataCollatorForDualStreamMasking
+from .data import (
+    FATES,
+    IGNORE_INDEX,
+    SHORTENED,
+    UNSUPERVISED,
+    WHOLE,
+    DataReport,
+    Dataset,
+    IterableDataset,
+    first_example,
+    fit,
+    has_assistant_turn,
+)
+from .metrics import divide, evaluation_sums
+from .sft_config import WeDLMSFTConfig
+
+logger = get_logger(__name__)
+
+_COLLATOR_FIELDS = (
+    "block_size", "num_eos", "ar_weight", "ratio_sampler", "suffix_probability", "num_copies", "block_alignment",
+    "loss_weighting", "seed",
+)  # fmt: skip
+
+
+class WeDLMSFTTrainer(SFTTrainer):
+    """[`trl.SFTTrainer`] with dual-stream batches and the dual-stream loss; identical to it except that
+
+    1. it collates with [`DataCollatorForDualStreamMasking`], masks anew every epoch, and takes the model's own loss;
+    2. chat data supervise all assistant turns unless told otherwise, and packed documents never see each other;
+    3. every example that is shortened or dropped is counted: see `data_reports`, and the log;
+    4. evaluation sums over tokens and processes and divides once, with fixed uniform masks whatever training uses:
+       `eval_ar_nll` and `eval_elbo_nll` (nats per supervised token, the block-wise bound on −log p), `eval_loss` of
+       both, `eval_mask_nll_ratio_*` by masked fraction (25: γ ≤ ¼), `eval_accuracy_offset_*` by offset in the block,
+       and `eval_tokens_per_forward` of real decoding with the model's own generation settings;
+    5. with a `peft_config`, the mask token's embedding row is trained too where it is new (see [`mask_row_is_new`]);
+    6. `resume_from_checkpoint=True` takes the newest *complete* checkpoint, and a loss that is not finite ends the
+       training before it reaches the weights.
+
+    Args:
+        model: a WeDLM model (or PEFT model of one), or the folder or Hub id of a WeDLM checkpoint, or of a Qwen2,
+            Qwen2.5 or Qwen3 one, which is then converted. Loaded in float32 unless `args.model_init_kwargs` say
+            otherwise: at small learning rates most bf16 weights never move.
+        args: settings; default: those of [`WeDLMSFTConfig`].
+        train_dataset: examples with `messages` (or `conversations`), `prompt` and `completion`, `text`, or
+            `input_ids`; of a map or of an iterable dataset.
+        eval_dataset: likewise, or a dictionary of datasets.
+        processing_class: the tokenizer; default: the model's.
+        peft_config, quantization_config, callbacks, optimizers, formatting_func: as in [`trl.SFTTrainer`].
+
+    Raises:
+        ValueError: before any training, for data or a tokenizer that cannot be trained on.
+        FloatingPointError: during training, for a loss that is not finite.
+    """
+
+    _tag_names = ["trl", "sft", "wedlm"]
+    _name = "WeDLM SFT"
+    loss_is_scaled_for_ga: bool | None = True  # type: ignore[assignment]  # the parent states None alone
+    args: WeDLMSFTConfig
+    model: Any
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel | Any,
+        args: WeDLMSFTConfig | None = None,
+        train_dataset: Dataset | IterableDataset | None = None,
+        eval_dataset: Any = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        *,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        quantization_config: Any = None,
+        formatting_func: Any = None,
+    ):
+        if args is None:
+            args = WeDLMSFTConfig("wedlm-sft")
+        if not isinstance(args, WeDLMSFTConfig):
+            raise TypeError(f"`args` must be a WeDLMSFTConfig, got {type(args).__name__}.")
+        if train_dataset is None:
+            raise ValueError("`train_dataset` is required.")
+        self.data_reports: dict[str, DataReport] = {}
+        self._stream_fates: dict[str, torch.Tensor] = {}
+        example = first_example(train_dataset, "train")
+        if isinstance(model, str):
+            model, processing_class = _load(model, args, processing_class, quantization_config)
+        elif processing_class is None:
+            processing_class = AutoTokenizer.from_pretrained(model.config.name_or_path)
+        _check_vocabulary(model, processing_class, args)
+        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        collator = DataCollatorForDualStreamMasking(
+            processing_class, **{name: getattr(args, name) for name in _COLLATOR_FIELDS}
+        )
+        if args.assistant_only_loss is None:
+            is_chat = is_conversational(example) or is_conversational_from_value(example)
+            args.assistant_only_loss = is_chat and formatting_func is None  # which makes text of the chat
+        if args.assistant_only_loss:
+            _check_template(processing_class, args)
+        if is_conversational_from_value(example):  # TRL would do so after it has judged the first example
+            train_dataset = _to_messages(train_dataset)
+        if peft_config is not None and mask_row_is_new(model, processing_class):
+            peft_config = _with_mask_row(peft_config, processing_class.mask_token_id)
+        super().__init__(
+            model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=[DynamicMaskingCallback(), *(callbacks or [])],
+            optimizers=optimizers,
+            peft_config=peft_config,
+            formatting_func=formatting_func,
+        )
+        # Only now: with `packing=True` the parent refuses every collator but its own.
+        self.data_collator = collator
+        # A bound on −log p that any two runs can be compared by, on the tokens that the AR loss is of.
+        self._eval_collator = replace(collator, **_EVALUATION)
+        refuse_context_parallelism(self.accelerator.parallelism_config)
+        self._eval_sums: Counter[str] = Counter()
+        self._since_log: dict[str, torch.Tensor | float] = {}
+        self._log_time = time.perf_counter()
+
+    # Data.
+
+    def _prepare_dataset(
+        self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
+    ) -> Any:
+        """Tokenises as the parent does, then shortens, drops and counts, then packs."""
+        example = first_example(dataset, dataset_name)
+        if dataset_name != "train" and is_conversational_from_value(example):
+            dataset = _to_messages(dataset)
+        is_map = isinstance(dataset, Dataset)
+        fates: Counter[int] = Counter()
+        with PartialState().main_process_first():
+            if args.assistant_only_loss and "input_ids" not in example:
+                before = len(dataset) if is_map else 0
+                dataset = dataset.filter(has_assistant_turn)
+                fates[UNSUPERVISED] += before - len(dataset) if is_map else 0
+        if is_map and not len(dataset):
+            raise _nothing_to_train_on(DataReport(dataset_name, fates))
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        if "seq_lengths" in first_example(dataset, dataset_name):
+            return dataset  # packed by its owner
+
+        with PartialState().main_process_first():
+            splits = packing and args.packing_strategy == "bfd_split"
+            limit = None if splits else args.max_length
+            columns = [name for name in first_example(dataset, dataset_name) if name not in ("input_ids", "labels")]
+            mapping: dict[str, Any] = {"desc": f"Fitting {dataset_name} dataset", "num_proc": args.dataset_num_proc}
+            dataset = dataset.map(
+                fit,
+                fn_kwargs={"tokenizer": processing_class, "max_length": limit, "vocab_size": self._vocab_size},
+                remove_columns=columns,
+                **(mapping if is_map else {}),
+            )
+            if is_map:
+                fates.update(dataset["fate"])
+                stops = [stop for stop, fate in zip(dataset["stops"], dataset["fate"], strict=True) if fate == WHOLE]
+                has_responses = args.assistant_only_loss or self.completion_only_loss
+                dataset = dataset.filter(lambda fate: fate in (WHOLE, SHORTENED), input_columns="fate")
+            else:
+                counts = torch.zeros(len(FATES) + 1, dtype=torch.int64).share_memory_()
+                self._stream_fates[dataset_name] = counts
+                dataset = dataset.filter(_count_and_keep, fn_kwargs={"counts": counts})
+            dataset = dataset.select_columns(["input_ids", "labels"])
+        if is_map:
+            report = self.data_reports[dataset_name] = DataReport(dataset_name, fates)
+            if not len(dataset):
+                raise _nothing_to_train_on(report)
+            if has_responses and stops and not any(stops):
+                raise ValueError(
+                    f"No response of the {dataset_name} dataset ends in the end token "
+                    f"{processing_class.eos_token!r}: the model would never learn to stop. Pass the token that ends "
+                    "them as `eos_token` (for ChatML: '<|im_end|>')."
+                )
+            logger.log(_level(report), str(report))
+        if packing:
+            if args.max_length is None:
+                raise ValueError("`packing=True` needs a `max_length`, got None.")
+            if args.shuffle_dataset:
+                dataset = dataset.shuffle(seed=args.seed)
+            dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """The parent's, with fixed uniform masks."""
+        with self._evaluation_collator():
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        """The parent's, with fixed uniform masks."""
+        with self._evaluation_collator():
+            return super().get_test_dataloader(test_dataset)
+
+    @contextmanager
+    def _evaluation_collator(self) -> Iterator[None]:
+        training_collator = self.data_collator
+        self.data_collator = self._eval_collator
+        try:
+            yield
+        finally:
+            self.data_collator = training_collator
+
+    # Loss.
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The model's own loss; counts what `log` reports."""
+        loss, outputs = Trainer.compute_loss(self, model, inputs, True, num_items_in_batch)
+        if self.model.training:
+            memory = inputs["stream_ids"] == 0
+            learnt = inputs["targets"] != IGNORE_INDEX
+            token_nll = outputs.token_nll.detach()
+            sums = {
+                "tokens": memory.sum(),
+                "supervised_tokens": (inputs["labels"] != IGNORE_INDEX).sum(),
+                "ar_nll": (token_nll * memory).sum(),
+                "ar_nll/count": (learnt & memory).sum(),
+                "mask_nll": (token_nll * ~memory).sum(),
+                "mask_nll/count": (learnt & ~memory).sum(),
+            }
+            for name, value in sums.items():
+                self._since_log[name] = self._since_log.get(name, 0.0) + value.double()
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The parent's.
+
+        Raises:
+            FloatingPointError: for a loss that is not finite; the weights and all checkpoints are as they were.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"The loss of step {self.state.global_step + 1} is {loss.item()}: training ends before it reaches "
+                f"the weights. The checkpoints in {self.args.output_dir!r} are as they were; a smaller "
+                "`learning_rate` or `max_grad_norm`, or bf16 in place of fp16, usually helps."
+            )
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The parent's, with the throughput and both parts of the loss since the last training log.
+
+        `tokens_per_second` counts clean tokens (the memory stream) of all processes, `supervised_tokens_per_second`
+        those with a loss (with `loss_weighting="uniform"`, masked ones); `ar_nll` and `mask_nll` are means over
+        tokens, in nats, `mask_nll` without its weights.
+        """
+        if "loss" in logs and self._since_log:
+            seconds, self._log_time = time.perf_counter() - self._log_time, time.perf_counter()
+            names = list(self._since_log)
+            local = torch.stack([torch.as_tensor(self._since_log[name]) for name in names])
+            # Tensor-parallel processes hold the same batch.
+            totals = self.accelerator.reduce(local, "sum") / self._tp_size
+            sums = dict(zip(names, totals.tolist(), strict=True))
+            self._since_log.clear()
+            for name in ("tokens", "supervised_tokens"):
+                logs[f"{name}_per_second"] = sums.pop(name) / seconds
+            logs |= divide(sums)
+        super().log(logs, start_time)
+
+    # Evaluation.
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """The loss alone; adds to the sums that `evaluation_loop` divides."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            outputs = model(**inputs)
+        collator = self._eval_collator
+        sums = evaluation_sums(
+            inputs,
+            outputs.token_nll,
+            outputs.correct,
+            block_size=collator.block_size,
+            ar_weight=collator.ar_weight,
+            num_copies=collator.num_copies,
+        )
+        # Gathered by row: so rows that only fill up the last batch of a process are left out again.
+        totals = self.accelerator.gather_for_metrics(torch.stack(list(sums.values()), dim=-1)).sum(0).tolist()
+        for name, total in zip(sums, totals, strict=True):
+            self._eval_sums[name] += total
+        return outputs.loss.detach(), None, None
+
+    def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The parent's, with the metrics that the class docstring lists."""
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        self._eval_sums.clear()
+        begin = time.perf_counter()
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        metrics = divide(self._eval_sums)
+        weight = self.args.ar_weight
+        metrics["loss"] = (metrics["elbo_nll"] + weight * metrics["ar_nll"]) / (1 + weight)
+        metrics |= self._decode(dataloader.dataset)
+        reported = {**(output.metrics or {}), **{f"{prefix}_{name}": value for name, value in metrics.items()}}
+        self._log_time += time.perf_counter() - begin  # no part of the training's throughput
+        return output._replace(metrics=reported)
+
+    def _decode(self, dataset: Any) -> dict[str, float]:
+        """Answers a few prompts of the dataset by streaming parallel decoding, greedily, one at a time.
+
+        Every process answers all of them: sharded weights need every process in every forward. So a stream that each
+        process reads its own part of is not decoded.
+        """
+        if isinstance(dataset, TorchIterableDataset) and self.accelerator.num_processes > 1:
+            return {}
+        prompts = list(filter(None, map(_prompt, islice(iter(dataset), self.args.eval_decoding_samples))))
+        if not prompts or not self.args.eval_decoding_tokens:
+            return {}
+        new_tokens = forwards = 0
+        with (
+            torch.no_grad(),
+            unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model,
+            self.accelerator.autocast(),
+        ):
+            for prompt in prompts:
+                input_ids = torch.tensor([prompt], device=self.accelerator.device)
+                output = model.generate(
+                    input_ids=input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    strategy="wedlm",
+                    do_sample=False,
+                    repetition_penalty=1.0,
+                    max_new_tokens=self.args.eval_decoding_tokens,
+                    return_dict_in_generate=True,
+                )
+                new_tokens += int(output.stats.new_tokens.sum())
+                forwards += int(output.stats.forwards.sum())
+        return {"tokens_per_forward": new_tokens / max(forwards, 1)}
+
+    # Checkpoints.
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The parent's, except that `resume_from_checkpoint=True` skips checkpoints whose saving was cut off.
+
+        Raises:
+            ValueError: for `resume_from_checkpoint=True` without any complete checkpoint.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
+        self._log_time = time.perf_counter()
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        for name, counts in self._stream_fates.items():
+            report = self.data_reports[name] = DataReport(name, Counter(dict(enumerate(counts.tolist()))))
+            logger.log(_level(report), str(report))
+        return output
+
+
+_EVALUATION: dict[str, Any] = {
+    "ratio_sampler": "stratified",
+    "suffix_probability": 0.0,
+    "loss_weighting": "ratio",
+    "num_eos": 1,
+    "ar_weight": 1.0,
+}
+
+
+def newest_complete_checkpoint(output_dir: Path) -> Path:
+    """The newest `checkpoint-*` folder whose last file, the trainer's state, is whole.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    numbered = []
+    for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = folder.name.rpartition("-")[2]
+        if number.isdigit():
+            numbered.append((int(number), folder))
+    for _, folder in sorted(numbered, reverse=True):
+        try:
+            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            logger.warning(f"Skipping {str(folder)!r}: its saving was cut off. You can delete it.")
+        else:
+            return folder
+    raise ValueError(f"There is no complete checkpoint to resume from in {str(output_dir)!r}.")
+
+
+def mask_row_is_new(model: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the mask token's embedding is still the mean of all others, as `convert` leaves a row that it adds."""
+    weight = model.get_input_embeddings().weight
+    if weight.is_meta or not weight.is_floating_point() or weight.ndim != 2:
+        return False
+    mask = tokenizer.mask_token_id
+    rows = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - {mask}), device=weight.device)
+    with torch.no_grad():
+        mean = weight[rows[rows < len(weight)]].float().mean(0)
+        return bool((weight[mask].float() - mean).norm() <= 0.02 * mean.norm())
+
+
+def _with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
+    """The same config, with the mask token's row among the trained ones; as it is where it names rows of its own."""
+    modules = getattr(peft_config, "modules_to_save", None) or ()
+    if getattr(peft_config, "trainable_token_indices", 0) is not None or "embed_tokens" in modules:
+        return peft_config
+    peft_config = copy.copy(peft_config)
+    peft_config.trainable_token_indices = {"embed_tokens": [mask_token_id]}
+    logger.info(f"The mask token's row {mask_token_id} is new: it is trained along with the adapter.")
+    return peft_config
+
+
+def _load(
+    name: str, args: WeDLMSFTConfig, tokenizer: PreTrainedTokenizerBase | None, quantization_config: Any
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model and its tokenizer; a Qwen checkpoint is converted."""
+    settings: dict[str, Any] = {**(args.model_init_kwargs or {})}  # type: ignore[dict-item]
+    revision = settings.get("revision")
+    dtype = settings.pop("dtype", "float32")
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if AutoConfig.from_pretrained(name, revision=revision).model_type != "wedlm":
+        if quantization_config is not None:
+            raise ValueError(f"Convert {name!r} before you quantise it: `wedlm convert {name} FOLDER`.")
+        conversion = convert(name, revision=revision)
+        logger.info(f"Converted {name!r}: {conversion}")
+        converted: Any = conversion.model
+        return (converted if dtype == "auto" else converted.to(dtype)), tokenizer or conversion.tokenizer
+    if quantization_config is not None:
+        settings |= {"quantization_config": quantization_config, "device_map": {"": PartialState().device}}
+    model = WeDLMForCausalLM.from_pretrained(name, dtype=dtype, **settings)
+    return model, tokenizer or AutoTokenizer.from_pretrained(name, revision=revision)
+
+
+def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:
+    """Raises `ValueError` unless the tokenizer is that of a WeDLM model, and the model's own."""
+    config = model.config.get_text_config()
+    if config.model_type != "wedlm":
+        raise ValueError(
+            f"`model` must be a WeDLM model, got one of type {config.model_type!r}: convert it with `wedlm convert`, "
+            "or pass its name, and it is converted here."
+        )
+    for name in ("mask_token", "pad_token"):
+        if getattr(tokenizer, name) is None:
+            raise ValueError(f"The tokenizer has no `{name}`, which dual-stream training needs.")
+    if config.mask_token_id is not None and tokenizer.mask_token_id != config.mask_token_id:
+        raise ValueError(
+            f"The tokenizer's mask token is id {tokenizer.mask_token_id}, the model's is {config.mask_token_id}: "
+            "they do not belong together."
+        )
+    rows, largest = model.get_input_embeddings().weight.shape[0], max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise ValueError(
+            f"The tokenizer has ids up to {largest}, and the model {rows} embedding rows: they do not belong together."
+        )
+    length = (args.max_length or 0) + args.num_eos - 1
+    if length > config.max_position_embeddings:
+        logger.warning(
+            f"`max_length` + `num_eos` - 1 is {length}, and the model has {config.max_position_embeddings} positions."
+        )
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:
+    """Raises `ValueError` unless the assistant's tokens can be told from the others."""
+    template = tokenizer.chat_template
+    if args.chat_template_path is not None:
+        path = Path(args.chat_template_path)
+        if not path.is_file():
+            return  # another tokenizer's template, which the parent fetches
+        template = path.read_text(encoding="utf-8")
+    if template is not None and has_generation_markers(template):
+        return
+    try:
+        if template is not None and args.chat_template_path is None:
+            get_training_chat_template(tokenizer)  # TRL knows those of the common models
+            return
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{'The chat template' if template else 'There is no chat template, so none'} "
+        f"{'has no' if template else 'with'} {{% generation %}} markers, which say what the assistant wrote. Pass "
+        "`chat_template_path='chatml'` (the template of this package), a template with markers, or "
+        "`assistant_only_loss=False`."
+    )
+
+
+def _to_messages(dataset: Any) -> Any:
+    return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
+
+
+def _count_and_keep(example: Any, counts: torch.Tensor) -> bool:
+    counts[example["fate"]] += 1
+    return example["fate"] in (WHOLE, SHORTENED)
+
+
+def _nothing_to_train_on(report: DataReport) -> ValueError:
+    return ValueError(f"There is nothing to train on. {str(report).capitalize()}.")
+
+
+def _level(report: DataReport) -> int:
+    """WARNING where something was lost, else INFO."""
+    return 30 if report.fates.total() > report.fates[WHOLE] else 20
+
+
+def _prompt(example: Any) -> list[int]:
+    """What comes before the first supervised token of the first document; of raw text, its first tokens."""
+    length = int(example["seq_lengths"][0]) if "seq_lengths" in example else len(example["input_ids"])
+    labels = list(example["labels"])[:length]
+    end = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+    return list(example["input_ids"])[: end if end > 1 else min(16, length // 2)]

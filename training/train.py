@@ -1,0 +1,140 @@
+"""Fine-tuning from a recipe: a YAML file of settings, each of which the command line can override.
+
+wedlm train examples/recipes/sft.yaml --model_name_or_path Qwen/Qwen3-0.6B --dataset chats.jsonl
+accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learning_rate 1e-4
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from .data import load
+from .sft_config import WeDLMSFTConfig
+from .sft_trainer import WeDLMSFTTrainer
+
+
+@dataclass
+class DataConfig:
+    """Where the examples come from."""
+
+    dataset: str = field(
+        metadata={"help": "A .jsonl, .json or .parquet file, or a folder or Hub id that `datasets` reads."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub id."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of a folder or Hub id."})
+    streaming: bool = field(default=False, metadata={"help": "Read while training; needs `max_steps`."})
+    eval_dataset: str | None = field(default=None, metadata={"help": "Like `dataset`, to evaluate on."})
+    eval_split: str = field(default="test", metadata={"help": "Split of `eval_dataset`."})
+    eval_share: float = field(
+        default=0.0, metadata={"help": "Share of `dataset` to keep for evaluation where there is no `eval_dataset`."}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eval_share < 1:
+            raise ValueError(f"`eval_share` must lie in [0, 1), got {self.eval_share}.")
+        if self.eval_share and (self.streaming or self.eval_dataset):
+            raise ValueError("`eval_share` takes from a `dataset` that is not streamed, beside no `eval_dataset`.")
+
+
+def run(data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig) -> WeDLMSFTTrainer:
+    """Loads data and model, trains, evaluates, saves; returns the trainer.
+
+    Raises:
+        OSError: for files that cannot be read or written.
+        ValueError: for settings or data that cannot be trained on.
+        FloatingPointError: for a loss that is not finite.
+    """
+    if model.model_name_or_path is None:
+        raise ValueError("`model_name_or_path` is required: a folder or Hub id of a WeDLM or Qwen checkpoint.")
+    if data.streaming and args.max_steps < 1:
+        raise ValueError(f"`streaming` needs `max_steps`: a stream has no length. Got {args.max_steps}.")
+    train_dataset = load(data.dataset, data.dataset_split, config_name=data.dataset_config, streaming=data.streaming)
+    eval_dataset = None
+    if data.eval_dataset is not None:
+        eval_dataset = load(data.eval_dataset, data.eval_split)
+    elif data.eval_share:
+        parts = train_dataset.train_test_split(test_size=data.eval_share, seed=args.seed)
+        train_dataset, eval_dataset = parts["train"], parts["test"]
+    settings = {
+        "revision": None if model.model_revision == "main" else model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    stated: Any = args.model_init_kwargs or {}
+    args.model_init_kwargs = {**{name: value for name, value in settings.items() if value is not None}, **stated}
+    if model.use_peft and model.lora_target_modules is None:
+        model.lora_target_modules = "all-linear"  # type: ignore[assignment]
+    trainer = WeDLMSFTTrainer(
+        model.model_name_or_path,
+        args,
+        train_dataset,
+        eval_dataset,
+        peft_config=get_peft_config(model),
+        quantization_config=get_quantization_config(model),
+    )
+    trainer.train(_resume_from(args))
+    metrics = trainer.evaluate() if eval_dataset is not None else {}
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        summarize(trainer, metrics)
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    return trainer
+
+
+def _resume_from(args: WeDLMSFTConfig) -> str | bool | None:
+    """`resume_from_checkpoint`: a folder, `true` (the newest complete one), or `auto` (that, if there is any)."""
+    wanted = str(args.resume_from_checkpoint or "").lower()
+    if wanted == "auto":
+        return any(Path(str(args.output_dir)).glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")) or None
+    if wanted in ("true", "false", ""):
+        return wanted == "true" or None
+    return args.resume_from_checkpoint
+
+
+def summarize(trainer: WeDLMSFTTrainer, metrics: dict[str, float]) -> None:
+    """Prints what was trained on what, and what came out."""
+    table = Table("", "", title=f"Saved in {trainer.args.output_dir}", show_header=False)
+    for report in trainer.data_reports.values():
+        table.add_row("data", str(report))
+    weights = [parameter.numel() for parameter in trainer.model.parameters()]
+    trained = [parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad]
+    table.add_row("weights trained", f"{sum(trained):,} of {sum(weights):,}")
+    table.add_row("steps", str(trainer.state.global_step))
+    logs: dict[str, Any] = {}
+    for entry in trainer.state.log_history:
+        logs |= entry
+    for name in ("loss", "ar_nll", "mask_nll", "tokens_per_second", "supervised_tokens_per_second"):
+        if name in logs:
+            table.add_row(f"last {name}", f"{logs[name]:,.4g}")
+    for name, value in metrics.items():
+        if name.startswith("eval_") and isinstance(value, float):
+            table.add_row(name, f"{value:,.4g}")
+    Console().print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: `[recipe.yaml] [--setting value …]`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--config")
+    kinds: Any = (DataConfig, WeDLMSFTConfig, ModelConfig)
+    parser = TrlParser(kinds, prog="wedlm train [recipe.yaml]")
+    try:
+        run(*parser.parse_args_and_config(words))
+    except (OSError, ValueError, FloatingPointError, SafetensorError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main()
