@@ -1,0 +1,146 @@
+"""What `test_distributed.py` runs in one process and in two: `python distributed_worker.py FOLDER SCENARIO…`.
+
+Every optimizer step sees all documents, however they are spread over processes, rows and micro-batches, so that all
+scenarios minimise the same loss. The noise is new in every epoch.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from tiny import EOS, START, tiny_model, tiny_tokenizer
+from transformers import Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
+
+from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
+from wedlm_hf.training import DataCollatorForDualStreamMasking, DynamicMaskingCallback
+
+DOCUMENTS = [
+    {
+        "input_ids": [START, *range(10 + number, 14 + number % 3 + number), *[50 + number] * length, EOS],
+        "labels": [-100] * (5 + number % 3) + [50 + number] * length + [EOS],
+    }
+    for number, length in enumerate([3, 9, 5, 14, 4, 11, 7, 2, 6, 12, 8, 10, 5, 3, 13, 4])
+]
+# Two documents a row.
+PACKED = [
+    {
+        "input_ids": first["input_ids"] + second["input_ids"],
+        "labels": first["labels"] + second["labels"],
+        "document_ids": [0] * len(first["input_ids"]) + [1] * len(second["input_ids"]),
+    }
+    for first, second in zip(DOCUMENTS[::2], DOCUMENTS[1::2], strict=True)
+]
+STEPS = 3
+# How each run differs from the plain one. transformers refuses to resume what it sharded itself.
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulated": {"gradient_accumulation_steps": 4},
+    "packed": {"packed": True},
+    "packed accumulated": {"packed": True, "gradient_accumulation_steps": 2},
+    "checkpointed": {"gradient_checkpointing": True},
+    "bf16": {"bf16": True, "gradient_checkpointing": True},
+    "resumed": {"resume": True},
+    "fsdp": {"parallel": {"fsdp_size": 2}},
+    "fsdp checkpointed": {"parallel": {"fsdp_size": 2}, "gradient_checkpointing": True},
+    "fsdp bf16": {"parallel": {"fsdp_size": 2}, "bf16": True, "gradient_checkpointing": True},
+    "tp": {"parallel": {"tp_size": 2}},
+    "tp checkpointed": {"parallel": {"tp_size": 2}, "gradient_checkpointing": True},
+    "tp qwen2.5": {"parallel": {"tp_size": 2}, "style": "qwen2.5"},
+    "plain qwen2.5": {"style": "qwen2.5"},
+    "context parallel": {"parallelism_config": ParallelismConfig(cp_size=2)},
+}
+
+
+def run(
+    folder: Path,
+    name: str,
+    packed: bool = False,
+    parallel: dict[str, int] | None = None,
+    resume: bool = False,
+    style: Any = "qwen3",
+    gradient_accumulation_steps: int = 1,
+    **settings: Any,
+) -> None:
+    """Trains, and writes `FOLDER/NAME`: the model, and losses and gradient norms of all steps in log.json."""
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    data_parallel = 1 if parallel and "tp_size" in parallel else processes
+    rows = PACKED if packed else DOCUMENTS
+    source = folder / f"start-{style}"
+    model = WeDLMForCausalLM.from_pretrained(
+        source, distributed_config=DistributedConfig(**parallel) if parallel and processes > 1 else None
+    )
+
+    def trainer(model: Any) -> Trainer:
+        return Trainer(
+            model=model,
+            args=TrainingArguments(
+                str(folder / f"{name} checkpoints"),
+                num_train_epochs=STEPS,
+                per_device_train_batch_size=len(rows) // data_parallel // gradient_accumulation_steps,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                learning_rate=0.05,
+                lr_scheduler_type="constant",
+                optim="sgd",
+                max_grad_norm=1e9,  # so that the norm is logged
+                logging_steps=1,
+                save_strategy="steps" if resume else "no",
+                save_steps=2,
+                save_only_model=False,
+                use_cpu=True,
+                ddp_backend="gloo" if processes > 1 else None,
+                report_to="none",
+                disable_tqdm=True,
+                **settings,
+            ),
+            train_dataset=rows,
+            data_collator=DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3),
+            callbacks=[DynamicMaskingCallback()],
+        )
+
+    run = trainer(model)
+    run.train()
+    if resume:
+        run = trainer(
+            WeDLMForCausalLM.from_pretrained(
+                source, distributed_config=DistributedConfig(**parallel) if parallel and processes > 1 else None
+            )
+        )
+        run.train(resume_from_checkpoint=str(folder / f"{name} checkpoints" / "checkpoint-2"))
+    run.save_model(str(folder / name))
+    if run.is_world_process_zero():
+        log = [entry for entry in run.state.log_history if "loss" in entry]
+        numbers = {key: [float(entry[key]) for entry in log] for key in ("loss", "grad_norm")}
+        (folder / name / "log.json").write_text(json.dumps(numbers))
+
+
+def main(folder: Path, scenarios: list[str]) -> None:
+    torch.set_num_threads(1)
+    # accelerate takes tensor parallelism on accelerators only; all that follows its check works on CPUs as well.
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    for name in scenarios:
+        if name == "context parallel":
+            refused = ""
+            try:
+                run(folder, name, **SCENARIOS[name])
+            except ValueError as error:
+                refused = str(error)
+            (folder / "refused.txt").write_text(refused)
+            break  # its processes are no longer in step
+        run(folder, name, **SCENARIOS[name])
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def save_starts(folder: Path) -> None:
+    """The models that all runs start from."""
+    for style in ("qwen3", "qwen2.5"):
+        tiny_model(style).save_pretrained(folder / f"start-{style}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,162 @@
+"""Log-probabilities of responses against the slot-by-slot oracle and plain forwards."""
+
+import pytest
+import torch
+from dual_stream_oracle import Document, document_losses, last_nll
+from tiny import EOS, MASK, START, tiny_model, tiny_tokenizer
+
+from wedlm_hf.training import DataCollatorForDualStreamMasking
+from wedlm_hf.training.log_probs import response_log_probs
+
+BLOCK = 4
+EXAMPLES = [
+    {"input_ids": [START, *range(20, 26), *range(40, 49), EOS], "completion_mask": [0] * 7 + [1] * 10},
+    {"input_ids": [START, 30, 31, 50, 51, EOS], "completion_mask": [0, 0, 0, 1, 1, 1]},
+    # Two responses, and a template's newline after the last.
+    {
+        "input_ids": [START, 60, 61, 62, EOS, 63, 64, 65, 66, 67, EOS, 68],
+        "assistant_masks": [0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0],
+    },
+]
+
+
+def collator_with(**settings) -> DataCollatorForDualStreamMasking:
+    return DataCollatorForDualStreamMasking(tiny_tokenizer(), **({"block_size": BLOCK, "num_eos": 1} | settings))
+
+
+def supervised_of(example) -> list[bool]:
+    return [bool(mark) for mark in example.get("completion_mask") or example["assistant_masks"]]
+
+
+def masked_positions(example, collator) -> list[set[int]]:
+    """What each copy masks, read from the batch."""
+    batch = collator([example])
+    slots = batch["targets"].ne(-100) & batch["stream_ids"].gt(0)
+    return [
+        set(batch["position_ids"][slots & (batch["stream_ids"] == copy)].tolist())
+        for copy in range(1, collator.num_copies + 1)
+    ]
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize("example", EXAMPLES[:2], ids=["long", "short"])
+def test_sums_over_a_response_are_those_of_the_oracle(example, copies):
+    model = tiny_model().double()
+    collator = collator_with(num_copies=copies)
+    document = Document(example["input_ids"], supervised_of(example), masked_positions(example, collator))
+    with torch.no_grad():
+        mask_loss, ar_loss = document_losses(model, document, BLOCK)
+        log_probs = response_log_probs(model, [example], collator)
+    assert log_probs.mask_tokens.sum().item() == pytest.approx(-mask_loss.item(), rel=1e-5)
+    assert log_probs.ar_tokens.sum().item() == pytest.approx(-ar_loss.item(), rel=1e-5)
+
+
+def test_each_token_has_its_own_place_and_its_blocks_sum():
+    model, collator = tiny_model(), collator_with()
+    with torch.no_grad():
+        log_probs = response_log_probs(model, EXAMPLES, collator)
+        for row, example in enumerate(EXAMPLES):
+            tokens, supervised = example["input_ids"], supervised_of(example)
+            for position in range(17):
+                is_response = position < len(tokens) and supervised[position]
+                expected = (
+                    -last_nll(model, tokens[:position], [*range(position)], tokens[position]) if is_response else 0
+                )
+                assert log_probs.ar_tokens[row, position].item() == pytest.approx(float(expected), abs=1e-4)
+    for tokens, blocks in (
+        (log_probs.ar_tokens, log_probs.ar_blocks),
+        (log_probs.mask_tokens, log_probs.mask_blocks),
+    ):
+        assert tokens.shape == (3, 17) and blocks.shape == (3, 5)
+        padded = torch.nn.functional.pad(tokens, (0, 3)).view(3, 5, BLOCK).sum(-1)
+        torch.testing.assert_close(blocks, padded, atol=1e-4, rtol=1e-5)
+
+
+def test_with_blocks_of_one_token_every_token_is_scored_at_its_mask_after_the_clean_prefix():
+    model, example = tiny_model(), EXAMPLES[1]
+    tokens = example["input_ids"]
+    with torch.no_grad():
+        log_probs = response_log_probs(model, [example], collator_with(block_size=1)).mask_tokens[0]
+        for position in (3, 4, 5):
+            nll = last_nll(model, [*tokens[:position], MASK], [*range(position + 1)], tokens[position])
+            assert log_probs[position].item() == pytest.approx(-nll.item(), abs=1e-4)
+    assert log_probs[:3].tolist() == [0, 0, 0]
+
+
+def test_a_row_is_the_same_alone_and_in_a_batch_whatever_else_is_asked_for():
+    model = tiny_model()
+    with torch.no_grad():
+        together = response_log_probs(model, EXAMPLES, collator_with())
+        other = response_log_probs(model, EXAMPLES, collator_with(num_eos=8, ar_weight=0.0, loss_weighting="uniform"))
+        for row, example in enumerate(EXAMPLES):
+            alone = response_log_probs(model, [example], collator_with()).mask_tokens[0]
+            torch.testing.assert_close(alone, together.mask_tokens[row, : len(alone)], atol=1e-4, rtol=1e-5)
+    assert torch.equal(together.mask_tokens, other.mask_tokens)
+    assert torch.equal(together.ar_tokens, other.ar_tokens)
+
+
+def test_seed_and_epoch_choose_the_masks_and_nothing_else_does():
+    model, collator = tiny_model(), collator_with()
+
+    def masked(collator) -> torch.Tensor:
+        torch.manual_seed(torch.seed())
+        with torch.no_grad():
+            return response_log_probs(model, EXAMPLES, collator).mask_tokens != 0
+
+    first = masked(collator)
+    assert torch.equal(first, masked(collator_with()))
+    assert not torch.equal(first, masked(collator_with(seed=1)))
+    collator.set_epoch(1)
+    assert not torch.equal(first, masked(collator))
+
+
+def test_a_policy_that_equals_its_reference_has_log_ratios_of_exactly_zero():
+    with torch.no_grad():
+        policy, reference = (response_log_probs(tiny_model(), EXAMPLES, collator_with()) for _ in range(2))
+    assert torch.equal(policy.mask_tokens - reference.mask_tokens, torch.zeros(3, 17))
+
+
+def test_the_gradient_is_that_of_the_loss():
+    collator, tokens = collator_with(), sum(map(sum, map(supervised_of, EXAMPLES)))
+    gradients = []
+    for through_loss in (True, False):
+        model = tiny_model()
+        if through_loss:
+            model(**collator(EXAMPLES)).loss.backward()
+        else:
+            log_probs = response_log_probs(model, EXAMPLES, collator)
+            (-(log_probs.ar_tokens.sum() + log_probs.mask_blocks.sum()) / (2 * tokens)).backward()
+        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_more_copies_estimate_the_same_bound_with_less_noise():
+    model, example = tiny_model(), EXAMPLES[0]
+
+    def estimates(copies: int) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack(
+                [
+                    response_log_probs(model, [example], collator_with(num_copies=copies, seed=seed)).mask_tokens.sum()
+                    for seed in range(40)
+                ]
+            )
+
+    one, many = estimates(1), estimates(16)
+    assert many.std() < 0.5 * one.std()
+    assert abs(one.mean() - many.mean()) < 4 * (one.std() + many.std()) / 40**0.5
+
+
+@pytest.mark.parametrize(
+    ("examples", "message"),
+    [
+        ([], "`examples` must hold at least one example, got none"),
+        ([EXAMPLES[0] | {"seq_lengths": [7, 10]}], r"one conversation each, got a packed one with \['seq_lengths'\]"),
+        ([{"completion_mask": [1]}], r"An example needs `input_ids`, got the columns \['completion_mask'\]"),
+    ],
+)
+def test_bad_examples_are_refused(examples, message):
+    with pytest.raises(ValueError, match=message):
+        response_log_probs(tiny_model(), examples, collator_with())
