@@ -5,10 +5,12 @@ Imports of torch and of our own packages stand inside the functions: they take s
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +18,8 @@ import typer
 from rich.console import Console
 
 NANO = Path(__file__).parent / "examples" / "wedlm-nano"
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 DEMO_PROMPTS = (
     "Count down from 97 to 61 by 4.",
@@ -88,7 +92,21 @@ def generate(
     window_size: Annotated[int | None, typer.Option(help="W, slots predicted at a time.")] = None,
     entropy_threshold: Annotated[float | None, typer.Option(help="τ, nats: fill the masks below it.")] = None,
     distance_penalty: Annotated[float | None, typer.Option(help="λ, nats per position.")] = None,
-    verification: Annotated[str | None, typer.Option(help="none, or exact for the output of AR decoding.")] = None,
+    entropy_budget: Annotated[
+        float | None, typer.Option(help="Nats; instead of τ: fill masks while their sum stays within it.")
+    ] = None,
+    verification: Annotated[
+        str | None,
+        typer.Option(help="none; exact: the output of AR decoding; typical: what AR finds plausible."),
+    ] = None,
+    acceptance_epsilon: Annotated[float | None, typer.Option(help="ε of --verification typical.")] = None,
+    acceptance_delta: Annotated[float | None, typer.Option(help="δ of --verification typical.")] = None,
+    adaptive_window: Annotated[
+        bool | None, typer.Option(help="Let the window follow what it pays; default: with --verification exact.")
+    ] = None,
+    slot_cost: Annotated[
+        float | None, typer.Option(help="For --adaptive-window: cost of one more slot; see `wedlm calibrate`.")
+    ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
     sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random instead of the likeliest.")] = False,
     temperature: Annotated[float | None, typer.Option(help="Temperature; implies --sample.")] = None,
@@ -109,7 +127,12 @@ def generate(
         "window_size": window_size,
         "entropy_threshold": entropy_threshold,
         "distance_penalty": distance_penalty,
+        "entropy_budget": entropy_budget,
         "verification": verification,
+        "acceptance_epsilon": acceptance_epsilon,
+        "acceptance_delta": acceptance_delta,
+        "adaptive_window": adaptive_window,
+        "slot_cost": slot_cost,
         "max_new_tokens": max_new_tokens,
         "do_sample": True if sample or temperature is not None else None,
         "temperature": temperature,
@@ -120,6 +143,137 @@ def generate(
         _answer(
             texts, model or str(NANO), options, raw=raw, with_ar=compare, seed=seed, device=device, threads=threads
         )
+
+
+@app.command()
+def bench(
+    model: Annotated[str | None, typer.Argument(help="Checkpoint folder or Hub id; default: wedlm-nano.")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="Your prompts, one a line; default: built-in tasks.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Take them as they are, without a chat template.")] = False,
+    random: Annotated[
+        str | None, typer.Option(metavar="SHAPE", help="Random weights and prompts instead: qwen3-0.6b or 86m.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Prompts of each built-in task.")] = 8,
+    batch_sizes: Annotated[str, typer.Option(metavar="LIST", help="Prompts decoded together.")] = "1,4,16",
+    decoders: Annotated[
+        str, typer.Option(metavar="LIST", help="AR is always among them.")
+    ] = "ar,block,wedlm,wedlm+exact,wedlm+typical",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Instead of the checkpoint's setting."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 160,
+    temperature: Annotated[float | None, typer.Option(help="Sample at it; default: greedy.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling and of random weights.")] = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many.")] = 5,
+    long: Annotated[
+        bool, typer.Option("--long", help="Time and memory of a step after 256 and after 4,096 new tokens, too.")
+    ] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="vLLM's AR decoding of the same weights, too.")] = False,
+    vllm_python: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Python that has vLLM, if not this one; implies --vllm.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path("build/bench"),
+) -> None:
+    """Measure speed and memory of every way of decoding, taking turns on the same weights and prompts."""
+    with _errors_in_one_line():
+        from .eval.bench import Request, run
+        from .eval.bench_subject import checkpoint_subject, random_subject
+
+        if random is not None and (model is not None or file is not None):
+            raise ValueError("`--random` brings its own weights and prompts: leave MODEL and `--file` out.")
+        request = Request(
+            batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
+            decoders=decoders.split(","),
+            settings=_settings(settings or []),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            repeats=repeats,
+            is_long=long,
+            vllm_python=vllm_python or (sys.executable if vllm else None),
+        )
+        texts = None if file is None else _prompts([], file)
+        device = _prepare_device(device, threads)
+        if random is not None:
+            subject = random_subject(random, device, dtype, max(request.batch_sizes), seed)
+        else:
+            checkpoint = model or str(NANO)
+            loaded, tokenizer = _load(checkpoint, device, dtype)
+            raw = raw or (texts is not None and _has_no_chat_template(tokenizer, checkpoint))
+            subject = checkpoint_subject(loaded, tokenizer, checkpoint, texts, raw=raw, count=count)
+        run(subject, request, output, Console())
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder or Hub id.")],
+    file: Annotated[Path, typer.Option("--file", "-f", help="Your prompts, one a line; - is standard input.")],
+    agreement: Annotated[
+        float, typer.Option(help="Wanted share of new tokens that AR decoding would have chosen too.")
+    ] = 0.99,
+    write: Annotated[
+        bool, typer.Option("--write", help="Store the settings in the checkpoint's generation_config.json.")
+    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without a chat template.")] = False,
+    windows: Annotated[str, typer.Option(metavar="LIST", help="W to try.")] = "4,8,16",
+    thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ to try, nats.")] = "0.1,0.2,0.4,0.8",
+    penalties: Annotated[str, typer.Option(metavar="LIST", help="λ to try, nats per position.")] = "0.02,0.1",
+    budgets: Annotated[str, typer.Option(metavar="LIST", help="Entropy budgets to try, nats.")] = "0.1,0.4,1.6",
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 160,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 8,
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
+) -> None:
+    """Find the fastest settings that agree with AR decoding well enough on your own prompts."""
+    with _errors_in_one_line():
+        from .eval.calibrate import Grid, check_request, run_calibration, show
+        from .eval.measure import encode_text
+        from .eval.sweep import write_settings
+
+        grid = Grid(
+            windows=_numbers("--windows", windows, int),
+            thresholds=_numbers("--thresholds", thresholds, float),
+            penalties=_numbers("--penalties", penalties, float),
+            budgets=_numbers("--budgets", budgets, float),
+        )
+        texts = _prompts([], file)
+        check_request(len(texts), agreement)
+        if write and not Path(model).is_dir():
+            raise ValueError(f"`--write` needs a checkpoint folder, got {model!r}.")
+        loaded, tokenizer = _load(model, _prepare_device(device, threads))
+        raw = raw or _has_no_chat_template(tokenizer, model)
+        found = run_calibration(
+            loaded,
+            tokenizer,
+            [encode_text(loaded, tokenizer, text, raw) for text in texts],
+            agreement=agreement,
+            grid=grid,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            title="settings",
+        )
+        show(found, agreement, Console())
+        if found.chosen is None:
+            raise typer.Exit(1)
+        if write:
+            write_settings(Path(model), found.settings())
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(context: typer.Context) -> None:
+    """Fine-tune from a recipe: wedlm train [recipe.yaml] [--setting value …]; --help lists the settings."""
+    with _errors_in_one_line():
+        if find_spec("trl") is None:
+            raise ValueError("Training needs trl: pip install 'wedlm-hf[train]'.")
+        from .training.train import main as run_training
+
+        run_training(context.args)
 
 
 def _answer(
@@ -134,16 +288,21 @@ def _answer(
     threads: int | None,
 ) -> None:
     """The work of `wedlm generate`."""
-    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "~")) or Path(checkpoint).is_absolute()):
-        raise FileNotFoundError(f"There is no checkpoint folder {checkpoint!r}.")
-    import torch
-
     from .eval.compare import compare
-    from .eval.measure import load
     from .generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 
     # Refused here, before gigabytes of weights are read.
     WeDLMGenerationSettings(**{name: value for name, value in options.items() if name in SETTING_NAMES})
+    device = _prepare_device(device, threads)
+    model, tokenizer = _load(checkpoint, device)
+    raw = raw or _has_no_chat_template(tokenizer, checkpoint)
+    compare(model, tokenizer, prompts, options, console=Console(), with_ar=with_ar, raw=raw, seed=seed)
+
+
+def _prepare_device(device: str | None, threads: int | None) -> str:
+    """Sets the number of CPU threads; returns the device, which is there. Raises `ValueError` for one that is not."""
+    import torch
+
     if threads is not None:
         torch.set_num_threads(threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -151,16 +310,53 @@ def _answer(
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:
         raise ValueError(f"`--device {device}` is not available: {error}") from error
+    return device
+
+
+def _load(checkpoint: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
+    """Model and tokenizer of a folder or a Hub id. Raises `OSError` and `ValueError` for what cannot be loaded."""
+    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "~")) or Path(checkpoint).is_absolute()):
+        raise FileNotFoundError(f"There is no checkpoint folder {checkpoint!r}.")
+    from .eval.measure import load
+
+    if dtype not in DTYPES:
+        raise ValueError(f"`--dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     try:
-        model, tokenizer = load(checkpoint, device)
+        return load(checkpoint, device, dtype)
     except OSError as error:
         if Path(checkpoint).is_dir():
             raise
         raise OSError(f"{checkpoint!r} is no folder here and cannot be loaded as a Hub id: {error}") from error
-    if not raw and tokenizer.chat_template is None:
-        typer.echo(f"{checkpoint!r} has no chat template: the prompts are continued as they are.", err=True)
-        raw = True
-    compare(model, tokenizer, prompts, options, console=Console(), with_ar=with_ar, raw=raw, seed=seed)
+
+
+def _has_no_chat_template(tokenizer: Any, checkpoint: str) -> bool:
+    """Says so where it has none."""
+    if tokenizer.chat_template is not None:
+        return False
+    typer.echo(f"{checkpoint!r} has no chat template: the prompts are continued as they are.", err=True)
+    return True
+
+
+def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
+    """Numbers with commas between them, each once, ascending. Raises `ValueError` for anything else."""
+    try:
+        return sorted({kind(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"`{option}` takes numbers with commas between them, got {text!r}.") from None
+
+
+def _settings(given: list[str]) -> dict[str, Any]:
+    """`NAME=VALUE` pairs; a value is JSON, or else text. Raises `ValueError` for anything else."""
+    settings = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"`--set` takes NAME=VALUE, got {pair!r}.")
+        try:
+            settings[name.replace("-", "_")] = json.loads(value.lower() if value in ("True", "False") else value)
+        except json.JSONDecodeError:
+            settings[name.replace("-", "_")] = value
+    return settings
 
 
 def _prompts(given: list[str], file: Path | None) -> list[str]:

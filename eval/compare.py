@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..generation.settings_wedlm import SETTING_NAMES
 from ..modeling_wedlm import WeDLMForCausalLM
-from .measure import Decoding, Options, Score, decode, encode
+from .measure import Decoding, Options, Score, decode, encode_text
 
 LONGEST_ANSWER = 256
 WARM_UP_TOKENS = 8
@@ -96,7 +96,7 @@ def compare(
     if with_ar:
         shared = {name: value for name, value in options.items() if name not in SETTING_NAMES}
         decoders.setdefault("ar", {**shared, "strategy": "ar"})
-    encoded = [_encode(model, tokenizer, prompt, raw) for prompt in prompts]
+    encoded = [encode_text(model, tokenizer, prompt, raw) for prompt in prompts]
     for decoder in decoders.values():
         short = min(WARM_UP_TOKENS, decoder.get("max_new_tokens", WARM_UP_TOKENS))
         decode(model, tokenizer, encoded[:1], {**decoder, "max_new_tokens": short})
@@ -121,19 +121,6 @@ def compare(
         console.out("" if decodings[strategy].text.endswith("\n") else "\n", end="")
         console.out(_costs(decodings), style="dim", highlight=False)
     console.print(comparison_table(totals))
-
-
-def _encode(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:
-    """Tokens of a prompt. Raises `ValueError` where they leave no room for an answer."""
-    if raw:
-        tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
-    else:
-        tokens = encode(tokenizer, [{"role": "user", "content": prompt}])
-    context = model.config.max_position_embeddings
-    if not 1 <= len(tokens) < context:
-        shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}…"
-        raise ValueError(f"A prompt needs 1 to {context - 1} tokens for this model, got {len(tokens)}: {shown!r}.")
-    return tokens
 
 
 def _default_limit(model: WeDLMForCausalLM, prompt_length: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 BLOCKS = ("summary", "tasks", "setup", "curve")
-REFERENCE, STREAMING, VERIFIED = "AR", "wedlm", "wedlm, verified"
+REFERENCE, STREAMING, VERIFIED, TYPICAL = "AR", "wedlm", "wedlm, verified", "wedlm, typical"
 _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", flags=re.DOTALL)
 
 
@@ -59,13 +59,14 @@ def curve(sweep: Mapping[str, Any]) -> str:
 def _summary(report: Mapping[str, Any]) -> str:
     rows = []
     for name, scores in report["quality"].items():
+        # Counts are those of one prompt at a time: windows that adapt are smaller in a batch.
         quality, speed = scores["pooled"], report["speed"][name]["pooled"]
         rows.append(
             (
                 name,
                 _percent(quality),
-                f"{quality['tokens_per_forward']:.2f}",
-                f"{quality['prefix_cacheability']:.2f}",
+                f"{speed['tokens_per_forward']:.2f}",
+                f"{speed['prefix_cacheability']:.2f}",
                 f"{speed['tokens_per_second']:,.0f}",
                 _speed_ratio(report, name),
             )
@@ -75,7 +76,10 @@ def _summary(report: Mapping[str, Any]) -> str:
 
 
 def _tasks(report: Mapping[str, Any]) -> str:
-    quality = {name: {**scores["tasks"], "all": scores["pooled"]} for name, scores in report["quality"].items()}
+    quality, speed = (
+        {name: {**scores["tasks"], "all": scores["pooled"]} for name, scores in report[kind].items()}
+        for kind in ("quality", "speed")
+    )
     header = ["task", f"{REFERENCE}: right answers", f"{STREAMING}: right answers"]
     rows = [
         [task, _percent(quality[REFERENCE][task]), _percent(quality[STREAMING][task])] for task in quality[REFERENCE]
@@ -84,17 +88,18 @@ def _tasks(report: Mapping[str, Any]) -> str:
         header += [f"{name}: tokens per forward", f"{name}: speed against AR"]
         for row in rows:
             task = row[0]
-            row += [f"{quality[name][task]['tokens_per_forward']:.2f}", _speed_ratio(report, name, task)]
+            row += [f"{speed[name][task]['tokens_per_forward']:.2f}", _speed_ratio(report, name, task)]
     return _table(header, rows)
 
 
 def _setup(report: Mapping[str, Any]) -> str:
     settings, machine, samples = report["settings"], report["environment"], report["samples"]
-    speed = report["timing"]
+    speed, wide = report["timing"], report["verified_settings"]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     return (
         f"Settings: window {settings['window_size']}, τ = {settings['entropy_threshold']:g}, "
-        f"λ = {settings['distance_penalty']:g}, greedy. "
+        f"λ = {settings['distance_penalty']:g}; with verification window {wide['window_size']} at most, "
+        f"τ = {wide['entropy_threshold']:g}; greedy. "
         f"Quality: {samples['count']} fresh held-out prompts of each task (seed {samples['seed']}). "
         f"Speed: {speed['count']} of them per task, one at a time, the decoders in turn, "
         f"median of {speed['repeats']}, {threads} of {machine['processor']}, {machine['dtype']}, "

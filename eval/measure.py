@@ -12,7 +12,9 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -36,30 +38,71 @@ LONGEST_ANSWER = 160
 
 
 class ForwardCounter:
-    """Counts a model's forwards inside a `with` block.
+    """Counts and times a model's forwards inside a `with` block.
 
     Attributes:
-        forwards: forwards.
-        rows: forwards times the rows that took part in each.
-        slots: tokens that went through the model.
+        shapes: rows and tokens per row of each forward.
+        starts: host clock at the start of each forward, seconds.
     """
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
-        self.forwards = self.rows = self.slots = 0
+        self.shapes: list[tuple[int, int]] = []
+        self.starts: list[float] = []
+        self._begins: list[Any] = []
+        self._ends: list[Any] = []
 
     def __enter__(self) -> ForwardCounter:
-        self._hook = self.model.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._hooks = (
+            self.model.register_forward_pre_hook(self._count, with_kwargs=True),
+            self.model.register_forward_hook(self._finish),
+        )
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _count(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         input_ids = args[0] if args else kwargs["input_ids"]
-        self.forwards += 1
-        self.rows += input_ids.shape[0]
-        self.slots += input_ids.numel()
+        self.shapes.append(tuple(input_ids.shape))
+        self.starts.append(time.perf_counter())
+        self._begins.append(self._mark(input_ids))
+
+    def _finish(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._ends.append(self._mark(output.logits))
+
+    def _mark(self, tensor: torch.Tensor) -> Any:
+        """A point in time, without waiting for a GPU: there, it is one in the stream of its work."""
+        if tensor.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @property
+    def forwards(self) -> int:
+        """How many there were."""
+        return len(self.shapes)
+
+    @property
+    def rows(self) -> int:
+        """Sum over forwards of the rows that took part."""
+        return sum(rows for rows, _ in self.shapes)
+
+    @property
+    def slots(self) -> int:
+        """Tokens that went through the model."""
+        return sum(rows * width for rows, width in self.shapes)
+
+    @property
+    def spans(self) -> list[float]:
+        """Seconds inside each forward; on a GPU those of its stream, which must have been waited for."""
+        marks = zip(self._begins, self._ends, strict=False)  # a forward that failed has no end
+        return [
+            begin.elapsed_time(end) / 1000 if isinstance(begin, torch.cuda.Event) else end - begin
+            for begin, end in marks
+        ]
 
 
 @dataclass(frozen=True)
@@ -72,6 +115,7 @@ class Decoding:
         forwards: forwards that the prompt took part in, the prefill included.
         token_instances: tokens that went through the model after the prompt.
         seconds: wall clock of `generate`; in a batch, an equal share of it.
+        forward_seconds: the part of it inside the model's forward; 0 where that is not known.
     """
 
     tokens: list[int]
@@ -79,6 +123,7 @@ class Decoding:
     forwards: int
     token_instances: int
     seconds: float
+    forward_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +134,7 @@ class Score:
         prompts: how many.
         correct: prompts with a right answer.
         agreeing: prompts whose new tokens are those of the reference setting.
-        new_tokens, forwards, token_instances, seconds: sums over [`Decoding`]s.
+        new_tokens, forwards, token_instances, seconds, forward_seconds: sums over [`Decoding`]s.
     """
 
     prompts: int = 0
@@ -99,6 +144,7 @@ class Score:
     forwards: int = 0
     token_instances: int = 0
     seconds: float = 0.0
+    forward_seconds: float = 0.0
 
     def __add__(self, other: Score) -> Score:
         mine, theirs = asdict(self), asdict(other)
@@ -129,15 +175,21 @@ class Score:
         """New tokens / wall clock."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
+    @property
+    def own_cost(self) -> float | None:
+        """Time outside the model's forward / time inside it; `None` where the latter is not known."""
+        return self.seconds / self.forward_seconds - 1 if self.forward_seconds else None
+
     @classmethod
     def of(cls, decoding: Decoding, *, correct: bool = False, agrees: bool = False) -> Score:
         """The score of one prompt."""
-        costs = (len(decoding.tokens), decoding.forwards, decoding.token_instances, decoding.seconds)
-        return cls(1, int(correct), int(agrees), *costs)
+        counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances)
+        return cls(1, int(correct), int(agrees), *counts, decoding.seconds, decoding.forward_seconds)
 
     def to_dict(self) -> dict[str, float]:
         """The sums, and the ratios that follow from them."""
-        ratios = ("accuracy", "agreement", "tokens_per_forward", "prefix_cacheability", "tokens_per_second")
+        ratios = ["accuracy", "agreement", "tokens_per_forward", "prefix_cacheability", "tokens_per_second"]
+        ratios += ["own_cost"] if self.own_cost is not None else []
         return asdict(self) | {name: round(getattr(self, name), 4) for name in ratios}
 
 
@@ -153,9 +205,14 @@ def pooled(scores: Mapping[str, Score]) -> Score:
 
 
 def load(
-    checkpoint: str | os.PathLike[str], device: str | torch.device = "cpu"
+    checkpoint: str | os.PathLike[str], device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
 ) -> tuple[WeDLMForCausalLM, PreTrainedTokenizerBase]:
     """A checkpoint's model, in evaluation mode, and its tokenizer, without progress bars.
+
+    Args:
+        checkpoint: folder or Hub id.
+        device: where the model goes.
+        dtype: of the weights; `"auto"` is the checkpoint's own.
 
     Raises:
         OSError: for files that are missing or damaged.
@@ -164,7 +221,7 @@ def load(
     if Path(checkpoint).is_dir() and not (Path(checkpoint) / "config.json").exists():
         raise FileNotFoundError(f"There is no checkpoint in {str(checkpoint)!r}: it has no config.json.")
     transformers.utils.logging.disable_progress_bar()
-    model = WeDLMForCausalLM.from_pretrained(checkpoint).to(device).eval()
+    model = WeDLMForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
     return model, AutoTokenizer.from_pretrained(checkpoint)
 
 
@@ -177,42 +234,66 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
     return list(encoding["input_ids"])
 
 
+def encode_text(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:
+    """Tokens of a prompt, as a user's turn or, if `raw`, as it is.
+
+    Raises:
+        ValueError: where they leave no room for an answer in the model's context.
+    """
+    if raw:
+        tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
+    else:
+        tokens = encode(tokenizer, [{"role": "user", "content": prompt}])
+    context = model.config.max_position_embeddings
+    if not 1 <= len(tokens) < context:
+        shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}…"
+        raise ValueError(f"A prompt needs 1 to {context - 1} tokens for this model, got {len(tokens)}: {shown!r}.")
+    return tokens
+
+
+def pad_left(
+    prompts: Sequence[list[int]], pad_token: int, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` of `B` prompts, both `(B, longest)` int64."""
+    width = max(map(len, prompts))
+    rows = [(width - len(prompt), prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor([[pad_token] * padding + prompt for padding, prompt in rows], device=device),
+        "attention_mask": torch.tensor([[0] * padding + [1] * len(prompt) for padding, prompt in rows], device=device),
+    }
+
+
 def decode(
     model: WeDLMForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     prompts: Sequence[list[int]],
     options: Options,
     streamer: BaseStreamer | None = None,
+    *,
+    seed: int | None = None,
 ) -> list[Decoding]:
     """Decode `B` prompts together and count what it takes.
 
     Args:
         model: in evaluation mode.
-        tokenizer: pads and turns tokens into text.
+        tokenizer: pads and turns tokens into text; without one, texts are empty.
         prompts: tokens of each prompt.
         options: keywords of `generate`; `strategy` is that of the generation config if it is left out.
         streamer: gets the tokens as `generate` sends them.
+        seed: of sampling; by default the state of torch's generators is left as it is.
 
     Raises:
         ValueError: whatever `generate` refuses.
     """
-    width = max(map(len, prompts))
-    padding = [width - len(prompt) for prompt in prompts]
-    pad_token = tokenizer.pad_token_id or 0
-    rows = zip(padding, prompts, strict=True)
-    input_ids = torch.tensor([[pad_token] * count + prompt for count, prompt in rows], dtype=torch.int64)
-    attention_mask = torch.tensor([[0] * count + [1] * (width - count) for count in padding], dtype=torch.int64)
+    inputs = pad_left(prompts, (tokenizer.pad_token_id if tokenizer else None) or 0, model.device)
+    width = inputs["input_ids"].shape[1]
     untyped: Any = model  # transformers states a type of `generate`'s `self` that its own models do not have
+    if seed is not None:
+        torch.manual_seed(seed)
     with ForwardCounter(model) as counter:
-        start = _now(model)
-        output = untyped.generate(
-            input_ids=input_ids.to(model.device),
-            attention_mask=attention_mask.to(model.device),
-            streamer=streamer,
-            return_dict_in_generate=True,
-            **options,
-        )
-        seconds = (_now(model) - start) / len(prompts)
+        start = now(model)
+        output = untyped.generate(**inputs, streamer=streamer, return_dict_in_generate=True, **options)
+        seconds = (now(model) - start) / len(prompts)
     answers = output.sequences[:, width:].tolist()
     stats = getattr(output, "stats", None)
     if stats is None:  # AR: one forward a token, and none for the last token
@@ -227,9 +308,53 @@ def decode(
     if len(prompts) == 1:
         seen = counter.slots - width
         assert seen == instances[0], f"{seen} tokens were processed after the prompt, {instances[0]} were reported"
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(prompts)
     parts = zip(answers, texts, forwards, instances, strict=True)
-    return [Decoding(*part, seconds) for part in parts]
+    return [Decoding(*part, seconds, sum(counter.spans) / len(prompts)) for part in parts]
+
+
+Decoder = Callable[[Sequence[list[int]]], list[Decoding]]
+"""Decodes prompts together."""
+
+
+def take_turns(
+    decoders: Mapping[str, Decoder], batches: Sequence[Sequence[list[int]]], *, repeats: int = 1, title: str = ""
+) -> Iterator[list[dict[str, list[Decoding]]]]:
+    """Decode batches of prompts with every decoder in turn, A B A B …, after a warm-up.
+
+    Args:
+        decoders: by name.
+        batches: tokens of the prompts that are decoded together.
+        repeats: how often each batch is decoded by each decoder.
+        title: shown with a progress bar on standard error, if any.
+
+    Yields:
+        for each batch its runs: the decodings of each decoder.
+    """
+    for decoder in decoders.values():
+        decoder(batches[0])
+    for batch in track(batches, title, console=Console(stderr=True), disable=not title):
+        yield [{name: decoder(batch) for name, decoder in decoders.items()} for _ in range(repeats)]
+
+
+def typical(runs: Sequence[list[Decoding]]) -> list[Decoding]:
+    """The first of several runs of one decoder over one batch, with the medians of their times."""
+    medians = {
+        name: median(getattr(run[0], name) for run in runs) for name in ("seconds", "forward_seconds")
+    }  # rows share a batch's time equally
+    return [replace(decoding, **medians) for decoding in runs[0]]
+
+
+@contextmanager
+def endless(model: WeDLMForCausalLM) -> Iterator[None]:
+    """No end token inside the block, so that answers are as long as they may be."""
+    saved: Any = model.generation_config
+    model.generation_config = copy(saved)
+    model.generation_config.eos_token_id = None
+    try:
+        yield
+    finally:
+        model.generation_config = saved
 
 
 def measure(
@@ -256,24 +381,22 @@ def measure(
     Returns:
         `{setting: {task: Score}}`.
     """
-    for options in settings.values():  # warm-up
-        decode(model, tokenizer, [encode(tokenizer, samples[0].messages)], options)
+
+    def decoder(options: Options) -> Decoder:
+        return lambda prompts: decode(model, tokenizer, prompts, options)
+
+    decoders = {name: decoder(options) for name, options in settings.items()}
     scores: dict[str, dict[str, Score]] = {name: {} for name in settings}
     batches = _batches(samples, batch_size)
-    for batch in track(batches, title, console=Console(stderr=True), disable=not title):
-        prompts = [encode(tokenizer, sample.messages) for sample in batch]
-        runs = [
-            {name: decode(model, tokenizer, prompts, options) for name, options in settings.items()}
-            for _ in range(repeats)
-        ]
-        reference = next(iter(runs[0].values()))
-        for name, decodings in runs[0].items():
-            seconds = median(run[name][0].seconds for run in runs)
-            for sample, decoding, wanted in zip(batch, decodings, reference, strict=True):
+    prompts = [[encode(tokenizer, sample.messages) for sample in batch] for batch in batches]
+    turns = take_turns(decoders, prompts, repeats=repeats, title=title)
+    for batch, runs in zip(batches, turns, strict=True):
+        decodings = {name: typical([run[name] for run in runs]) for name in settings}
+        reference = next(iter(decodings.values()))
+        for name in settings:
+            for sample, decoding, wanted in zip(batch, decodings[name], reference, strict=True):
                 score = Score.of(
-                    replace(decoding, seconds=seconds),
-                    correct=is_correct(sample, decoding.text),
-                    agrees=decoding.tokens == wanted.tokens,
+                    decoding, correct=is_correct(sample, decoding.text), agrees=decoding.tokens == wanted.tokens
                 )
                 scores[name][sample.task] = scores[name].get(sample.task, Score()) + score
     return scores
@@ -315,7 +438,8 @@ def _until_end(tokens: list[int], end_tokens: int | list[int] | None) -> list[in
     return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in ends), tokens)
 
 
-def _now(model: WeDLMForCausalLM) -> float:
+def now(model: WeDLMForCausalLM) -> float:
+    """The clock, seconds, once a GPU has done its work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter()

@@ -69,12 +69,14 @@ def choose(
     return max(good, key=lambda setting: pooled(results[setting]).tokens_per_forward, default=None)
 
 
-def write_settings(checkpoint: Path, setting: Setting) -> None:
-    """Store a setting in a checkpoint's generation_config.json; which strategy is used stays the caller's choice."""
+def write_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
+    """Store settings in a checkpoint's generation_config.json, whole or not at all, and remove those that are None;
+    which strategy is used stays the caller's choice."""
     path = checkpoint / "generation_config.json"
     stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     stored.pop("_from_model_config", None)  # with this flag, loading would drop our fields
-    write_text(path, json.dumps(stored | asdict(setting), indent=2, sort_keys=True) + "\n")
+    stored = {name: value for name, value in (stored | dict(settings)).items() if settings.get(name, 0) is not None}
+    write_text(path, json.dumps(stored, indent=2, sort_keys=True) + "\n")
 
 
 def plot(sweep: Mapping[str, Any], path: Path) -> None:
@@ -193,7 +195,7 @@ def main(
         typer.echo(f"No setting loses at most {max_loss:g} points to AR on every task: nothing chosen.", err=True)
         raise typer.Exit(1)
     if write:
-        write_settings(model, chosen)
+        write_settings(model, asdict(chosen))
 
 
 if __name__ == "__main__":

@@ -124,6 +124,22 @@ def test_settings_that_are_left_out_are_those_of_the_checkpoint(wedlm):
     assert stored == same != other
 
 
+def test_each_setting_has_an_option(wedlm):
+    short = ("generate", "1, 2, 3", "--max-new-tokens", 12, "--no-compare")
+    wide = ("--window-size", 8, "--entropy-threshold", 0)
+    slow, budget, adaptive = (
+        int(table_of(wedlm(*short, *options)[1])["forwards"][0])
+        for options in (wide, (*wide, "--entropy-budget", 100), (*wide, "--adaptive-window", "--slot-cost", 9))
+    )
+    assert budget < slow
+    assert adaptive >= slow
+    accepted = ("--verification", "typical", "--acceptance-epsilon", 0, "--acceptance-delta", 0, "--window-size", 8)
+    typical = int(table_of(wedlm(*short, *accepted, "--entropy-threshold", 100)[1])["forwards"][0])
+    assert typical < slow
+    for option, value in (("--acceptance-epsilon", -1), ("--slot-cost", -1), ("--entropy-budget", -1)):
+        assert wedlm(*short, option, value)[0] == 2
+
+
 def test_answers_end_at_the_context_where_no_limit_is_given(checkpoint, wedlm, monkeypatch):
     monkeypatch.setattr(comparing, "LONGEST_ANSWER", 20)
     assert table_of(wedlm("generate", "1, 2, 3", "--no-compare")[1])["new tokens"] == ["20"]
@@ -234,6 +250,24 @@ def test_a_converted_checkpoint_decodes_in_parallel(wedlm, qwen, tmp_path):
     code, output, _ = wedlm("generate", "1, 2", "--max-new-tokens", 4, model=tmp_path / "out")
     assert code == 0
     assert "wedlm" in output
+
+
+# --- train --------------------------------------------------------------------------------------------------------
+
+
+def test_training_gets_the_words_of_the_command_line_as_they_are(monkeypatch):
+    train = pytest.importorskip("wedlm_hf.training.train")
+    words: list[str] = []
+    monkeypatch.setattr(train, "main", words.extend)
+    given = ["recipe.yaml", "--learning_rate", "1e-4", "--help"]
+    assert CliRunner().invoke(cli.app, ["train", *given]).exit_code == 0
+    assert words == given
+
+
+def test_training_without_trl_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    result = CliRunner().invoke(cli.app, ["train"])
+    assert (result.exit_code, result.stderr) == (2, "Error: Training needs trl: pip install 'wedlm-hf[train]'.\n")
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------------
