@@ -30,6 +30,7 @@ HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 # Added to long commands, so that they take seconds: later options win.
 SHORTER = {
     "examples/wedlm-nano/train.py": ["--max-steps", "2", "--batch-size", "2"],
+    "wedlm bench": "--count 1 --repeats 1 --batch-sizes 1 --max-new-tokens 8".split(),
     "wedlm_hf.eval.sweep": "--count 1 --taus 0.1 --lambdas 0.02 --max-loss 100".split(),
     "wedlm_hf.eval.report": "--count 1 --timed 1 --repeats 1 --threads 1".split(),
 }
@@ -96,6 +97,7 @@ def run(words: list[str], stdin: str) -> str:
         return f"{' '.join(arguments)}\n"
     if program == "wedlm":
         app = cli.app
+        arguments += SHORTER.get(f"wedlm {arguments[0]}", [])
     elif program == "python":
         app = typer.Typer()
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
