@@ -28,7 +28,7 @@ from .markdown import BLOCKS, REFERENCE, STREAMING, TYPICAL, VERIFIED, blocks, f
 from .measure import LONGEST_ANSWER, Options, as_dicts, command_line, environment, load, measure
 from .tasks import TASKS, Sample, generate_samples
 
-# Verified decoding loses nothing to wide windows and bold drafts; the stored settings are those of unverified decoding.
+# Verified decoding loses nothing to wide windows and bold drafts; the stored settings are for unverified decoding.
 WIDE: Options = {"window_size": 16, "entropy_threshold": 0.8}
 
 DECODERS: dict[str, Options] = {

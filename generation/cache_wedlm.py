@@ -142,9 +142,10 @@ class WindowCache(Cache):
 
     def open(self, batch_size: int, device: torch.device) -> None:
         """Gets ready for the rows of a call. Raises `ValueError` if the cache holds another number of rows."""
-        if self.lengths and len(self.lengths) != batch_size:
+        if any(self.lengths) and len(self.lengths) != batch_size:
             raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
-        if not self.lengths:
+        if len(self.lengths) != batch_size:
+            self.reset()
             self.lengths = [0] * batch_size
             self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
         self._rows = list(range(batch_size))
@@ -200,6 +201,15 @@ class WindowCache(Cache):
                 self._swap(row, self._rows[row])
         self._write = None
         self._in_use = len(self._rows)
+
+    def clear_rest(self) -> None:
+        """Zeros what lies behind each row's committed slots: a forward that failed may have left NaN there, and masked
+        attention still multiplies it by 0."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                for row, length in enumerate(self.lengths):
+                    layer._keys[row, :, length:] = 0
+                    layer._values[row, :, length:] = 0
 
     def _swap(self, row: int, other: int) -> None:
         for layer in self.layers:

@@ -141,6 +141,7 @@ class ParallelDecoder:
         except BaseException:
             self.cache.restore()
             self.cache.lengths = self.cached_lengths  # so that the same call can be made again
+            self.cache.clear_rest()
             raise
         self.cache.restore()
         if self.stream is not None:
@@ -190,7 +191,9 @@ class ParallelDecoder:
         if not all(self.is_done):
             window.refill(self.pacer.window_size)
             if self.stream is not None and self.stream.wants_drafts:
-                self.stream.put_draft(window.tokens[0, window.pending_counts[0] : window.extents[0]].cpu())
+                draft = window.tokens[0, window.pending_counts[0] : window.extents[0]]
+                if len(draft):
+                    self.stream.put_draft(draft.cpu())
 
     def _forward(self, order: PhysicalOrder) -> torch.Tensor:
         """Logits `(A, M, V)` float32 of the last M physical rows."""
@@ -265,9 +268,7 @@ class ParallelDecoder:
         proposed = is_mask & (entropy < self.pacer.threshold)
         run = window.verify(order, is_ar, tokens, accepts(choice), proposed, proposals)
         # Slots that pad a row are numbers wherever the others are.
-        is_broken = entropy.isnan()
-        if self.sampler.do_sample:
-            is_broken |= is_ar & (tokens < 0)
+        is_broken = entropy.isnan() | (is_ar & (tokens < 0))
         drafted = decided = is_ar
         if self.recorder is not None or settings.output_trace:
             drafted = is_mask & window.filled.gather(1, slots)
@@ -359,7 +360,7 @@ class ParallelDecoder:
         )
 
     def _put(self, slide: Slide, before: list[int]) -> None:
-        """Streams what this step made final, and the window behind it as a draft."""
+        """Streams what this step made final."""
         assert self.stream is not None
         window = self.window
         for entry, row in enumerate(self.rows):
@@ -394,7 +395,7 @@ class ParallelDecoder:
                     f"The cache does not belong to the prompt: row {row} of `past_key_values` holds {cached} tokens "
                     "that are not the first ones of that prompt."
                 )
-            if cached == length and self.settings.verification != "none":
+            if cached == length and (self.settings.verification != "none" or self.settings.is_adaptive):
                 # The AR head of the prompt's last token gives the first new one.
                 self.cache.lengths[row] -= 1
             remaining.append(length - self.cache.lengths[row])

@@ -36,8 +36,6 @@ LENGTH_PROCESSORS = (
     "MinNewTokensLengthLogitsProcessor",
     "SuppressTokensAtBeginLogitsProcessor",
 )
-
-
 # Processors that need the tokens before the position they score, but not to know which row of the batch it is in.
 PREFIX_PROCESSORS = (
     "NoBadWordsLogitsProcessor",
@@ -57,7 +55,7 @@ class Choice:
     """What was chosen for each slot.
 
     Attributes:
-        tokens: `(A, M)` int64; -1 where a draw had nothing to choose from, arbitrary where nothing was to choose.
+        tokens: `(A, M)` int64; -1 where there was nothing to choose from, arbitrary where nothing was to choose.
         scores: `(A, M, V)` float32, processed; where nothing was to choose, arbitrary.
     """
 
@@ -212,7 +210,8 @@ class TokenSampler:
 
     def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int], first: list[int]) -> torch.Tensor:
         if not self.do_sample:
-            return scores.argmax(-1)
+            best, tokens = scores.max(-1)
+            return tokens.masked_fill(best == float("-inf"), -1)
         if self.noise is None:
             self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.ahead, scores.device)
         probabilities = torch.softmax(scores, dim=-1)
@@ -232,6 +231,6 @@ def is_typical(scores: torch.Tensor, tokens: torch.Tensor, epsilon: float, delta
     Returns:
         `(A, M)` bool.
     """
-    log_probs = torch.log_softmax(scores, dim=-1)
+    p = torch.softmax(scores, dim=-1).gather(-1, tokens[..., None])[..., 0]
     least = (delta * (-token_entropy(scores)).exp()).clamp(max=epsilon)
-    return log_probs.gather(-1, tokens[..., None])[..., 0].exp() >= least
+    return (p >= least) & (p > 0)  # never what a processor forbids

@@ -58,7 +58,7 @@ class ScoreRecorder:
         log_probs = logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0] - self._normalizer
         limit = self.log_probs.shape[1] - 1
         places = torch.where(decided, offsets.clamp(0, limit), limit)
-        self.log_probs[index] = self.log_probs[index].scatter(1, places, log_probs)
+        self.log_probs[index[:, None], places] = log_probs
         if self.keep_scores or self.keep_logits:
             self._places.append((index[:, None].expand_as(offsets)[decided], offsets[decided]))
         if self.keep_scores:

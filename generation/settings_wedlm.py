@@ -49,7 +49,8 @@ class WeDLMGenerationSettings:
         acceptance_epsilon: ε.
         acceptance_delta: δ.
         adaptive_window: window and drafts follow what they have paid so far in this call, down to plain AR steps (see
-            [`WindowPacer`]). Default: with `verification="exact"`, whose output does not depend on it.
+            [`WindowPacer`]). Default: with `verification="exact"`, whose output does not depend on it. A static cache
+            keeps the window's size, whatever this says.
         slot_cost: for `adaptive_window`: the time that one more slot of a row adds to a forward, relative to that of
             an empty one (`wedlm calibrate` measures it). Default: by the type of the device.
         mask_token_id: M; default: the model config's.
@@ -91,6 +92,8 @@ class WeDLMGenerationSettings:
                 continue
             if not is_number or math.isnan(value) or value < 0:
                 raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
+        if math.isinf(self.distance_penalty):
+            raise ValueError(f"`distance_penalty` must be finite, got {self.distance_penalty!r}.")
         for name in ("output_trace", "adaptive_window"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "adaptive_window"):

@@ -268,6 +268,7 @@ class Window:
             The host reads back once a step, here.
         """
         fresh = self._is_fresh(run)
+        self.accepted = torch.minimum(self.accepted, run - self.pending)  # a stopping criterion may have cut the run
         places = torch.where(fresh, self.new_tokens + self.slots - self.pending, self.limit)
         self.output.scatter_(1, places, self.tokens)
         self.new_tokens = self.new_tokens + run - self.pending

@@ -509,9 +509,60 @@ def test_logits_that_become_no_numbers_name_step_and_row():
         model.generate(prompts, **options)
 
 
-def test_processors_that_leave_no_token_end_sampling_with_an_error(model):
+@pytest.mark.parametrize("options", [FAST, EXACT])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_processors_that_leave_no_token_end_with_an_error(model, options, do_sample):
     with pytest.raises(ValueError, match="or the logits processors leave no token"):
-        model.generate(PROMPT, **FAST, do_sample=True, suppress_tokens=list(range(VOCAB_SIZE)))
+        model.generate(PROMPT, **options, do_sample=do_sample, suppress_tokens=list(range(VOCAB_SIZE)))
+
+
+def test_a_criterions_cut_is_seen_in_the_statistics(model):
+    class StopAtSeven(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 7)
+
+    output = model.generate(
+        PROMPT, **EXACT, stopping_criteria=StoppingCriteriaList([StopAtSeven()]), return_dict_in_generate=True
+    )
+    assert output.stats.new_tokens.item() == 2 >= output.stats.accepted.item()
+
+
+def test_a_failed_call_leaves_an_empty_cache_free_for_any_batch(model):
+    def failing(row, ids):
+        raise RuntimeError("failed")
+
+    cache = WindowCache()
+    with pytest.raises(RuntimeError, match="failed"):
+        model.generate(PROMPT.repeat(2, 1), **EXACT, past_key_values=cache, prefix_allowed_tokens_fn=failing)
+    assert model.generate(PROMPT, **EXACT, past_key_values=cache).tolist() == model.generate(PROMPT, **EXACT).tolist()
+
+
+def test_a_forward_that_gives_nan_does_not_spoil_a_static_cache():
+    model = tiny_model()
+    options = EXACT | {"cache_implementation": "static"}
+    first = model.generate(PROMPT, **options, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, torch.tensor([[50, 51]])], dim=1)
+    cold = model.generate(turn, **options)
+    cache = first.past_key_values
+    kept = model.model.embed_tokens.weight[51].detach().clone()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[51] = float("nan")
+        with pytest.raises(ValueError, match="NaN or infinite"):
+            model.generate(turn, **options, past_key_values=cache)
+        model.model.embed_tokens.weight[51] = kept
+    assert model.generate(turn, **options, past_key_values=cache).tolist() == cold.tolist()
+
+
+def test_typical_acceptance_never_keeps_what_a_processor_forbids(model):
+    options = EXACT | {"verification": "typical", "acceptance_epsilon": 0.0, "entropy_threshold": 100.0}
+    free = set(tail(model.generate(PROMPT, **options)))
+    assert not free & set(tail(model.generate(PROMPT, **options, suppress_tokens=list(free))))
+
+
+def test_no_empty_drafts_are_streamed(model):
+    recorder = Recorder()
+    model.generate(PROMPT, **EXACT, slot_cost=10.0, streamer=recorder)
+    assert recorder.ended and not recorder.drafts
 
 
 def test_an_error_in_a_users_streamer_leaves_model_and_cache_usable(model):

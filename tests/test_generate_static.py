@@ -83,6 +83,6 @@ def test_aot_eager_compiles_too(model):
     assert generate(model, prompts_of([5, 2]), verification="exact", **compiled("aot_eager"))[1] == expected
 
 
-def test_a_cache_that_is_made_with_a_capacity_compiles_from_the_first_call(model):
+def test_a_cache_that_is_made_with_a_capacity_says_at_once_that_it_compiles():
     assert WindowCache(capacity=64).is_compileable
     assert not WindowCache().is_compileable

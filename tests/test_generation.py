@@ -358,6 +358,19 @@ def test_a_prompt_that_is_cached_whole_decodes_like_a_cold_one(qwen3):
         assert warm == cold
 
 
+@pytest.mark.parametrize("slot_cost", [0.04, 10.0])
+def test_an_adaptive_window_starts_from_a_prompt_that_is_cached_whole(qwen3, slot_cost):
+    prompts = [prompts_of([6])[0]] * 2
+    options = {"adaptive_window": True, "slot_cost": slot_cost}
+    cache = WindowCache()
+    with torch.no_grad():
+        qwen3(input_ids=torch.tensor(prompts), past_key_values=cache, use_cache=True)
+    longer = [prompts[0], prompts[1] + [50, 51]]
+    _, cold = generate(qwen3, longer, **options)
+    _, warm = generate(qwen3, longer, past_key_values=cache, **options)
+    assert warm == cold
+
+
 def test_rows_that_finish_leave_the_batch(qwen3):
     prompts = prompts_of([5, 1, 12, 7, 3])
     output, rows = generate(qwen3, prompts, entropy_threshold=2.0, output_trace=True)

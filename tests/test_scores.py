@@ -4,7 +4,7 @@ import pytest
 import torch
 from oracle import causal_forward, decode, decode_typical, least_typical
 from test_generation import ENDS, LIMIT, generate, padded, prompts_of
-from tiny import MASK, PAD, tiny_model
+from tiny import EOS, MASK, PAD, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,7 @@ def test_nothing_is_kept_that_nobody_asked_for(model):
     assert output.scores is output.logits is output.log_probs is None
     output, _ = generate(model, prompts_of([5]), verification="exact")
     assert output.scores is output.logits is None
+    assert output.log_probs is not None
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.09, 0.3), (0.02, 1.0), (1.0, 0.05), (0.0, 0.0), (1.0, 1e9)])
@@ -96,7 +97,11 @@ def test_typical_acceptance_equals_the_oracle(model, epsilon, delta, window_size
             if token != scores.argmax():
                 assert torch.softmax(scores, dim=-1)[token] >= least_typical(scores, epsilon, delta)
                 kept += 1
-    assert kept == 0 if delta == 1e9 else (kept > 0 or epsilon == 1.0 or output.stats.drafted.sum() > 0)
+    assert output.stats.drafted.sum() > 0
+    if delta == 1e9:
+        assert kept == 0
+    if delta == 0.0:
+        assert kept > 0
 
 
 @pytest.mark.parametrize("strategy", ["wedlm", "block"])
@@ -125,6 +130,8 @@ def test_a_seed_decides_exact_samples_whatever_the_window_and_the_rows_behind(mo
         for is_adaptive in (False, True):
             assert sample(prompts, window_size=window_size, adaptive_window=is_adaptive) == expected
     assert sample(prompts[:1]) == expected[:1]
+    long = {"max_new_tokens": 120, "eos_token_id": EOS}  # positions' noise is kept for a few at a time
+    assert sample(prompts, window_size=4, **long) == sample(prompts, window_size=1, **long)
     assert sample(prompts + prompts_of([4] * 20, seed=5))[:3] == expected
     inputs = padded(prompts)
     torch.manual_seed(4)

@@ -122,7 +122,8 @@ class WeDLMSFTTrainer(SFTTrainer):
         elif processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(model.config.name_or_path)
         _check_vocabulary(model, processing_class, args)
-        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        embeddings: Any = model.get_input_embeddings()
+        self._vocab_size = int(embeddings.weight.shape[0])
         collator = DataCollatorForDualStreamMasking(
             processing_class, **{name: getattr(args, name) for name in _COLLATOR_FIELDS}
         )

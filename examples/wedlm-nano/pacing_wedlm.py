@@ -51,7 +51,7 @@ class WindowPacer:
         self.lowest, self.highest = threshold / LEEWAY, threshold * LEEWAY
         self.tokens = 1.0  # T, averaged
         self.yields = [PRIOR ** (depth + 1) for depth in range(largest - 1)]  # S
-        self.weights = [1.0] * len(self.yields)
+        self.weights = [0.5] * len(self.yields)
         self.recovery = [RECOVERY] * len(self.yields)
         self.window_size = 0 if is_adaptive else largest
         if is_adaptive:
@@ -109,12 +109,13 @@ class WindowPacer:
         for depth, share in enumerate(self.yields):
             if share < likely * before:
                 break
+            share = min(share, PRIOR * before)  # what is not tried cannot be better than what is
             tokens, before = tokens + share, share
             rate = tokens / (1 + cost * (tokens + depth + 2))
             if rate > self.rate:
                 self.rate, best = rate, depth + 2
-        if self.window_size == 0:  # a look that may be vain costs no more than two forwards without slots
-            best = min(best, max(2, int(2 / max(cost, 1e-9))))
+        if self.window_size == 0:  # a look that may be vain costs no more than a forward without slots
+            best = min(best, max(2, int(1 / max(cost, 1e-9))))
         self.window_size = best
 
 

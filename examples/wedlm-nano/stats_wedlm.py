@@ -1,6 +1,6 @@
 """What a parallel `generate` returns beside the tokens: statistics, and a trace of every step if asked for.
 
-`B` rows of the call, `Q` physical rows of a forward, `M` mask slots whose logits it computed.
+`B` rows of the call, `Q` physical rows of a forward, `M` slots with logits.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ class DecodingStats:
 
     @property
     def prefix_cacheability(self) -> float:
-        """p_cache = N_gen / N_fwd, pooled over rows: 1 where no slot was computed twice."""
+        """p_cache = N_gen / N_fwd, pooled over rows: 1 where no slot was computed in vain, and a little more where the
+        last token, which no forward reads, counts."""
         return self.new_tokens.sum().item() / max(1, self.token_instances.sum().item())
 
     @property
