@@ -539,18 +539,18 @@ def test_a_failed_call_leaves_an_empty_cache_free_for_any_batch(model):
 
 def test_a_forward_that_gives_nan_does_not_spoil_a_static_cache():
     model = tiny_model()
-    options = EXACT | {"cache_implementation": "static"}
-    first = model.generate(PROMPT, **options, return_dict_in_generate=True)
+    static = {"cache_implementation": "static", "return_dict_in_generate": True}
+    first = model.generate(PROMPT, **EXACT, **static)
     turn = torch.cat([first.sequences, torch.tensor([[50, 51]])], dim=1)
-    cold = model.generate(turn, **options)
+    cold = model.generate(turn, **EXACT)
     cache = first.past_key_values
     kept = model.model.embed_tokens.weight[51].detach().clone()
     with torch.no_grad():
         model.model.embed_tokens.weight[51] = float("nan")
         with pytest.raises(ValueError, match="NaN or infinite"):
-            model.generate(turn, **options, past_key_values=cache)
+            model.generate(turn, **EXACT, past_key_values=cache)
         model.model.embed_tokens.weight[51] = kept
-    assert model.generate(turn, **options, past_key_values=cache).tolist() == cold.tolist()
+    assert model.generate(turn, **EXACT, past_key_values=cache).tolist() == cold.tolist()
 
 
 def test_typical_acceptance_never_keeps_what_a_processor_forbids(model):

@@ -27,7 +27,8 @@ def test_nano_learns_a_new_task(tmp_path, lora):
     new_task = example("new-task")
     prompts = list(islice(new_task.samples(1, "heldout"), 40))
     rows = list(islice(new_task.samples(0, "train"), 2400))
-    before, after = new_task.fine_tune(tmp_path, rows, {"new": prompts}, lora=lora, steps=120, batch_size=4, seed=0)
+    steps = 180 if lora else 120
+    before, after = new_task.fine_tune(tmp_path, rows, {"new": prompts}, lora=lora, steps=steps, batch_size=4, seed=0)
     for decoder in ("wedlm", "ar"):
         assert before[f"new, {decoder}"] < 0.2
         assert after[f"new, {decoder}"] > 0.9
@@ -43,7 +44,7 @@ def test_nano_learns_a_new_task(tmp_path, lora):
 def test_a_stock_model_is_adapted_at_equal_ar_loss(tmp_path):
     adaptation = example("adaptation")
     adaptation.train_stock(tmp_path / "stock", steps=600, seed=0)
-    before, after = adaptation.adapt(tmp_path / "stock", tmp_path / "adapted", steps=300, seed=0)
+    before, after = adaptation.adapt(tmp_path / "stock", tmp_path / "adapted", steps=500, seed=0)
     assert before["eval_tokens_per_forward"] < 1.3
     assert after["eval_tokens_per_forward"] >= 2
-    assert after["eval_ar_nll"] == pytest.approx(before["eval_ar_nll"], rel=0.02)
+    assert after["eval_ar_nll"] < 1.02 * before["eval_ar_nll"]

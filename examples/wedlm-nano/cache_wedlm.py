@@ -224,9 +224,9 @@ class WindowCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores a layer's new states where the step planned, or at the end; returns what they may attend to."""
+        write = self._write or self._append(key_states, layer_idx)
         while len(self.layers) <= layer_idx:
             self.layers.append(WindowLayer(self))
-        write = self._write or self._append(key_states, layer_idx)
         return self.layers[layer_idx].update(key_states, value_states, write)
 
     def _append(self, key_states: torch.Tensor, layer_idx: int) -> CacheWrite:
