@@ -25,9 +25,9 @@ def example(name: str) -> ModuleType:
 @pytest.mark.parametrize("lora", [False, True], ids=["SFT", "LoRA"])
 def test_nano_learns_a_new_task(tmp_path, lora):
     new_task = example("new-task")
-    prompts = list(islice(new_task.samples(1, "heldout"), 40))
+    prompts = list(islice(new_task.samples(1, "heldout"), 60))
     rows = list(islice(new_task.samples(0, "train"), 2400))
-    steps = 180 if lora else 120
+    steps = 240 if lora else 180
     before, after = new_task.fine_tune(tmp_path, rows, {"new": prompts}, lora=lora, steps=steps, batch_size=4, seed=0)
     for decoder in ("wedlm", "ar"):
         assert before[f"new, {decoder}"] < 0.2
@@ -45,6 +45,6 @@ def test_a_stock_model_is_adapted_at_equal_ar_loss(tmp_path):
     adaptation = example("adaptation")
     adaptation.train_stock(tmp_path / "stock", steps=600, seed=0)
     before, after = adaptation.adapt(tmp_path / "stock", tmp_path / "adapted", steps=500, seed=0)
-    assert before["eval_tokens_per_forward"] < 1.3
+    assert before["eval_tokens_per_forward"] < 1.5
     assert after["eval_tokens_per_forward"] >= 2
     assert after["eval_ar_nll"] < 1.02 * before["eval_ar_nll"]
