@@ -87,7 +87,8 @@ class ScoreRecorder:
         new_tokens = new_tokens.to(kept[0].device)
         length = int(new_tokens.max())
         table = kept[0].new_full((length, len(new_tokens), kept[0].shape[-1]), float("-inf"))
-        table[torch.arange(length, device=table.device)[:, None] >= new_tokens, pad_token_id] = 0.0
+        is_behind = torch.arange(length, device=table.device)[:, None] >= new_tokens
+        table[..., pad_token_id].masked_fill_(is_behind, 0.0)
         for (rows, offsets), values in zip(self._places, kept, strict=True):
             is_kept = offsets < new_tokens[rows]  # what lies behind an end token is gone
             table[offsets[is_kept], rows[is_kept]] = values[is_kept]

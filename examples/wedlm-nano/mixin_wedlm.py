@@ -88,6 +88,12 @@ class WeDLMGenerationMixin(GenerationMixin):
         else:
             settings.check_together(ours)
             _check_options(settings.strategy, generation_config)
+            cache = model_kwargs.get("past_key_values")
+            if cache is not None and not isinstance(cache, WindowCache):
+                raise ValueError(
+                    "Parallel decoding needs a `WindowCache`: pass the `past_key_values` that an earlier call "
+                    f"returned, or `WindowCache()`; got {type(cache).__name__}."
+                )
         return generation_config, model_kwargs
 
     def _validate_generation_mode(
@@ -128,7 +134,9 @@ class WeDLMGenerationMixin(GenerationMixin):
             )
             _remember_ar_tokens(output, model_kwargs)
             return output
-        cache = _window_cache(model_kwargs.get("past_key_values"))
+        cache = model_kwargs.get("past_key_values")
+        if not isinstance(cache, WindowCache):
+            cache = WindowCache()  # in place of the one that `generate` made
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
         _check_inputs(self, settings.strategy, input_ids.shape[0], is_static, logits_processor, model_kwargs)
         prompt_ids, prompt_mask = _prompt(input_ids, model_kwargs, self.config.max_position_embeddings)
@@ -203,7 +211,8 @@ def _check_options(strategy: str, generation_config: GenerationConfig) -> None:
 def _check_ar_inputs(model_kwargs: dict[str, Any]) -> None:
     """Raises `ValueError` for what AR decoding cannot do on a [`WindowCache`]."""
     is_window_cache = isinstance(model_kwargs.get("past_key_values"), WindowCache)
-    if is_window_cache and model_kwargs.get("attention_mask") is not None:
+    mask = model_kwargs.get("attention_mask")  # newer versions of transformers drop one that is all ones
+    if is_window_cache and mask is not None and not bool(mask.all()):
         raise ValueError("AR decoding goes on from a `WindowCache` only without padding in the prompts.")
 
 
@@ -247,18 +256,6 @@ def _check_inputs(
             "SynthID watermarking keeps a state that all rows advance together, but here rows advance at paces of "
             "their own: generate one sequence at a time or use `strategy='ar'`."
         )
-
-
-def _window_cache(cache: Any) -> WindowCache:
-    """The caller's cache if it is one of ours, a new one if `generate` made its own. Raises `ValueError` otherwise."""
-    if isinstance(cache, WindowCache):
-        return cache
-    if getattr(cache, "_is_user_defined", False):
-        raise ValueError(
-            "Parallel decoding needs a `WindowCache`: pass the `past_key_values` that an earlier call returned, or "
-            f"`WindowCache()`; got {type(cache).__name__}."
-        )
-    return WindowCache()
 
 
 def _prompt(
