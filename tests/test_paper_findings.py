@@ -47,7 +47,9 @@ def test_the_three_mask_functions_differ_only_in_the_prediction_stream():
 def test_causal_block_decoding_by_definition_is_the_librarys(threshold):
     model = tiny_model()
     for prompt in ([START, 20, 21], [START, *range(30, 41)]):
-        answer, forwards = run.decode_blocks(model, prompt, threshold, both_ways=False)
+        answer, forwards = run.decode_blocks(
+            model, prompt, threshold, both_ways=False, size=run.WINDOW, as_trained=False
+        )
         options = {
             "strategy": "block",
             "window_size": run.WINDOW,
@@ -63,3 +65,24 @@ def test_causal_block_decoding_by_definition_is_the_librarys(threshold):
 def test_every_panel_shows_variants_that_exist():
     names = {variant.name for variant in run.VARIANTS}
     assert {name for others in run.PANELS.values() for name in others} == names - {run.PAPER}
+
+
+def test_blocks_as_trained_have_the_prediction_streams_layout(monkeypatch):
+    model, prompt, seen = tiny_model(), [START, *range(30, 35)], []
+    forward = model.forward
+    monkeypatch.setattr(
+        model, "forward", lambda *args, **inputs: seen.append((args, inputs)) or forward(*args, **inputs)
+    )
+    answer, forwards = run.decode_blocks(model, prompt, 0.0, both_ways=True, size=4, as_trained=True)
+    assert len(seen) == forwards and len(answer) <= run.LONGEST_ANSWER
+    for (tokens,), inputs in seen:
+        positions, visible = inputs["position_ids"][0].tolist(), inputs["attention_mask"][0, 0]
+        start = len(positions) - 4
+        assert start % 4 == 0 and positions[:start] == list(range(start))  # whole blocks before
+        assert sorted(positions) == list(range(len(positions)))
+        is_mask = (tokens[0] == model.config.mask_token_id).tolist()
+        assert any(is_mask[start:]) and is_mask == sorted(is_mask)  # known tokens first
+        assert bool(visible[start:].all()) and torch.equal(visible[:start], torch.ones_like(visible).tril()[:start])
+    (tokens,), inputs = seen[-1]
+    by_place = dict(zip(inputs["position_ids"][0].tolist(), tokens[0].tolist(), strict=True))
+    assert [by_place[place] for place in range(len(prompt))] == prompt

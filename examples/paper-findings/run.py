@@ -8,7 +8,7 @@ functions.
 
     python examples/paper-findings/run.py --output-dir examples/paper-findings
 
-Hardware: about 20 minutes on one core (`--steps 20 --base-steps 20` for a try). Writes results.json, results.md and
+Hardware: about an hour on one core (`--steps 20 --base-steps 20` for a try). Writes results.json, results.md and
 results.png; `--draw-only` makes the last two from the first again.
 """
 
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
@@ -48,20 +49,22 @@ from wedlm_hf.training.tokenizer import train_tokenizer
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+TRAINED_BLOCK = 32
 WINDOW = 8
 DISTANCE_PENALTY = 0.05
 THRESHOLDS = (0.0, 0.1, 0.4, 0.8, 1.6)
 SHOWN = 0.4  # the τ of the table
 LONGEST_ANSWER = 32
+BLOCKS, WHOLE_BLOCKS = "blocks", "whole blocks"  # of 8 after the prompt; of 32, laid out as in training
 
 
 # Tasks: (prompt, answer, whether an answer is right).
 
 
 def make_counting(rng: random.Random) -> tuple[str, str]:
-    """Six terms of a sequence: each can be had from the one before, or from the prompt at once."""
+    """Five terms of a sequence: each can be had from the one before, or from the prompt at once."""
     start, step = rng.randrange(30), rng.randrange(1, 10)
-    return f"count {start} +{step}:", " ".join(str(start + step * i) for i in range(6))
+    return f"count {start} +{step}:", " ".join(str(start + step * i) for i in range(5))
 
 
 def make_sorting(rng: random.Random) -> tuple[str, str]:
@@ -170,10 +173,12 @@ class Variant:
 
 
 PAPER = "paper"
+ATTENTION = "attention within a block"
 VARIANTS = (
     Variant(PAPER),
     Variant("without dual stream", single_stream_mask_function),
-    Variant("both ways within blocks", both_ways_mask_function),
+    # A block that ends where the text ends would tell every slot how long the answer is: end tokens fill it up.
+    Variant("both ways within blocks", both_ways_mask_function, {"num_eos": TRAINED_BLOCK}),
     Variant("block size 4", collator={"block_size": 4}),
     Variant("block size 8", collator={"block_size": 8}),
     Variant("AR weight 0", collator={"ar_weight": 0.0}),
@@ -182,7 +187,7 @@ VARIANTS = (
 )
 PANELS = {
     "dual stream": ("without dual stream",),
-    "attention within a block": ("both ways within blocks",),
+    ATTENTION: ("both ways within blocks",),
     "block size (paper: 32)": ("block size 4", "block size 8"),
     "AR weight (paper: 1)": ("AR weight 0",),
     "mask layout (paper: uniform)": ("suffix masks", "half suffix masks"),
@@ -257,19 +262,29 @@ def ar_nll(model: WeDLMForCausalLM, samples: list[dict[str, list[int]]], collato
 
 @torch.no_grad()
 def decode_blocks(
-    model: WeDLMForCausalLM, prompt: list[int], threshold: float, both_ways: bool
+    model: WeDLMForCausalLM, prompt: list[int], threshold: float, *, both_ways: bool, size: int, as_trained: bool
 ) -> tuple[list[int], int]:
     """Block-wise decoding by definition, without a cache, one prompt at a time; returns new tokens and forwards.
 
     For attention both ways within the block, which a causal cache cannot hold; causal, it equals `strategy="block"`.
     Rows: the known tokens, causal; then the block, filled slots first.
+
+    Args:
+        model: in evaluation mode.
+        prompt: tokens.
+        threshold: τ, nats.
+        both_ways: whether all slots of the block see each other.
+        size: of a block.
+        as_trained: blocks begin at multiples of `size`, the first one with the prompt's end; else after the prompt.
     """
     end, mask = model.config.eos_token_id, model.config.mask_token_id
-    known, forwards = list(prompt), 0
     limit = len(prompt) + LONGEST_ANSWER
+    known, forwards = list(prompt), 0
+    if as_trained:
+        known = prompt[: len(prompt) // size * size]
     while len(known) < limit:
-        block: dict[int, int] = {}
-        places = range(len(known), min(len(known) + WINDOW, limit))
+        places = range(len(known), len(known) + size if as_trained else min(len(known) + size, limit))
+        block = {place: prompt[place] for place in places if place < len(prompt)}
         while len(block) < len(places):
             masks = [place for place in places if place not in block]
             order = [*range(len(known)), *sorted(block), *masks]
@@ -286,15 +301,12 @@ def decode_blocks(
             logits[:, mask] = -torch.inf
             for index in chosen:
                 block[masks[index]] = int(logits[index].argmax())
-            run = []
-            for place in places:
-                if place not in block or (run and run[-1] == end):
-                    break
-                run.append(block[place])
-            if end in run:
-                return known[len(prompt) :] + run[: run.index(end) + 1], forwards
+            run = takewhile(lambda place: place in block, places)  # noqa: B023 (used up at once)
+            answer = (known + [block[place] for place in run])[len(prompt) : limit]
+            if end in answer:
+                return answer[: answer.index(end) + 1], forwards
         known += [block[place] for place in places]
-    return known[len(prompt) :], forwards
+    return known[len(prompt) : limit], forwards
 
 
 def decode_all(
@@ -302,13 +314,21 @@ def decode_all(
 ) -> dict[str, Any]:
     """Share of right answers, pooled and by task, and tokens per forward.
 
-    `options` are those of `generate`, except that `both_ways` (bool) asks for [`decode_blocks`].
+    `options` are those of `generate`, except that `both_ways` (bool) asks for [`decode_blocks`] as trained.
     """
     prompts = [tokenizer(prompt)["input_ids"] for _, prompt, _ in tests]
     answers: list[list[int]]
     if "both_ways" in options:
         decoded = [
-            decode_blocks(model, prompt, options["entropy_threshold"], options["both_ways"]) for prompt in prompts
+            decode_blocks(
+                model,
+                prompt,
+                options["entropy_threshold"],
+                both_ways=options["both_ways"],
+                size=TRAINED_BLOCK,
+                as_trained=True,
+            )
+            for prompt in prompts
         ]
         answers = [answer for answer, _ in decoded]
         new_tokens, forwards = sum(map(len, answers)), sum(count for _, count in decoded)
@@ -349,17 +369,20 @@ def evaluate(
         result["verified"] = decode_all(
             model, tokenizer, tests, strategy="wedlm", verification="exact", adaptive_window=False, **window
         )
-        result["streaming"] = {
+        for key, strategy in (("streaming", "wedlm"), (BLOCKS, "block")):
+            result[key] = {
+                str(threshold): decode_all(
+                    model, tokenizer, tests, strategy=strategy, entropy_threshold=threshold, **window
+                )
+                for threshold in THRESHOLDS
+            }
+    if variant.name in (PAPER, *PANELS[ATTENTION]):
+        result[WHOLE_BLOCKS] = {
             str(threshold): decode_all(
-                model, tokenizer, tests, strategy="wedlm", entropy_threshold=threshold, **window
+                model, tokenizer, tests, entropy_threshold=threshold, both_ways=not variant.is_causal
             )
             for threshold in THRESHOLDS
         }
-    by_blocks = {"strategy": "block", **window} if variant.is_causal else {"both_ways": True}
-    result["blocks"] = {
-        str(threshold): decode_all(model, tokenizer, tests, entropy_threshold=threshold, **by_blocks)
-        for threshold in THRESHOLDS
-    }
     return result
 
 
@@ -368,7 +391,7 @@ def evaluate(
 # What the paper says of each choice (§4: the reason for two streams and for the AR loss; §6.5: measured).
 CLAIMS = {
     "dual stream": "masks learn best behind a clean context",
-    "attention within a block": "causal is better than both ways",
+    ATTENTION: "causal is better than both ways",
     "block size (paper: 32)": "4, 8 and 32 differ by less than a point",
     "AR weight (paper: 1)": "the AR loss keeps the next-token head",
     "mask layout (paper: uniform)": "–",
@@ -382,14 +405,17 @@ def table(results: dict[str, Any]) -> str:
         "| verified | tokens/forward |\n| --- |" + " --: |" * 9
     )
     lines = [header]
-    for name, result in results["variants"].items():
+    rows = [
+        (f"{name}, {WHOLE_BLOCKS}" if key == WHOLE_BLOCKS else name, key, result)
+        for name, result in results["variants"].items()
+        for key in (BLOCKS, WHOLE_BLOCKS)
+        if key in result
+    ]
+    for name, key, result in rows:
         cells = [name, f"{result['ar_nll']:.3f}", f"{result['ar']['accuracy']:.1%}"]
-        cells.append(f"{result['blocks']['0.0']['accuracy']:.1%}")
-        for score in (
-            result["blocks"][str(SHOWN)],
-            result.get("streaming", {}).get(str(SHOWN)),
-            result.get("verified"),
-        ):
+        cells.append(f"{result[key]['0.0']['accuracy']:.1%}")
+        others = result if key == BLOCKS else {}
+        for score in (result[key][str(SHOWN)], others.get("streaming", {}).get(str(SHOWN)), others.get("verified")):
             cells += (
                 ["–", "–"] if score is None else [f"{score['accuracy']:.1%}", f"{score['tokens_per_forward']:.2f}"]
             )
@@ -409,24 +435,29 @@ def verdicts(results: dict[str, Any]) -> str:
         "| --- | --- | --- | --: | --: | --: | --: |",
     ]
 
-    def accuracies(result: dict[str, Any]) -> list[float]:
-        return [result["ar"]["accuracy"], *(result["blocks"][str(t)]["accuracy"] for t in (0.0, SHOWN))]
+    def accuracies(result: dict[str, Any], key: str) -> list[float]:
+        return [result["ar"]["accuracy"], *(result[key][str(t)]["accuracy"] for t in (0.0, SHOWN))]
 
     paper = results["variants"].get(PAPER)
     for choice, others in PANELS.items():
         for name in others:
             if paper is None or name not in results["variants"]:
                 continue
-            result = results["variants"][name]
+            result, key = results["variants"][name], compared_key(choice)
             cells = [choice, CLAIMS[choice], name]
-            for theirs, ours in zip(accuracies(result), accuracies(paper), strict=True):
+            for theirs, ours in zip(accuracies(result, key), accuracies(paper, key), strict=True):
                 error = ((theirs * (1 - theirs) + ours * (1 - ours)) / prompts) ** 0.5
                 difference = f"{100 * (theirs - ours):+.1f}"
                 cells.append(f"**{difference}**" if abs(theirs - ours) > 2 * error else f"{difference} (noise)")
-            speeds = [each["blocks"][str(SHOWN)]["tokens_per_forward"] for each in (result, paper)]
+            speeds = [each[key][str(SHOWN)]["tokens_per_forward"] for each in (result, paper)]
             cells.append(f"{speeds[0] / speeds[1] - 1:+.0%}")
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def compared_key(choice: str) -> str:
+    """Which decoding is compared: attention both ways needs whole blocks, and its rival gets them too."""
+    return WHOLE_BLOCKS if choice == ATTENTION else BLOCKS
 
 
 def picture(results: dict[str, Any], path: Path) -> None:
@@ -436,7 +467,7 @@ def picture(results: dict[str, Any], path: Path) -> None:
         for name in (PAPER, *others):
             if name not in results["variants"]:
                 continue
-            scores = results["variants"][name]["blocks"].values()
+            scores = results["variants"][name][compared_key(title)].values()
             axis.plot(
                 [score["tokens_per_forward"] for score in scores],
                 [100 * score["accuracy"] for score in scores],
@@ -454,7 +485,7 @@ def picture(results: dict[str, Any], path: Path) -> None:
 
 def main(
     output_dir: Annotated[Path, typer.Option(help="Folder for results.json, results.md and results.png.")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each variant.")] = 700,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each variant.")] = 2000,
     base_steps: Annotated[int, typer.Option(min=1, help="Steps of the next-token training before.")] = 2500,
     prompts_per_task: Annotated[int, typer.Option(min=1, help="Held-out prompts of each task.")] = 80,
     only: Annotated[list[str] | None, typer.Option(help="Names of the variants to train; default: all.")] = None,
@@ -504,7 +535,7 @@ def main(
             seconds = train(model, Samples(tokenizer, 64 * steps, seed + 1), dual, steps, 2e-3)
         result = evaluate(variant, model, tokenizer, prompts_per_task, seed)
         results["variants"][variant.name] = result | {"seconds": round(seconds)}
-        shown = result["blocks"][str(SHOWN)]
+        shown = result.get(BLOCKS, result.get(WHOLE_BLOCKS))[str(SHOWN)]
         print(f"{variant.name}: {seconds:.0f} s, AR loss {result['ar_nll']:.3f}, blocks {shown}", flush=True)
         write_results(results, output_dir)  # what is there so far
 
