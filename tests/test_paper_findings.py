@@ -1,10 +1,12 @@
 """The parts of `examples/paper-findings/run.py` that its conclusions rest on."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 from tiny import START, tiny_model
 
 from wedlm_hf.eval.measure import decode
@@ -65,6 +67,20 @@ def test_causal_block_decoding_by_definition_is_the_librarys(threshold):
 def test_every_panel_shows_variants_that_exist():
     names = {variant.name for variant in run.VARIANTS}
     assert {name for others in run.PANELS.values() for name in others} == names - {run.PAPER}
+    assert set(run.REFERENCES.values()) <= names and run.REFERENCES.keys() <= run.PANELS.keys()
+
+
+@pytest.mark.slow
+def test_results_go_on_where_they_stopped_and_other_settings_are_refused(tmp_path):
+    few = {"steps": 1, "base_steps": 1, "prompts_per_task": 1}
+    run.main(tmp_path, **few, only=["block size 4"], seed=0, threads=1, draw_only=False)
+    first = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    run.main(tmp_path, **few, only=["block size 4", run.PAPER], seed=0, threads=1, draw_only=False)
+    both = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    assert list(both["variants"]) == [run.PAPER, "block size 4"]
+    assert both["variants"]["block size 4"] == first["variants"]["block size 4"]
+    with pytest.raises(typer.BadParameter, match="other settings"):
+        run.main(tmp_path, **(few | {"steps": 2}), only=None, seed=0, threads=1, draw_only=False)
 
 
 def test_blocks_as_trained_have_the_prediction_streams_layout(monkeypatch):

@@ -1,15 +1,15 @@
 """The paper's training findings at the size of a toy: what each choice does to quality and to tokens per forward.
 
 What it does: trains a small character-level model by next-token prediction alone, then adapts it with dual-stream
-training eight times, each time with one choice changed, and decodes held-out prompts at a range of thresholds τ.
+training nine times, each time with one choice changed, and decodes held-out prompts at a range of thresholds τ.
 Against the paper (§6.5): 0.2M parameters instead of 7B, three synthetic tasks instead of benchmarks. Two of the
 alternatives, masks without a clean context and attention both ways within a block, exist only here, as other mask
 functions.
 
     python examples/paper-findings/run.py --output-dir examples/paper-findings
 
-Hardware: about an hour on one core (`--steps 20 --base-steps 20` for a try). Writes results.json, results.md and
-results.png; `--draw-only` makes the last two from the first again.
+Hardware: about an hour on one core (`--steps 20 --base-steps 20` for a try); the same command goes on with a run that was
+stopped. Writes results.json, results.md and results.png; `--draw-only` makes the last two from the first again.
 """
 
 import json
@@ -174,6 +174,7 @@ class Variant:
 
 PAPER = "paper"
 ATTENTION = "attention within a block"
+SMALL_BLOCKS = "dual stream, blocks of 8"
 VARIANTS = (
     Variant(PAPER),
     Variant("without dual stream", single_stream_mask_function),
@@ -181,17 +182,20 @@ VARIANTS = (
     Variant("both ways within blocks", both_ways_mask_function, {"num_eos": TRAINED_BLOCK}),
     Variant("block size 4", collator={"block_size": 4}),
     Variant("block size 8", collator={"block_size": 8}),
+    Variant("block size 8, without dual stream", single_stream_mask_function, {"block_size": 8}),
     Variant("AR weight 0", collator={"ar_weight": 0.0}),
     Variant("suffix masks", collator={"suffix_probability": 1.0}),
     Variant("half suffix masks", collator={"suffix_probability": 0.5}),
 )
 PANELS = {
     "dual stream": ("without dual stream",),
+    SMALL_BLOCKS: ("block size 8, without dual stream",),
     ATTENTION: ("both ways within blocks",),
     "block size (paper: 32)": ("block size 4", "block size 8"),
     "AR weight (paper: 1)": ("AR weight 0",),
     "mask layout (paper: uniform)": ("suffix masks", "half suffix masks"),
 }
+REFERENCES = {SMALL_BLOCKS: "block size 8"}  # what is compared with another than the paper's
 
 
 # Training.
@@ -391,6 +395,7 @@ def evaluate(
 # What the paper says of each choice (§4: the reason for two streams and for the AR loss; §6.5: measured).
 CLAIMS = {
     "dual stream": "masks learn best behind a clean context",
+    SMALL_BLOCKS: "the same, where an answer has several blocks",
     ATTENTION: "causal is better than both ways",
     "block size (paper: 32)": "4, 8 and 32 differ by less than a point",
     "AR weight (paper: 1)": "the AR loss keeps the next-token head",
@@ -438,8 +443,8 @@ def verdicts(results: dict[str, Any]) -> str:
     def accuracies(result: dict[str, Any], key: str) -> list[float]:
         return [result["ar"]["accuracy"], *(result[key][str(t)]["accuracy"] for t in (0.0, SHOWN))]
 
-    paper = results["variants"].get(PAPER)
     for choice, others in PANELS.items():
+        paper = results["variants"].get(REFERENCES.get(choice, PAPER))
         for name in others:
             if paper is None or name not in results["variants"]:
                 continue
@@ -462,9 +467,9 @@ def compared_key(choice: str) -> str:
 
 def picture(results: dict[str, Any], path: Path) -> None:
     """A panel for each choice: right answers over tokens per forward, one point for each τ."""
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(17, 3.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(PANELS), figsize=(20, 3.6), sharey=True, layout="constrained")
     for axis, (title, others) in zip(axes, PANELS.items(), strict=True):
-        for name in (PAPER, *others):
+        for name in (REFERENCES.get(title, PAPER), *others):
             if name not in results["variants"]:
                 continue
             scores = results["variants"][name][compared_key(title)].values()
@@ -487,7 +492,7 @@ def main(
     output_dir: Annotated[Path, typer.Option(help="Folder for results.json, results.md and results.png.")],
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each variant.")] = 2000,
     base_steps: Annotated[int, typer.Option(min=1, help="Steps of the next-token training before.")] = 2500,
-    prompts_per_task: Annotated[int, typer.Option(min=1, help="Held-out prompts of each task.")] = 80,
+    prompts_per_task: Annotated[int, typer.Option(min=1, help="Held-out prompts of each task.")] = 120,
     only: Annotated[list[str] | None, typer.Option(help="Names of the variants to train; default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights, samples and noise.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 1,
@@ -506,28 +511,26 @@ def main(
     characters = [f"{prompt}{answer}" for _, prompt, answer in (draw(random.Random(i), False) for i in range(100))]
     tokenizer = train_tokenizer(characters, vocab_size=260)  # bytes alone
     base = build_model(tokenizer)
-    collator = DataCollatorForSeq2Seq(tokenizer)
-    seconds = train(base, Samples(tokenizer, 64 * base_steps, seed), collator, base_steps, 3e-3)
-    results: dict[str, Any] = {
-        "settings": {
-            "seed": seed,
-            "steps": steps,
-            "base_steps": base_steps,
-            "prompts_per_task": prompts_per_task,
-            "window_size": WINDOW,
-            "distance_penalty": DISTANCE_PENALTY,
-            "parameters": base.num_parameters(),
-            "threads": threads,
-            "torch": torch.__version__,
-        },
-        "variants": {},
+    settings = {
+        "seed": seed,
+        "steps": steps,
+        "base_steps": base_steps,
+        "prompts_per_task": prompts_per_task,
+        "window_size": WINDOW,
+        "distance_penalty": DISTANCE_PENALTY,
+        "parameters": base.num_parameters(),
+        "threads": threads,
+        "torch": torch.__version__,
     }
-    before = evaluate(Variant(PAPER), base, tokenizer, prompts_per_task, seed)
-    results["base"] = {"ar_nll": before["ar_nll"], "ar": before["ar"], "seconds": round(seconds)}
-    print(f"base: {seconds:.0f} s, AR loss {before['ar_nll']:.3f}, {before['ar']}", flush=True)
-    for variant in VARIANTS:
-        if only and variant.name not in only:
-            continue
+    results = earlier_results(output_dir, settings)
+    missing = [v for v in VARIANTS if v.name not in results["variants"] and (not only or v.name in only)]
+    if missing:
+        collator = DataCollatorForSeq2Seq(tokenizer)
+        seconds = train(base, Samples(tokenizer, 64 * base_steps, seed), collator, base_steps, 3e-3)
+        before = evaluate(Variant(PAPER), base, tokenizer, prompts_per_task, seed)
+        results["base"] = {"ar_nll": before["ar_nll"], "ar": before["ar"], "seconds": round(seconds)}
+        print(f"base: {seconds:.0f} s, AR loss {before['ar_nll']:.3f}, {before['ar']}", flush=True)
+    for variant in missing:
         model = deepcopy(base)
         dual = DataCollatorForDualStreamMasking(tokenizer, **({"seed": seed} | variant.collator))
         set_seed(seed)
@@ -540,8 +543,24 @@ def main(
         write_results(results, output_dir)  # what is there so far
 
 
+def earlier_results(output_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier run with the same settings left in the folder, to go on from there."""
+    path = output_dir / "results.json"
+    if not path.exists():
+        return {"settings": settings, "variants": {}}
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if results["settings"] != settings:
+        raise typer.BadParameter(
+            f"{str(path)!r} holds results of other settings: {results['settings']}; these are {settings}.",
+            param_hint="--output-dir",
+        )
+    return results
+
+
 def write_results(results: dict[str, Any], output_dir: Path) -> None:
     """JSON, table and picture."""
+    found = results["variants"]
+    results = {**results, "variants": {v.name: found[v.name] for v in VARIANTS if v.name in found}}
     write_text(output_dir / "results.json", json.dumps(results, indent=1) + "\n")
     write_text(output_dir / "results.md", f"{table(results)}\nAgainst the paper's choice:\n\n{verdicts(results)}")
     picture(results, output_dir / "results.png")
