@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import ParallelismConfig
+from test_sft_trainer import MESSAGES, trainer_on
 from tiny import EOS, START, tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -52,6 +53,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "tp checkpointed": {"parallel": {"tp_size": 2}, "gradient_checkpointing": True},
     "tp qwen2.5": {"parallel": {"tp_size": 2}, "style": "qwen2.5"},
     "plain qwen2.5": {"style": "qwen2.5"},
+    "sft": {},
     "context parallel": {"parallelism_config": ParallelismConfig(cp_size=2)},
 }
 
@@ -118,6 +120,33 @@ def run(
         (folder / name / "log.json").write_text(json.dumps(numbers))
 
 
+def run_sft(folder: Path) -> None:
+    """`WeDLMSFTTrainer` with AdamW, evaluation and checkpoints: `FOLDER/sft` whole, `FOLDER/sft resumed` from step 2.
+
+    Seven examples to evaluate on: the last batch is not full.
+    """
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    settings: dict[str, Any] = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4 // processes,
+        "per_device_eval_batch_size": 3,
+        "optim": "adamw_torch",
+        "max_grad_norm": 1.0,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "eval_decoding_samples": 2,
+        "eval_decoding_tokens": 6,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "ddp_backend": "gloo" if processes > 1 else None,
+    }
+    for name, checkpoint in (("sft", None), ("sft resumed", str(folder / "sft" / "checkpoint-2"))):
+        trainer = trainer_on(folder / name, eval_dataset=MESSAGES.select(range(7)), **settings)
+        trainer.train(checkpoint)
+        trainer.save_model()
+        trainer.save_state()
+
+
 def main(folder: Path, scenarios: list[str]) -> None:
     torch.set_num_threads(1)
     # accelerate takes tensor parallelism on accelerators only; all that follows its check works on CPUs as well.
@@ -131,7 +160,10 @@ def main(folder: Path, scenarios: list[str]) -> None:
                 refused = str(error)
             (folder / "refused.txt").write_text(refused)
             break  # its processes are no longer in step
-        run(folder, name, **SCENARIOS[name])
+        if name == "sft":
+            run_sft(folder)
+        else:
+            run(folder, name, **SCENARIOS[name])
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from wedlm_hf.training.callback import refuse_context_parallelism
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
 CONTEXT_PARALLEL = "context parallel"
-EQUAL = sorted(set(SCENARIOS) - {CONTEXT_PARALLEL} - {name for name in SCENARIOS if "bf16" in name})
+EQUAL = sorted(set(SCENARIOS) - {CONTEXT_PARALLEL, "sft"} - {name for name in SCENARIOS if "bf16" in name})
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def one_process(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("one")
     save_starts(folder)
     threads = torch.get_num_threads()
-    main(folder, ["plain", "plain qwen2.5"])
+    main(folder, ["plain", "plain qwen2.5", "sft"])
     torch.set_num_threads(threads)
     return folder
 
@@ -85,6 +86,30 @@ def test_a_resumed_run_of_two_processes_is_the_uninterrupted_one(two_processes):
     resumed, whole = (WeDLMForCausalLM.from_pretrained(two_processes / name) for name in ("resumed", "plain"))
     for weight, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
         assert torch.equal(weight, expected)
+
+
+def history_of(folder: Path, name: str) -> list[dict[str, float]]:
+    """All that the trainer logged, but for times."""
+    log = json.loads((folder / name / "trainer_state.json").read_text())["log_history"]
+    return [
+        {key: value for key, value in entry.items() if not re.search("second|runtime|train_loss|flos", key)}
+        for entry in log
+    ]
+
+
+@pytest.mark.slow
+def test_two_processes_train_evaluate_and_decode_as_one_and_resume_digit_by_digit(one_process, two_processes):
+    expected = history_of(one_process, "sft")
+    names = {key for entry in expected for key in entry}
+    for name in ("ar_nll", "elbo_nll", "mask_nll_ratio_50", "accuracy_offset_2_3", "tokens_per_forward"):
+        assert f"eval_{name}" in names
+    for entry, reference in zip(history_of(two_processes, "sft"), expected, strict=True):
+        assert entry == pytest.approx(reference, rel=1e-5)
+    for folder in (one_process, two_processes):
+        assert history_of(folder, "sft resumed") == history_of(folder, "sft")
+        resumed, whole = (WeDLMForCausalLM.from_pretrained(folder / name) for name in ("sft resumed", "sft"))
+        for weight, other in zip(resumed.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(weight, other)
 
 
 @pytest.mark.slow

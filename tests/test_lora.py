@@ -4,10 +4,13 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from test_sft_trainer import CHATS, trainer_on
+from test_sft_trainer import CHATS, settings_of, trainer_on
 from tiny import MASK, tiny_model, tiny_tokenizer
+from transformers import BitsAndBytesConfig
 
-from wedlm_hf.training.sft_trainer import mask_row_is_new
+from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.training import WeDLMSFTTrainer
+from wedlm_hf.training.model import mask_row_is_new
 
 CONFIG = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 PROJECTIONS = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
@@ -63,6 +66,45 @@ def test_an_adapter_saves_loads_merges_and_decodes(tmp_path, settings, tied):
     assert not torch.equal(merged.get_input_embeddings().weight[MASK], row_before)
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(decoded(type(merged).from_pretrained(tmp_path / "merged")), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["QLoRA", "QDoRA"])
+def test_an_adapter_of_a_model_in_four_bits_trains_saves_loads_and_decodes(tmp_path, settings, tied):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    base = str(tmp_path / "base")
+    # Quantised in groups of 64 weights.
+    with_new_mask_row(hidden_size=64, intermediate_size=128, tie_word_embeddings=tied).save_pretrained(base)
+    tiny_tokenizer().save_pretrained(base)
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    trainer = WeDLMSFTTrainer(
+        base,
+        settings_of(tmp_path / "adapter", max_steps=5, learning_rate=0.03, eval_decoding_samples=1),
+        Dataset.from_dict({"messages": CHATS}),
+        Dataset.from_dict({"messages": CHATS[:2]}),
+        peft_config=LoraConfig(**CONFIG | settings),
+        quantization_config=four_bits,
+    )
+    layers = [module for module in trainer.model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
+    assert len(layers) == 2 * len(PROJECTIONS)
+    trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
+    assert any("trainable_tokens_delta" in name for name, _ in trained)
+    assert {weight.dtype for _, weight in trained} == {torch.float32}
+    before = {name: weight.clone() for name, weight in trained}
+    start = trainer.evaluate()
+    trainer.train()
+    assert all(not torch.equal(weight, before[name]) for name, weight in trained)
+    assert trainer.evaluate()["eval_loss"] < 0.9 * start["eval_loss"]
+    trainer.save_model()
+
+    loaded = WeDLMForCausalLM.from_pretrained(base, quantization_config=four_bits, dtype=torch.float32)
+    for module in loaded.modules():  # as while training: no kernels that compute in bfloat16 on some processors
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    loaded = PeftModel.from_pretrained(loaded, tmp_path / "adapter")
+    ids = torch.tensor([[5, MASK, 7]])
+    torch.testing.assert_close(loaded.eval()(ids).logits, trainer.model.eval()(ids).logits)
+    assert torch.equal(decoded(loaded), decoded(trainer.model))
 
 
 def test_the_mask_row_is_trained_only_where_it_is_new_and_nobody_names_other_rows(tmp_path):

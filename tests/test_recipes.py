@@ -119,6 +119,14 @@ def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
         (["--dataset", "x.jsonl"], "`model_name_or_path` is required"),
         (["--dataset", "no.jsonl", "--model_name_or_path", "m"], "There is no file 'no.jsonl'."),
         (["--dataset", "x", "--streaming", "true", "--model_name_or_path", "m"], "`streaming` needs `max_steps`"),
+        (
+            ["--dataset", "x.jsonl", "--model_name_or_path", "m", "--output_dir", __file__],
+            "`output_dir` must be a folder",
+        ),
+        (
+            ["--dataset", __file__, "--model_name_or_path", "m"],
+            "A file of examples must end in .jsonl, .json, .parquet",
+        ),
         (["--dataset", "x", "--eval_share", "1"], "`eval_share` must lie in [0, 1), got 1.0."),
         (
             ["--dataset", "x", "--block_size", "-1", "--packing", "true", "--max_length", "1"],
@@ -180,13 +188,26 @@ def test_each_setting_and_default_of_the_documentation_is_the_configs():
         ('{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', r":3: malformed JSON: Expecting ',' delimiter"),
         ('{"text": "a"}\n[1, 2]\n', r":2: each line must be a JSON object, got '[1, 2]'"),
         ("", ": there is no example in this file."),
+        ('{"text": "a"}\n{"text": "\udcff"}\n', ":2: not UTF-8: 'utf-8' codec can't decode byte 0xff in position 10"),
     ],
 )
 def test_a_malformed_line_is_told_by_file_and_number(tmp_path, text, message, streaming):
     path = tmp_path / "data.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
         load(str(path), streaming=streaming)
+
+
+def test_an_empty_list_and_a_missing_model_are_told_by_name(tmp_path, chats, capsys):
+    path = tmp_path / "data.json"
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=re.escape(f"{path}: there is no example in this file.")):
+        load(str(path))
+    with pytest.raises(SystemExit):
+        main(
+            ["--dataset", chats, "--model_name_or_path", str(tmp_path / "no"), "--use_cpu", "true", "--bf16", "false"]
+        )
+    assert f"Error: There is no checkpoint folder '{tmp_path / 'no'}'." in capsys.readouterr().err
 
 
 def test_damaged_files_are_told_by_name(tmp_path):

@@ -1,8 +1,8 @@
 """`WeDLMSFTTrainer`: data of every kind, loss, evaluation, checkpoints, and what it refuses."""
 
-import errno
 import json
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import TrainerCallback
 
 from wedlm_hf.training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
-from wedlm_hf.training.sft_trainer import newest_complete_checkpoint
+from wedlm_hf.training.saving import newest_complete_checkpoint
 
 CHATS = [
     [
@@ -218,6 +218,43 @@ def test_data_without_anything_to_learn_are_refused(tmp_path, data, message):
     if len(data):
         with pytest.raises(ValueError, match=f"There is nothing to train on. Eval dataset.*{re.escape(message)}"):
             trainer_on(tmp_path, eval_dataset=data, max_length=60)
+
+
+GOOD = {"messages": CHATS[0]}
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "iterable"])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"question": "a"}], "Example 1 of the train dataset has the columns ['question']. It needs `messages`"),
+        ([{"messages": "hello"}], "Example 1 of the train dataset: `messages` must be a list of turns, got 'hello'."),
+        ([{"messages": []}], "Example 1 of the train dataset has no turn in `messages`."),
+        (
+            [GOOD, {"messages": [{"content": "a"}]}],
+            "Example 2 of the train dataset: each turn of `messages` needs `role`",
+        ),
+        (
+            [GOOD, {"messages": [CHATS[0][0], {"role": "assistant", "content": None}]}],
+            "needs `role` and `content`: {",
+        ),
+        (
+            [{"text": "abc"}, {"text": None}],
+            "Example 2 of the train dataset has the columns [], and the first one has `text`",
+        ),
+        (
+            [{"text": "abc"}, {"prompt": "a", "completion": "b"}],
+            "and the first one has `text`: all must be of one kind.",
+        ),
+        ([{"prompt": "a"}], "Example 1 of the train dataset: `completion` must be a string or a list of turns, got"),
+        ([{"input_ids": "abc"}], "Example 1 of the train dataset: `input_ids` must be a list of integers, got 'abc'."),
+        ([{"input_ids": [5, 6], "labels": [5]}], "`labels` must be as long as `input_ids`, got 1 and 2 entries."),
+    ],
+)
+def test_an_example_that_cannot_be_read_is_told_by_its_number(tmp_path, rows, message, streamed):
+    data = IterableDataset.from_generator(lambda: iter(rows)) if streamed else Dataset.from_list(rows)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        list(trainer_on(tmp_path, data).train_dataset)
 
 
 # Loss.
@@ -466,41 +503,19 @@ def test_a_loss_that_is_not_finite_ends_the_training_before_it_reaches_the_weigh
     assert newest_complete_checkpoint(tmp_path).name == "checkpoint-2"
 
 
-@pytest.mark.parametrize("part", ["_save_optimizer_and_scheduler", "_save_rng_state", "save_model"])
-def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_from_it(tmp_path, part, monkeypatch):
-    settings = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "save_total_limit": 1,
-    }
-    whole = trainer_on(tmp_path / "whole", **settings)
-    whole.train()
-    broken = trainer_on(tmp_path / "broken", **settings)
-    save = getattr(broken, part)
-
-    def fail(folder, *args, **kwargs):
-        if "checkpoint-3" in str(folder):
-            Path(folder).mkdir(exist_ok=True)
-            (Path(folder) / "model.safetensors").write_bytes(b"cut off")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return save(folder, *args, **kwargs)
-
-    monkeypatch.setattr(broken, part, fail)
-    with pytest.raises(OSError, match="No space left"):
-        broken.train()
-    resumed = trainer_on(tmp_path / "broken", **settings)
-    assert newest_complete_checkpoint(tmp_path / "broken").name == "checkpoint-2"
-    resumed.train(resume_from_checkpoint=True)
-    assert logged(resumed, "loss") == logged(whole, "loss")
-
-
 def test_resuming_without_a_complete_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
     with pytest.raises(ValueError, match="There is no complete checkpoint to resume from in"):
         trainer_on(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_training(tmp_path, monkeypatch):
+    trainer = trainer_on(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(PermissionError, match="`output_dir` cannot be written to"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_an_empty_stream_is_refused(tmp_path):

@@ -1,7 +1,7 @@
 """Dual-stream training: masking, the collator, new masks every epoch, TRL's trainer, a tokenizer with a mask token.
 
-`WeDLMSFTTrainer` and `WeDLMSFTConfig` need the packages of `pip install "wedlm-hf[train]"` and are looked up on first
-use; all else needs only torch and transformers.
+`WeDLMSFTTrainer` and `WeDLMSFTConfig` need the packages of `pip install "wedlm-hf[train]"`; all else needs only torch
+and transformers. Trainers are looked up on first use.
 """
 
 from importlib import import_module
@@ -14,10 +14,11 @@ from .masking import draw_noise, mask_blocks, reorder_blocks, sample_masked_coun
 from .tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
+    from .saving import WholeSaves
     from .sft_config import WeDLMSFTConfig
     from .sft_trainer import WeDLMSFTTrainer
 
-_HOME = {"WeDLMSFTConfig": "sft_config", "WeDLMSFTTrainer": "sft_trainer"}
+_HOME = {"WeDLMSFTConfig": "sft_config", "WeDLMSFTTrainer": "sft_trainer", "WholeSaves": "saving"}
 
 __all__ = [
     "DataCollatorForDualStreamMasking",
@@ -25,6 +26,7 @@ __all__ = [
     "ResponseLogProbs",
     "WeDLMSFTConfig",
     "WeDLMSFTTrainer",
+    "WholeSaves",
     "draw_noise",
     "mask_blocks",
     "reorder_blocks",

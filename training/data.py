@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, IterableDataset, load_dataset
+import torch
+from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers import PreTrainedTokenizerBase
 
@@ -39,26 +40,35 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
     """
     path = Path(name)
     builder = _BUILDERS.get(path.suffix)
+    if builder is None and path.is_file():
+        raise ValueError(f"A file of examples must end in {', '.join(_BUILDERS)}, got {name!r}.")
     if builder is None:
         return load_dataset(name, config_name, split=split, streaming=streaming)
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {name!r}.")
-    if path.suffix == ".jsonl" and (streaming or os.path.getsize(path) == 0):
-        _check_jsonl(path)  # a stream would break off in the middle of training
+    if path.suffix == ".jsonl":
+        # A stream would break off in the middle of training, and pyarrow reads any bytes as text.
+        _check_jsonl(path, parse=streaming or os.path.getsize(path) == 0)
     try:
         return load_dataset(builder, data_files=str(path), split="train", streaming=streaming)
     except (DatasetGenerationError, ValueError) as error:
         if path.suffix == ".jsonl":
-            _check_jsonl(path)
+            _check_jsonl(path, parse=True)
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{name}: there is no example in this file.") from None
         raise ValueError(f"{name}: cannot be read as {builder}: {error.__cause__ or error}") from error
 
 
-def _check_jsonl(path: Path) -> None:
-    """Raises `ValueError` with the number of the first line that is no JSON object."""
+def _check_jsonl(path: Path, *, parse: bool) -> None:
+    """Raises `ValueError` with the number of the first line that is not UTF-8 or, if asked to, no JSON object."""
     rows = 0
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, start=1):
+            try:
+                line = raw.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8: {error}") from None
+            if not parse or not line.strip():
                 continue
             try:
                 row = json.loads(line)
@@ -67,7 +77,7 @@ def _check_jsonl(path: Path) -> None:
             if not isinstance(row, dict):
                 raise ValueError(f"{path}:{number}: each line must be a JSON object, got {line.strip()[:60]!r}")
             rows += 1
-    if not rows:
+    if parse and not rows:
         raise ValueError(f"{path}: there is no example in this file.")
 
 
@@ -80,6 +90,66 @@ def first_example(dataset: Any, name: str) -> dict[str, Any]:
     for example in dataset:
         return dict(example)
     raise ValueError(f"The {name} dataset is empty.")
+
+
+def kind_of(example: Mapping[str, Any], text_field: str) -> str:
+    """The column that says what kind of data an example is; empty where there is none."""
+    kinds = ("input_ids", "messages", "conversations", "prompt", text_field)
+    return next((name for name in kinds if example.get(name) is not None), "")
+
+
+def check_example(example: Mapping[str, Any], number: int, name: str, kind: str, text_field: str) -> None:
+    """Refuses an example that cannot be tokenised, by its number.
+
+    Args:
+        example: of any kind that is trained on.
+        number: of the example, from 1 on.
+        name: of the dataset.
+        kind: see [`kind_of`]; that of the first example.
+        text_field: name of the column of raw text.
+
+    Raises:
+        ValueError: with what is wrong.
+    """
+    where = f"Example {number} of the {name} dataset"
+    columns = sorted(column for column, value in example.items() if value is not None)
+    if not kind:
+        raise ValueError(
+            f"{where} has the columns {columns}. It needs `messages` (or `conversations`), `prompt` and `completion`, "
+            f"`{text_field}`, or `input_ids`."
+        )
+    if kind_of(example, text_field) != kind:
+        raise ValueError(
+            f"{where} has the columns {columns}, and the first one has `{kind}`: all must be of one kind."
+        )
+    if kind == "input_ids":
+        _check_tokens(example, where)
+        return
+    for column in ("prompt", "completion") if kind == "prompt" else (kind,):
+        value = example.get(column)
+        if isinstance(value, str) and kind in ("prompt", text_field):
+            continue
+        if not isinstance(value, list) or kind == text_field:
+            wanted = {text_field: "a string", "prompt": "a string or a list of turns"}.get(kind, "a list of turns")
+            raise ValueError(f"{where}: `{column}` must be {wanted}, got {value!r:.80}.")
+        role, content = ("from", "value") if kind == "conversations" else ("role", "content")
+        for turn in value:
+            is_turn = isinstance(turn, Mapping) and turn.get(role) is not None
+            if not is_turn or (turn.get(content) is None and not turn.get("tool_calls")):
+                raise ValueError(f"{where}: each turn of `{column}` needs `{role}` and `{content}`: {turn!r:.80}.")
+
+
+def _check_tokens(example: Mapping[str, Any], where: str) -> None:
+    try:
+        tokens = torch.as_tensor(example["input_ids"])
+    except (TypeError, ValueError):
+        tokens = torch.zeros(0, 0)
+    if tokens.ndim != 1 or (len(tokens) and tokens.is_floating_point()):
+        raise ValueError(f"{where}: `input_ids` must be a list of integers, got {example['input_ids']!r:.80}.")
+    for column in ("labels", "assistant_masks", "completion_mask"):
+        if example.get(column) is not None and len(example[column]) != len(tokens):
+            counts = f"{len(example[column])} and {len(tokens)} entries"
+            raise ValueError(f"{where}: `{column}` must be as long as `input_ids`, got {counts}.")
 
 
 def has_assistant_turn(example: Mapping[str, Any]) -> bool:
@@ -154,6 +224,3 @@ class DataReport:
     def __str__(self) -> str:
         parts = [f"{self.fates[fate]} {text}" for fate, text in FATES.items() if self.fates[fate]]
         return f"{self.name} dataset: {self.fates.total()} examples" + "".join(f"; {part}" for part in parts)
-
-
-__all__ = ["DataReport", "Dataset", "IterableDataset", "first_example", "fit", "has_assistant_turn", "load"]

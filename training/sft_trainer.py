@@ -1,7 +1,7 @@
 """Supervised fine-tuning, instruction tuning and adaptation from AR on TRL's `SFTTrainer`."""
 
 import copy
-import json
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,24 +14,21 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
+from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import is_conversational, is_conversational_from_value, maybe_convert_to_chatml, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
-from ..modeling_wedlm.convert import convert
-from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .callback import DynamicMaskingCallback, refuse_context_parallelism
 from .collator import DataCollatorForDualStreamMasking
 from .data import (
@@ -41,13 +38,15 @@ from .data import (
     UNSUPERVISED,
     WHOLE,
     DataReport,
-    Dataset,
-    IterableDataset,
+    check_example,
     first_example,
     fit,
     has_assistant_turn,
+    kind_of,
 )
 from .metrics import divide, evaluation_sums
+from .model import check_template, check_vocabulary, load_model, mask_row_is_new, prepare_quantized, with_mask_row
+from .saving import WholeSaves, check_resumable, newest_complete_checkpoint
 from .sft_config import WeDLMSFTConfig
 
 logger = get_logger(__name__)
@@ -58,7 +57,7 @@ _COLLATOR_FIELDS = (
 )  # fmt: skip
 
 
-class WeDLMSFTTrainer(SFTTrainer):
+class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
     """[`trl.SFTTrainer`] with dual-stream batches and the dual-stream loss; identical to it except that
 
     1. it collates with [`DataCollatorForDualStreamMasking`], masks anew every epoch, and takes the model's own loss;
@@ -69,8 +68,8 @@ class WeDLMSFTTrainer(SFTTrainer):
        both, `eval_mask_nll_ratio_*` by masked fraction (25: γ ≤ ¼), `eval_accuracy_offset_*` by offset in the block,
        and `eval_tokens_per_forward` of real decoding with the model's own generation settings;
     5. with a `peft_config`, the mask token's embedding row is trained too where it is new (see [`mask_row_is_new`]);
-    6. `resume_from_checkpoint=True` takes the newest *complete* checkpoint, and a loss that is not finite ends the
-       training before it reaches the weights.
+    6. checkpoints and models are saved whole or not at all (see [`WholeSaves`]), `resume_from_checkpoint=True` takes
+       the newest *complete* checkpoint, and a loss that is not finite ends the training before it reaches the weights.
 
     Args:
         model: a WeDLM model (or PEFT model of one), or the folder or Hub id of a WeDLM checkpoint, or of a Qwen2,
@@ -117,11 +116,15 @@ class WeDLMSFTTrainer(SFTTrainer):
         self.data_reports: dict[str, DataReport] = {}
         self._stream_fates: dict[str, torch.Tensor] = {}
         example = first_example(train_dataset, "train")
+        if formatting_func is None:
+            _check_first(example, "train", args)
+        init_kwargs = args.model_init_kwargs
         if isinstance(model, str):
-            model, processing_class = _load(model, args, processing_class, quantization_config)
+            model, processing_class = load_model(model, args, processing_class, quantization_config)
+            args.model_init_kwargs = None  # honoured: the parent would warn that it ignores them
         elif processing_class is None:
             processing_class = AutoTokenizer.from_pretrained(model.config.name_or_path)
-        _check_vocabulary(model, processing_class, args)
+        check_vocabulary(model, processing_class, args)
         embeddings: Any = model.get_input_embeddings()
         self._vocab_size = int(embeddings.weight.shape[0])
         collator = DataCollatorForDualStreamMasking(
@@ -131,11 +134,11 @@ class WeDLMSFTTrainer(SFTTrainer):
             is_chat = is_conversational(example) or is_conversational_from_value(example)
             args.assistant_only_loss = is_chat and formatting_func is None  # which makes text of the chat
         if args.assistant_only_loss:
-            _check_template(processing_class, args)
+            check_template(processing_class, args)
         if is_conversational_from_value(example):  # TRL would do so after it has judged the first example
             train_dataset = _to_messages(train_dataset)
         if peft_config is not None and mask_row_is_new(model, processing_class):
-            peft_config = _with_mask_row(peft_config, processing_class.mask_token_id)
+            peft_config = with_mask_row(peft_config, processing_class.mask_token_id)
         super().__init__(
             model,
             args,
@@ -147,6 +150,8 @@ class WeDLMSFTTrainer(SFTTrainer):
             peft_config=peft_config,
             formatting_func=formatting_func,
         )
+        args.model_init_kwargs = init_kwargs
+        prepare_quantized(self.model)
         # Only now: with `packing=True` the parent refuses every collator but its own.
         self.data_collator = collator
         # A bound on −log p that any two runs can be compared by, on the tokens that the AR loss is of.
@@ -165,12 +170,19 @@ class WeDLMSFTTrainer(SFTTrainer):
         example = first_example(dataset, dataset_name)
         if dataset_name != "train" and is_conversational_from_value(example):
             dataset = _to_messages(dataset)
+            example = first_example(dataset, dataset_name)
         is_map = isinstance(dataset, Dataset)
         fates: Counter[int] = Counter()
         with PartialState().main_process_first():
-            if args.assistant_only_loss and "input_ids" not in example:
+            if formatting_func is None:
+                settings = {
+                    "name": dataset_name,
+                    "kind": _check_first(example, dataset_name, args),
+                    "text_field": args.dataset_text_field,
+                    "needs_assistant": args.assistant_only_loss,
+                }
                 before = len(dataset) if is_map else 0
-                dataset = dataset.filter(has_assistant_turn)
+                dataset = dataset.filter(_check_and_keep, with_indices=True, fn_kwargs=settings)
                 fates[UNSUPERVISED] += before - len(dataset) if is_map else 0
         if is_map and not len(dataset):
             raise _nothing_to_train_on(DataReport(dataset_name, fates))
@@ -373,10 +385,16 @@ class WeDLMSFTTrainer(SFTTrainer):
         """The parent's, except that `resume_from_checkpoint=True` skips checkpoints whose saving was cut off.
 
         Raises:
-            ValueError: for `resume_from_checkpoint=True` without any complete checkpoint.
+            ValueError: for `resume_from_checkpoint=True` without any complete checkpoint, and for a checkpoint without
+                the optimizer's state.
+            PermissionError: for an output folder that cannot be written to.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
+        if resume_from_checkpoint:
+            check_resumable(Path(resume_from_checkpoint))
+        if not os.access(str(self.args.output_dir), os.W_OK):
+            raise PermissionError(f"`output_dir` cannot be written to: {str(self.args.output_dir)!r}.")
         self._log_time = time.perf_counter()
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         for name, counts in self._stream_fates.items():
@@ -394,121 +412,18 @@ _EVALUATION: dict[str, Any] = {
 }
 
 
-def newest_complete_checkpoint(output_dir: Path) -> Path:
-    """The newest `checkpoint-*` folder whose last file, the trainer's state, is whole.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    numbered = []
-    for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = folder.name.rpartition("-")[2]
-        if number.isdigit():
-            numbered.append((int(number), folder))
-    for _, folder in sorted(numbered, reverse=True):
-        try:
-            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            logger.warning(f"Skipping {str(folder)!r}: its saving was cut off. You can delete it.")
-        else:
-            return folder
-    raise ValueError(f"There is no complete checkpoint to resume from in {str(output_dir)!r}.")
+def _check_first(example: Any, name: str, args: WeDLMSFTConfig) -> str:
+    """The kind of the dataset. Raises `ValueError` for a first example that does not say it."""
+    kind = kind_of(example, args.dataset_text_field)
+    check_example(example, 1, name, kind, args.dataset_text_field)
+    if not len(example[kind]) and kind in ("messages", "conversations"):
+        raise ValueError(f"Example 1 of the {name} dataset has no turn in `{kind}`.")
+    return kind
 
 
-def mask_row_is_new(model: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the mask token's embedding is still the mean of all others, as `convert` leaves a row that it adds."""
-    weight = model.get_input_embeddings().weight
-    if weight.is_meta or not weight.is_floating_point() or weight.ndim != 2:
-        return False
-    mask = tokenizer.mask_token_id
-    rows = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - {mask}), device=weight.device)
-    with torch.no_grad():
-        mean = weight[rows[rows < len(weight)]].float().mean(0)
-        return bool((weight[mask].float() - mean).norm() <= 0.02 * mean.norm())
-
-
-def _with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
-    """The same config, with the mask token's row among the trained ones; as it is where it names rows of its own."""
-    modules = getattr(peft_config, "modules_to_save", None) or ()
-    if getattr(peft_config, "trainable_token_indices", 0) is not None or "embed_tokens" in modules:
-        return peft_config
-    peft_config = copy.copy(peft_config)
-    peft_config.trainable_token_indices = {"embed_tokens": [mask_token_id]}
-    logger.info(f"The mask token's row {mask_token_id} is new: it is trained along with the adapter.")
-    return peft_config
-
-
-def _load(
-    name: str, args: WeDLMSFTConfig, tokenizer: PreTrainedTokenizerBase | None, quantization_config: Any
-) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model and its tokenizer; a Qwen checkpoint is converted."""
-    settings: dict[str, Any] = {**(args.model_init_kwargs or {})}  # type: ignore[dict-item]
-    revision = settings.get("revision")
-    dtype = settings.pop("dtype", "float32")
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-    if AutoConfig.from_pretrained(name, revision=revision).model_type != "wedlm":
-        if quantization_config is not None:
-            raise ValueError(f"Convert {name!r} before you quantise it: `wedlm convert {name} FOLDER`.")
-        conversion = convert(name, revision=revision)
-        logger.info(f"Converted {name!r}: {conversion}")
-        converted: Any = conversion.model
-        return (converted if dtype == "auto" else converted.to(dtype)), tokenizer or conversion.tokenizer
-    if quantization_config is not None:
-        settings |= {"quantization_config": quantization_config, "device_map": {"": PartialState().device}}
-    model = WeDLMForCausalLM.from_pretrained(name, dtype=dtype, **settings)
-    return model, tokenizer or AutoTokenizer.from_pretrained(name, revision=revision)
-
-
-def _check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:
-    """Raises `ValueError` unless the tokenizer is that of a WeDLM model, and the model's own."""
-    config = model.config.get_text_config()
-    if config.model_type != "wedlm":
-        raise ValueError(
-            f"`model` must be a WeDLM model, got one of type {config.model_type!r}: convert it with `wedlm convert`, "
-            "or pass its name, and it is converted here."
-        )
-    for name in ("mask_token", "pad_token"):
-        if getattr(tokenizer, name) is None:
-            raise ValueError(f"The tokenizer has no `{name}`, which dual-stream training needs.")
-    if config.mask_token_id is not None and tokenizer.mask_token_id != config.mask_token_id:
-        raise ValueError(
-            f"The tokenizer's mask token is id {tokenizer.mask_token_id}, the model's is {config.mask_token_id}: "
-            "they do not belong together."
-        )
-    rows, largest = model.get_input_embeddings().weight.shape[0], max(tokenizer.get_vocab().values())
-    if largest >= rows:
-        raise ValueError(
-            f"The tokenizer has ids up to {largest}, and the model {rows} embedding rows: they do not belong together."
-        )
-    length = (args.max_length or 0) + args.num_eos - 1
-    if length > config.max_position_embeddings:
-        logger.warning(
-            f"`max_length` + `num_eos` - 1 is {length}, and the model has {config.max_position_embeddings} positions."
-        )
-
-
-def _check_template(tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:
-    """Raises `ValueError` unless the assistant's tokens can be told from the others."""
-    template = tokenizer.chat_template
-    if args.chat_template_path is not None:
-        path = Path(args.chat_template_path)
-        if not path.is_file():
-            return  # another tokenizer's template, which the parent fetches
-        template = path.read_text(encoding="utf-8")
-    if template is not None and has_generation_markers(template):
-        return
-    try:
-        if template is not None and args.chat_template_path is None:
-            get_training_chat_template(tokenizer)  # TRL knows those of the common models
-            return
-    except ValueError:
-        pass
-    raise ValueError(
-        f"{'The chat template' if template else 'There is no chat template, so none'} "
-        f"{'has no' if template else 'with'} {{% generation %}} markers, which say what the assistant wrote. Pass "
-        "`chat_template_path='chatml'` (the template of this package), a template with markers, or "
-        "`assistant_only_loss=False`."
-    )
+def _check_and_keep(example: Any, index: int, *, name: str, kind: str, text_field: str, needs_assistant: bool) -> bool:
+    check_example(example, index + 1, name, kind, text_field)
+    return kind == "input_ids" or not needs_assistant or has_assistant_turn(example)
 
 
 def _to_messages(dataset: Any) -> Any:

@@ -54,6 +54,8 @@ def run(data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig) -> WeDLMSFTT
     """
     if model.model_name_or_path is None:
         raise ValueError("`model_name_or_path` is required: a folder or Hub id of a WeDLM or Qwen checkpoint.")
+    if Path(str(args.output_dir)).is_file():
+        raise ValueError(f"`output_dir` must be a folder, got the file {args.output_dir!r}.")
     if data.streaming and args.max_steps < 1:
         raise ValueError(f"`streaming` needs `max_steps`: a stream has no length. Got {args.max_steps}.")
     train_dataset = load(data.dataset, data.dataset_split, config_name=data.dataset_config, streaming=data.streaming)
@@ -131,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = TrlParser(kinds, prog="wedlm train [recipe.yaml]")
     try:
         run(*parser.parse_args_and_config(words))
-    except (OSError, ValueError, FloatingPointError, SafetensorError) as error:
+    except (OSError, ValueError, FloatingPointError, ImportError, SafetensorError) as error:
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 

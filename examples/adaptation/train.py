@@ -7,8 +7,9 @@ paper: a model and a text small enough for a CPU, a larger learning rate, smalle
 the AR loss, without which so small a model gives up some of it.
 
     python examples/adaptation/train.py --output-dir build/adaptation
+    wedlm curves build/adaptation/adapted --output build/adaptation/curves.png
 
-Hardware: a CPU core takes a few minutes.
+Hardware: a CPU core takes two minutes.
 """
 
 import random
@@ -105,7 +106,9 @@ def adapt(source: Path, folder: Path, steps: int, seed: int) -> tuple[dict[str, 
         use_cpu=not torch.cuda.is_available(),
         eval_decoding_samples=20,
         eval_decoding_tokens=24,
-        logging_steps=100,
+        eval_strategy="steps",
+        eval_steps=50,
+        logging_steps=10,
         save_strategy="no",
         report_to="none",
         seed=seed,
@@ -115,6 +118,7 @@ def adapt(source: Path, folder: Path, steps: int, seed: int) -> tuple[dict[str, 
     trainer.train()
     after = trainer.evaluate()
     trainer.save_model()
+    trainer.save_state()
     return before, after
 
 

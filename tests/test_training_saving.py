@@ -1,0 +1,227 @@
+"""Saves that are cut off, by a kill or by a full disk, at every file: what was there before stays whole."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from test_sft_trainer import MESSAGES, logged, trainer_on
+from tiny import tiny_model
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.training.saving import newest_complete_checkpoint
+
+# Every step is saved, and one checkpoint is kept. AdamW: a resume without its state would show.
+SETTINGS = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 4,
+    "optim": "adamw_torch",
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "save_total_limit": 1,
+}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def same_weights(model, other) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing interrupts."""
+    trainer = trainer_on(tmp_path_factory.mktemp("whole"), **SETTINGS)
+    trainer.train()
+    return trainer
+
+
+def assert_resumes(folder: Path, whole) -> None:
+    """Resuming gives the uninterrupted run, digit by digit, and cleans up."""
+    resumed = trainer_on(folder, **SETTINGS)
+    resumed.train(resume_from_checkpoint=True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert same_weights(resumed.model, whole.model)
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["checkpoint-4"]
+
+
+# A kill: the process that saves ends itself by SIGKILL, with one file half written.
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import test_training_saving as tests
+
+point, folder = sys.argv[1], Path(sys.argv[2])
+
+def kill_in(owner, name, place):
+    save = getattr(owner, name)
+    def cut_off(*args, **kwargs):
+        target = Path(next(str(arg) for arg in args if isinstance(arg, (str, os.PathLike))))
+        if place not in str(target):
+            return save(*args, **kwargs)
+        save(*args, **kwargs)
+        os.truncate(target, target.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    setattr(owner, name, cut_off)
+
+import torch, transformers.modeling_utils
+from transformers import TrainerState
+
+trainer = tests.trainer_on(folder, **tests.SETTINGS)
+if point == "model":
+    trainer.train()
+    kill_in(transformers.modeling_utils, "safe_save_file", "model.safetensors")
+    trainer.save_model()
+kill_in(*{
+    "weights": (transformers.modeling_utils, "safe_save_file", "checkpoint-3"),
+    "optimizer": (torch, "save", "checkpoint-3/optimizer.pt"),
+    "state": (TrainerState, "save_to_json", "checkpoint-3"),
+}[point])
+trainer.train()
+"""
+
+
+def run_and_be_killed(point: str, folder: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", KILLED, point, str(folder)], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", ["weights", "optimizer", "state"])
+def test_after_a_kill_in_the_middle_of_a_checkpoint_training_resumes_as_if_uninterrupted(tmp_path, whole, point):
+    torch.set_num_threads(1)
+    run_and_be_killed(point, tmp_path)
+    assert (tmp_path / "_saving").is_dir()
+    # transformers' own search finds it too: no other folder looks like a checkpoint.
+    assert get_last_checkpoint(tmp_path) == str(newest_complete_checkpoint(tmp_path)) == str(tmp_path / "checkpoint-2")
+    WeDLMForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert_resumes(tmp_path, whole)
+
+
+@pytest.mark.slow
+def test_after_a_kill_in_the_middle_of_saving_a_model_the_older_one_loads(tmp_path):
+    tiny_model(seed=1).save_pretrained(tmp_path)
+    before = contents(tmp_path)
+    run_and_be_killed("model", tmp_path)
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), tiny_model(seed=1))
+
+
+# A full disk: the system refuses to let files grow beyond so many bytes.
+
+CUT_OFF = r"Saving into '.*' was cut off: .* GB were free there\. What was saved before is as it was\."
+
+
+@contextmanager
+def disk_with_room_for(size: int):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def weights_size() -> int:
+    return sum(4 * weight.numel() for weight in tiny_model().parameters())
+
+
+class FullDisk(TrainerCallback):
+    """Leaves room for files of `size` bytes from step 3 on."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
+def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_from_it(tmp_path, whole, part):
+    broken = trainer_on(tmp_path, **SETTINGS)
+    size = weights_size()  # AdamW's state is twice as large
+    broken.add_callback(FullDisk(size // 2 if part == "weights" else size * 3 // 2))
+    with disk_with_room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=CUT_OFF):
+        broken.train()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2"]  # nothing half-made
+    assert_resumes(tmp_path, whole)
+
+
+def test_a_full_disk_in_the_final_save_leaves_the_older_model_as_it_was(tmp_path):
+    trainer = trainer_on(tmp_path)
+    trainer.save_model()
+    before = contents(tmp_path)
+    trainer.train()
+    with disk_with_room_for(weights_size() // 2), pytest.raises(OSError, match=CUT_OFF):
+        trainer.save_model()
+    after = contents(tmp_path)
+    after.pop("README.md", None)
+    assert after == before
+    trainer.save_model()
+    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), trainer.model)
+    assert not list(tmp_path.glob("_sav*"))
+
+
+def test_a_run_into_a_folder_of_another_leaves_the_others_checkpoint_whole_until_its_own_is(tmp_path):
+    """Written in place, the new weights would lie beside the old optimizer under a complete-looking state."""
+    trainer_on(tmp_path, **SETTINGS | {"max_steps": 3}).train()
+    before = contents(tmp_path / "checkpoint-3")
+    second = trainer_on(tmp_path, model=tiny_model(seed=1), **SETTINGS | {"save_total_limit": None})
+    second.add_callback(FullDisk(weights_size() * 3 // 2))
+    with disk_with_room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=CUT_OFF):
+        second.train()
+    assert contents(tmp_path / "checkpoint-3") == before
+    trainer_on(tmp_path, model=tiny_model(seed=1), **SETTINGS).train()
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-4"
+
+
+# What the parent does besides saving still works.
+
+
+def test_the_best_checkpoint_is_kept_by_its_final_name_and_loaded_in_the_end(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    settings |= {"metric_for_best_model": "eval_ar_nll", "learning_rate": 0.0}  # so that the first remains the best
+    settings |= {"save_total_limit": 2}
+    trainer = trainer_on(tmp_path, eval_dataset=MESSAGES, **SETTINGS | settings)
+    trainer.train()
+    best = str(tmp_path / "checkpoint-1")
+    assert trainer.state.best_model_checkpoint == best
+    assert sorted(path.name for path in tmp_path.glob("*/")) == ["checkpoint-1", "checkpoint-4"]
+    for step in (1, 4):
+        state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == best
+
+
+def test_a_saved_model_replaces_the_shards_of_an_older_one(tmp_path):
+    tiny_model(seed=1).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    trainer = trainer_on(tmp_path)
+    trainer.save_model()
+    trainer.save_state()
+    assert [path.name for path in tmp_path.glob("model*.safetensors*")] == ["model.safetensors"]
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 0
+    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), tiny_model())
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(trainer.processing_class)
+
+
+def test_a_checkpoint_of_weights_alone_is_not_resumed_with_a_new_optimizer_in_silence(tmp_path):
+    trainer_on(tmp_path, **SETTINGS | {"max_steps": 1, "save_only_model": True}).train()
+    for checkpoint in (True, str(tmp_path / "checkpoint-1")):
+        with pytest.raises(ValueError, match="checkpoint-1' cannot be resumed: it holds no state of the optimizer"):
+            trainer_on(tmp_path, **SETTINGS).train(checkpoint)

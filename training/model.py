@@ -1,0 +1,136 @@
+"""The model that is trained: loaded or converted, checked against its tokenizer and data, prepared for adapters."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+from ..modeling_wedlm.convert import convert
+from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
+from .sft_config import WeDLMSFTConfig
+
+logger = get_logger(__name__)
+
+
+def mask_row_is_new(model: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the mask token's embedding is still the mean of all others, as `convert` leaves a row that it adds."""
+    weight = model.get_input_embeddings().weight
+    if weight.is_meta or not weight.is_floating_point() or weight.ndim != 2:
+        return False
+    mask = tokenizer.mask_token_id
+    rows = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - {mask}), device=weight.device)
+    with torch.no_grad():
+        mean = weight[rows[rows < len(weight)]].float().mean(0)
+        return bool((weight[mask].float() - mean).norm() <= 0.02 * mean.norm())
+
+
+def with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
+    """The same config, with the mask token's row among the trained ones; as it is where it names rows of its own."""
+    modules = getattr(peft_config, "modules_to_save", None) or ()
+    if getattr(peft_config, "trainable_token_indices", 0) is not None or "embed_tokens" in modules:
+        return peft_config
+    peft_config = copy.copy(peft_config)
+    peft_config.trainable_token_indices = {"embed_tokens": [mask_token_id]}
+    logger.info(f"The mask token's row {mask_token_id} is new: it is trained along with the adapter.")
+    return peft_config
+
+
+def load_model(
+    name: str, args: WeDLMSFTConfig, tokenizer: PreTrainedTokenizerBase | None, quantization_config: Any
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model and its tokenizer; a Qwen checkpoint is converted."""
+    if not Path(name).is_dir() and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):
+        raise FileNotFoundError(f"There is no checkpoint folder {name!r}.")
+    settings: dict[str, Any] = {**(args.model_init_kwargs or {})}  # type: ignore[dict-item]
+    revision = settings.get("revision")
+    dtype = settings.pop("dtype", "float32")
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if AutoConfig.from_pretrained(name, revision=revision).model_type != "wedlm":
+        attention = settings.pop("attn_implementation", None)
+        if left_over := sorted(set(settings) - {"revision"}):
+            raise ValueError(
+                f"`model_init_kwargs` {left_over} are not for {name!r}, which is converted while it is read."
+            )
+        if quantization_config is not None:
+            raise ValueError(f"Convert {name!r} before you quantise it: `wedlm convert {name} FOLDER`.")
+        conversion = convert(name, revision=revision)
+        logger.info(f"Converted {name!r}: {conversion}")
+        converted: Any = conversion.model
+        if attention is not None:
+            converted.set_attn_implementation(attention)
+        return (converted if dtype == "auto" else converted.to(dtype)), tokenizer or conversion.tokenizer
+    if quantization_config is not None:
+        settings |= {"quantization_config": quantization_config, "device_map": {"": PartialState().device}}
+    model = WeDLMForCausalLM.from_pretrained(name, dtype=dtype, **settings)
+    return model, tokenizer or AutoTokenizer.from_pretrained(name, revision=revision)
+
+
+def prepare_quantized(model: Any) -> None:
+    """Undoes what would freeze weights of a quantised model's adapter in silence; leaves other models as they are."""
+    if not any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8)):
+        return
+    for weight in model.parameters():
+        if weight.requires_grad and weight.dtype == torch.bfloat16:  # TRL's cast: small steps are lost in it
+            weight.data = weight.data.float()
+    for module in model.modules():
+        # On CPUs with AVX512-BF16, bitsandbytes 0.50 repacks weights at the first inference. From then on no gradient
+        # passes them, so an evaluation would end the training.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:
+    """Raises `ValueError` unless the tokenizer is that of a WeDLM model, and the model's own."""
+    config = model.config.get_text_config()
+    if config.model_type != "wedlm":
+        raise ValueError(
+            f"`model` must be a WeDLM model, got one of type {config.model_type!r}: convert it with `wedlm convert`, "
+            "or pass its name, and it is converted here."
+        )
+    for name in ("mask_token", "pad_token"):
+        if getattr(tokenizer, name) is None:
+            raise ValueError(f"The tokenizer has no `{name}`, which dual-stream training needs.")
+    if config.mask_token_id is not None and tokenizer.mask_token_id != config.mask_token_id:
+        raise ValueError(
+            f"The tokenizer's mask token is id {tokenizer.mask_token_id}, the model's is {config.mask_token_id}: "
+            "they do not belong together."
+        )
+    rows, largest = model.get_input_embeddings().weight.shape[0], max(tokenizer.get_vocab().values())
+    if largest >= rows:
+        raise ValueError(
+            f"The tokenizer has ids up to {largest}, and the model {rows} embedding rows: they do not belong together."
+        )
+    length = (args.max_length or 0) + args.num_eos - 1
+    if length > config.max_position_embeddings:
+        logger.warning(
+            f"`max_length` + `num_eos` - 1 is {length}, and the model has {config.max_position_embeddings} positions."
+        )
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:
+    """Raises `ValueError` unless the assistant's tokens can be told from the others."""
+    template = tokenizer.chat_template
+    if args.chat_template_path is not None:
+        path = Path(args.chat_template_path)
+        if not path.is_file():
+            return  # another tokenizer's template, which the parent fetches
+        template = path.read_text(encoding="utf-8")
+    if template is not None and has_generation_markers(template):
+        return
+    try:
+        if template is not None and args.chat_template_path is None:
+            get_training_chat_template(tokenizer)  # TRL knows those of the common models
+            return
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{'The chat template' if template else 'There is no chat template, so none'} "
+        f"{'has no' if template else 'with'} {{% generation %}} markers, which say what the assistant wrote. Pass "
+        "`chat_template_path='chatml'` (the template of this package), a template with markers, or "
+        "`assistant_only_loss=False`."
+    )

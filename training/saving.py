@@ -1,0 +1,171 @@
+"""Saves that appear whole or not at all: a kill or a full disk in the middle leaves what was there before."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+logger = logging.getLogger(__name__)
+
+# Beside what they become, so that a rename is enough. Pushes to the Hub leave out what begins with an underscore.
+_UNFINISHED, _FINISHED = "_saving", "_saved"
+
+
+class WholeSaves(Trainer):
+    """A `Trainer` whose saves take the place of older ones only when their last byte is written.
+
+    Checkpoints, models, adapters and states are written into a folder `_saving` inside the output folder. A finished
+    checkpoint is renamed as a whole, older ones are deleted only then; the files of a model are renamed one by one.
+    What an exception cuts off is removed at once, what a kill cuts off by the next save.
+
+    Every process of a distributed run must take part in each save, as in the parent.
+
+    Raises:
+        OSError: in each of these methods, for what cannot be written.
+    """
+
+    _is_staging = False
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The parent's. Weight files of another model or of another number of shards do not stay behind."""
+        if self._is_staging:  # part of a checkpoint
+            super().save_model(output_dir, _internal_call)
+            return
+        folder = Path(output_dir or str(self.args.output_dir))
+        with self._staged(folder, lambda finished: _move_files(finished, folder)) as unfinished:
+            super().save_model(str(unfinished), _internal_call=True)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def save_state(self) -> None:
+        """The parent's."""
+        folder = Path(str(self.args.output_dir))
+        with self._staged(folder, lambda finished: _move_files(finished, folder)) as unfinished:
+            if self.is_world_process_zero():
+                self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self._staged(run_dir, lambda finished: _move_folder(finished, name, run_dir)) as unfinished:
+            super()._save_checkpoint(model, trial)
+            if self.state.best_model_checkpoint == str(unfinished / name):
+                self.state.best_model_checkpoint = str(run_dir / name)
+                if self.args.should_save:
+                    self.state.save_to_json(str(unfinished / name / TRAINER_STATE_NAME))
+        # The parent has seen the new checkpoint alone, in `_saving`: these two are still to do.
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(run_dir / name))
+        if self.args.should_save:
+            rotate_checkpoints(
+                str(run_dir), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
+            )
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, _UNFINISHED) if self._is_staging else folder
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._is_staging:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    @contextmanager
+    def _staged(self, folder: Path, publish: Callable[[Path], None]) -> Iterator[Path]:
+        """A folder inside `folder` to write to; in the end, `publish` moves its content to where it belongs.
+
+        Nodes may share a disk or have their own: the first process of each publishes what it finds.
+        """
+        unfinished, finished = folder / _UNFINISHED, folder / _FINISHED
+        if self.args.local_process_index == 0:
+            for left_over in (unfinished, finished):
+                shutil.rmtree(left_over, ignore_errors=True)
+            unfinished.mkdir(parents=True, exist_ok=True)
+        self.accelerator.wait_for_everyone()
+        self._is_staging = True
+        try:
+            yield unfinished
+        except BaseException as error:
+            free = shutil.disk_usage(folder).free
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if not isinstance(error, (OSError, RuntimeError, SafetensorError)):  # what the writers raise
+                raise
+            raise OSError(
+                f"Saving into {str(folder)!r} was cut off: {str(error).rstrip('.')}. {free / 1e9:,.3f} GB were free "
+                "there. What was saved before is as it was."
+            ) from error
+        finally:
+            self._is_staging = False
+        self.accelerator.wait_for_everyone()
+        is_first = self.args.process_index == 0
+        for is_my_turn in (is_first, self.args.local_process_index == 0 and not is_first):
+            if is_my_turn:
+                try:
+                    os.rename(unfinished, finished)
+                except FileNotFoundError:
+                    pass  # published by the first process of another node: the disk is shared
+                else:
+                    publish(finished)
+                    shutil.rmtree(finished, ignore_errors=True)
+            self.accelerator.wait_for_everyone()
+
+
+def _move_folder(finished: Path, name: str, run_dir: Path) -> None:
+    """Puts the checkpoint `name` where it belongs, in place of an older one of that name."""
+    target = run_dir / name
+    if target.exists():
+        os.rename(target, finished / "replaced")
+    os.rename(finished / name, target)
+
+
+def _move_files(finished: Path, folder: Path) -> None:
+    """Moves each file to the same place in `folder`; removes the weight files there that are not among them."""
+    files = [path.relative_to(finished) for path in sorted(finished.rglob("*")) if path.is_file()]
+    weights = {path.name for path in files if path.match("model*.safetensors*")}
+    for path in files:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(finished / path, folder / path)
+    if weights:
+        for path in folder.glob("model*.safetensors*"):
+            if path.name not in weights:
+                path.unlink()
+
+
+def newest_complete_checkpoint(output_dir: Path) -> Path:
+    """The newest `checkpoint-*` folder whose last file, the trainer's state, is whole.
+
+    [`WholeSaves`] leaves no other kind; `Trainer` itself may.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    numbered = []
+    for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = folder.name.rpartition("-")[2]
+        if number.isdigit():
+            numbered.append((int(number), folder))
+    for _, folder in sorted(numbered, reverse=True):
+        try:
+            json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            logger.warning(f"Skipping {str(folder)!r}: its saving was cut off. You can delete it.")
+        else:
+            return folder
+    raise ValueError(f"There is no complete checkpoint to resume from in {str(output_dir)!r}.")
+
+
+def check_resumable(checkpoint: Path) -> None:
+    """Raises `ValueError` for a checkpoint without an optimizer's state: `Trainer` would begin with a new one."""
+    if checkpoint.is_dir() and not any((*checkpoint.glob("*optimizer*"), *checkpoint.glob("global_step*"))):
+        raise ValueError(
+            f"{str(checkpoint)!r} cannot be resumed: it holds no state of the optimizer (was it saved with "
+            "`save_only_model=True`?). To begin a new run from its weights, pass it as the model."
+        )
