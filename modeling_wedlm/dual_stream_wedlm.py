@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+CHUNK_LOGITS = 2**26  # that the head holds at a time: 256 MB in float32
+
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -92,6 +94,7 @@ def dual_stream_loss(
     targets: torch.Tensor,
     loss_weights: torch.Tensor,
     num_items_in_batch: torch.Tensor | int,
+    chunk_size: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Σ w·nll / N over the slots that have a target: mask loss and auxiliary AR loss at once (paper Eq. 10).
 
@@ -101,6 +104,7 @@ def dual_stream_loss(
         targets: `(B, T)` int64; -100 where a slot carries no loss.
         loss_weights: `(B, T)` float32; 1/γ, the AR weight and the normalisation of their sum are in here.
         num_items_in_batch: supervised tokens of the whole optimizer step; 0 gives a loss of 0.
+        chunk_size: see [`token_nll`].
 
     Returns:
         The loss, a scalar; and each slot's negative log-likelihood, `(B, T)` float32, 0 without a target; both
@@ -108,7 +112,7 @@ def dual_stream_loss(
         `(B, T)` bool.
     """
     slots = (targets.flatten() != -100).nonzero().squeeze(-1)
-    nll, correct = token_nll(lm_head, hidden_states.flatten(0, 1)[slots], targets.flatten()[slots])
+    nll, correct = token_nll(lm_head, hidden_states.flatten(0, 1)[slots], targets.flatten()[slots], chunk_size)
     total = (nll * loss_weights.flatten()[slots]).sum()
     count = torch.as_tensor(num_items_in_batch, device=total.device)
     loss = total / count.clamp(min=1)

@@ -20,7 +20,7 @@ from transformers.utils import can_return_tuple
 
 from .mixin_wedlm import WeDLMGenerationMixin
 from .configuration_wedlm import WeDLMConfig
-from .dual_stream_wedlm import dual_stream_loss, dual_stream_mask_function
+from .dual_stream_wedlm import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
 
 
 class WeDLMAttention(Qwen3Attention):
@@ -311,6 +311,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             targets,
             torch.ones_like(targets, dtype=torch.float32) if loss_weights is None else loss_weights,
             num_items_in_batch,
+            chunk_size=max(1, CHUNK_LOGITS // self.config.vocab_size),
         )
         return WeDLMCausalLMOutputWithPast(
             loss=loss,
