@@ -1,4 +1,4 @@
-"""Measured numbers as Markdown, and their places in README.md and the model card.
+"""Measured numbers as tables, as Markdown, and their places in README.md and the model card.
 
 A page marks a place by two comments: `<!-- measured: NAME -->` and `<!-- /measured -->`, each on a line of its own.
 """
@@ -7,24 +7,66 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-BLOCKS = ("summary", "tasks", "setup", "curve")
-REFERENCE, STREAMING, VERIFIED, TYPICAL = "AR", "wedlm", "wedlm, verified", "wedlm, typical"
+from .sweep import AR, STREAMING, VERIFIED
+
+BLOCKS = ("summary", "tasks", "setup", "trends", "front")
 _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", flags=re.DOTALL)
 
 
-def blocks(report: Mapping[str, Any], sweep: Mapping[str, Any] | None = None) -> dict[str, str]:
+class Table(NamedTuple):
+    """A header and rows of cells."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def tables(report: Mapping[str, Any]) -> dict[str, Table]:
+    """All tables of a report, by name.
+
+    Args:
+        report: the content of report.json.
+    """
+    rows = report["sweep"]["rows"]
+    return {
+        "summary": _summary(report),
+        "tasks": _tasks(report),
+        "trends": Table(
+            ("what the paper reports", "by", "here", "numbers"),
+            [[check[name] for name in ("claim", "measure", "verdict", "evidence")] for check in report["trends"]],
+        ),
+        "front": _settings(report, sorted((row for row in rows if row["on_front"]), key=lambda row: row["speed"])),
+        "sweep": _settings(report, rows),
+        "areas": Table(
+            ("decoder", "area, AR = 1"),
+            [(entry["decoder"], _with_error(entry["area"], entry["error"], 2)) for entry in report["areas"]],
+        ),
+        "entropy": Table(
+            ("task", "entropy, nats", "tokens of an answer", "tokens per forward", "speed against AR"),
+            [
+                (
+                    task,
+                    "–" if row["entropy"] is None else f"{row['entropy']:.2g}",
+                    _number(row["answer_tokens"], 0),
+                    _number(row["tokens_per_forward"], 2),
+                    _number(row["speed"], 2, "×"),
+                )
+                for task, row in sorted(report["entropy"]["tasks"].items(), key=lambda item: item[1]["entropy"])
+            ],
+        ),
+    }
+
+
+def blocks(report: Mapping[str, Any]) -> dict[str, str]:
     """The Markdown blocks that [`fill`] puts in place, by name, each ending in a line end.
 
     Args:
         report: the content of report.json.
-        sweep: the content of sweep.json; without it there is no block `curve`.
     """
-    made = {"summary": _summary(report), "tasks": _tasks(report), "setup": _setup(report)}
-    if sweep is not None:
-        made["curve"] = curve(sweep)
-    return made
+    made = tables(report)
+    texts = {name: as_markdown(made[name]) for name in ("summary", "tasks", "trends", "front")}
+    return texts | {"setup": f"{setup(report)}\n"}
 
 
 def fill(text: str, made: Mapping[str, str]) -> str:
@@ -43,94 +85,108 @@ def fill(text: str, made: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda match: f"{match[1]}{made[match[2]]}{match[3]}", text)
 
 
-def curve(sweep: Mapping[str, Any]) -> str:
-    """A table of all settings of a sweep, AR first, the chosen one in bold."""
-    tasks = sweep["samples"]["tasks"]
-    rows = [("AR", "", "", *_right_answers(sweep["reference"], tasks), "", "1.00")]
-    for row in sweep["settings"]:
-        setting = (f"{row[field]:g}" for field in ("entropy_threshold", "distance_penalty", "window_size"))
-        speed = f"{row['pooled']['tokens_per_forward']:.2f}"
-        cells = (*setting, *_right_answers(row, tasks), f"{row['largest_loss']:.1f}", speed)
-        is_chosen = sweep["chosen"] is not None and sweep["chosen"].items() <= row.items()
-        rows.append(tuple(f"**{cell}**" for cell in cells) if is_chosen else cells)
-    return _table(("τ", "λ", "W", *tasks, "all", "largest loss", "tokens per forward"), rows)
-
-
-def _summary(report: Mapping[str, Any]) -> str:
-    rows = []
-    for name, scores in report["quality"].items():
-        # Counts are those of one prompt at a time: windows that adapt are smaller in a batch.
-        quality, speed = scores["pooled"], report["speed"][name]["pooled"]
-        rows.append(
-            (
-                name,
-                _percent(quality),
-                f"{speed['tokens_per_forward']:.2f}",
-                f"{speed['prefix_cacheability']:.2f}",
-                f"{speed['tokens_per_second']:,.0f}",
-                _speed_ratio(report, name),
-            )
-        )
-    header = ("decoder", "right answers", "tokens per forward", "prefix cacheability", "tokens/s", "speed against AR")
-    return _table(header, rows)
-
-
-def _tasks(report: Mapping[str, Any]) -> str:
-    quality, speed = (
-        {name: {**scores["tasks"], "all": scores["pooled"]} for name, scores in report[kind].items()}
-        for kind in ("quality", "speed")
-    )
-    header = ["task", f"{REFERENCE}: right answers", f"{STREAMING}: right answers"]
-    rows = [
-        [task, _percent(quality[REFERENCE][task]), _percent(quality[STREAMING][task])] for task in quality[REFERENCE]
-    ]
-    for name in (STREAMING, VERIFIED):
-        header += [f"{name}: tokens per forward", f"{name}: speed against AR"]
-        for row in rows:
-            task = row[0]
-            row += [f"{speed[name][task]['tokens_per_forward']:.2f}", _speed_ratio(report, name, task)]
-    return _table(header, rows)
-
-
-def _setup(report: Mapping[str, Any]) -> str:
-    settings, machine, samples = report["settings"], report["environment"], report["samples"]
-    speed, wide = report["timing"], report["verified_settings"]
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    return (
-        f"Settings: window {settings['window_size']}, τ = {settings['entropy_threshold']:g}, "
-        f"λ = {settings['distance_penalty']:g}; with verification window {wide['window_size']} at most, "
-        f"τ = {wide['entropy_threshold']:g}; greedy. "
-        f"Quality: {samples['count']} fresh held-out prompts of each task (seed {samples['seed']}). "
-        f"Speed: {speed['count']} of them per task, one at a time, the decoders in turn, "
-        f"median of {speed['repeats']}, {threads} of {machine['processor']}, {machine['dtype']}, "
-        f"torch {machine['torch']}, transformers {machine['transformers']}.\n"
-    )
-
-
-def _right_answers(scores: Mapping[str, Any], tasks: list[str]) -> list[str]:
-    return [_percent(scores["tasks"][task]) for task in tasks] + [_percent(scores["pooled"])]
-
-
-def _percent(score: Mapping[str, Any]) -> str:
-    return f"{100 * score['accuracy']:.1f} %"
-
-
-def _speed_ratio(report: Mapping[str, Any], name: str, task: str = "all") -> str:
-    """Tokens/s against AR's."""
-    speeds = []
-    for decoder in (name, REFERENCE):
-        scores = report["speed"][decoder]
-        speeds.append((scores["pooled"] if task == "all" else scores["tasks"][task])["tokens_per_second"])
-    return f"{speeds[0] / speeds[1]:.2f}×"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned in its source too: text in the first column, numbers in the others."""
+def as_markdown(table: Table) -> str:
+    """Aligned in its source too: columns with words to the left, numbers to the right."""
+    header, rows = table
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    numeric = [all(not cell or cell[0] in "+−-–0123456789" for cell in column) for column in zip(*rows, strict=True)]
+    numeric = [False, *(numeric or [True] * len(header))[1:]]
 
     def line(cells: Sequence[str]) -> str:
-        first, *others = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        return f"| {' | '.join([first.lstrip().ljust(widths[0]), *others])} |\n"
+        fitted = zip(cells, widths, numeric, strict=True)
+        return (
+            f"| {' | '.join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in fitted)} |\n"
+        )
 
-    rule = f"| {' | '.join(['-' * widths[0], *('-' * (width - 1) + ':' for width in widths[1:])])} |\n"
-    return "".join([line(header), rule, *map(line, rows)])
+    rules = ("-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, numeric, strict=True))
+    return "".join([line(header), f"| {' | '.join(rules)} |\n", *map(line, rows)])
+
+
+def quality_words(report: Mapping[str, Any]) -> str:
+    """What quality is in this report."""
+    return "right answers" if report["data"]["has_answers"] else "agreement with AR"
+
+
+def setup(report: Mapping[str, Any]) -> str:
+    """How the numbers of the summary came about, in one line."""
+    settings, machine, data, timing = (report[name] for name in ("settings", "environment", "data", "timing"))
+    wide = report["verified_settings"]
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    place = f"{threads} of {machine['processor']}" if machine["device"] == "cpu" else machine["device"]
+    counts = sorted(set(data["counts"]["headline"].values()))
+    count = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    quality = "" if data["has_answers"] else "Agreement with AR: share of tokens that AR would have chosen too. "
+    # No seed decides which rows of a file are in which part.
+    seed = f" (seed {data['seed'] + 1})" if data["seed"] is not None else f" of {data['source']}"
+    return (
+        f"Settings: window {settings['window_size']}, τ = {settings['entropy_threshold']:g}, "
+        f"λ = {settings['distance_penalty']:g}; with verification window {wide['window_size']}, "
+        f"τ = {wide['entropy_threshold']:g}; greedy. "
+        f"{quality}Quality: {count} prompts of each task{seed} that no setting was picked on. "
+        f"Speed: at most {timing['headline']} of them per task, one at a time, the decoders in turn, "
+        f"median of {timing['repeats']}, {place}, {machine['dtype']}, "
+        f"torch {machine['torch']}, transformers {machine['transformers']}. ±: standard error over prompts."
+    )
+
+
+def percent(row: Mapping[str, Any], *, error: bool = False) -> str:
+    """Quality, of 100."""
+    value, spread = 100 * row["quality"], row.get("quality_error")
+    return f"{_with_error(value, None if spread is None else 100 * spread, 1) if error else f'{value:.1f}'} %"
+
+
+def _summary(report: Mapping[str, Any]) -> Table:
+    rows = [
+        (
+            name,
+            percent(row, error=True),
+            _number(row["tokens_per_forward"], 2),
+            _number(row["prefix_cacheability"], 2),
+            f"{row['tokens_per_second']:,.0f}",
+            _with_error(row["speed"], row["speed_error"] if name != AR else None, 2) + "×",
+        )
+        for name, row in report["decoders"].items()
+    ]
+    header = ("decoder", quality_words(report), "tokens per forward", "prefix cacheability", "tokens/s")
+    return Table((*header, "speed against AR"), rows)
+
+
+def _tasks(report: Mapping[str, Any]) -> Table:
+    by_decoder = {name: {**row["tasks"], "all": row} for name, row in report["decoders"].items()}
+    shown = [name for name in (STREAMING, VERIFIED) if name in by_decoder]
+    header = ["task", *(f"{name}: {quality_words(report)}" for name in (AR, *shown[:1]))]
+    rows = [[task, *(percent(by_decoder[name][task]) for name in (AR, *shown[:1]))] for task in by_decoder[AR]]
+    for name in shown:
+        header += [f"{name}: tokens per forward", f"{name}: speed against AR"]
+        for row in rows:
+            scores = by_decoder[name][row[0]]
+            row += [_number(scores["tokens_per_forward"], 2), _number(scores["speed"], 2, "×")]
+    return Table(header, rows)
+
+
+def _settings(report: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Table:
+    header = ("decoder", "W", "τ", "λ", quality_words(report), "largest loss", "tokens per forward")
+    cells = [
+        (
+            row["decoder"],
+            *("" if row[name] is None else f"{row[name]:g}" for name in _FIELDS),
+            percent(row, error=True),
+            f"{row['largest_loss']:.1f}",
+            _number(row["tokens_per_forward"], 2),
+            _number(row["prefix_cacheability"], 2),
+            _with_error(row["speed"], row["speed_error"] if row["decoder"] != AR else None, 2) + "×",
+        )
+        for row in rows
+    ]
+    return Table((*header, "prefix cacheability", "speed against AR"), cells)
+
+
+_FIELDS = ("window_size", "entropy_threshold", "distance_penalty")
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "–" if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def _with_error(value: float | None, error: float | None, digits: int) -> str:
+    return _number(value, digits) + ("" if error is None or value is None else f" ± {error:.{digits}f}")

@@ -1,4 +1,4 @@
-"""What decoding costs and what it gives, counted from outside: the core of `wedlm generate`, the sweep and the report.
+"""What decoding costs and what it gives, counted from outside: the core of `wedlm generate`, `bench` and `report`.
 
 Forwards are counted by a hook on the model and compared with the decoder's own statistics. Settings that are compared
 decode each prompt one right after the other, in one process, so that whatever else the machine does hits all of them.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -193,12 +192,6 @@ class Score:
         return asdict(self) | {name: round(getattr(self, name), 4) for name in ratios}
 
 
-def as_dicts(scores: Mapping[str, Score]) -> dict[str, Any]:
-    """Scores by task as JSON takes them: `{"pooled": …, "tasks": {task: …}}`."""
-    tasks = {task: score.to_dict() for task, score in scores.items()}
-    return {"pooled": pooled(scores).to_dict(), "tasks": tasks}
-
-
 def pooled(scores: Mapping[str, Score]) -> Score:
     """The score over the prompts of all tasks."""
     return sum(scores.values(), Score())
@@ -313,6 +306,14 @@ def decode(
     return [Decoding(*part, seconds, sum(counter.spans) / len(prompts)) for part in parts]
 
 
+@torch.no_grad()
+def answer_entropy(model: WeDLMForCausalLM, prompt: list[int], answer: list[int]) -> float:
+    """Entropy of the AR head's next-token distribution, mean over the tokens of an answer, nats; by one forward."""
+    ids = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer)).logits[0]
+    return float(torch.distributions.Categorical(logits=logits.float()).entropy().mean())
+
+
 Decoder = Callable[[Sequence[list[int]]], list[Decoding]]
 """Decodes prompts together."""
 
@@ -387,7 +388,8 @@ def measure(
 
     decoders = {name: decoder(options) for name, options in settings.items()}
     scores: dict[str, dict[str, Score]] = {name: {} for name in settings}
-    batches = _batches(samples, batch_size)
+    places = batches_of_tasks([sample.task for sample in samples], batch_size)
+    batches = [[samples[index] for index in batch] for batch in places]
     prompts = [[encode(tokenizer, sample.messages) for sample in batch] for batch in batches]
     turns = take_turns(decoders, prompts, repeats=repeats, title=title)
     for batch, runs in zip(batches, turns, strict=True):
@@ -417,16 +419,11 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
     }
 
 
-def command_line(module: str) -> str:
-    """The command that runs, as it can be typed again."""
-    return " ".join(["python -m", f"wedlm_hf.eval.{module}", *sys.argv[1:]])
-
-
-def _batches(samples: Sequence[Sample], batch_size: int) -> list[list[Sample]]:
-    """Cut into batches of one task each, tasks in the order in which they first occur."""
-    by_task: dict[str, list[Sample]] = {}
-    for sample in samples:
-        by_task.setdefault(sample.task, []).append(sample)
+def batches_of_tasks(tasks: Sequence[str], batch_size: int) -> list[list[int]]:
+    """Indices of samples in batches of one task each, tasks in the order in which they first occur."""
+    by_task: dict[str, list[int]] = {}
+    for index, task in enumerate(tasks):
+        by_task.setdefault(task, []).append(index)
     return [
         group[start : start + batch_size] for group in by_task.values() for start in range(0, len(group), batch_size)
     ]

@@ -1,132 +1,286 @@
-"""Measures a checkpoint's stored decoding settings, and verified decoding, on prompts that no setting was tuned on.
+"""The work of `wedlm report`: how good and how fast a checkpoint decodes, against AR decoding of the same weights.
 
-What it does: decodes held-out prompts of every task with AR, block-wise, streaming, typical and verified decoding;
-scores the answers (in batches), then times some of the prompts (one at a time, the four in turn, medians). It writes
-report.json. Prompts of a sweep.json in the same folder are left out. `--fill FILE.md`, which may be repeated, puts the
-numbers into their places in a Markdown file (see markdown.py).
-
-    python -m wedlm_hf.eval.report --model examples/wedlm-nano --output examples/wedlm-nano/results \
-        --threads 2 --fill README.md --fill examples/wedlm-nano/README.md
-
-Hardware: a few minutes on two CPU cores for wedlm-nano.
+A *sweep* over strategy, verification, W, τ and λ on tuning prompts shows what each setting costs and picks one; the
+*headline* numbers are those of the stored or picked settings on other prompts. See [`Bench`] for how it is measured,
+report_stats.py for what is made of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
-from itertools import islice
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from ..generation import WeDLMGenerationSettings
-from .files import write_text
-from .markdown import BLOCKS, REFERENCE, STREAMING, TYPICAL, VERIFIED, blocks, fill
-from .measure import LONGEST_ANSWER, Options, as_dicts, command_line, environment, load, measure
-from .tasks import TASKS, Sample, generate_samples
+from ..modeling_wedlm import WeDLMForCausalLM
+from .files import write_text, written_whole
+from .markdown import BLOCKS, blocks, fill
+from .measure import LONGEST_ANSWER, Options, encode, encode_text, environment
+from .report_data import Data
+from .report_figures import check_matplotlib, figures
+from .report_measure import Bench, Part, Store
+from .report_page import as_csv, chosen, page, summary
+from .report_stats import EntropyEffect, Sample, areas, sweep_rows, trends
+from .sweep import AR, BLOCK, DECODERS, FIELDS, STREAMING, Grid, choose, configured, write_settings
+from .tasks import Sample as Prompt
 
 # Verified decoding loses nothing to wide windows and bold drafts; the stored settings are for unverified decoding.
 WIDE: Options = {"window_size": 16, "entropy_threshold": 0.8}
-
-DECODERS: dict[str, Options] = {
-    REFERENCE: {"strategy": "ar"},
-    "block": {"strategy": "block", "verification": "none"},
-    STREAMING: {"strategy": "wedlm", "verification": "none"},
-    TYPICAL: {"strategy": "wedlm", "verification": "typical", **WIDE},
-    VERIFIED: {"strategy": "wedlm", "verification": "exact", **WIDE},
-}
+RESULTS = "measured.json"
 
 
-def fresh_samples(task: str, count: int, seed: int, used: set[str]) -> list[Sample]:
-    """Held-out samples whose prompts are not among `used`.
+@dataclass(frozen=True)
+class Request:
+    """What to measure and where to write it. Checked when it is made, before any weights are read.
+
+    Attributes:
+        output: folder for report.html, report.json, report.csv and the partial results.
+        grid: of the sweep.
+        timed: prompts of each task that are timed in the headline part.
+        sweep_timed: the same in the sweep.
+        repeats: times are medians of so many.
+        batch_size: prompts decoded together where time does not count.
+        max_new_tokens: of each answer.
+        max_loss: points of quality that a picked setting may lose to AR on a task.
+        settings: keywords of `generate` for every decoder, AR too.
+        write_to: checkpoint folder that the picked settings are stored in; the headline is then theirs.
+        fill_files: Markdown files whose measured blocks are replaced.
+        figure_folder: folder for the figures as PNG.
+        restart: drop partial results.
+        raw: prompts as they are, without a chat template.
 
     Raises:
-        ValueError: if the task has too few prompts.
+        OSError: for a folder that cannot be written to, and for files to fill that cannot be read.
+        ValueError: for anything else.
     """
-    samples = generate_samples(task, count + len(used), seed, "heldout")
-    return list(islice((sample for sample in samples if sample.prompt not in used), count))
+
+    output: Path
+    grid: Grid = field(default_factory=Grid)
+    timed: int = 10
+    sweep_timed: int = 2
+    repeats: int = 5
+    batch_size: int = 50
+    max_new_tokens: int = LONGEST_ANSWER
+    max_loss: float = 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    write_to: Path | None = None
+    fill_files: Sequence[Path] = ()
+    figure_folder: Path | None = None
+    restart: bool = False
+    raw: bool = False
+
+    def __post_init__(self) -> None:
+        check_matplotlib()
+        if managed := [name for name in self.settings if name in _MANAGED]:
+            raise ValueError(f"`--set {managed[0]}` is decided by the report: leave it out.")
+        for path in self.fill_files:
+            try:
+                fill(path.read_text(encoding="utf-8"), dict.fromkeys(BLOCKS, ""))
+            except ValueError as error:
+                raise ValueError(f"`--fill {path}`: {error}.") from None
+        for folder in (self.output, self.figure_folder):
+            if folder is not None:
+                try:
+                    with written_whole(folder / ".probe") as probe:
+                        probe.touch()
+                    (folder / ".probe").unlink()
+                except OSError as error:
+                    raise OSError(f"The folder {str(folder)!r} cannot be written to: {error}.") from error
 
 
-def tuning_prompts(sweep: Mapping[str, Any] | None) -> set[str]:
-    """The prompts that a sweep saw."""
-    if sweep is None:
-        return set()
-    made = sweep["samples"]
-    return {
-        sample.prompt
-        for task in made["tasks"]
-        for sample in generate_samples(task, made["count"], made["seed"], made["split"])
+_MANAGED = {"strategy", "verification", "entropy_budget", "adaptive_window", "output_trace", *FIELDS}
+_MANAGED |= {"max_new_tokens", "do_sample"}
+
+
+def run(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    data: Data,
+    request: Request,
+    *,
+    seed: int | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Measure, or go on measuring, and write all files.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's.
+        name: of the model, for people.
+        data: prompts.
+        request: what is wanted.
+        seed: of built-in prompts; `None` for those of a file.
+        console: for progress and for what was found.
+
+    Returns:
+        the content of report.json.
+
+    Raises:
+        ValueError: for partial results of another request, for prompts that leave no room for an answer, and whatever
+            `generate` refuses.
+    """
+    parts = {"sweep": data.tuning, "headline": data.headline}
+    prompts = {part: [_tokens(model, tokenizer, s, request.raw) for s in samples] for part, samples in parts.items()}
+    room = model.config.max_position_embeddings - max(len(tokens) for part in prompts.values() for tokens in part)
+    limit = max(1, min(request.max_new_tokens, room))
+    common: Options = {**request.settings, "max_new_tokens": limit, "do_sample": False}
+    stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
+    machine = {"wedlm_hf": import_module("..", __package__).__version__, **environment(model)}
+    decides = {
+        "model": weights_digest(model),
+        "prompts": data.digest,
+        "chat template": None if request.raw else tokenizer.chat_template,
+        "generation config": _other_settings(model),
+        "grid": asdict(request.grid),
+        "settings": dict(request.settings),
+        "limits": {"max_new_tokens": limit, "raw": request.raw},
+        "measuring": {name: getattr(request, name) for name in ("timed", "sweep_timed", "repeats", "batch_size")},
+        "machine": machine,
     }
+    bench = Bench(model, tokenizer, request.batch_size, request.repeats, data.has_answers)
+    with Store(request.output / RESULTS, decides, restart=request.restart) as store:
 
+        def measured(part: str, timed: int, decoders: Mapping[str, Options]) -> Sample:
+            options = {name: {**keywords, **common} for name, keywords in decoders.items()}
+            places = _first_of_each_task(parts[part], timed)
+            title = f"{part}, {list(parts).index(part) + 1} of {len(parts)}"
+            return Sample(bench.run(Part(part, title, parts[part], prompts[part], options, places), store, console))
 
-def main(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
-    output: Annotated[Path, typer.Option(help="Folder for report.json; may hold a sweep.json.")],
-    count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 200,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 2,
-    timed: Annotated[int, typer.Option(min=1, help="Prompts of each task that are timed.")] = 10,
-    repeats: Annotated[int, typer.Option(min=1, help="Times that each of these is decoded.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 50,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
-    fill_files: Annotated[
-        list[Path] | None, typer.Option("--fill", help="Markdown file whose measured blocks are replaced.")
-    ] = None,
-) -> None:
-    """Measure quality and speed of a checkpoint under its stored settings."""
-    sweep_path = output / "sweep.json"
-    sweep = json.loads(sweep_path.read_text(encoding="utf-8")) if sweep_path.exists() else None
-    try:
-        texts = {path: path.read_text(encoding="utf-8") for path in fill_files or ()}
-        for text in texts.values():
-            fill(text, dict.fromkeys(BLOCKS if sweep else BLOCKS[:-1], ""))
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error), param_hint="--fill") from None
-    if threads is not None:
-        torch.set_num_threads(threads)
-    loaded, tokenizer = load(model)
-    used = tuning_prompts(sweep)
-    samples = {task: fresh_samples(task, count, seed, used) for task in TASKS}
-    limits = {"max_new_tokens": LONGEST_ANSWER, "do_sample": False}
-    decoders = {name: {**options, **limits} for name, options in DECODERS.items()}
-    quality = measure(
-        loaded,
-        tokenizer,
-        [sample for group in samples.values() for sample in group],
-        decoders,
-        batch_size=batch_size,
-        title="quality",
-    )
-    speed = measure(
-        loaded,
-        tokenizer,
-        [sample for group in samples.values() for sample in group[:timed]],
-        decoders,
-        repeats=repeats,
-        title="speed",
-    )
-    settings = WeDLMGenerationSettings.from_generation_config(loaded.generation_config, loaded.config)
+        candidates = request.grid.candidates()
+        sweep = measured("sweep", request.sweep_timed, candidates)
+        rows = sweep_rows(sweep, candidates)
+        picked = choose(rows, rows[0], request.max_loss)
+        is_picked = request.write_to is not None and picked is not None
+        settings = {key: picked[key] if picked and is_picked else getattr(stored, key) for key in FIELDS}
+        budget = None if is_picked else stored.entropy_budget
+        headline = _headline(request.grid.decoders, settings, budget)
+        by_name = dict(headline.values())
+        sample = measured("headline", request.timed, by_name)
+    decoder = next(name for name in (STREAMING, *reversed(DECODERS)) if name in headline)
+    text = EntropyEffect(sample, headline[decoder][0])
     report = {
-        "command": command_line("report"),
-        "environment": environment(loaded),
-        "samples": {"split": "heldout", "seed": seed, "count": count, "tasks": list(TASKS)},
-        "settings": {
-            name: getattr(settings, name) for name in ("window_size", "entropy_threshold", "distance_penalty")
+        "command": shlex.join(["wedlm", *sys.argv[1:]]),
+        "model": name,
+        "weights": decides["model"],
+        "environment": machine,
+        "data": {
+            "source": data.source,
+            "seed": seed,
+            "counts": data.counts(),
+            "has_answers": data.has_answers,
+            "notes": list(data.notes),
         },
+        "settings": {**settings, "entropy_budget": budget},
         "verified_settings": WIDE,
-        "timing": {"count": timed, "repeats": repeats, "batch_size": 1},
-        "quality": {name: as_dicts(scores) for name, scores in quality.items()},
-        "speed": {name: as_dicts(scores) for name, scores in speed.items()},
+        "common_settings": dict(request.settings),
+        "timing": {
+            "headline": request.timed,
+            "sweep": request.sweep_timed,
+            "repeats": request.repeats,
+            "batch_size": request.batch_size,
+            "max_new_tokens": limit,
+        },
+        "decoders": {kind: sample.row(key) for kind, (key, _) in headline.items()},
+        "trends": [check.to_dict() for check in trends(sweep, rows, text)],
+        "areas": areas(sweep, rows),
+        "entropy": {**text.to_dict(), "decoder": decoder},
+        "sweep": {
+            "grid": asdict(request.grid),
+            "max_loss": request.max_loss,
+            "chosen": picked and picked["name"],
+            "rows": rows,
+        },
     }
-    write_text(output / "report.json", json.dumps(report, indent=1) + "\n")
-    made = blocks(report, sweep)
-    for path, text in texts.items():
-        write_text(path, fill(text, made))
-    typer.echo(made["summary"])
-    typer.echo(made["tasks"])
+    write_report(report, request)
+    for line in [*summary(report), chosen(report)]:
+        console.print(line, highlight=False, soft_wrap=True)
+    if request.write_to is not None and picked is not None:
+        write_settings(request.write_to, {**{key: picked[key] for key in FIELDS}, "entropy_budget": None})
+        console.print(f"{request.write_to / 'generation_config.json'}: {picked['name']}", highlight=False)
+    console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
+    return report
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def write_report(report: Mapping[str, Any], request: Request) -> None:
+    """Write report.json, report.csv, report.html, the figures and the Markdown blocks that were asked for."""
+    # Through JSON, so that page and blocks are made from what the file holds.
+    text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+    report = json.loads(text)
+    drawn = figures(report)
+    write_text(request.output / "report.json", text)
+    write_text(request.output / "report.csv", as_csv(report))
+    write_text(request.output / "report.html", page(report, drawn))
+    if request.figure_folder is not None:
+        for figure in drawn:
+            figure.write_png(request.figure_folder)
+    made = blocks(report)
+    for path in request.fill_files:
+        write_text(path, fill(path.read_text(encoding="utf-8"), made))
+
+
+@torch.no_grad()
+def weights_digest(model: torch.nn.Module) -> str:
+    """Of names, shapes and at most 65,536 numbers of each tensor, spread evenly: other weights give another one."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        flat = tensor.flatten()
+        part = flat[:: -(-flat.numel() // 65_536) or 1].double().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + part.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _headline(
+    decoders: Sequence[str], settings: Mapping[str, Any], budget: float | None
+) -> dict[str, tuple[str, Options]]:
+    """Name of the measurement and keywords of each decoder, AR first."""
+    made: dict[str, tuple[str, Options]] = {AR: (AR, DECODERS[AR])}
+    for decoder in DECODERS:
+        if decoder in (BLOCK, STREAMING) and decoder in decoders:
+            window, threshold, penalty = (settings[key] for key in FIELDS)
+            made[decoder] = configured(decoder, window, threshold, penalty, budget)
+        elif decoder != AR and decoder in decoders:
+            made[decoder] = configured(decoder, WIDE["window_size"], WIDE["entropy_threshold"], None)
+    return made
+
+
+def _tokens(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, sample: Prompt, raw: bool) -> list[int]:
+    if raw:
+        if len(sample.messages) > 1:
+            raise ValueError(f"Without a chat template, a row holds one turn, got {len(sample.messages)}.")
+        return encode_text(model, tokenizer, sample.prompt, raw)
+    tokens = encode(tokenizer, sample.messages)
+    context = model.config.max_position_embeddings
+    if len(tokens) >= context:
+        raise ValueError(
+            f"A prompt needs 1 to {context - 1} tokens for this model, got {len(tokens)}: {sample.prompt[:40]!r}…"
+        )
+    return tokens
+
+
+def _first_of_each_task(samples: Sequence[Prompt], count: int) -> list[int]:
+    """Indices of the first `count` samples of each task."""
+    seen: dict[str, int] = {}
+    places = []
+    for index, sample in enumerate(samples):
+        seen[sample.task] = seen.get(sample.task, 0) + 1
+        if seen[sample.task] <= count:
+            places.append(index)
+    return places
+
+
+def _other_settings(model: WeDLMForCausalLM) -> dict[str, Any]:
+    """What the generation config holds beside the settings that are part of every measurement's name."""
+    stored = model.generation_config.to_diff_dict()
+    skipped = _MANAGED | {"transformers_version", "_from_model_config"}
+    return {name: value for name, value in sorted(stored.items()) if name not in skipped}

@@ -1,36 +1,28 @@
-"""Finds the decoding settings of a checkpoint: the fastest unverified ones that answer as well as AR decoding.
-
-What it does: decodes held-out prompts of every task with AR and under each combination of window size W, entropy
-threshold τ and distance penalty λ; keeps the settings that lose at most `--max-loss` points to AR on every task; picks
-the one with the most tokens per forward. It writes sweep.json and sweep.png (needs matplotlib), and with `--write` the
-settings into the checkpoint's generation_config.json. These are *tuning* prompts: `wedlm_hf.eval.report` measures the
-outcome on others.
-
-    python -m wedlm_hf.eval.sweep --model examples/wedlm-nano --output examples/wedlm-nano/results --write
-
-Hardware: about a quarter of an hour on one CPU core for wedlm-nano.
-"""
+"""The settings that `wedlm report` compares, which of them it picks, and how a checkpoint stores them."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
-import typer
+from ..generation.settings_wedlm import WeDLMGenerationSettings
+from .files import write_text
+from .measure import Options
 
-from .files import write_text, written_whole
-from .markdown import curve
-from .measure import LONGEST_ANSWER, Options, Score, as_dicts, command_line, environment, load, measure, pooled
-from .tasks import TASKS, generate_samples
-
-REFERENCE = "ar"
+AR, BLOCK, STREAMING, TYPICAL, VERIFIED = "AR", "block", "wedlm", "wedlm, typical", "wedlm, verified"
+DECODERS: dict[str, Options] = {
+    AR: {"strategy": "ar"},
+    BLOCK: {"strategy": "block", "verification": "none"},
+    STREAMING: {"strategy": "wedlm", "verification": "none"},
+    TYPICAL: {"strategy": "wedlm", "verification": "typical"},
+    VERIFIED: {"strategy": "wedlm", "verification": "exact"},
+}
+ON_COMMAND_LINES = {"ar": AR, "block": BLOCK, "wedlm": STREAMING, "wedlm+typical": TYPICAL, "wedlm+exact": VERIFIED}
+FIELDS = ("window_size", "entropy_threshold", "distance_penalty")
 
 
 @dataclass(frozen=True)
@@ -50,23 +42,93 @@ class Setting:
         return {"strategy": "wedlm", "verification": "none"} | asdict(self)
 
 
-def largest_loss(scores: Mapping[str, Score], reference: Mapping[str, Score]) -> float:
-    """Points of accuracy lost to the reference on the task where most are lost; below 0 if all tasks gain."""
-    return max(100 * (reference[task].accuracy - scores[task].accuracy) for task in reference)
+@dataclass(frozen=True)
+class Grid:
+    """What a sweep tries: all combinations, AR first.
+
+    Attributes:
+        windows: W, slots.
+        thresholds: τ, nats.
+        penalties: λ, nats per position; block-wise decoding is tried with the middle one.
+        draft_thresholds: τ of the drafts of typical and verified decoding, which have no λ, nats.
+        decoders: among [`DECODERS`]; AR is always there.
+
+    Raises:
+        ValueError: for a value that is no setting.
+    """
+
+    windows: Sequence[int] = (6, 16)
+    thresholds: Sequence[float] = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+    penalties: Sequence[float] = (0.0, 0.02, 0.1)
+    draft_thresholds: Sequence[float] = (0.4, 0.8)
+    decoders: Sequence[str] = tuple(DECODERS)
+
+    def __post_init__(self) -> None:
+        for options in self.candidates().values():
+            WeDLMGenerationSettings(**options)
+
+    @property
+    def block_penalty(self) -> float:
+        """λ of block-wise decoding."""
+        return sorted(self.penalties)[len(self.penalties) // 2]
+
+    def candidates(self) -> dict[str, dict[str, Any]]:
+        """Keywords of `generate` by name. They override whatever of them a checkpoint stores."""
+        values: dict[str, tuple[Sequence[float], Sequence[float | None]]] = {
+            BLOCK: (self.thresholds, [self.block_penalty]),
+            STREAMING: (self.thresholds, self.penalties),
+            TYPICAL: (self.draft_thresholds, [None]),
+            VERIFIED: (self.draft_thresholds, [None]),
+        }
+        named: dict[str, dict[str, Any]] = {AR: dict(DECODERS[AR])}
+        for decoder, (thresholds, penalties) in values.items():
+            if decoder in self.decoders:
+                for window, threshold, penalty in itertools.product(self.windows, thresholds, penalties):
+                    name, options = configured(decoder, window, threshold, penalty)
+                    named[name] = options
+        return named
+
+
+def decoders_named(names: Sequence[str]) -> list[str]:
+    """Of [`DECODERS`], by the names that command lines have for them.
+
+    Raises:
+        ValueError: for an unknown one.
+    """
+    if unknown := [name for name in names if name not in ON_COMMAND_LINES]:
+        raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(ON_COMMAND_LINES)}.")
+    return [ON_COMMAND_LINES[name] for name in names]
+
+
+def configured(
+    decoder: str, window: int, threshold: float, penalty: float | None, budget: float | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Name and keywords of `generate` of a decoder other than AR, with everything that a checkpoint may store."""
+    name = f"{decoder} W={window} τ={threshold:g}"
+    options = {**DECODERS[decoder], "window_size": window, "entropy_threshold": threshold}
+    options |= {"entropy_budget": budget, "adaptive_window": None}
+    if penalty is not None:
+        name, options["distance_penalty"] = f"{name} λ={penalty:g}", penalty
+    return (name if budget is None else f"{name} budget={budget:g}"), options
+
+
+def largest_loss(row: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
+    """Points of quality lost to the reference on the task where most are lost; below 0 if all tasks gain.
+
+    Args:
+        row: has `tasks`, which have `quality` by task, 0 to 1.
+        reference: the same, of AR.
+    """
+    return max(100 * (reference["tasks"][task]["quality"] - row["tasks"][task]["quality"]) for task in row["tasks"])
 
 
 def choose(
-    results: Mapping[Setting, Mapping[str, Score]], reference: Mapping[str, Score], max_loss: float
-) -> Setting | None:
-    """The setting with the most tokens per forward among those that lose at most `max_loss` points on every task.
-
-    Args:
-        results: scores by setting and task.
-        reference: AR's scores by task.
-        max_loss: points, i.e. percent of the prompts of a task.
-    """
-    good = [setting for setting, scores in results.items() if largest_loss(scores, reference) <= max_loss + 1e-9]
-    return max(good, key=lambda setting: pooled(results[setting]).tokens_per_forward, default=None)
+    rows: Sequence[Mapping[str, Any]], reference: Mapping[str, Any], max_loss: float
+) -> Mapping[str, Any] | None:
+    """The row with the most tokens per forward among those of unverified streaming decoding that lose at most
+    `max_loss` points of quality on every task (see [`largest_loss`])."""
+    good = [row for row in rows if row["decoder"] == STREAMING and round(largest_loss(row, reference), 9) <= max_loss]
+    return max(good, key=lambda row: row["tokens_per_forward"], default=None)
 
 
 def write_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
@@ -77,126 +139,3 @@ def write_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
     stored.pop("_from_model_config", None)  # with this flag, loading would drop our fields
     stored = {name: value for name, value in (stored | dict(settings)).items() if settings.get(name, 0) is not None}
     write_text(path, json.dumps(stored, indent=2, sort_keys=True) + "\n")
-
-
-def plot(sweep: Mapping[str, Any], path: Path) -> None:
-    """Draw right answers and tokens per forward over τ, and against each other; a line for each window and penalty.
-
-    Args:
-        sweep: the content of sweep.json.
-        path: of the PNG.
-    """
-    # An optional dependency, looked up by name so that type checking does not need it either.
-    new_figure = import_module("matplotlib.figure").Figure
-
-    def points(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-        return {
-            "entropy threshold τ, nats": [row["entropy_threshold"] for row in rows],
-            "right answers, %": [100 * row["pooled"]["accuracy"] for row in rows],
-            "tokens per forward": [row["pooled"]["tokens_per_forward"] for row in rows],
-        }
-
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(sweep["settings"], key=lambda row: row["entropy_threshold"]):
-        lines.setdefault(f"W = {row['window_size']}, λ = {row['distance_penalty']:g}", []).append(row)
-    chosen = [row for row in sweep["settings"] if sweep["chosen"] and sweep["chosen"].items() <= row.items()]
-    (ar_accuracy,), (ar_speed,) = list(points([sweep["reference"] | {"entropy_threshold": 0}]).values())[1:]
-
-    figure = new_figure(figsize=(12, 3.6), layout="constrained")
-    tau, accuracy, speed = points([])
-    for axis, (x, y) in zip(figure.subplots(1, 3), ((tau, accuracy), (tau, speed), (speed, accuracy)), strict=True):
-        for label, rows in lines.items():
-            axis.plot(points(rows)[x], points(rows)[y], marker="o", markersize=3.5, label=label)
-        if x == tau:
-            axis.axhline(ar_accuracy if y == accuracy else ar_speed, color="black", linestyle="--", label="AR")
-        else:
-            axis.plot(ar_speed, ar_accuracy, marker="o", color="black", linestyle="none", label="AR")
-        for row in chosen:
-            star = points([row])
-            axis.plot(star[x], star[y], marker="*", markersize=13, color="black", linestyle="none", label="chosen")
-        axis.set(xlabel=x, ylabel=y)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        if y == speed:
-            axis.set_ylim(bottom=0)
-            axis.legend(frameon=False, fontsize="small")
-    with written_whole(path) as unfinished:
-        figure.savefig(unfinished, format="png", dpi=150, metadata={"Software": None})
-
-
-def _listed(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """A parser of values with commas between them."""
-
-    def parse(text: str) -> list[Any]:
-        try:
-            return sorted({kind(part) for part in text.split(",")})
-        except ValueError:
-            raise typer.BadParameter(f"expected numbers with commas between them, got {text!r}") from None
-
-    return parse
-
-
-def main(
-    model: Annotated[Path, typer.Option(help="Checkpoint folder.")],
-    output: Annotated[Path, typer.Option(help="Folder for sweep.json and sweep.png.")],
-    taus: Annotated[Any, typer.Option(parser=_listed(float), metavar="LIST", help="Entropy thresholds, nats.")] = (
-        "0.05,0.1,0.2,0.3,0.4,0.6,0.8,1.0"
-    ),
-    lambdas: Annotated[Any, typer.Option(parser=_listed(float), metavar="LIST", help="Distance penalties.")] = (
-        "0.02,0.1"
-    ),
-    windows: Annotated[Any, typer.Option(parser=_listed(int), metavar="LIST", help="Window sizes.")] = "16",
-    count: Annotated[int, typer.Option(min=1, help="Prompts of each task.")] = 200,
-    seed: Annotated[int, typer.Option(help="Seed of the tuning prompts.")] = 1,
-    max_loss: Annotated[float, typer.Option(min=0, help="Points that a task may lose to AR.")] = 1.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 50,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
-    write: Annotated[bool, typer.Option("--write", help="Store the chosen settings in the checkpoint.")] = False,
-) -> None:
-    """Sweep the settings of unverified streaming decoding and pick the best."""
-    if find_spec("matplotlib") is None:
-        raise typer.BadParameter("the picture needs matplotlib: pip install 'wedlm-hf[eval]'", param_hint="--output")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    loaded, tokenizer = load(model)
-    samples = [sample for task in TASKS for sample in generate_samples(task, count, seed, "heldout")]
-    grid = [Setting(*values) for values in itertools.product(windows, taus, lambdas)]
-    settings: dict[str, Options] = {REFERENCE: {"strategy": "ar"}} | {
-        str(setting): setting.options for setting in grid
-    }
-    limits = {"max_new_tokens": LONGEST_ANSWER, "do_sample": False}
-    scores = measure(
-        loaded,
-        tokenizer,
-        samples,
-        {name: {**options, **limits} for name, options in settings.items()},
-        batch_size=batch_size,
-        title=f"{len(samples)} prompts, {len(settings)} settings",
-    )
-    reference = scores[REFERENCE]
-    results = {setting: scores[str(setting)] for setting in grid}
-    chosen = choose(results, reference, max_loss)
-    sweep = {
-        "command": command_line("sweep"),
-        "environment": environment(loaded),
-        "samples": {"split": "heldout", "seed": seed, "count": count, "tasks": list(TASKS)},
-        "max_loss": max_loss,
-        "reference": as_dicts(reference),
-        "settings": [
-            {**asdict(setting), "largest_loss": round(largest_loss(scores, reference), 4), **as_dicts(scores)}
-            for setting, scores in results.items()
-        ],
-        "chosen": chosen and asdict(chosen),
-    }
-    write_text(output / "sweep.json", json.dumps(sweep, indent=1) + "\n")
-    plot(sweep, output / "sweep.png")
-    typer.echo(curve(sweep))
-    if chosen is None:
-        typer.echo(f"No setting loses at most {max_loss:g} points to AR on every task: nothing chosen.", err=True)
-        raise typer.Exit(1)
-    if write:
-        write_settings(model, asdict(chosen))
-
-
-if __name__ == "__main__":
-    typer.run(main)

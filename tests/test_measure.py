@@ -1,28 +1,23 @@
-"""What the measuring core counts, and what sweep and report make of it."""
+"""What the measuring core counts, and how settings and numbers are stored."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
-import typer
 from tiny import MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from wedlm_hf.eval import markdown, report, sweep
+from wedlm_hf.eval import markdown
 from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.files import written_whole
 from wedlm_hf.eval.measure import Decoding, ForwardCounter, Score, decode, encode, measure, pooled
-from wedlm_hf.eval.sweep import Setting, choose, largest_loss, write_settings
-from wedlm_hf.eval.tasks import TASKS, Sample, generate_samples
+from wedlm_hf.eval.sweep import Setting, write_settings
+from wedlm_hf.eval.tasks import Sample, generate_samples
 
 SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
 AR = {"strategy": "ar", **SHORT}
 FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, **SHORT}
 EXACT = {**FAST, "verification": "exact", "adaptive_window": False}  # rows of a batch adapt together
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
-
-needs_matplotlib = pytest.mark.skipif(not find_spec("matplotlib"), reason="matplotlib is an optional dependency")
 
 
 @pytest.fixture(scope="module")
@@ -156,27 +151,7 @@ def test_right_answers_are_counted(model, tokenizer, monkeypatch):
         assert measure(model, tokenizer, [sample], {"ar": AR})["ar"]["chat"].correct == correct
 
 
-# --- sweep --------------------------------------------------------------------------------------------------------
-
-
-def scores(counting: int, chat: int, forwards: int) -> dict[str, Score]:
-    """Of 100 prompts a task, with a right answer to so many; 500 tokens a task."""
-    return {
-        "counting": Score(100, counting, 0, 500, forwards, 500, 1.0),
-        "chat": Score(100, chat, 0, 500, forwards, 500, 1.0),
-    }
-
-
-def test_the_fastest_setting_within_the_allowed_loss_on_every_task_is_chosen():
-    slow, fast, fastest, gains = (Setting(16, tau, 0.1) for tau in (0.1, 0.2, 0.4, 0.8))
-    reference = scores(96, 90, 500)
-    results = {slow: scores(96, 90, 300), fast: scores(95, 89, 200), fastest: scores(100, 88, 100)}
-    assert largest_loss(results[fastest], reference) == pytest.approx(2)
-    assert choose(results, reference, max_loss=1) == fast
-    assert choose(results, reference, max_loss=0) == slow
-    assert choose(results, reference, max_loss=2) == fastest
-    assert choose({fastest: results[fastest]}, reference, max_loss=1) is None
-    assert choose({gains: scores(100, 100, 400)}, reference, max_loss=0) == gains
+# --- files and pages ------------------------------------------------------------------------------------------------
 
 
 def test_chosen_settings_are_stored_in_the_checkpoint_and_used_from_there(model, checkpoint):
@@ -215,98 +190,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-def run(command, *arguments):
-    app = typer.Typer()
-    app.command()(command)
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-@pytest.fixture
-def short_answers(monkeypatch):
-    for module in (sweep, report):
-        monkeypatch.setattr(module, "LONGEST_ANSWER", 6)
-
-
-@needs_matplotlib
-def test_sweep_and_report_write_files_that_agree(model, checkpoint, tmp_path, short_answers):
-    results, page = tmp_path / "results", tmp_path / "page.md"
-    grid = ["--taus", "1,0.1", "--lambdas", "0", "--windows", "4", "--count", 2]
-    result = run(sweep.main, "--model", checkpoint, "--output", results, *grid, "--max-loss", 100, "--write")
-    assert result.exit_code == 0, result.output
-    swept = json.loads((results / "sweep.json").read_text())
-    assert [row["entropy_threshold"] for row in swept["settings"]] == [0.1, 1.0]
-    assert swept["samples"] == {"split": "heldout", "seed": 1, "count": 2, "tasks": list(TASKS)}
-    assert {"torch", "transformers", "python", "threads"} <= set(swept["environment"])
-    fastest = max(swept["settings"], key=lambda row: row["pooled"]["tokens_per_forward"])
-    assert swept["chosen"].items() <= fastest.items()
-    assert swept["chosen"].items() <= json.loads((checkpoint / "generation_config.json").read_text()).items()
-    assert (results / "sweep.png").read_bytes().startswith(b"\x89PNG")
-
-    page.write_text("".join(f"<!-- measured: {name} -->\n<!-- /measured -->\n" for name in ("summary", "curve")))
-    arguments = ["--model", checkpoint, "--output", results, "--count", 2, "--timed", 1, "--repeats", 1]
-    result = run(report.main, *arguments, "--fill", page)
-    assert result.exit_code == 0, result.output
-    reported = json.loads((results / "report.json").read_text())
-    assert reported["settings"] == swept["chosen"]
-    assert list(reported["quality"]) == list(reported["speed"]) == list(report.DECODERS)
-    assert reported["quality"]["AR"]["pooled"]["prompts"] == 2 * len(TASKS)
-    assert reported["speed"]["AR"]["pooled"]["prompts"] == len(TASKS)
-    text = page.read_text()
-    assert "| wedlm, verified |" in text
-    assert text.count("**") > 0
-    assert markdown.fill(text, markdown.blocks(reported, swept)) == text  # filled once, filled for good
-
-
-@needs_matplotlib
-def test_a_sweep_without_a_good_setting_says_so_and_leaves_the_checkpoint_alone(
-    checkpoint, tmp_path, short_answers, monkeypatch
-):
-    monkeypatch.setattr(sweep, "choose", lambda *args: None)
-    before = (checkpoint / "generation_config.json").read_bytes()
-    grid = ["--taus", "0.1", "--lambdas", "0", "--count", 1]
-    result = run(sweep.main, "--model", checkpoint, "--output", tmp_path / "results", *grid, "--write")
-    assert result.exit_code == 1
-    assert "No setting loses at most 1 points to AR on every task" in result.stderr
-    assert (checkpoint / "generation_config.json").read_bytes() == before
-    assert json.loads((tmp_path / "results" / "sweep.json").read_text())["chosen"] is None
-
-
-def test_numbers_that_are_none_are_refused(checkpoint, tmp_path):
-    result = run(sweep.main, "--model", checkpoint, "--output", tmp_path, "--taus", "0.1,high")
-    assert result.exit_code == 2
-    assert "expected numbers with commas between them" in result.stderr
-
-
-# --- report -------------------------------------------------------------------------------------------------------
-
-
-def test_reported_prompts_are_none_of_those_that_settings_were_tuned_on():
-    swept = {"samples": {"split": "heldout", "seed": 2, "count": 30, "tasks": ["chat"]}}
-    used = report.tuning_prompts(swept)
-    fresh = report.fresh_samples("chat", 20, 2, used)
-    assert len(used) == 30
-    assert len(fresh) == 20
-    assert not used & {sample.prompt for sample in fresh}
-    assert report.tuning_prompts(None) == set()
-
-
 def test_blocks_are_filled_by_name_and_text_around_them_stays():
     page = "a\n<!-- measured: one -->\nold\n<!-- /measured -->\nb\n<!-- measured: two -->\n<!-- /measured -->\nc\n"
     filled = markdown.fill(page, {"one": "| 1 |\n", "two": r"\2" + "\n", "three": "unused"})
     assert filled == page.replace("old", "| 1 |").replace("two -->\n", "two -->\n\\2\n")
-
-
-@pytest.mark.parametrize(
-    ("page", "message"),
-    [
-        ("no block", "with a name among summary, tasks, setup, got none"),
-        ("<!-- measured: curve -->\n<!-- /measured -->", "with a name among summary, tasks, setup, got curve"),
-    ],
-)
-def test_a_page_without_blocks_that_can_be_filled_is_refused_before_any_work(checkpoint, tmp_path, page, message):
-    path = tmp_path / "page.md"
-    path.write_text(page)
-    result = run(report.main, "--model", checkpoint, "--output", tmp_path / "out", "--fill", path)
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.replace("│", " ").split())
-    assert not (tmp_path / "out").exists()
