@@ -25,7 +25,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 unit: $(INSTALLED)
-	$(BIN)/pytest --numprocesses logical --maxprocesses 4
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadgroup
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

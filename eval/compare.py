@@ -109,7 +109,7 @@ def compare(
     totals = {name: Score() for name in decoders}
     for prompt, tokens in zip(prompts, encoded, strict=True):
         console.out(f"› {prompt}", style="bold", highlight=False)
-        limit = _default_limit(model, len(tokens))
+        limit = default_limit(model, len(tokens))
         decodings: dict[str, Decoding] = {}
         for name, decoder in decoders.items():
             streamer = RunStreamer(tokenizer, write) if name == strategy else None
@@ -123,7 +123,7 @@ def compare(
     console.print(comparison_table(totals))
 
 
-def _default_limit(model: WeDLMForCausalLM, prompt_length: int) -> dict[str, int]:
+def default_limit(model: WeDLMForCausalLM, prompt_length: int) -> dict[str, int]:
     """A limit of new tokens where the generation config has none: transformers' own default is 20."""
     config = model.generation_config
     if config.max_new_tokens is not None or config.max_length is not None:

@@ -205,7 +205,12 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
 
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
-    data = [*ROOT.glob("training/*.jinja"), *ROOT.glob("examples/wedlm-nano/[!.]*")]
+    data = [
+        *ROOT.glob("training/*.jinja"),
+        *ROOT.glob("eval/harness_tasks/*"),
+        *ROOT.glob("eval/*.html"),
+        *ROOT.glob("examples/wedlm-nano/[!.]*"),
+    ]
     files = [*FILES, *(file for file in data if file.is_file()), ROOT / "py.typed"]
     expected = {f"wedlm_hf/{file.relative_to(ROOT).as_posix()}" for file in files}
     assert packed == expected | {"wedlm_hf/training/probe.jinja"}

@@ -1,0 +1,311 @@
+"""The page of `wedlm trace` in a real browser: what it shows is what the trace holds.
+
+Needs playwright (Python) and Chromium or Chrome; without them these tests are skipped, unless WEDLM_BROWSER_TESTS is
+`required`, as CI sets it.
+"""
+
+import os
+import re
+import shutil
+from itertools import count
+
+import pytest
+import torch
+
+from wedlm_hf.cli import NANO
+from wedlm_hf.eval import trace as tracing
+from wedlm_hf.eval.measure import encode_text, load
+from wedlm_hf.eval.trace_page import write_page
+
+STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"
+HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)> & \"<b>€</b>\""
+SETTINGS = {"strategy": "wedlm", "window_size": 16, "entropy_threshold": 0.1, "distance_penalty": 0.02}
+DRAFTS = {"strategy": "wedlm", "verification": "exact", "entropy_threshold": 2.5, "window_size": 8}
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = [
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+pytestmark = pytest.mark.xdist_group("browser")  # one browser for all of them
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing = "the Python package playwright: pip install playwright"
+    else:
+        missing = None if BROWSER else "a browser: apt-get install chromium, or install Google Chrome"
+    if missing:
+        message = f"Shown pages are tested in a browser, which needs {missing}."
+        if os.environ.get("WEDLM_BROWSER_TESTS") == "required":
+            pytest.fail(message)
+        pytest.skip(message)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return load(NANO)
+
+
+@pytest.fixture(scope="module")
+def trace(nano):
+    return tracing.record(*nano, [STAMPS, HOSTILE], SETTINGS, model_name="wedlm-nano", repeats=1)
+
+
+@pytest.fixture(scope="module")
+def drafts(nano):
+    options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "adaptive_window": False}
+    return tracing.record(*nano, [HOSTILE, STAMPS], options, model_name="wedlm-nano", repeats=1)
+
+
+@pytest.fixture
+def shown(browser, tmp_path):
+    """Opens a trace's page; at the end, nothing has been complained of and nothing was asked for over the network."""
+    complaints, requests, contexts = [], [], []
+
+    def open_page(trace, **options):
+        path = tmp_path / "trace.html"
+        write_page(trace, path)
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(5000)
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+
+
+def wait_for(page, selector, attribute, value):
+    from playwright.sync_api import expect
+
+    expect(page.locator(selector)).to_have_attribute(attribute, value, timeout=5000)
+
+
+def text_of(page, run):
+    return page.locator(f'[data-run="{run}"] .text').evaluate("node => node.textContent")
+
+
+def number_of(page, run, name):
+    return page.locator(f'[data-run="{run}"] [data-number="{name}"]').inner_text()
+
+
+def states_of(page, run):
+    """`{position: state}` of all slots."""
+    slots = page.locator(f'[data-run="{run}"] .slot')
+    return dict(slots.evaluate_all("nodes => nodes.map(node => [+node.dataset.position, node.dataset.state])"))
+
+
+def expected_states(recording, run, forwards):
+    """The same, by the rows of the next forward and the commits so far."""
+    length = len(recording.prompt_tokens)
+    cached = sum(step.committed for step in run.steps[:forwards])
+    final = run.steps[forwards - 1].final if forwards else 0
+    states = {length + offset: "cached" if length + offset < cached else "pending" for offset in range(final)}
+    if forwards < len(run.steps):
+        step = run.steps[forwards]
+        rows = zip(step.positions, step.kinds, strict=True)
+        states |= {position: {"f": "filled", "m": "mask"}[kind] for position, kind in rows if kind in "fm"}
+    return states
+
+
+def final_text(run, forwards):
+    final = run.steps[forwards - 1].final if forwards else 0
+    return "".join(run.pieces[:final])
+
+
+def test_each_forward_is_shown_as_it_was(shown, trace, nano):
+    page = shown(trace)
+    recording = trace.recordings[0]
+    run, ar = recording.runs
+    filled_out_of_order = 0
+    for forwards in range(len(run.steps) + 1):
+        states = expected_states(recording, run, forwards)
+        assert states_of(page, "wedlm") == states
+        filled_out_of_order += list(states.values()).count("filled")
+        assert text_of(page, "wedlm").startswith(final_text(run, forwards))
+        assert number_of(page, "wedlm", "forwards") == str(forwards)
+        assert number_of(page, "wedlm", "tokens") == str(run.steps[forwards - 1].final if forwards else 0)
+        time = run.ends[forwards - 1] if forwards else 0.0
+        known = sum(end <= time for end in ar.ends)
+        assert number_of(page, "ar", "forwards") == str(known)
+        assert text_of(page, "ar") == final_text(ar, known)
+        if forwards:
+            step = run.steps[forwards - 1]
+            order = [position for position, kind in zip(step.positions, step.kinds, strict=True) if kind != "c"]
+            drawn = page.locator("#drawing .caption[data-order]").get_attribute("data-order")
+            assert drawn.split() == [str(position) for position in order]
+            boxes = page.locator("#drawing g.physical .number").all_text_contents()
+            assert boxes == drawn.split()
+        page.locator("#step").click()
+    assert filled_out_of_order > 20
+    page.keyboard.press("End")
+    model, tokenizer = nano
+    prompt = encode_text(model, tokenizer, STAMPS, False)
+    for name, answer in (("wedlm", run), ("ar", ar)):
+        options = SETTINGS if name == "wedlm" else {}
+        tokens = model.generate(torch.tensor([prompt]), max_new_tokens=256, **options)[0, len(prompt) :]
+        assert text_of(page, name) == tokenizer.decode(tokens, skip_special_tokens=True) == answer.text
+        assert number_of(page, name, "tokens per forward") == f"{len(tokens) / len(answer.steps):.2f}"
+
+
+def test_buttons_keys_and_slider_lead_to_the_same_places(shown, trace):
+    page = shown(trace)
+    run, ar = trace.recordings[0].runs
+
+    def forwards():
+        return tuple(int(number_of(page, name, "forwards")) for name in ("wedlm", "ar"))
+
+    page.keyboard.press("c")  # the clock that counts forwards
+    keys = {"ArrowRight": 1, "ArrowRight ": 2, "ArrowLeft": 1, "End": len(ar.steps), "ArrowLeft ": len(ar.steps) - 1}
+    for key, expected in {**keys, "Home": 0}.items():
+        page.keyboard.press(key.strip())
+        assert forwards() == (min(expected, len(run.steps)), expected)
+    page.locator("#step").click()
+    page.locator("#step").click()
+    page.locator("#back").click()
+    assert forwards() == (1, 1)
+    page.locator("#last").click()
+    assert forwards() == (len(run.steps), len(ar.steps))
+    page.locator("#first").click()
+    assert forwards() == (0, 0)
+
+    page.evaluate("location.hash = '#forward=3'")
+    wait_for(page, "#panes [data-run=wedlm]", "data-forwards", "3")
+    page.evaluate("location.hash = '#prompt=99&forward=x'")
+    wait_for(page, "#panes [data-run=wedlm]", "data-forwards", "0")
+    assert page.locator("#chooser").input_value() == "1"
+    page.locator("#chooser").select_option("0")
+
+    # Dragged to the middle: both decoders stand where that moment of the clock finds them.
+    for clock in ("forwards", "seconds"):
+        page.locator("#clock").select_option(clock)
+        page.locator("#first").click()
+        box = page.locator("#slider").bounding_box()
+        page.mouse.move(box["x"] + 9, box["y"] + box["height"] / 2)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2, steps=3)
+        page.mouse.up()
+        time = float(page.locator("#slider").input_value())
+        longest = len(ar.steps) if clock == "forwards" else max(run.seconds, ar.seconds)
+        assert time == pytest.approx(0.4 * longest, rel=0.1)
+        if clock == "forwards":
+            assert forwards() == (min(int(time), len(run.steps)), int(time))
+        else:
+            assert forwards() == tuple(sum(end <= time for end in answer.ends) for answer in (run, ar))
+
+
+def test_it_plays_to_the_end_and_pauses(shown, trace):
+    page = shown(trace)
+    run, ar = trace.recordings[0].runs
+    page.locator("#clock").select_option("forwards")
+    page.locator("#speed").select_option("16")
+    page.keyboard.press("Space")
+    assert page.locator("#play").get_attribute("aria-label") == "Pause"
+    wait_for(page, "#panes [data-run=ar]", "data-forwards", re.compile(r"[3-9]|\d\d"))
+    page.locator("#play").click()
+    assert page.locator("#play").get_attribute("aria-label") == "Play"
+    stopped = number_of(page, "ar", "forwards")
+    page.wait_for_timeout(200)
+    assert number_of(page, "ar", "forwards") == stopped != str(len(ar.steps))
+    page.locator("#speed").select_option("32")
+    page.locator("#play").click()
+    wait_for(page, "#panes [data-run=ar]", "data-forwards", str(len(ar.steps)))
+    assert page.locator("#play").get_attribute("aria-label") == "Play"
+    assert text_of(page, "wedlm") == run.text
+
+
+def test_entropies_are_told_by_pointer_and_by_keyboard(shown, trace):
+    page = shown(trace)
+    run = trace.recordings[0].runs[0]
+    forwards = next(number for number in count(1) if "f" in run.steps[number].kinds and "m" in run.steps[number].kinds)
+    for _ in range(forwards):
+        page.keyboard.press("ArrowRight")
+    guess = next(guess for guess in run.steps[forwards - 1].predictions if guess.by == "mask" and guess.token is None)
+    page.locator(f'.slot.mask[data-position="{guess.position}"]').hover()
+    tip = page.locator("#tip").inner_text()
+    shown_entropy = re.search(r"H (=|<) ([\d.]+) nats", tip)
+    assert float(shown_entropy[2]) == pytest.approx(max(guess.entropy, 0.001), abs=0.006)
+    assert f"position {guess.position}" in tip
+    assert page.locator(f'#drawing [data-link="{guess.position}"]').get_attribute("class").endswith(" on")
+    page.mouse.move(5, 5)
+    assert page.locator("#tip").is_hidden()
+    page.locator(f'.slot.mask[data-position="{guess.position}"]').focus()
+    assert page.locator("#tip").inner_text() == tip
+    label = page.locator(f'.slot.mask[data-position="{guess.position}"]').get_attribute("aria-label")
+    assert shown_entropy[0] in label
+    # Colours follow the entropy: a surer mask is another colour.
+    colours = page.locator('[data-run="wedlm"] .slot.mask.looked').evaluate_all(
+        "nodes => nodes.map(node => getComputedStyle(node).backgroundColor)"
+    )
+    assert len(set(colours)) > 1
+
+
+def test_rejected_drafts_are_shown_as_such(shown, drafts):
+    page = shown(drafts)
+    page.keyboard.press("c")
+    rejections = 0
+    for number, (recording, run) in enumerate((r, r.runs[0]) for r in drafts.recordings):
+        page.locator("#chooser").select_option(str(number))
+        for forwards in range(1, len(run.steps) + 1):
+            page.keyboard.press("ArrowRight")
+            assert states_of(page, "wedlm") == expected_states(recording, run, forwards)
+            struck = page.locator("#drawing g.physical.rejected .number").all_text_contents()
+            assert struck == [str(position) for position in run.steps[forwards - 1].rejected]
+            rejections += len(struck)
+            if run.steps[forwards - 1].kinds.count("f"):
+                accepted = run.steps[forwards - 1].kinds.count("f") - len(struck)
+                assert f"accepted {accepted} of " in page.locator("#story").inner_text()
+        assert text_of(page, "wedlm") == run.text
+    assert rejections > 0
+
+
+def test_what_looks_like_markup_is_shown_as_text(shown, trace):
+    page = shown(trace)
+    page.keyboard.press("n")
+    assert page.locator("#prompt").evaluate("node => node.textContent") == HOSTILE
+    assert page.title() == "See it decode"
+    assert page.locator("img").count() == 0
+    page.keyboard.press("End")
+    assert text_of(page, "wedlm") == trace.recordings[1].runs[0].text
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_phone_and_every_control_has_a_name(shown, trace, scheme):
+    page = shown(trace, color_scheme=scheme)
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    names = page.locator("button, select, input").evaluate_all(
+        "nodes => nodes.map(node => (node.ariaLabel || node.labels?.[0]?.textContent || '').trim())"
+    )
+    assert len(names) == 10 and all(names)
+    for control in page.locator("button, .options select").all():
+        box = control.bounding_box()
+        assert box["width"] >= 36 and box["height"] >= 34 and box["x"] >= 0 and box["x"] + box["width"] <= 360
+    background, ink = page.evaluate(
+        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
+    )
+    bright = {"light": background, "dark": ink}[scheme]
+    assert min(map(int, re.findall(r"\d+", bright)[:3])) > 200
+    page.locator("#step").tap() if page.evaluate("navigator.maxTouchPoints") else page.locator("#step").click()
+    assert number_of(page, "wedlm", "forwards") == "2"
