@@ -8,8 +8,8 @@ functions.
 
     python examples/paper-findings/run.py --output-dir examples/paper-findings
 
-Hardware: about an hour on one core (`--steps 20 --base-steps 20` for a try); the same command goes on with a run that was
-stopped. Writes results.json, results.md and results.png; `--draw-only` makes the last two from the first again.
+Hardware: about an hour on one core (`--steps 20 --base-steps 20` for a try); the same command goes on with a run that
+was stopped. Writes results.json, results.md and results.png; `--draw-only` makes the last two from the first again.
 """
 
 import json
