@@ -1,0 +1,189 @@
+"""The built-in tasks and the suite as lm-evaluation-harness gets them."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import datasets
+import evaluate
+import pytest
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from wedlm_hf.cli import NANO
+from wedlm_hf.eval import harness, nano_tasks
+from wedlm_hf.eval.harness import TASKS_FOLDER
+from wedlm_hf.eval.tasks import TASKS, Sample, generate_samples, is_correct
+
+
+def rows(path) -> list[dict]:
+    return [json.loads(line) for line in open(path, encoding="utf-8")]
+
+
+@pytest.mark.parametrize("name", [*TASKS, "choice", "text"])
+def test_documents_follow_the_seed_and_none_is_a_few_shot_example(tmp_path, name):
+    files = nano_tasks.write_documents(tmp_path, name, 6, 1)
+    test, fewshot = rows(files["test"]), rows(files["fewshot"])
+    assert len(test) == 6 and len(fewshot) == nano_tasks.FEWSHOT
+    assert not [row for row in test if row in fewshot]
+    others = nano_tasks.write_documents(tmp_path, name, 6, 2)
+    assert rows(others["test"]) != test
+    if name in TASKS:
+        expected = [
+            {"task": s.task, "messages": s.messages, "answer": s.answer}
+            for s in generate_samples(name, 6, 1, "heldout")
+        ]
+        assert test == expected
+
+
+def test_documents_that_are_there_are_left_alone_and_damaged_ones_are_made_anew(tmp_path):
+    file = Path(nano_tasks.write_documents(tmp_path, "counting", 3, 1)["test"])
+    text, before = file.read_text(), file.stat().st_mtime_ns
+    nano_tasks.write_documents(tmp_path, "counting", 3, 1)
+    assert file.stat().st_mtime_ns == before
+    file.write_text(text[:20])
+    nano_tasks.write_documents(tmp_path, "counting", 3, 1)
+    assert file.read_text() == text and not list(tmp_path.glob(".*"))
+
+
+def test_exactly_one_choice_is_right(tmp_path):
+    seen = set()
+    for row in rows(nano_tasks.write_documents(tmp_path, "choice", 48, 1)["test"]):
+        sample = Sample(row["task"], row["messages"], row["answer"])
+        assert len(set(row["choices"])) == 4
+        assert [is_correct(sample, choice) for choice in row["choices"]] == [i == row["label"] for i in range(4)]
+        seen.add(row["task"])
+    assert seen == set(TASKS)
+
+
+def test_an_unknown_name_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`dataset_name` must be one of counting, .*, choice, text, got 'chess'"):
+        nano_tasks.write_documents(tmp_path, "chess", 1, 1)
+
+
+def test_the_metric_loads_from_its_file_and_scores_like_the_tasks(tmp_path):
+    sample = next(generate_samples("json", 1, 1, "heldout"))
+    row = {"task": sample.task, "messages": sample.messages, "answer": sample.answer}
+    spaced = json.dumps(json.loads(sample.answer), indent=1)
+    metric = evaluate.load(str(TASKS_FOLDER.parent / "right_answer.py"), cache_dir=str(tmp_path), keep_in_memory=True)
+    computed = metric.compute(predictions=[spaced, "{}", sample.answer], references=[json.dumps(row)] * 3)
+    assert computed == {"right": pytest.approx(2 / 3)}
+    assert nano_tasks.score(row, [spaced]) == {"right": 1} and nano_tasks.score(row, ["{}"]) == {"right": 0}
+
+
+# --- the suite ----------------------------------------------------------------------------------
+
+LETTERS = {"label": ["A", "B", "C", "D"], "text": ["one", "two", "three", "four"]}
+SHOTS = {
+    "arc_challenge": 0,
+    "arc_easy": 0,
+    "hellaswag": 10,
+    "mmlu_anatomy": 5,
+    "gsm8k": 3,
+    "minerva_math_algebra": 4,
+    "gpqa_diamond_n_shot": 5,
+    "mbpp": 3,
+    "humaneval": 4,
+    "humaneval_plus": 4,
+}
+
+
+def look_alike(path, name=None, **kwargs):
+    """Twelve documents in the form of a benchmark's."""
+    program = {
+        "prompt": "def f(x):\n",
+        "canonical_solution": "    return x\n",
+        "test": "def check(f): pass",
+        "entry_point": "f",
+    }
+    choice = {"question": "Which?", "choices": ["one", "two", "three", "four"], "answer": 1, "subject": "x"}
+    documents = {
+        "allenai/ai2_arc": {"question": "Which?", "choices": LETTERS, "answerKey": "B"},
+        "Rowan/hellaswag": {"ctx_a": "A", "ctx_b": "b", "activity_label": "C", "endings": ["d", "e"], "label": "1"},
+        "cais/mmlu": choice,
+        "openai/gsm8k": {"question": "1 + 1?", "answer": "2\n#### 2"},
+        "Idavidrein/gpqa": {"Question": "Which?", "Correct Answer": "a"}
+        | {f"Incorrect Answer {n}": f"w{n}" for n in (1, 2, 3)},
+        "google-research-datasets/mbpp": {"text": "Add.", "code": "x", "test_list": ["assert 1"] * 3, "task_id": 1},
+        "openai/openai_humaneval": program,
+        "evalplus/humanevalplus": program,
+    }
+    document = next(
+        value for key, value in documents.items() if key == path or key.split("/")[1] == path.split("/")[-1]
+    )
+    split = datasets.Dataset.from_list([document | {"number": str(n)} for n in range(12)])
+    return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test", "dev"), split))
+
+
+@pytest.mark.slow
+def test_the_suite_names_tasks_of_the_harness_and_runs_them_with_the_papers_shots_and_settings(monkeypatch, tmp_path):
+    class CodeEval:
+        def compute(self, references, predictions, k):
+            return {"pass@1": 1.0}, None
+
+    manager = TaskManager(include_path=str(TASKS_FOLDER))
+    suite = load_yaml(TASKS_FOLDER / "paper.yaml")
+    names = [child.get("task") or child["group"] for child in suite["task"]]
+    assert not [name for name in names if name not in manager.task_index]
+
+    monkeypatch.setattr(datasets, "load_dataset", look_alike)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(evaluate, "load", lambda name: CodeEval())
+    # Its extra packages are not among those of the tests, and one of MMLU's 57 parts is enough.
+    suite["task"] = [child for child in suite["task"] if child.get("group") != "minerva_math"]
+    suite["task"] = [
+        {"task": "mmlu_anatomy", **{k: v for k, v in child.items() if k != "group"}}
+        if child.get("group") == "mmlu"
+        else child
+        for child in suite["task"]
+    ]
+    settings = suite["metadata"]
+    manager.task_index["wedlm_paper"].cfg = suite
+    manager.task_index["wedlm_paper"].yaml_path = None
+    results = harness.evaluate(
+        model="wedlm",
+        model_args={"pretrained": str(NANO)} | settings["model_args"],
+        tasks=["wedlm_paper"],
+        gen_kwargs=settings["gen_kwargs"] | {"max_gen_toks": 8},
+        task_manager=manager,
+        limit=1,
+        bootstrap_iters=0,
+        confirm_run_unsafe_code=True,
+        device="cpu",
+    )
+    shots = results["n-shot"]
+    assert {name: shots[name] for name in SHOTS if name in shots} == {
+        name: count for name, count in SHOTS.items() if name != "minerva_math_algebra"
+    }
+    prompts = {name: entries[0]["arguments"][0] for name, entries in results["samples"].items()}
+    assert prompts["arc_easy"][0] == "Question: Which?\nA. one\nB. two\nC. three\nD. four\nAnswer:"
+    assert prompts["arc_easy"][1] == " A"
+    assert prompts["humaneval"][0] == "def f(x):\n    return x\n\n\n" * 4 + "def f(x):\n"
+    for name in ("gsm8k", "mbpp", "humaneval", "humaneval_plus"):
+        options = prompts[name][1]
+        assert (options["temperature"], options["do_sample"]) == (0.1, True) and options["until"]
+    decoding = results["config"]["decoding"]
+    chosen = ("strategy", "verification", "window_size", "entropy_threshold", "distance_penalty")
+    assert [decoding[name] for name in chosen] == ["wedlm", "none", 6, 0, 0.1]
+    statistics = results["config"]["decoding_statistics"]
+    assert statistics["pooled"]["tokens_per_forward"] <= 1 and len(statistics["tasks"]) == 4
+
+
+def test_the_suite_leaves_what_is_given_alone_and_other_models_their_decoding():
+    given = Namespace(
+        model="wedlm", tasks=None, gen_kwargs={"temperature": 0.5}, model_args={"pretrained": "x", "window_size": 8}
+    )
+    harness._apply_suite(given, "paper")
+    assert given.tasks == ["wedlm_paper"] and given.gen_kwargs["temperature"] == 0.5
+    assert given.gen_kwargs["max_gen_toks"] == 512
+    assert given.model_args == {
+        "pretrained": "x",
+        "strategy": "wedlm",
+        "verification": "none",
+        "window_size": 8,
+        "entropy_threshold": 0,
+        "distance_penalty": 0.1,
+    }
+    other = Namespace(model="hf", tasks=["gsm8k"], gen_kwargs=None, model_args={"pretrained": "x"})
+    harness._apply_suite(other, "paper")
+    assert other.tasks == ["gsm8k"] and other.model_args == {"pretrained": "x"}
