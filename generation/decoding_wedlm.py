@@ -292,11 +292,24 @@ class ParallelDecoder:
             # A criterion may tell rows apart by their index: it gets a batch in which this row is where it should be.
             sequence = sequence.expand(len(prompt_ids), -1)
             for length in range(known + 1, sequence.shape[1] + 1):
-                if self.stopping_criteria(sequence[:, :length], None)[row]:
+                if self._is_stopped(sequence[:, :length], row):
                     run[entry] = pending + length - known
                     stopped[entry] = True
                     break
         return run, stopped
+
+    def _is_stopped(self, sequence: torch.Tensor, row: int) -> bool:
+        """Whether a criterion holds for this row. Raises `ValueError` for one that answers for all rows at once."""
+        is_stopped = False
+        for criterion in self.stopping_criteria:
+            answer = torch.as_tensor(criterion(sequence, None))
+            if answer.ndim == 0 and len(sequence) > 1:
+                raise ValueError(
+                    f"{type(criterion).__name__} answers for all rows together, but here rows advance at paces of "
+                    "their own: generate one prompt at a time, or use `stop_strings` or `strategy='ar'`."
+                )
+            is_stopped |= bool(answer.expand(len(sequence))[row])
+        return is_stopped
 
     def _count(self, order: PhysicalOrder, slide: Slide, before: list[int], ahead: list[int], masks: int) -> None:
         """Statistics of a step, and what the pacer learns from it.

@@ -309,6 +309,17 @@ def test_a_criterion_that_goes_by_row_index_sees_each_row_in_its_place(model):
     assert output.stats.new_tokens.tolist() == [2, 3, 4]
 
 
+def test_a_criterion_that_answers_for_the_whole_batch_is_refused_beside_other_rows(model):
+    class StopAllAtSeven(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return input_ids.shape[1] >= 7
+
+    criteria = StoppingCriteriaList([StopAllAtSeven()])
+    assert len(tail(model.generate(PROMPT, **FAST, stopping_criteria=criteria))) == 2
+    with pytest.raises(ValueError, match="StopAllAtSeven answers for all rows together"):
+        model.generate(PROMPT.repeat(2, 1), **FAST, stopping_criteria=criteria)
+
+
 @pytest.mark.parametrize("options", [FAST, EXACT])
 def test_stop_strings_end_each_row_where_the_text_holds_one(model, options):
     tokenizer = tiny_tokenizer()
