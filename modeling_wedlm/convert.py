@@ -100,6 +100,7 @@ def convert(
             reloaded = AutoTokenizer.from_pretrained(folder)
             if reloaded.mask_token_id != mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(f"The tokenizer of {str(source)!r} does not survive being saved and loaded again.")
+        model.name_or_path = model.config.name_or_path = str(target)  # an adapter of it is loaded onto this
     copied = len(model.state_dict()) - len(model.all_tied_weights_keys)
     missing, unexpected = tuple(info["missing_keys"]), tuple(info["unexpected_keys"])
     return Conversion(model, tokenizer, mask_token_id, mask_row, copied, missing, unexpected)

@@ -345,7 +345,7 @@ def test_evaluation_divides_sums_over_tokens_once_whatever_the_batches(tmp_path)
         if not any(word in name for word in ("runtime", "second", "time")):
             assert results[1][name] == pytest.approx(value, rel=1e-5), name
 
-    fixed = {"block_size": 4, "num_eos": 1, "ratio_sampler": "stratified", "seed": 42}
+    fixed = {"block_size": 4, "num_eos": 1, "ratio_sampler": "stratified", "seed": 0}
     collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), **fixed)
     ar, bound, ratios, offsets = [], [], {}, {}
     trainer = trainer_on(tmp_path, eval_dataset=MESSAGES)

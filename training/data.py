@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,13 +31,13 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
 
     Args:
         name: path of a `.jsonl`, `.json` or `.parquet` file; else a folder or Hub id.
-        split: of a folder or Hub id.
+        split: of a folder or Hub id, such as `"train[:100]"`. A file is one split, of any name; slices hold there too.
         config_name: of a Hub id.
         streaming: read while training instead of before.
 
     Raises:
         FileNotFoundError: for a file that is not there.
-        ValueError: for a malformed line of a JSONL file, with its number.
+        ValueError: for a malformed line of a JSONL file, with its number, and a `config_name` beside a file.
     """
     path = Path(name)
     builder = _BUILDERS.get(path.suffix)
@@ -46,11 +47,15 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
         return load_dataset(name, config_name, split=split, streaming=streaming)
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {name!r}.")
+    if config_name is not None:
+        raise ValueError(
+            f"A configuration belongs to a dataset of the Hub, not to the file {name!r}: {config_name!r}."
+        )
     if path.suffix == ".jsonl":
         # A stream would break off in the middle of training, and pyarrow reads any bytes as text.
         _check_jsonl(path, parse=streaming or os.path.getsize(path) == 0)
     try:
-        return load_dataset(builder, data_files=str(path), split="train", streaming=streaming)
+        return load_dataset(builder, data_files=str(path), split=re.sub(r"^\w+", "train", split), streaming=streaming)
     except (DatasetGenerationError, ValueError) as error:
         if path.suffix == ".jsonl":
             _check_jsonl(path, parse=True)
@@ -146,6 +151,8 @@ def _check_tokens(example: Mapping[str, Any], where: str) -> None:
         tokens = torch.zeros(0, 0)
     if tokens.ndim != 1 or (len(tokens) and tokens.is_floating_point()):
         raise ValueError(f"{where}: `input_ids` must be a list of integers, got {example['input_ids']!r:.80}.")
+    if example.get("document_ids") is not None:
+        raise ValueError(f"{where}: say the lengths of packed documents by `seq_lengths`, not by `document_ids`.")
     for column in ("labels", "assistant_masks", "completion_mask"):
         if example.get(column) is not None and len(example[column]) != len(tokens):
             counts = f"{len(example[column])} and {len(tokens)} entries"

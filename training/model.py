@@ -40,6 +40,15 @@ def with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
     return peft_config
 
 
+def check_base(name: str) -> None:
+    """Raises `ValueError` where an adapter's base model is a checkpoint that WeDLM cannot load again."""
+    if name and AutoConfig.from_pretrained(name).model_type != "wedlm":
+        raise ValueError(
+            f"An adapter is loaded onto the checkpoint that it was trained on, and {name!r} is not a WeDLM one. "
+            f"Convert it first, `wedlm convert {name} FOLDER`, and train on FOLDER."
+        )
+
+
 def load_model(
     name: str, args: WeDLMSFTConfig, tokenizer: PreTrainedTokenizerBase | None, quantization_config: Any
 ) -> tuple[Any, PreTrainedTokenizerBase]:

@@ -1,6 +1,7 @@
 """Supervised fine-tuning, instruction tuning and adaptation from AR on TRL's `SFTTrainer`."""
 
 import copy
+import math
 import os
 import time
 from collections import Counter
@@ -45,7 +46,15 @@ from .data import (
     kind_of,
 )
 from .metrics import divide, evaluation_sums
-from .model import check_template, check_vocabulary, load_model, mask_row_is_new, prepare_quantized, with_mask_row
+from .model import (
+    check_base,
+    check_template,
+    check_vocabulary,
+    load_model,
+    mask_row_is_new,
+    prepare_quantized,
+    with_mask_row,
+)
 from .saving import WholeSaves, check_resumable, newest_complete_checkpoint
 from .sft_config import WeDLMSFTConfig
 
@@ -118,6 +127,8 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
         example = first_example(train_dataset, "train")
         if formatting_func is None:
             _check_first(example, "train", args)
+        if peft_config is not None:
+            check_base(model if isinstance(model, str) else model.config.name_or_path)
         init_kwargs = args.model_init_kwargs
         if isinstance(model, str):
             model, processing_class = load_model(model, args, processing_class, quantization_config)
@@ -194,6 +205,12 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
 
         with PartialState().main_process_first():
             splits = packing and args.packing_strategy == "bfd_split"
+            has_responses = args.assistant_only_loss or self.completion_only_loss
+            if splits and has_responses:
+                raise ValueError(
+                    "`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': an answer without its "
+                    "question cannot be learnt."
+                )
             limit = None if splits else args.max_length
             columns = [name for name in first_example(dataset, dataset_name) if name not in ("input_ids", "labels")]
             mapping: dict[str, Any] = {"desc": f"Fitting {dataset_name} dataset", "num_proc": args.dataset_num_proc}
@@ -206,7 +223,6 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
             if is_map:
                 fates.update(dataset["fate"])
                 stops = [stop for stop, fate in zip(dataset["stops"], dataset["fate"], strict=True) if fate == WHOLE]
-                has_responses = args.assistant_only_loss or self.completion_only_loss
                 dataset = dataset.filter(lambda fate: fate in (WHOLE, SHORTENED), input_columns="fate")
             else:
                 counts = torch.zeros(len(FATES) + 1, dtype=torch.int64).share_memory_()
@@ -288,6 +304,16 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
                 "`learning_rate` or `max_grad_norm`, or bf16 in place of fp16, usually helps."
             )
         return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """The parent's; a gradient that is not finite ends the training too (fp16's scaler skips such steps)."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if grad_norm is not None and self.accelerator.scaler is None and not math.isfinite(float(grad_norm)):
+            raise FloatingPointError(
+                f"The gradient norm of step {self.state.global_step + 1} is {float(grad_norm)}: training ends before "
+                "it reaches the weights."
+            )
+        return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The parent's, with the throughput and both parts of the loss since the last training log.
@@ -400,10 +426,14 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
         for name, counts in self._stream_fates.items():
             report = self.data_reports[name] = DataReport(name, Counter(dict(enumerate(counts.tolist()))))
             logger.log(_level(report), str(report))
+            if name == "train" and not report.kept:
+                raise _nothing_to_train_on(report)
         return output
 
 
 _EVALUATION: dict[str, Any] = {
+    "seed": 0,
+    "block_alignment": "absolute",
     "ratio_sampler": "stratified",
     "suffix_probability": 0.0,
     "loss_weighting": "ratio",

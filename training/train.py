@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = TrlParser(kinds, prog="wedlm train [recipe.yaml]")
     try:
         run(*parser.parse_args_and_config(words))
-    except (OSError, ValueError, FloatingPointError, ImportError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, FloatingPointError, ImportError, SafetensorError, TemplateError) as error:
         print(f"Error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
