@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from .sweep import AR, STREAMING, VERIFIED
 
 BLOCKS = ("summary", "tasks", "setup", "trends", "front")
+_NUMBER = re.compile(r"([+−–\d-].{0,24})?")  # with its unit or error
 _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", flags=re.DOTALL)
 
 
@@ -89,7 +90,7 @@ def as_markdown(table: Table) -> str:
     """Aligned in its source too: columns with words to the left, numbers to the right."""
     header, rows = table
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    numeric = [all(not cell or cell[0] in "+−-–0123456789" for cell in column) for column in zip(*rows, strict=True)]
+    numeric = [all(_NUMBER.fullmatch(cell) for cell in column) for column in zip(*rows, strict=True)]
     numeric = [False, *(numeric or [True] * len(header))[1:]]
 
     def line(cells: Sequence[str]) -> str:

@@ -258,14 +258,14 @@ def _sign(difference: float, error: float, critical: float) -> int | None:
     return 1 if difference > 0 else -1
 
 
-def trends(sample: Sample, rows: Sequence[Mapping[str, Any]], text: EntropyEffect) -> list[Check]:
+def trends(sample: Sample, rows: Sequence[Mapping[str, Any]], texts: Sequence[EntropyEffect]) -> list[Check]:
     """Checks of what the paper reports: effects of τ and λ (Fig. 4a–b), streaming against block-wise (Fig. 4c), speed
     by entropy of the text (§6.6).
 
     Args:
         sample: of the sweep.
         rows: of the sweep.
-        text: of the headline prompts.
+        texts: of the headline prompts, by decoder.
     """
     named = {(row["decoder"], *(row[field] for field in FIELDS)): row["name"] for row in rows}
     steps, against_block, penalised = [], [], []
@@ -293,7 +293,7 @@ def trends(sample: Sample, rows: Sequence[Mapping[str, Any]], text: EntropyEffec
         compare(sample, "Streaming is faster than block-wise at every τ", _FORWARDS, against_block),
         compare(sample, "Streaming is faster than block-wise at every τ", _CLOCK, against_block),
         cacheability,
-        *text.checks(),
+        *(check for text in texts for check in text.checks()),
     ]
 
 
@@ -303,9 +303,9 @@ class EntropyEffect:
     The third of the prompts with the least entropy is set against the third with the most.
     """
 
-    def __init__(self, sample: Sample, decoder: str):
+    def __init__(self, sample: Sample, name: str, decoder: str):
         measured = sample.measured
-        self.sample, self.decoder = sample, decoder
+        self.sample, self.name, self.decoder = sample, name, decoder
         self.entropies = measured.entropies
         counts, times = measured.counts[decoder], measured.times[decoder]
         self.tokens_per_forward = counts[:, 2] / counts[:, 3]
@@ -318,8 +318,8 @@ class EntropyEffect:
         timed = self.entropies[list(measured.timed)]
         ones = torch.ones(len(timed), dtype=torch.float64)
         return [
-            self._check("tokens per forward", self.entropies, counts[:, 2], counts[:, 3], ""),
-            self._check("speed against AR", timed, self.speeds, ones, "×"),
+            self._check(f"tokens per forward, {self.name}", self.entropies, counts[:, 2], counts[:, 3], ""),
+            self._check(f"speed against AR, {self.name}", timed, self.speeds, ones, "×"),
         ]
 
     def _check(
@@ -367,7 +367,7 @@ class EntropyEffect:
                 "speed": row["speed"],
             }
         return {
-            "decoder": self.decoder,
+            "decoder": self.name,
             "tasks": tasks,
             "prompts": [
                 {

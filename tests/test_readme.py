@@ -32,6 +32,7 @@ HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 SHORTER = {
     "examples/wedlm-nano/train.py": ["--max-steps", "2", "--batch-size", "2"],
     "wedlm bench": "--count 1 --repeats 1 --batch-sizes 1 --max-new-tokens 8".split(),
+    "wedlm trace": "--repeats 1 --max-new-tokens 8".split(),
     "wedlm report": "--count 1 --sweep-count 1 --timed 1 --sweep-timed 1 --repeats 1 --threads 1 --windows 6 "
     "--thresholds 0.8 --penalties 0.1 --draft-thresholds 0.8 --max-new-tokens 8 --max-loss 100".split(),
 }

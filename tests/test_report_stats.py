@@ -194,8 +194,8 @@ def paper_like(strategy, tau, lam, *, sign=1, quality=1.0, noise=0):
 
 def verdicts(make, **options):
     sample, rows = swept(make, **options)
-    text = EntropyEffect(sample, rows[-1]["name"])
-    return [check.verdict for check in trends(sample, rows, text)]
+    text = EntropyEffect(sample, "wedlm", rows[-1]["name"])
+    return [check.verdict for check in trends(sample, rows, [text])]
 
 
 def test_what_is_as_the_paper_reports_holds_and_its_mirror_image_does_not():
@@ -230,7 +230,7 @@ def test_one_comparison_against_a_claim_makes_it_mixed():
 
 def test_no_difference_at_all_is_said():
     sample, rows = swept(lambda *setting: constant())
-    check = trends(sample, rows, EntropyEffect(sample, "AR"))[STREAMING]
+    check = trends(sample, rows, [EntropyEffect(sample, "AR", "AR")])[STREAMING]
     assert check.verdict == FAILS
     assert "3 with no difference at all" in check.evidence
     assert [comparison["sign"] for comparison in check.comparisons] == [None] * 3
@@ -240,7 +240,7 @@ def test_few_prompts_decide_nothing_and_missing_settings_are_named():
     assert set(verdicts(paper_like, prompts=4)[:TEXT]) == {OPEN}
     candidates = Grid(windows=(4,), thresholds=(0.1,), penalties=(0.1,), decoders=("wedlm",)).candidates()
     sample = Sample(measured(dict.fromkeys(candidates, constant())))
-    checks = trends(sample, sweep_rows(sample, candidates), EntropyEffect(sample, "AR"))
+    checks = trends(sample, sweep_rows(sample, candidates), [EntropyEffect(sample, "AR", "AR")])
     assert [check.verdict for check in checks[:TEXT]] == [MISSING] * 6
     assert "no two settings that show it" in checks[0].evidence
 
@@ -252,7 +252,7 @@ def test_low_entropy_text_is_compared_with_high_entropy_text(slow, verdict):
         return 1.0, 36, forwards, 60, forwards / 36
 
     sample = Sample(measured({"AR": constant(tokens=36, forwards=36), "wedlm": decoder}))
-    effect = EntropyEffect(sample, "wedlm")
+    effect = EntropyEffect(sample, "wedlm", "wedlm")
     checks = effect.checks()
     assert [check.verdict for check in checks] == [verdict] * 2
     assert f"{slow / 4.5:.1f}" in checks[0].evidence or verdict == OPEN
@@ -262,9 +262,9 @@ def test_low_entropy_text_is_compared_with_high_entropy_text(slow, verdict):
 
 def test_entropy_is_not_compared_over_too_few_prompts():
     sample = Sample(measured({"AR": constant()}, prompts=14))
-    assert {check.verdict for check in EntropyEffect(sample, "AR").checks()} == {MISSING}
+    assert {check.verdict for check in EntropyEffect(sample, "AR", "AR").checks()} == {MISSING}
     same = Sample(measured({"AR": constant()}, entropies=torch.zeros(PROMPTS, dtype=torch.float64)))
-    assert {check.verdict for check in EntropyEffect(same, "AR").checks()} == {MISSING}
+    assert {check.verdict for check in EntropyEffect(same, "AR", "AR").checks()} == {MISSING}
 
 
 def test_rank_correlation_shares_the_ranks_of_ties():
