@@ -128,7 +128,7 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
         if formatting_func is None:
             _check_first(example, "train", args)
         if peft_config is not None:
-            check_base(model if isinstance(model, str) else model.config.name_or_path)
+            check_base(model if isinstance(model, str) else str(model.config.name_or_path or ""))
         init_kwargs = args.model_init_kwargs
         if isinstance(model, str):
             model, processing_class = load_model(model, args, processing_class, quantization_config)
