@@ -51,6 +51,8 @@ SUITES = {"paper": "wedlm_paper"}
 
 Likelihood = Literal["ar", "elbo"]
 
+logger = logging.getLogger("lm_eval.wedlm")  # shown as the harness shows its own
+
 _DECODING = tuple(name for name in SETTING_NAMES if name != "output_trace")
 _STATISTICS = (
     *("prompts", "new_tokens", "forwards", "token_instances", "seconds"),
@@ -142,6 +144,7 @@ class WeDLMHarnessLM(HFLM):
         self.bounds: dict[str, Bound] = {}
         self.standard_errors: dict[tuple[str, int, int], float] = {}
         self._task = ""
+        self._is_templated = False
         self._scored: list[Bound] = []
         self._found_batch_size: int | None = None
         # Chosen by the parent from lists that only transformers' own models are on.
@@ -170,6 +173,11 @@ class WeDLMHarnessLM(HFLM):
             )
         return super().chat_template(chat_template)
 
+    def apply_chat_template(self, *args: Any, **kwargs: Any) -> str:
+        """The parent's."""
+        self._is_templated = True
+        return str(super().apply_chat_template(*args, **kwargs))
+
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
         """The parent's, which looks at the model's whole context if there are no requests: once is enough."""
         if requests is not None:
@@ -180,6 +188,11 @@ class WeDLMHarnessLM(HFLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The parent's, one task after the other, so that each has statistics of its own."""
+        if self.tokenizer.chat_template and not self._is_templated:
+            logger.warning(
+                "The checkpoint has a chat template, and the prompts go in without it: a model that was trained on "
+                "conversations alone needs `--apply_chat_template`."
+            )
         by_task: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_task.setdefault(request.task_name or "", []).append(index)

@@ -49,9 +49,15 @@ def summary(report: Mapping[str, Any]) -> list[str]:
         for name in (VERIFIED, STREAMING)
         if name in rows
     ]
+    prompts = rows[AR]["prompts"]
+    if prompts < FEW_PROMPTS:
+        lines.append(f"These rest on {prompts} prompts: too few to decide by.")
     by_verdict = {verdict: sum(check["verdict"] == verdict for check in report["trends"]) for verdict in VERDICTS}
-    found = ", ".join(f"{count} {verdict}" for verdict, count in by_verdict.items() if count)
-    return [*lines, f"Of {len(report['trends'])} checks of what the paper reports: {found}."]
+    found = ", ".join(f"“{verdict}” {count}" for verdict, count in by_verdict.items() if count)
+    return [*lines, f"{len(report['trends'])} checks of what the paper reports: {found}."]
+
+
+FEW_PROMPTS = 50
 
 
 _NAMES = {VERIFIED: "Verified decoding", STREAMING: "Streaming decoding without verification"}
@@ -64,7 +70,9 @@ def chosen(report: Mapping[str, Any]) -> str:
     if name is None:
         fewest = min(report["data"]["counts"]["tuning"].values())
         coarse = (
-            f" One answer in {fewest} is {100 / fewest:.1f} points (--sweep-count)." if fewest * allowed < 100 else ""
+            f" With {fewest} prompts of a task, one answer is {100 / fewest:.1f} points."
+            if fewest * allowed < 100
+            else ""
         )
         return f"No setting of unverified streaming decoding loses {limit}.{coarse}"
     return f"The fastest setting of unverified streaming decoding, by tokens per forward, that loses {limit}: {name}."

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
 from .collator import BlockAlignment, LossWeighting
@@ -69,6 +70,8 @@ class WeDLMSFTConfig(SFTConfig):
     def __post_init__(self) -> None:
         if self.chat_template_path == "chatml":
             self.chat_template_path = str(CHATML)
+        if self.bf16 is None and not is_torch_bf16_gpu_available():
+            self.bf16 = False  # TRL's default is on wherever training runs
         super().__post_init__()
         for name in ("eval_decoding_samples", "eval_decoding_tokens"):
             if getattr(self, name) < 0:

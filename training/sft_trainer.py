@@ -419,7 +419,7 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
             resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if resume_from_checkpoint:
             check_resumable(Path(resume_from_checkpoint))
-        if not os.access(str(self.args.output_dir), os.W_OK):
+        if self.args.should_save and not os.access(str(self.args.output_dir), os.W_OK):
             raise PermissionError(f"`output_dir` cannot be written to: {str(self.args.output_dir)!r}.")
         self._log_time = time.perf_counter()
         output = super().train(resume_from_checkpoint, *args, **kwargs)

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words and not words[0].startswith("-"):
         words.insert(0, "--config")
     kinds: Any = (DataConfig, WeDLMSFTConfig, ModelConfig)
-    parser = TrlParser(kinds, prog="wedlm train [recipe.yaml]")
+    parser = TrlParser(kinds, prog="wedlm train [recipe.yaml]", allow_abbrev=False)
     try:
         run(*parser.parse_args_and_config(words))
     except (OSError, ValueError, TypeError, FloatingPointError, ImportError, SafetensorError, TemplateError) as error:
