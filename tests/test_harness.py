@@ -1,6 +1,7 @@
 """lm-evaluation-harness with our model: answers, likelihoods, statistics and errors, on wedlm-nano and tiny models."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -394,6 +395,15 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_other_settings_get_no_a
     calls += [1] * 10
     run(manager, tasks, {"strategy": "wedlm", "window_size": 2}, **cache)
     assert len(calls) == 10 + 2 * COUNT
+
+
+@pytest.mark.parametrize("is_templated", [True, False])
+def test_prompts_without_the_chat_template_of_the_checkpoint_are_warned_of(manager, caplog, is_templated):
+    with caplog.at_level("WARNING", logger="lm_eval.wedlm"):
+        logging.getLogger("lm_eval.wedlm").addHandler(caplog.handler)  # the harness keeps its logs to itself
+        run(manager, ["wedlm_nano_chat"], limit=1, apply_chat_template=is_templated)
+        logging.getLogger("lm_eval.wedlm").removeHandler(caplog.handler)
+    assert any("without it" in message for message in caplog.messages) != is_templated
 
 
 # --- the command line ---------------------------------------------------------------------------

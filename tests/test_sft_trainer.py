@@ -521,3 +521,15 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_the_training(tmp_path
 def test_an_empty_stream_is_refused(tmp_path):
     with pytest.raises(ValueError, match="The train dataset is empty"):
         trainer_on(tmp_path, IterableDataset.from_generator(lambda: iter(())))
+
+
+def test_bf16_is_on_only_where_a_gpu_has_it_unless_it_is_asked_for(tmp_path, monkeypatch):
+    for has_bf16 in (True, False):
+        monkeypatch.setattr("wedlm_hf.training.sft_config.is_torch_bf16_gpu_available", lambda has=has_bf16: has)
+        assert WeDLMSFTConfig(str(tmp_path), use_cpu=True).bf16 is has_bf16
+    assert WeDLMSFTConfig(str(tmp_path), use_cpu=True, bf16=True).bf16 is True
+
+
+def test_packing_never_splits_an_answer_from_its_question(tmp_path):
+    with pytest.raises(ValueError, match="must be 'bfd' for data with responses, got 'bfd_split'"):
+        trainer_on(tmp_path, packing=True, packing_strategy="bfd_split")
