@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -124,13 +125,25 @@ def _state_file(path: Path) -> Path:
     checkpoints = [
         file for file in path.glob(f"checkpoint-*/{STATE}") if file.parent.name.rpartition("-")[2].isdigit()
     ]
-    checkpoints.sort(key=lambda file: int(file.parent.name.rpartition("-")[2]))
-    for file in (path / STATE, *reversed(checkpoints)):
-        if file.is_file():
-            return file
+    # A run that was resumed leaves the state of its first end behind.
+    files = [file for file in (path / STATE, *checkpoints) if file.is_file()]
+    if files:
+        return max(files, key=_step_of)
     raise FileNotFoundError(
         f"There is no {STATE} in {str(path)!r} or in a checkpoint of it: pass the `output_dir` of a training run."
     )
+
+
+def _step_of(file: Path) -> int:
+    """The last that it logged, the folder's for a checkpoint; what cannot be read counts as newest, and is told."""
+    number = file.parent.name.rpartition("-")[2]
+    if file.parent.name.startswith("checkpoint-") and number.isdigit():
+        return int(number)
+    try:
+        log = json.loads(file.read_text(encoding="utf-8"))["log_history"]
+        return max((int(entry["step"]) for entry in log), default=0)
+    except (ValueError, TypeError, KeyError):
+        return sys.maxsize
 
 
 def _read(name: str, file: Path) -> list[Run]:

@@ -38,7 +38,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from ..generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from ..modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
@@ -106,6 +106,23 @@ class Bound:
         }
 
 
+class _AnswerStops(StopStringCriteria):
+    """The parent's on the answer alone: a stop string that begins in the prompt is none.
+
+    Args:
+        tokenizer: the model's.
+        strings: to stop at.
+        start: width of the prompts.
+    """
+
+    def __init__(self, tokenizer: Any, strings: list[str], start: int):
+        super().__init__(tokenizer, strings)
+        self.start = start
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        return super().__call__(input_ids[:, self.start :], scores, **kwargs)
+
+
 @register_model("wedlm")
 class WeDLMHarnessLM(HFLM):
     """The harness' model of transformers, decoding in parallel.
@@ -145,6 +162,7 @@ class WeDLMHarnessLM(HFLM):
         self.standard_errors: dict[tuple[str, int, int], float] = {}
         self._task = ""
         self._is_templated = False
+        self._in_force: dict[str, WeDLMGenerationSettings] = {}
         self._scored: list[Bound] = []
         self._found_batch_size: int | None = None
         # Chosen by the parent from lists that only transformers' own models are on.
@@ -197,7 +215,8 @@ class WeDLMHarnessLM(HFLM):
         for index, request in enumerate(requests):
             by_task.setdefault(request.task_name or "", []).append(index)
             if index == 0 or request.args[1] != requests[index - 1].args[1]:
-                self._settings(request.args[1])
+                settings = self._settings(request.args[1])
+            self._in_force[request.task_name or ""] = settings
         answers: dict[int, str] = {}
         before, self.scores = self.scores, {}
         for self._task, indices in by_task.items():
@@ -217,12 +236,14 @@ class WeDLMHarnessLM(HFLM):
         ends = options.pop("eos_token_id", self.model.generation_config.eos_token_id)
         end_tokens = {*(ends if isinstance(ends, list) else [ends])} - {None}
         end_tokens |= {special[text] for text in stop if text in special}
-        if strings := [text for text in stop if text and text not in special]:
-            options |= {"stop_strings": strings, "tokenizer": self.tokenizer}
+        strings = [text for text in stop if text and text not in special]
+        criteria = [_AnswerStops(self.tokenizer, strings, context.shape[1])] if strings else []
         start = now(self.model)
-        output = super()._model_generate(
-            context, max_length, stop=[], eos_token_id=sorted(end_tokens), return_dict_in_generate=True, **options
-        )
+        # The parent's own criterion answers for a whole batch at once.
+        with patch("lm_eval.models.huggingface.stop_sequences_criteria", lambda *_: StoppingCriteriaList(criteria)):
+            output = super()._model_generate(
+                context, max_length, stop=[], eos_token_id=sorted(end_tokens), return_dict_in_generate=True, **options
+            )
         seconds = now(self.model) - start
         answers = output.sequences[:, context.shape[1] :]
         stats = getattr(output, "stats", None)
@@ -301,7 +322,11 @@ class WeDLMHarnessLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """The parent's, with the statistics of decoding and of likelihoods since the model was loaded."""
-        info = super().get_model_info() | {"decoding": asdict(self._settings({}))}
+        different = {*self._in_force.values()} or {self._settings({})}
+        info = super().get_model_info()
+        info["decoding"] = asdict(next(iter(different)))
+        if len(different) > 1:  # tasks may bring settings of their own
+            info["decoding"] = {task: asdict(settings) for task, settings in self._in_force.items()}
         if self.scores:
             of_task = {task: _statistics(score) for task, score in self.scores.items()}
             info["decoding_statistics"] = {"pooled": _statistics(pooled(self.scores)), "tasks": of_task}
@@ -399,7 +424,11 @@ def evaluate(**options: Any) -> dict[str, Any] | None:
     )
     options |= {"task_manager": manager, "tasks": load_tasks(manager, options.get("tasks") or [])}
     if options.get("use_cache") and is_ours:
-        digest = hashlib.sha256(json.dumps(arguments, sort_keys=True, default=str).encode()).hexdigest()
+        folder = Path(str(arguments.get("pretrained", "")))
+        files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json", ".bin"))
+        states = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if folder.is_dir()]
+        known = json.dumps([arguments, states], sort_keys=True, default=str)
+        digest = hashlib.sha256(known.encode()).hexdigest()
         options["use_cache"] += f"_{digest[:12]}"
     results: dict[str, Any] | None = _simple_evaluate(**options)
     if results is None or not is_ours:
@@ -525,7 +554,10 @@ def show(results: Mapping[str, Any]) -> None:
             )
             for task, numbers in {**statistics["tasks"], "all": statistics["pooled"]}.items()
         }
-        _print_table(f"Decoding: {_in_words(WeDLMGenerationSettings(**config['decoding']))}", header, rows)
+        decoding = config["decoding"]
+        is_one = "strategy" in decoding
+        words = _in_words(WeDLMGenerationSettings(**decoding)) if is_one else "each task with settings of its own"
+        _print_table(f"Decoding: {words}", header, rows)
     if tasks := config.get("likelihood", {}).get("tasks"):
         elbo = config["likelihood"]
         title = f"Block ELBO: {elbo['samples']} samples, B = {elbo['block_size']}, seed {elbo['seed']}; nats a token"
@@ -611,4 +643,5 @@ def _apply_suite(arguments: Any, suite: str) -> None:
     arguments.tasks = arguments.tasks or [SUITES[suite]]
     arguments.gen_kwargs = settings["gen_kwargs"] | (arguments.gen_kwargs or {})
     if arguments.model == "wedlm":  # another model decodes in its own way
-        arguments.model_args = settings["model_args"] | (arguments.model_args or {})
+        given = arguments.model_args or {}
+        arguments.model_args = given if given.get("strategy") == "ar" else settings["model_args"] | given

@@ -7,7 +7,6 @@ report_stats.py for what is made of it.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 import sys
@@ -33,6 +32,7 @@ from .report_page import as_csv, chosen, page, summary
 from .report_stats import EntropyEffect, Sample, areas, sweep_rows, trends
 from .sweep import AR, BLOCK, DECODERS, FIELDS, STREAMING, VERIFIED, Grid, choose, configured, write_settings
 from .tasks import Sample as Prompt
+from .trace import fingerprint
 
 # Verified decoding loses nothing to wide windows and bold drafts; the stored settings are for unverified decoding.
 WIDE: Options = {"window_size": 16, "entropy_threshold": 0.8}
@@ -81,7 +81,7 @@ class Request:
 
     def __post_init__(self) -> None:
         check_matplotlib()
-        if managed := [name for name in self.settings if name in _MANAGED]:
+        if managed := [name for name in self.settings if name in _MANAGED | _COUNTED_ON]:
             raise ValueError(f"`--set {managed[0]}` is decided by the report: leave it out.")
         for path in self.fill_files:
             try:
@@ -100,6 +100,7 @@ class Request:
 
 _MANAGED = {"strategy", "verification", "entropy_budget", "adaptive_window", "output_trace", *FIELDS}
 _MANAGED |= {"max_new_tokens", "do_sample"}
+_COUNTED_ON = {"num_beams", "use_cache", "return_dict_in_generate", "eos_token_id"}  # by what counts and cuts answers
 
 
 def run(
@@ -138,7 +139,7 @@ def run(
     stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
     machine = {"wedlm_hf": import_module("..", __package__).__version__, **environment(model)}
     decides = {
-        "model": weights_digest(model),
+        "model": fingerprint(model, tokenizer),
         "prompts": data.digest,
         "chat template": None if request.raw else tokenizer.chat_template,
         "generation config": _other_settings(model),
@@ -231,16 +232,6 @@ def write_report(report: Mapping[str, Any], request: Request) -> None:
 
 
 @torch.no_grad()
-def weights_digest(model: torch.nn.Module) -> str:
-    """Of names, shapes and at most 65,536 numbers of each tensor, spread evenly: other weights give another one."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        flat = tensor.flatten()
-        part = flat[:: -(-flat.numel() // 65_536) or 1].double().cpu()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + part.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _headline(
     decoders: Sequence[str], settings: Mapping[str, Any], budget: float | None
 ) -> dict[str, tuple[str, Options]]:

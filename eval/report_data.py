@@ -83,12 +83,13 @@ def file_data(name: str, text: str, count: int, sweep_count: int) -> Data:
         ValueError: for a malformed row, naming its line, and for fewer than two different prompts.
     """
     is_json = name.lower().endswith((".jsonl", ".ndjson", ".json"))
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"There is no prompt in {name!r}.")
     rows = [(number, _json_row(name, number, line) if is_json else _row(line.strip())) for number, line in lines]
     first, has_answers = rows[0][0], rows[0][1].answer is not None
     by_task: dict[str, dict[str, Sample]] = {}
+    seen: set[str] = set()  # of all tasks: no prompt is in both parts
     for number, row in rows:
         if (row.answer is not None) != has_answers:
             missing, present = (first, number) if row.answer is not None else (number, first)
@@ -97,7 +98,9 @@ def file_data(name: str, text: str, count: int, sweep_count: int) -> Data:
                 "or none."
             )
         sample = Sample(row.task, row.messages, row.answer or "")
-        by_task.setdefault(row.task, {}).setdefault(sample.prompt, sample)
+        if sample.prompt not in seen:
+            by_task.setdefault(row.task, {})[sample.prompt] = sample
+        seen.add(sample.prompt)
     tuning: list[Sample] = []
     headline: list[Sample] = []
     for samples in by_task.values():

@@ -9,6 +9,7 @@ such a decoder gets its prompts one at a time where quality is measured, too.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,6 +110,11 @@ class Part:
     decoders: Mapping[str, Options]
     timed: Sequence[int]
 
+    @property
+    def turn(self) -> str:
+        """Names those who take turns: times of another turn are of another moment, and never set against these."""
+        return hashlib.sha256("\n".join(self.decoders).encode()).hexdigest()[:8]
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -176,7 +182,9 @@ class Bench:
                 yield _Piece((f"{part.name} quality, {decoder}, {batch[0]}",), cost, batch, (decoder,))
         for index in part.timed:
             for repeat in range(self.repeats):
-                names = tuple(f"{part.name} speed, {decoder}, {index}, {repeat}" for decoder in part.decoders)
+                names = tuple(
+                    f"{part.name} speed {part.turn}, {decoder}, {index}, {repeat}" for decoder in part.decoders
+                )
                 yield _Piece(names, ALONE * len(names), [index], tuple(part.decoders), is_timed=True)
 
     def _measure(self, piece: _Piece, part: Part, store: Store) -> list[Any]:
@@ -215,7 +223,9 @@ class Bench:
             return torch.tensor([row for rows in kept for row in rows], dtype=torch.float64)[order]
 
         def timed(decoder: str, index: int) -> list[float]:
-            kept = [store.results[f"{part.name} speed, {decoder}, {index}, {r}"] for r in range(self.repeats)]
+            kept = [
+                store.results[f"{part.name} speed {part.turn}, {decoder}, {index}, {r}"] for r in range(self.repeats)
+            ]
             return [kept[0][0], median(seconds for _, seconds in kept)]
 
         return Measured(

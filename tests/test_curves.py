@@ -108,6 +108,8 @@ def test_the_log_is_found_in_the_folder_else_in_its_newest_checkpoint(tmp_path):
     assert load_runs([tmp_path / "run"])[0].metrics["loss"] == ([10], [1.0])
     state(tmp_path / "run", [{"step": 20, "loss": 1.0}])
     assert load_runs([tmp_path / "run"])[0].metrics["loss"] == ([20], [1.0])
+    state(tmp_path / "run" / "checkpoint-30", [{"step": 30, "loss": 1.0}])  # resumed after that, and still running
+    assert load_runs([tmp_path / "run"])[0].metrics["loss"] == ([30], [1.0])
     file = state(tmp_path, [{"step": 30, "loss": 1.0}], "other.json") / "other.json"
     (run,) = load_runs([file])
     assert run.name == "other.json" and run.metrics["loss"] == ([30], [1.0])

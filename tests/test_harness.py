@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+from argparse import Namespace
 
 import datasets
 import lm_eval
@@ -404,6 +405,33 @@ def test_prompts_without_the_chat_template_of_the_checkpoint_are_warned_of(manag
         run(manager, ["wedlm_nano_chat"], limit=1, apply_chat_template=is_templated)
         logging.getLogger("lm_eval.wedlm").removeHandler(caplog.handler)
     assert any("without it" in message for message in caplog.messages) != is_templated
+
+
+@pytest.mark.parametrize("strategy", ["wedlm", "ar"])
+def test_a_stop_string_that_begins_in_the_prompt_stops_nothing(strategy):
+    lm = WeDLMHarnessLM(str(NANO), strategy=strategy, batch_size=2, device="cpu")
+    questions = ("Count down from 97 to 61 by 4.", "Sort from largest to smallest: 31, 7, 86, 12, 54, 23")
+    contexts = [lm.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
+    assert all(context.endswith("assistant\n") for context in contexts)
+
+    def answers(*until):
+        options = {"until": list(until), "max_gen_toks": 60, "do_sample": False}
+        return lm.generate_until(instances("generate_until", *((text, options) for text in contexts)), True)
+
+    free = answers()
+    assert answers("\n" + free[0][0], "\n" + free[1][0]) == free
+    assert answers(free[0][4:6])[0] == free[0][: free[0].index(free[0][4:6])]
+
+
+def test_the_suite_leaves_its_settings_to_an_ar_baseline():
+    arguments = Namespace(tasks=None, gen_kwargs=None, model="wedlm", model_args={"strategy": "ar"})
+    harness._apply_suite(arguments, "paper")
+    assert arguments.model_args == {"strategy": "ar"} and arguments.gen_kwargs["max_gen_toks"] == 512
+
+
+def test_results_state_the_settings_that_the_requests_bring(manager):
+    results = run(manager, ["wedlm_nano_chat"], {"strategy": "wedlm"}, limit=1, gen_kwargs={"window_size": 3})
+    assert results["config"]["decoding"]["window_size"] == 3
 
 
 # --- the command line ---------------------------------------------------------------------------

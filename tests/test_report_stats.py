@@ -20,6 +20,7 @@ from wedlm_hf.eval.report_stats import (
     areas,
     spearman,
     staircase,
+    student_quantile,
     sweep_rows,
     trends,
 )
@@ -276,3 +277,14 @@ def test_rank_correlation_shares_the_ranks_of_ties():
         3 / math.sqrt(4.5 * 5)
     )
     assert math.isnan(spearman(first, torch.ones(4, dtype=torch.float64)))
+
+
+def test_quantiles_of_student_are_those_of_the_tables():
+    for probability, freedom, expected in (
+        (0.975, 5, 2.571),
+        (0.975, 11, 2.201),
+        (0.995, 11, 3.106),
+        (0.975, 599, 1.964),
+    ):
+        assert student_quantile(probability, freedom) == pytest.approx(expected, rel=3e-3)
+    assert student_quantile(0.975, 0) == float("inf")
