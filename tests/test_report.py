@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from wedlm_hf.eval.report_data import builtin_data, file_data
 from wedlm_hf.eval.sweep import DECODERS, Grid
 from wedlm_hf.eval.tasks import TASKS, generate_samples
 from wedlm_hf.eval.trace import fingerprint
-
-pytestmark = pytest.mark.skipif(not find_spec("matplotlib"), reason="matplotlib is an optional dependency")
 
 SMALL = "--windows 4 --thresholds 0.5,5 --penalties 0,0.5 --draft-thresholds 5 --max-new-tokens 6 --repeats 2".split()
 COUNTS = "--count 2 --sweep-count 1 --timed 1 --sweep-timed 1".split()
