@@ -29,7 +29,7 @@ def names_in(file: Path) -> set[str]:
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0])
 def test_code_and_test_of_each_entry_exist(entry):
     assert len(entry) == len(HEAD) == 4
-    for cell, folder in ((entry[2], r"\w+"), (entry[3], "tests")):
+    for cell, folder in ((entry[2], r"\w+(/\w+)*"), (entry[3], r"tests(/\w+)*")):
         references = re.findall(r"`([^`]+)`", cell)
         assert references, "an entry needs code and a test"
         for reference in references:

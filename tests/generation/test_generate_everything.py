@@ -30,7 +30,7 @@ from wedlm_hf.generation import WeDLMGenerateOutput, WindowCache
 
 TABLE = re.search(
     "<!-- options -->(.*)<!-- /options -->",
-    (Path(__file__).parents[1] / "docs" / "generation.md").read_text(encoding="utf-8"),
+    (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8"),
     re.DOTALL,
 )
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE[1].strip().splitlines()]

@@ -93,7 +93,7 @@ trainer.train()
 
 
 def run_and_be_killed(point: str, folder: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, "-c", KILLED, point, str(folder)], env=environment, capture_output=True, text=True
     )

@@ -17,7 +17,7 @@ from tiny import tiny_model
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 from wedlm_hf.training.callback import refuse_context_parallelism
 
-EXAMPLES = Path(__file__).parents[1] / "examples" / "distributed"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
 CONTEXT_PARALLEL = "context parallel"
 EQUAL = sorted(set(SCENARIOS) - {CONTEXT_PARALLEL, "sft"} - {name for name in SCENARIOS if "bf16" in name})
 

@@ -16,7 +16,7 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from trl import DPOConfig
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "dpo" / "train.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "dpo" / "train.py"
 SPEC = importlib.util.spec_from_file_location("dpo_example", SCRIPT)
 example = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(example)

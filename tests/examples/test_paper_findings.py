@@ -12,7 +12,7 @@ from tiny import START, tiny_model
 from wedlm_hf.eval.measure import decode
 
 pytest.importorskip("matplotlib")
-SCRIPT = Path(__file__).parents[1] / "examples" / "paper-findings" / "run.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "paper-findings" / "run.py"
 SPEC = importlib.util.spec_from_file_location("paper_findings", SCRIPT)
 run = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(run)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(name: str) -> ModuleType:

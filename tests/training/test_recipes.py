@@ -17,7 +17,7 @@ from wedlm_hf.training.sft_config import WeDLMSFTConfig
 from wedlm_hf.training.sft_trainer import _COLLATOR_FIELDS
 from wedlm_hf.training.train import DataConfig, main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
 
 QUICK = (
