@@ -9,7 +9,10 @@ from hypothesis import settings
 _HUB_CODE = tempfile.TemporaryDirectory(prefix="hub-code-")  # one for each test process; removed at exit
 
 # Worker processes find the shared helpers where pytest does.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+TESTS = Path(__file__).parent
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(TESTS), str(TESTS / "oracles"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_MODULES_CACHE"] = _HUB_CODE.name
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
