@@ -1,0 +1,144 @@
+"""Loading runs no code of a checkpoint, waits for no Hub that is not there, and its errors are clear."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from tiny import MASK, tiny_model, tiny_tokenizer
+
+from wedlm_hf.modeling_wedlm.loading import find_checkpoint, load_config_dict, load_model, load_tokenizer
+
+NOWHERE = "http://127.0.0.1:9"  # refuses connections
+LOADERS = [load_config_dict, load_model, load_tokenizer]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("original") / "checkpoint"
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(original, tmp_path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for file in original.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def python(code: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter, where nothing of ours is imported yet."""
+    everything = os.environ | environment
+    return subprocess.run([sys.executable, "-c", code], input=stdin, capture_output=True, text=True, env=everything)
+
+
+def test_a_checkpoint_loads_whole(checkpoint):
+    assert load_config_dict(checkpoint)["mask_token_id"] == MASK
+    assert load_tokenizer(checkpoint).mask_token_id == MASK
+    model = load_model(checkpoint, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    state = load_model(str(checkpoint)).state_dict()
+    for name, weight in tiny_model().state_dict().items():
+        assert torch.equal(weight, state[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_python_files_of_a_checkpoint_never_run_whatever_is_piped_in(checkpoint, file):
+    trap = checkpoint / "trap.py"
+    trap.write_text(f"open({str(checkpoint / 'ran')!r}, 'w')\n")
+    names = {"AutoConfig": "trap.A", "AutoModelForCausalLM": "trap.B", "AutoTokenizer": ["trap.C", "trap.C"]}
+    edit(checkpoint / file, auto_map=names, tokenizer_class="TrapTokenizer")
+    load = "from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer\n"
+    done = python(f"{load}load_model({str(checkpoint)!r})\nload_tokenizer({str(checkpoint)!r})", "y\n" * 9)
+    assert "Do you wish" not in done.stdout + done.stderr and not (checkpoint / "ran").exists()
+    if file == "tokenizer_config.json":
+        assert done.returncode == 1 and "needs Python code of its own, which is not run" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_saved_tokenizer_loads_without_our_package_and_without_a_question(checkpoint):
+    load = f"from transformers import AutoTokenizer\nt = AutoTokenizer.from_pretrained({str(checkpoint)!r}"
+    done = python(f"{load}, trust_remote_code=False)\nprint(t.mask_token)", "y\n")
+    assert (done.returncode, done.stdout) == (0, "<|mask|>\n"), done.stderr
+
+
+@pytest.mark.parametrize("load", LOADERS)
+def test_a_hub_id_that_is_not_cached_fails_at_once_without_a_connection(load, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", NOWHERE)
+    start = time.monotonic()
+    with pytest.raises(
+        OSError, match="'nobody/nothing' is no folder here and cannot be loaded as a Hub id: it is not"
+    ):
+        load("nobody/nothing")
+    assert time.monotonic() - start < 5
+
+
+@pytest.mark.slow
+def test_a_cached_hub_id_loads_at_once_without_a_connection(original, tmp_path):
+    repository = tmp_path / "models--someone--tiny"
+    shutil.copytree(original, repository / "snapshots" / ("0" * 40))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    code = """
+import time
+from wedlm_hf.modeling_wedlm.loading import load_config_dict, load_model, load_tokenizer
+start = time.monotonic()
+print(load_config_dict("someone/tiny")["model_type"], load_tokenizer("someone/tiny").mask_token)
+print(type(load_model("someone/tiny")).__name__, time.monotonic() - start < 5)
+"""
+    done = python(code, HF_HUB_CACHE=str(tmp_path), HF_ENDPOINT=NOWHERE)
+    assert done.stdout == "wedlm <|mask|>\nWeDLMForCausalLM True\n", done.stderr
+
+
+@pytest.mark.parametrize("load", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("", ValueError, "A checkpoint is a folder or a Hub id, got ''"),
+        (" ", ValueError, "A checkpoint is a folder or a Hub id, got ' '"),
+        ("./missing", FileNotFoundError, r"There is no checkpoint folder './missing'\."),
+        ("/missing", FileNotFoundError, r"There is no checkpoint folder '/missing'\."),
+        ("a/b/c", FileNotFoundError, r"There is no checkpoint folder 'a/b/c'\."),
+        (__file__, NotADirectoryError, "is a file"),
+        ("a b", ValueError, "a b"),
+    ],
+)
+def test_a_name_that_cannot_be_a_checkpoint_is_refused(load, name, error, message):
+    with pytest.raises(error, match=message):
+        load(name)
+
+
+def test_a_folder_without_its_files_is_refused(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"checkpoint' has no tokenizer\.json or vocab\.json or tokenizer\.model"
+    ):
+        load_tokenizer(checkpoint)
+    (checkpoint / "config.json").unlink()
+    for load in LOADERS:
+        with pytest.raises(FileNotFoundError, match=r"There is no checkpoint in '.*': it has no config\.json\."):
+            load(checkpoint)
+    with pytest.raises(FileNotFoundError, match=r"it has no weights\.gguf"):
+        find_checkpoint(checkpoint, file="weights.gguf")
+
+
+def test_pickled_weights_are_never_read(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    torch.save(tiny_model().state_dict(), checkpoint / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        load_model(checkpoint)
