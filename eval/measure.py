@@ -1,7 +1,8 @@
-"""What decoding costs and what it gives, counted from outside: the core of `wedlm generate`, `bench` and `report`.
+"""What decoding costs and what it gives, counted from outside: the core of all that compares decoders.
 
 Forwards are counted by a hook on the model and compared with the decoder's own statistics. Settings that are compared
 decode each prompt one right after the other, in one process, so that whatever else the machine does hits all of them.
+[`measure`] returns a row for each decoder, prompt and repeat; table.py makes numbers with errors of such rows.
 
 `B` prompts decoded together.
 """
@@ -27,13 +28,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_wedlm import WeDLMForCausalLM
-from .tasks import Sample, is_correct
+from .decoders import Options as Options
+from .prompts import LONGEST_ANSWER as LONGEST_ANSWER
+from .prompts import Prompt, answer_limit
+from .prompts import encode as encode
+from .prompts import encode_text as encode_text
 
-Options = Mapping[str, Any]
-"""Keywords of `generate`."""
-
-LONGEST_ANSWER = 160
-"""Limit of new tokens when answers to the tasks are scored: twice what the longest right ones take."""
+Row = dict[str, Any]
+"""One row of the table of measurements."""
 
 
 class ForwardCounter:
@@ -218,32 +220,6 @@ def load(
     return model, AutoTokenizer.from_pretrained(checkpoint)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Tokens of a conversation and of the header that asks for an answer."""
-    # Not verbose: what is too long is refused when it is decoded.
-    encoding: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-    )
-    return list(encoding["input_ids"])
-
-
-def encode_text(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: str, raw: bool) -> list[int]:
-    """Tokens of a prompt, as a user's turn or, if `raw`, as it is.
-
-    Raises:
-        ValueError: where they leave no room for an answer in the model's context.
-    """
-    if raw:
-        tokens = list(tokenizer(prompt, verbose=False)["input_ids"])
-    else:
-        tokens = encode(tokenizer, [{"role": "user", "content": prompt}])
-    context = model.config.max_position_embeddings
-    if not 1 <= len(tokens) < context:
-        shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}…"
-        raise ValueError(f"A prompt needs 1 to {context - 1} tokens for this model, got {len(tokens)}: {shown!r}.")
-    return tokens
-
-
 def pad_left(
     prompts: Sequence[list[int]], pad_token: int, device: torch.device | str = "cpu"
 ) -> dict[str, torch.Tensor]:
@@ -361,47 +337,97 @@ def endless(model: WeDLMForCausalLM) -> Iterator[None]:
 def measure(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    samples: Sequence[Sample],
-    settings: Mapping[str, Options],
+    prompts: Sequence[Prompt],
+    decoders: Mapping[str, Options],
     *,
     batch_size: int = 1,
     repeats: int = 1,
+    seed: int | None = None,
     title: str = "",
-) -> dict[str, dict[str, Score]]:
-    """Decode every sample under every setting.
+) -> list[Row]:
+    """Decode every prompt with every decoder, in turn (A B A B …), after a warm-up.
 
     Args:
         model: in evaluation mode.
-        tokenizer: has a chat template.
-        samples: of any tasks.
-        settings: `generate` keywords by name; the first setting is the reference for agreement.
-        batch_size: samples of one task decoded together. Times are for comparison only at 1.
-        repeats: how often each prompt is decoded under each setting, in turn (A B A B …); its time is the median.
+        tokenizer: the model's.
+        prompts: with their tokens (see [`encode_prompt`]).
+        decoders: keywords of `generate` by name.
+        batch_size: prompts of one task decoded together.
+        repeats: how often each prompt is decoded by each decoder.
+        seed: of sampling, the same for each batch, decoder and repeat.
         title: shown with a progress bar on standard error, if any.
 
     Returns:
-        `{setting: {task: Score}}`.
+        what [`decode_rows`] returns, with `decoder`, `batch_size` and `repeat`.
     """
+    limit = max(options.get("max_new_tokens") or LONGEST_ANSWER for options in decoders.values())
+    batches = batches_of(model, prompts, batch_size, limit)
+    for options in decoders.values():
+        decode_rows(model, tokenizer, prompts, batches[0], options, seed=seed)
+    rows = []
+    for batch in track(batches, title, console=Console(stderr=True), disable=not title):
+        for repeat in range(repeats):
+            for name, options in decoders.items():
+                shared = {"decoder": name, "batch_size": batch_size, "repeat": repeat}
+                decoded = decode_rows(model, tokenizer, prompts, batch, options, seed=seed)
+                rows += [shared | row for row in decoded]
+    return rows
 
-    def decoder(options: Options) -> Decoder:
-        return lambda prompts: decode(model, tokenizer, prompts, options)
 
-    decoders = {name: decoder(options) for name, options in settings.items()}
-    scores: dict[str, dict[str, Score]] = {name: {} for name in settings}
-    places = batches_of_tasks([sample.task for sample in samples], batch_size)
-    batches = [[samples[index] for index in batch] for batch in places]
-    prompts = [[encode(tokenizer, sample.messages) for sample in batch] for batch in batches]
-    turns = take_turns(decoders, prompts, repeats=repeats, title=title)
-    for batch, runs in zip(batches, turns, strict=True):
-        decodings = {name: typical([run[name] for run in runs]) for name in settings}
-        reference = next(iter(decodings.values()))
-        for name in settings:
-            for sample, decoding, wanted in zip(batch, decodings[name], reference, strict=True):
-                score = Score.of(
-                    decoding, correct=is_correct(sample, decoding.text), agrees=decoding.tokens == wanted.tokens
-                )
-                scores[name][sample.task] = scores[name].get(sample.task, Score()) + score
-    return scores
+def decode_rows(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    batch: Sequence[int],
+    options: Options,
+    *,
+    seed: int | None = None,
+) -> list[Row]:
+    """Decode some of the prompts together; answers are as long as the context allows at most.
+
+    Args:
+        model, tokenizer, prompts, seed: as for [`measure`].
+        batch: indices of the prompts.
+        options: keywords of `generate`.
+
+    Returns:
+        for each prompt its index as `prompt`, its `task`, the fields of the [`Decoding`], `new_tokens`, and `right`
+        (`None` if nobody knows).
+    """
+    longest = max(len(prompts[index].tokens) for index in batch)
+    limit = answer_limit(model, longest, options.get("max_new_tokens"))
+    tokens = [list(prompts[index].tokens) for index in batch]
+    decodings = decode(model, tokenizer, tokens, {**options, "max_new_tokens": limit}, seed=seed)
+    return [
+        {
+            "prompt": index,
+            "task": prompts[index].task,
+            **asdict(decoding),
+            "new_tokens": len(decoding.tokens),
+            "right": prompts[index].is_right(decoding.text),
+        }
+        for index, decoding in zip(batch, decodings, strict=True)
+    ]
+
+
+def batches_of(
+    model: WeDLMForCausalLM, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int = LONGEST_ANSWER
+) -> list[list[int]]:
+    """Indices of prompts in batches of one task each, tasks in the order in which they first occur.
+
+    A prompt that leaves room for fewer than `max_new_tokens` in the model's context is a batch of its own, so that it
+    shortens no other answer.
+    """
+    by_task: dict[str, list[int]] = {}
+    batches = []
+    for index, prompt in enumerate(prompts):
+        if answer_limit(model, len(prompt.tokens), max_new_tokens) < max_new_tokens:
+            batches.append([index])
+        else:
+            by_task.setdefault(prompt.task, []).append(index)
+    for group in by_task.values():
+        batches += [group[start : start + batch_size] for start in range(0, len(group), batch_size)]
+    return batches
 
 
 def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:

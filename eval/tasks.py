@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import written_whole
+from .prompts import Prompt
 from .python_code import generated_function, stdlib_functions
 
 SPLITS = ("train", "heldout")
@@ -515,6 +516,14 @@ def is_correct(sample: Sample, text: str) -> bool:
             return False
         return bool(text.strip())
     return text.strip() == sample.answer.strip()
+
+
+MATCHES = {"arithmetic": "number", "json": "json"}  # the others: exact
+
+
+def to_prompt(sample: Sample) -> Prompt:
+    """The sample as what is measured."""
+    return Prompt(sample.messages, sample.task, (sample.answer,), MATCHES.get(sample.task, "exact"))
 
 
 def write_jsonl(path: str | os.PathLike[str], samples: Iterable[Sample]) -> int:

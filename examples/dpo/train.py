@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 from datasets import Dataset
@@ -24,8 +25,9 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from trl import DPOConfig, DPOTrainer
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.eval.measure import LONGEST_ANSWER, encode, load, measure, pad_left, pooled
-from wedlm_hf.eval.tasks import Sample, generate_samples, is_correct
+from wedlm_hf.eval.measure import load, measure, pad_left
+from wedlm_hf.eval.prompts import LONGEST_ANSWER, encode, encode_prompt
+from wedlm_hf.eval.tasks import Sample, generate_samples, is_correct, to_prompt
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 from wedlm_hf.training.log_probs import response_log_probs
 
@@ -38,7 +40,7 @@ BOLD = {
     "distance_penalty": 0.05,
     "max_new_tokens": LONGEST_ANSWER,
 }
-SETTINGS = {"AR": {"strategy": "ar", "max_new_tokens": LONGEST_ANSWER}, "bold": BOLD}
+SETTINGS = {"ar": {"strategy": "ar", "max_new_tokens": LONGEST_ANSWER}, "bold": BOLD}
 
 
 class WeDLMDPOTrainer(DPOTrainer):
@@ -125,9 +127,11 @@ def preferences(samples: list[Sample], answers: list[list[str]]) -> Dataset:
 def report(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: int, title: str) -> None:
     """Prints right answers and tokens per forward on held-out prompts."""
     held_out = [sample for task in TASKS for sample in generate_samples(task, prompts, seed=7, split="heldout")]
-    for name, scores in measure(model.eval(), tokenizer, held_out, SETTINGS).items():
-        total = pooled(scores)
-        print(f"{title}, {name}: {total.accuracy:.1%} right, {total.tokens_per_forward:.2f} tokens per forward")
+    encoded = [encode_prompt(model, tokenizer, to_prompt(sample)) for sample in held_out]
+    rows = pd.DataFrame(measure(model.eval(), tokenizer, encoded, SETTINGS))
+    for name, own in rows.groupby("decoder", sort=False):
+        tokens_per_forward = own["new_tokens"].sum() / own["forwards"].sum()
+        print(f"{title}, {name}: {own['right'].mean():.1%} right, {tokens_per_forward:.2f} tokens per forward")
 
 
 def main(

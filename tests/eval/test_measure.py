@@ -1,6 +1,7 @@
 """What the measuring core counts, and how settings and numbers are stored."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tiny import MASK, tiny_model, tiny_tokenizer
@@ -9,9 +10,9 @@ from transformers import AutoModelForCausalLM
 from wedlm_hf.eval import markdown
 from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.files import written_whole
-from wedlm_hf.eval.measure import Decoding, ForwardCounter, Score, decode, encode, measure, pooled
+from wedlm_hf.eval.measure import Decoding, ForwardCounter, Score, decode, measure, pooled
+from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.eval.sweep import Setting, write_settings
-from wedlm_hf.eval.tasks import Sample, generate_samples
 
 SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
 AR = {"strategy": "ar", **SHORT}
@@ -109,46 +110,62 @@ def test_prefix_cacheability_of_ar_is_one(model, tokenizer):
 # --- measure ------------------------------------------------------------------------------------------------------
 
 
-def test_settings_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, monkeypatch):
+def encoded(*prompts):
+    return [replace(prompt, tokens=tokens) for prompt, tokens in zip(prompts, PROMPTS, strict=False)]
+
+
+def test_decoders_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, monkeypatch):
     calls = []
 
-    def recorded(model, tokenizer, prompts, options):
-        calls.append((options["strategy"], tuple(map(tuple, prompts))))
+    def recorded(model, tokenizer, prompts, options, **kwargs):
+        calls.append((options["strategy"], prompts))
         return [Decoding([1], "", 1, 1, len(calls)) for _ in prompts]
 
     monkeypatch.setattr(measuring, "decode", recorded)
-    samples = list(generate_samples("counting", 2, seed=0))
-    first, second = ((tuple(encode(tokenizer, sample.messages)),) for sample in samples)
-    scores = measure(model, tokenizer, samples, {"a": AR, "w": FAST}, repeats=3)
+    prompts = encoded(Prompt.of("a"), Prompt.of("b"))
+    rows = measure(model, tokenizer, prompts, {"a": AR, "w": FAST}, repeats=3)
+    first, second = PROMPTS[:1], PROMPTS[1:2]
     turns = [(strategy, prompt) for prompt in (first, second) for _ in range(3) for strategy in ("ar", "wedlm")]
     assert calls == [("ar", first), ("wedlm", first), *turns]
-    # The clock of call n says n: medians of calls 3, 5, 7 and 9, 11, 13; of 4, 6, 8 and 10, 12, 14.
-    assert (scores["a"]["counting"].seconds, scores["w"]["counting"].seconds) == (16, 18)
-
-
-def test_scores_do_not_depend_on_the_batch_size(model, tokenizer):
-    samples = [sample for task in ("counting", "chat") for sample in generate_samples(task, 3, seed=0)]
-    runs = [
-        measure(model, tokenizer, samples, {"ar": AR, "exact": EXACT, "fast": FAST}, batch_size=batch_size)
-        for batch_size in (1, 2)
+    # The clock of call n says n.
+    seen = [(row["decoder"], row["prompt"], row["repeat"], row["seconds"]) for row in rows]
+    assert seen == [
+        (name, prompt, repeat, 3 + 6 * prompt + 2 * repeat + place)
+        for prompt in range(2)
+        for repeat in range(3)
+        for place, name in enumerate("aw")
     ]
-    for name in runs[0]:
-        assert list(runs[0][name]) == ["counting", "chat"]
-        for task in runs[0][name]:
-            first, second = (run[name][task].to_dict() for run in runs)
-            for timed in ("seconds", "forward_seconds", "tokens_per_second", "own_cost"):
-                assert first.pop(timed) > 0
-                second.pop(timed)
-            assert first == second
-    assert pooled(runs[0]["exact"]).agreement == 1
-    assert pooled(runs[0]["exact"]).forwards <= pooled(runs[0]["ar"]).forwards
 
 
-def test_right_answers_are_counted(model, tokenizer, monkeypatch):
-    sample = Sample("chat", [{"role": "user", "content": "Hi!"}], "Hello!")
-    for text, correct in (("Hello!", 1), ("Bye!", 0)):
-        monkeypatch.setattr(measuring, "decode", lambda *args, text=text: [Decoding([1], text, 1, 1, 1.0)])
-        assert measure(model, tokenizer, [sample], {"ar": AR})["ar"]["chat"].correct == correct
+def test_rows_do_not_depend_on_the_batch_size(model, tokenizer):
+    prompts = encoded(Prompt.of("a", task="x"), Prompt.of("b", task="x"), Prompt.of("c", task="y"))
+    settings = {"ar": AR, "exact": EXACT, "fast": FAST}
+    runs = [measure(model, tokenizer, prompts, settings, batch_size=batch_size) for batch_size in (1, 2)]
+    for rows in runs:
+        for row in rows:
+            assert row.pop("seconds") > 0 and row.pop("forward_seconds") > 0 and row.pop("batch_size")
+        rows.sort(key=lambda row: (row["decoder"], row["prompt"]))
+    assert runs[0] == runs[1]
+    ar, exact, _ = (runs[0][start : start + 3] for start in (0, 3, 6))
+    assert [row["tokens"] for row in ar] == [row["tokens"] for row in exact]
+    assert sum(row["forwards"] for row in exact) <= sum(row["forwards"] for row in ar)
+
+
+def test_right_answers_are_marked(model, tokenizer, monkeypatch):
+    prompts = encoded(Prompt.of("Hi!", answers=("Hello!", "Hey!")))
+    for text, right in (("Hello!", True), (" Hey! ", True), ("Bye!", False)):
+        monkeypatch.setattr(measuring, "decode", lambda *args, text=text, **_: [Decoding([1], text, 1, 1, 1.0)])
+        assert [row["right"] for row in measure(model, tokenizer, prompts, {"ar": AR})] == [right]
+    assert measure(model, tokenizer, encoded(Prompt.of("Hi!")), {"ar": AR})[0]["right"] is None
+
+
+def test_a_long_prompt_shortens_no_other_answer(tokenizer):
+    model = tiny_model(max_position_embeddings=32)
+    prompts = encoded(Prompt.of("a"), Prompt.of("b"), Prompt.of("c"))
+    prompts[1] = replace(prompts[1], tokens=[11] * 28)
+    options = {**AR, "max_new_tokens": 12, "eos_token_id": None}
+    rows = measure(model, tokenizer, prompts, {"ar": options}, batch_size=3)
+    assert {row["prompt"]: row["new_tokens"] for row in rows} == {0: 12, 1: 4, 2: 12}
 
 
 # --- files and pages ------------------------------------------------------------------------------------------------

@@ -20,8 +20,9 @@ from wedlm_hf.cli import NANO
 from wedlm_hf.eval import harness
 from wedlm_hf.eval.harness import TASKS_FOLDER, WeDLMHarnessLM, evaluate
 from wedlm_hf.eval.likelihood import block_elbo
-from wedlm_hf.eval.measure import decode, encode, load, measure, pooled
-from wedlm_hf.eval.tasks import TASKS, generate_samples
+from wedlm_hf.eval.measure import Score, decode, load, measure, pooled
+from wedlm_hf.eval.prompts import encode, encode_prompt
+from wedlm_hf.eval.tasks import TASKS, generate_samples, to_prompt
 
 GROUP = [f"wedlm_nano_{task}" for task in TASKS]
 COUNT, SEED = 3, 5
@@ -101,7 +102,11 @@ def test_answers_are_those_of_generate_token_for_token_and_scores_those_of_measu
             assert entry["resps"] == [[direct.text]]
 
     everything = [sample for task in TASKS for sample in samples[task]]
-    own = measure(model, tokenizer, everything, {"own": options | {"max_new_tokens": 160}})["own"]
+    encoded = [encode_prompt(model, tokenizer, to_prompt(sample)) for sample in everything]
+    own = {}
+    for row in measure(model, tokenizer, encoded, {"own": options | {"max_new_tokens": 160}}):
+        counts = (row[name] for name in ("new_tokens", "forwards", "token_instances", "seconds"))
+        own[row["task"]] = own.get(row["task"], Score()) + Score(1, int(row["right"]), 0, *counts)
     for task in TASKS:
         assert results["results"][f"wedlm_nano_{task}"]["right,none"] == own[task].accuracy
     assert results["groups"]["wedlm_nano"]["right,none"] == pytest.approx(pooled(own).accuracy)

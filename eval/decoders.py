@@ -1,0 +1,35 @@
+"""The ways of decoding that are compared, under the names that tables, figures, files and commands have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Options = Mapping[str, Any]
+"""Keywords of `generate`."""
+
+AR, BLOCK, WEDLM, TYPICAL, EXACT = "ar", "block", "wedlm", "wedlm+typical", "wedlm+exact"
+
+DECODERS: dict[str, Options] = {
+    AR: {"strategy": "ar"},
+    BLOCK: {"strategy": "block", "verification": "none"},
+    WEDLM: {"strategy": "wedlm", "verification": "none"},
+    TYPICAL: {"strategy": "wedlm", "verification": "typical"},
+    EXACT: {"strategy": "wedlm", "verification": "exact"},
+}
+
+
+def decoder_name(strategy: str, verification: str = "none") -> str:
+    """`("wedlm", "exact")` -> `"wedlm+exact"`."""
+    return strategy if strategy == "ar" or verification == "none" else f"{strategy}+{verification}"
+
+
+def check_decoders(names: Sequence[str]) -> list[str]:
+    """The names in the order of [`DECODERS`], each once, AR always among them.
+
+    Raises:
+        ValueError: for an unknown one.
+    """
+    if unknown := [name for name in names if name not in DECODERS]:
+        raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(DECODERS)}.")
+    return [name for name in DECODERS if name == AR or name in names]

@@ -1,0 +1,117 @@
+"""The table of measurements, a row for each decoder, prompt, batch size and repeat, and the numbers made of it.
+
+Columns: `decoder` (or a setting of one), `prompt`, `task`, `batch_size`, `repeat`; `new_tokens`, `forwards`,
+`token_instances`; `seconds` and `forward_seconds`, a prompt's share of its batch; `quality`, 0 to 1; `same`, whether
+the answer is AR's.
+
+Errors come from a bootstrap over prompts: each resample draws as many prompts as there are, with replacement, the same
+ones for every decoder, so that differences between decoders are differences on the same prompts. What the machine does
+between two repeats is not in them, but for what reaches the medians.
+
+`N` prompts, `D` decoders, `R` resamples; row 0 of R + 1 is that of the prompts as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from .decoders import AR
+
+RESAMPLES = 1000
+LEAST_PROMPTS = 6
+"""Fewer give no standard error."""
+
+SUMS = ["quality", "same", "new_tokens", "forwards", "token_instances", "seconds", "forward_seconds"]
+COUNTED = ["quality", "same", "tokens_per_forward", "prefix_cacheability"]
+TIMED = ["tokens_per_second", "speed", "own_cost"]
+
+
+def per_prompt(table: pd.DataFrame) -> pd.DataFrame:
+    """Medians over the repeats: a row for each prompt, columns (sum, decoder) with the decoders in their order."""
+    names = [name for name in SUMS if name in table]
+    wide = table.astype(dict.fromkeys(names, float)).groupby(["prompt", "decoder"], sort=False)[names].median()
+    columns = pd.MultiIndex.from_product([names, table["decoder"].unique()])
+    return wide.unstack("decoder").reindex(columns=columns)
+
+
+def resample(table: pd.DataFrame, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, pd.DataFrame]:
+    """Metrics of every decoder on the prompts and on resamples of them.
+
+    Args:
+        table: with AR among its decoders, if `speed` is of interest.
+        resamples: R.
+        seed: of the draws.
+
+    Returns:
+        `(R + 1, D)` for each metric that the columns allow.
+    """
+    wide = per_prompt(table)
+    count = len(wide)
+    drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
+    weights = np.vstack([np.ones(count), drawn])
+    sums = {
+        name: pd.DataFrame(weights @ wide[name].to_numpy(), columns=wide[name].columns)
+        for name in wide.columns.get_level_values(0).unique()
+    }
+    return metrics(sums, count)
+
+
+def metrics(sums: Mapping[str, pd.DataFrame], count: int) -> dict[str, pd.DataFrame]:
+    """From sums over `count` prompts, each `(…, D)`, what follows from them; speeds are relative to [`AR`]."""
+    made: dict[str, pd.DataFrame] = {}
+    for name in ("quality", "same"):
+        if name in sums:
+            made[name] = sums[name] / count
+    made["tokens_per_forward"] = sums["new_tokens"] / sums["forwards"]
+    # At most 1: an answer's last token is never processed.
+    made["prefix_cacheability"] = (sums["new_tokens"] / sums["token_instances"].clip(lower=1)).clip(upper=1)
+    if "seconds" in sums:
+        made["tokens_per_second"] = sums["new_tokens"] / sums["seconds"]
+        if AR in sums["seconds"]:
+            made["speed"] = made["tokens_per_second"].div(made["tokens_per_second"][AR], axis=0)
+        made["own_cost"] = sums["seconds"] / sums["forward_seconds"] - 1
+    return made
+
+
+def standard_error(resampled: pd.DataFrame | pd.Series, count: int) -> Any:
+    """Of what was computed on R resamples of `count` prompts (see [`resample`]); NaN for few prompts."""
+    if count < LEAST_PROMPTS:
+        return resampled.iloc[1:].std() * np.nan
+    return resampled.iloc[1:].std() * (count / (count - 1)) ** 0.5
+
+
+def summarise(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """A row for each decoder: the metrics of these names and their standard errors (`…_error`)."""
+    count = table["prompt"].nunique()
+    made = resample(table)
+    columns: dict[str, Any] = {}
+    for name in names:
+        if name in made:
+            columns |= {name: made[name].iloc[0], f"{name}_error": standard_error(made[name], count)}
+    return pd.DataFrame(columns).rename_axis("decoder")
+
+
+def summarise_tasks(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """The metrics of these names, without errors; index (decoder, task)."""
+    parts = {}
+    for task, rows in table.groupby("task", sort=False):
+        made = resample(rows, resamples=0)
+        parts[task] = pd.DataFrame({name: made[name].iloc[0] for name in names if name in made})
+    return pd.concat(parts, names=["task", "decoder"]).swaplevel()
+
+
+def pick(summary: pd.DataFrame, loss: pd.Series, max_loss: float, by: str) -> list[Any]:
+    """The one rule by which settings are chosen: those that lose at most `max_loss`, the greatest `by` first.
+
+    Args:
+        summary: a row for each setting, with the column `by`.
+        loss: of each setting.
+        max_loss: in the units of `loss`.
+        by: what there should be most of.
+    """
+    good = summary[loss.round(9) <= max_loss]
+    return list(good.sort_values(by, ascending=False, kind="stable").index)

@@ -1,0 +1,96 @@
+"""Prompts: rows of files, tokens, and when a reply is right."""
+
+import json
+
+import pytest
+from tiny import tiny_model, tiny_tokenizer
+
+from wedlm_hf.eval.prompts import Prompt, answer_limit, encode_prompt, read_prompts
+
+
+def rows(*items):
+    return "".join(json.dumps(item) + "\n" for item in items)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "There is no prompt in 'data.jsonl'"),
+        (rows({"prompt": "a"}) + "\n{oops\n", "data.jsonl, line 3: this is no JSON"),
+        ("[" * 100_000, "data.jsonl, line 1: this is no JSON"),
+        (rows(["a"]), "data.jsonl, line 1: a row must be a JSON object"),
+        (rows({"prompt": "a"}, {"text": "b"}), "line 2: a row needs either `messages` or `prompt`, got text"),
+        (rows({"prompt": "a", "messages": []}), "line 1: a row needs either `messages` or `prompt`"),
+        (rows({"prompt": " "}), "line 1: `prompt` must be a text that is not empty"),
+        (rows({"prompt": "a", "task": ""}), "line 1: `task` must be a text that is not empty"),
+        (rows({"prompt": "a", "answer": 3}), "line 1: `answer` must be a text or a list of texts, got 3"),
+        (rows({"prompt": "a", "answer": ["b", 3]}), "line 1: `answer` must be a text or a list of texts, got"),
+        (rows({"prompt": "a", "match": "fuzzy"}), "line 1: `match` must be one of exact, number, json, got 'fuzzy'"),
+        (rows({"messages": [{"role": "user"}]}), "line 1: `messages` must be a list of objects"),
+        (rows({"messages": [{"role": "assistant", "content": "b"}]}), "must be the user's .*, got assistant"),
+        (rows({"prompt": "a", "answer": "b"}, {"prompt": "c"}), "line 2: there is no `answer`, though line 1 has one"),
+        (rows({"prompt": "a"}, {"prompt": "c", "answer": "b"}), "line 1: there is no `answer`, though line 2 has one"),
+    ],
+)
+def test_malformed_rows_are_named_by_file_and_line(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_prompts("data.jsonl", text)
+
+
+def test_a_row_is_a_conversation_or_a_prompt_with_what_is_known_of_it():
+    turns = [{"role": role, "content": role} for role in ("system", "user")]
+    first, second = read_prompts(
+        "d.jsonl",
+        rows(
+            {"messages": turns, "answer": "x"}, {"prompt": "p", "task": "t", "answer": ["1", "2"], "match": "number"}
+        ),
+    )
+    assert first == Prompt(turns, answers=("x",)) and first.text == "system\nuser"
+    assert second == Prompt([{"role": "user", "content": "p"}], "t", ("1", "2"), "number")
+
+
+def test_other_files_have_a_prompt_a_line_and_only_a_line_feed_ends_it():
+    prompts = read_prompts("d.txt", "\ufeff one\u2028still one \r\n\n two\n")
+    assert [prompt.text for prompt in prompts] == ["one\u2028still one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("match", "answer", "reply", "right"),
+    [
+        ("exact", "a b", " a b\n", True),
+        ("exact", "a b", "a  b", False),
+        ("exact", "", " ", True),
+        ("number", "7*6=42\nAnswer: 42", "so 1,042 - 1,000 makes 42.0", True),
+        ("number", "42", "42, no: 41", False),
+        ("number", "42", "none", False),
+        ("number", "-3", "It is -3.", True),
+        ("json", '{"a": 1, "b": [2]}', '{"b":[2],"a":1}', True),
+        ("json", '{"a": 1}', '{"a": true}', False),
+        ("json", '{"a": 1}', '{"a": 1', False),
+        ("json", "[]", "[" * 100_000, False),
+    ],
+)
+def test_the_rule_of_a_prompt_decides_what_is_right(match, answer, reply, right):
+    assert Prompt.of("p", answers=("other", answer), match=match).is_right(reply) is right
+
+
+def test_nobody_knows_what_is_right_without_an_answer():
+    assert Prompt.of("p").is_right("anything") is None
+
+
+def test_prompts_get_their_tokens_by_the_chat_template_or_as_they_are():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    prompt = Prompt.of("Sort 3, 1")
+    raw = encode_prompt(model, tokenizer, prompt, raw=True)
+    assert raw.tokens == tokenizer("Sort 3, 1")["input_ids"]
+    assert len(encode_prompt(model, tokenizer, prompt).tokens) > len(raw.tokens)
+    with pytest.raises(ValueError, match="Without a chat template, a row holds one turn, got 2"):
+        encode_prompt(model, tokenizer, Prompt([*prompt.messages, *prompt.messages]), raw=True)
+    small = tiny_model(max_position_embeddings=8)
+    with pytest.raises(ValueError, match=r"needs 1 to 7 tokens for this model, got \d+: 'Sort 3, 1'"):
+        encode_prompt(small, tokenizer, prompt)
+
+
+def test_an_answer_is_as_long_as_wanted_or_as_the_context_allows():
+    model = tiny_model(max_position_embeddings=300)
+    assert [answer_limit(model, 10), answer_limit(model, 100), answer_limit(model, 100, 7)] == [256, 200, 7]
