@@ -1,75 +1,108 @@
-"""The command `wedlm`.
+"""The command `wedlm`: what each command is called and takes; the work is done in the sub-packages.
 
-Imports of torch and of our own packages stand inside the functions: they take seconds, and `wedlm --help` needs none.
+Imports of torch and of what needs it stand inside the functions: they take seconds, and `wedlm --help` needs none.
 """
 
 from __future__ import annotations
 
-import json
+import inspect
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from copy import copy
+from dataclasses import is_dataclass, replace
+from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
+from typer.models import OptionInfo
 
-NANO = Path(__file__).parent / "examples" / "wedlm-nano"
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-DEMO_PROMPTS = (
-    "Count down from 97 to 61 by 4.",
-    "Anna has 347 apples. Ben brings 85 more. Anna sells 218. How many apples does Anna have now?",
-    "Sort from largest to smallest: 31, 7, 86, 12, 54, 23",
-    "Turn this text into JSON: Clara is 34. She works as a pilot. She lives in Lisbon. Clara has a cat and a dog.",
-    "Emma lives in Paris. Jack has a horse. Emma likes soup. Jack is 41 years old. Where does Emma live?",
-    'Complete this Python code:\ndef count_equal(scores, limit):\n    """Count the scores equal to limit."""',
+from .eval.options import (
+    NANO,
+    DecodingOptions,
+    LoadingOptions,
+    PromptOptions,
+    RawOption,
+    SetOption,
+    has_no_chat_template,
+    parse_settings,
+    read_text,
 )
 
-# Options that several commands have.
-PromptsArgument = Annotated[
-    list[str] | None,
-    typer.Argument(help="Default: the lines of standard input where it is piped, else a few built-in prompts."),
-]
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
-FileOption = Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")]
-StrategyOption = Annotated[str, typer.Option(help="wedlm, block or ar.")]
-WindowSizeOption = Annotated[int | None, typer.Option(help="W, slots predicted at a time.")]
-EntropyThresholdOption = Annotated[float | None, typer.Option(help="τ, nats: fill the masks below it.")]
-DistancePenaltyOption = Annotated[float | None, typer.Option(help="λ, nats per position.")]
-EntropyBudgetOption = Annotated[
-    float | None, typer.Option(help="Nats; instead of τ: fill masks while their sum stays within it.")
-]
-VerificationOption = Annotated[
-    str | None,
-    typer.Option(help="none; exact: the output of AR decoding; typical: what AR finds plausible."),
-]
-AcceptanceEpsilonOption = Annotated[float | None, typer.Option(help="ε of --verification typical.")]
-AcceptanceDeltaOption = Annotated[float | None, typer.Option(help="δ of --verification typical.")]
-AdaptiveWindowOption = Annotated[
-    bool | None, typer.Option(help="Let the window follow what it pays; default: with --verification exact.")
-]
-SlotCostOption = Annotated[
-    float | None, typer.Option(help="For --adaptive-window: cost of one more slot; see `wedlm calibrate`.")
-]
-MaxNewTokensOption = Annotated[int | None, typer.Option(help="Longest answer, in tokens.")]
-SampleOption = Annotated[bool, typer.Option("--sample", help="Draw tokens at random instead of the likeliest.")]
-TemperatureOption = Annotated[float | None, typer.Option(help="Temperature; implies --sample.")]
-SeedOption = Annotated[int, typer.Option(help="Seed of --sample.")]
-RawOption = Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without a chat template.")]
+ModelArgument = Annotated[str | None, typer.Argument(help="Checkpoint folder or Hub id; default: wedlm-nano.")]
 CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]
-DeviceOption = Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")]
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Makes a command of a function that has parameters of dataclass types: their fields become its options.
+
+    A field is `Annotated[type, typer.Option(…)]`, as a parameter would be. The first line of the dataclass's docstring
+    is the title of their panel in `--help`.
+    """
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            parameters += [_in_panel(field, parameter.annotation) for field in _fields(parameter.annotation)]
+        else:
+            parameters.append(parameter)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in _fields(group)})
+        command(**values)
+
+    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]  # where typer looks
+    return run
+
+
+def _fields(group: type) -> list[inspect.Parameter]:
+    return list(inspect.signature(group, eval_str=True).parameters.values())
+
+
+def _in_panel(field: inspect.Parameter, group: type) -> inspect.Parameter:
+    kind, info = get_args(field.annotation)
+    info = copy(info)
+    if isinstance(info, OptionInfo):
+        info.rich_help_panel = (group.__doc__ or "").partition("\n")[0].rstrip(".")
+    return field.replace(annotation=Annotated[kind, info])
+
+
+class _Commands(TyperGroup):
+    """Says in one line what is wrong with a request."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command.
+
+        Raises:
+            typer.Exit: with code 2 for a request that is wrong or cannot be honoured, 130 for Ctrl-C.
+        """
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
+        except (OSError, ValueError) as error:
+            text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode("utf-8")
+            typer.echo(f"Error: {text}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            typer.echo("Stopped.", err=True)
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
+    cls=_Commands,
     name="wedlm",
     help="WeDLM: diffusion language models that decode in parallel under causal attention.",
     add_completion=False,
@@ -110,73 +143,40 @@ def convert(
     """Make a WeDLM checkpoint from a Qwen2, Qwen2.5 or Qwen3 one: the same weights, and a mask token."""
     from .modeling_wedlm import convert as convert_checkpoint
 
-    with _errors_in_one_line():
-        conversion = convert_checkpoint(source, output_dir, mask_token=mask_token, revision=revision)
+    conversion = convert_checkpoint(source, output_dir, mask_token=mask_token, revision=revision)
     typer.echo(f"{output_dir}: {conversion}")
 
 
 @app.command()
+@with_options
 def generate(
-    context: typer.Context,
-    prompts: PromptsArgument = None,
+    prompts: PromptOptions,
+    decoding: DecodingOptions,
+    loading: LoadingOptions,
     model: ModelOption = None,
-    file: FileOption = None,
-    strategy: StrategyOption = "wedlm",
-    window_size: WindowSizeOption = None,
-    entropy_threshold: EntropyThresholdOption = None,
-    distance_penalty: DistancePenaltyOption = None,
-    entropy_budget: EntropyBudgetOption = None,
-    verification: VerificationOption = None,
-    acceptance_epsilon: AcceptanceEpsilonOption = None,
-    acceptance_delta: AcceptanceDeltaOption = None,
-    adaptive_window: AdaptiveWindowOption = None,
-    slot_cost: SlotCostOption = None,
-    max_new_tokens: MaxNewTokensOption = None,
-    sample: SampleOption = False,
-    temperature: TemperatureOption = None,
-    seed: SeedOption = 0,
-    raw: RawOption = False,
     compare: CompareOption = True,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
 ) -> None:
-    """Answer prompts, streaming, and show what it took next to plain AR decoding of the same weights.
+    """Answer prompts, streaming, and show what it took next to plain AR decoding of the same weights."""
+    keywords = decoding.keywords()
+    texts = prompts.read()
+    from .eval.compare import compare as compare_decoders
 
-    Settings that are left out are those of the checkpoint's generation_config.json.
-    """
-    options = _decoding_options(context)
-    with _errors_in_one_line():
-        texts = _prompts(prompts or [], file)
-        from .eval.compare import compare as compare_decoders
-
-        loaded, tokenizer, raw = _load_to_decode(context, options)
-        compare_decoders(loaded, tokenizer, texts, options, console=Console(), with_ar=compare, raw=raw, seed=seed)
+    loaded, tokenizer = loading.load(model)
+    raw = prompts.raw or has_no_chat_template(tokenizer, model)
+    compare_decoders(
+        loaded, tokenizer, texts, keywords, console=_console(), with_ar=compare, raw=raw, seed=decoding.seed
+    )
 
 
 @app.command()
+@with_options
 def trace(
     context: typer.Context,
-    prompts: PromptsArgument = None,
+    prompts: PromptOptions,
+    decoding: DecodingOptions,
+    loading: LoadingOptions,
     model: ModelOption = None,
-    file: FileOption = None,
-    strategy: StrategyOption = "wedlm",
-    window_size: WindowSizeOption = None,
-    entropy_threshold: EntropyThresholdOption = None,
-    distance_penalty: DistancePenaltyOption = None,
-    entropy_budget: EntropyBudgetOption = None,
-    verification: VerificationOption = None,
-    acceptance_epsilon: AcceptanceEpsilonOption = None,
-    acceptance_delta: AcceptanceDeltaOption = None,
-    adaptive_window: AdaptiveWindowOption = None,
-    slot_cost: SlotCostOption = None,
-    max_new_tokens: MaxNewTokensOption = None,
-    sample: SampleOption = False,
-    temperature: TemperatureOption = None,
-    seed: SeedOption = 0,
-    raw: RawOption = False,
     compare: CompareOption = True,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The page; default: build/trace.html, none with --terminal.")
     ] = None,
@@ -191,59 +191,61 @@ def trace(
     repeats: Annotated[int, typer.Option(min=1, help="The clock shows medians of so many runs.")] = 5,
 ) -> None:
     """See it decode: a page that replays a generation step by step, AR decoding beside it at the same clock."""
-    with _errors_in_one_line():
-        _check_trace_options(context)
-        if output is None and not terminal:
-            output = Path("build/trace.html")
-        for path in (output, save):
-            if path is not None:
-                _check_file(path)
-        from .eval.trace import check_model, load, record, totals
-        from .eval.trace import save as save_trace
+    _check_trace_options(context)
+    if output is None and not terminal:
+        output = Path("build/trace.html")
+    for path in (output, save):
+        if path is not None:
+            _check_file(path)
+    from .eval.trace import check_model, load, record, totals
+    from .eval.trace import save as save_trace
 
-        if source is not None:
-            shown = load(source)
-            if model is not None:
-                check_model(shown, model, *_load(model, _prepare_device(device, threads)))
-        else:
-            options = _decoding_options(context)
-            texts = _prompts(prompts or [], file)
-            loaded, tokenizer, raw = _load_to_decode(context, options)
-            if output is None and save is None:
-                from .eval.trace_terminal import decode_in_terminal
+    if source is not None:
+        shown = load(source)
+        if model is not None:
+            check_model(shown, model, *loading.load(model))
+    else:
+        keywords = decoding.keywords()
+        texts = prompts.read()
+        loaded, tokenizer = loading.load(model)
+        raw = prompts.raw or has_no_chat_template(tokenizer, model)
+        if output is None and save is None:
+            from .eval.trace_terminal import decode_in_terminal
 
-                how: dict[str, Any] = {"with_ar": compare, "raw": raw, "seed": seed, "pace": pace}
-                decode_in_terminal(loaded, tokenizer, texts, options, Console(), **how)
-                return
-            name = model or NANO.name
-            how = {"with_ar": compare, "raw": raw, "seed": seed, "repeats": repeats, "title": "tracing"}
-            shown = record(loaded, tokenizer, texts, options, model_name=name, **how)
-        if save is not None:
-            save_trace(shown, save)
-        if output is not None:
-            from .eval.trace_page import write_page
+            how: dict[str, Any] = {"with_ar": compare, "raw": raw, "seed": decoding.seed, "pace": pace}
+            decode_in_terminal(loaded, tokenizer, texts, keywords, _console(), **how)
+            return
+        name = model or NANO.name
+        how = {"with_ar": compare, "raw": raw, "seed": decoding.seed, "repeats": repeats, "title": "tracing"}
+        shown = record(loaded, tokenizer, texts, keywords, model_name=name, **how)
+    if save is not None:
+        save_trace(shown, save)
+    if output is not None:
+        from .eval.trace_page import write_page
 
-            write_page(shown, output)
-        console = Console()
-        if terminal:
-            from .eval.trace_terminal import replay_in_terminal
+        write_page(shown, output)
+    console = _console()
+    if terminal:
+        from .eval.trace_terminal import replay_in_terminal
 
-            replay_in_terminal(shown, console, pace=pace)
-        from .eval.compare import comparison_table
+        replay_in_terminal(shown, console, pace=pace)
+    from .eval.compare import comparison_table
 
-        console.print(comparison_table(totals(shown)))
-        for path in (save, output):
-            if path is not None:
-                typer.echo(path)
+    console.print(comparison_table(totals(shown)))
+    for path in (save, output):
+        if path is not None:
+            typer.echo(path)
 
 
 @app.command()
+@with_options
 def bench(
-    model: Annotated[str | None, typer.Argument(help="Checkpoint folder or Hub id; default: wedlm-nano.")] = None,
+    loading: LoadingOptions,
+    model: ModelArgument = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Your prompts, one a line; default: built-in tasks.")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Take them as they are, without a chat template.")] = False,
+    raw: RawOption = False,
     random: Annotated[
         str | None, typer.Option(metavar="SHAPE", help="Random weights and prompts instead: qwen3-0.6b or 86m.")
     ] = None,
@@ -252,10 +254,7 @@ def bench(
     decoders: Annotated[
         str, typer.Option(metavar="LIST", help="AR is always among them.")
     ] = "ar,block,wedlm,wedlm+exact,wedlm+typical",
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Instead of the checkpoint's setting."),
-    ] = None,
+    settings: SetOption = None,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 160,
     temperature: Annotated[float | None, typer.Option(help="Sample at it; default: greedy.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of sampling and of random weights.")] = 0,
@@ -267,43 +266,40 @@ def bench(
     vllm_python: Annotated[
         str | None, typer.Option(metavar="PATH", help="Python that has vLLM, if not this one; implies --vllm.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path("build/bench"),
 ) -> None:
     """Measure speed and memory of every way of decoding, taking turns on the same weights and prompts."""
-    with _errors_in_one_line():
-        from .eval.bench import Request, run
-        from .eval.bench_subject import checkpoint_subject, random_subject
+    from .eval.bench import Request, run
+    from .eval.bench_subject import checkpoint_subject, random_subject
 
-        if random is not None and (model is not None or file is not None):
-            raise ValueError("`--random` brings its own weights and prompts: leave MODEL and `--file` out.")
-        request = Request(
-            batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
-            decoders=decoders.split(","),
-            settings=_settings(settings or []),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed,
-            repeats=repeats,
-            is_long=long,
-            vllm_python=vllm_python or (sys.executable if vllm else None),
-        )
-        texts = None if file is None else _prompts([], file)
-        device = _prepare_device(device, threads)
-        if random is not None:
-            subject = random_subject(random, device, dtype, max(request.batch_sizes), seed)
-        else:
-            checkpoint = model or str(NANO)
-            loaded, tokenizer = _load(checkpoint, device, dtype)
-            raw = raw or (texts is not None and _has_no_chat_template(tokenizer, checkpoint))
-            subject = checkpoint_subject(loaded, tokenizer, checkpoint, texts, raw=raw, count=count)
-        run(subject, request, output, Console())
+    if random is not None and (model is not None or file is not None):
+        raise ValueError("`--random` brings its own weights and prompts: leave MODEL and `--file` out.")
+    request = Request(
+        batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
+        decoders=decoders.split(","),
+        settings=parse_settings(settings),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        repeats=repeats,
+        is_long=long,
+        vllm_python=vllm_python or (sys.executable if vllm else None),
+    )
+    texts = None if file is None else PromptOptions(file=file).read()
+    if random is not None:
+        subject = random_subject(random, loading.prepare(), loading.dtype, max(request.batch_sizes), seed)
+    else:
+        checkpoint = model or str(NANO)
+        loaded, tokenizer = loading.load(checkpoint)
+        raw = raw or (texts is not None and has_no_chat_template(tokenizer, checkpoint))
+        subject = checkpoint_subject(loaded, tokenizer, checkpoint, texts, raw=raw, count=count)
+    run(subject, request, output, _console())
 
 
 @app.command()
+@with_options
 def calibrate(
+    loading: LoadingOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint folder or Hub id.")],
     file: Annotated[Path, typer.Option("--file", "-f", help="Your prompts, one a line; - is standard input.")],
     agreement: Annotated[
@@ -312,54 +308,53 @@ def calibrate(
     write: Annotated[
         bool, typer.Option("--write", help="Store the settings in the checkpoint's generation_config.json.")
     ] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without a chat template.")] = False,
+    raw: RawOption = False,
     windows: Annotated[str, typer.Option(metavar="LIST", help="W to try.")] = "4,8,16",
     thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ to try, nats.")] = "0.1,0.2,0.4,0.8",
     penalties: Annotated[str, typer.Option(metavar="LIST", help="λ to try, nats per position.")] = "0.02,0.1",
     budgets: Annotated[str, typer.Option(metavar="LIST", help="Entropy budgets to try, nats.")] = "0.1,0.4,1.6",
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 160,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 8,
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
 ) -> None:
     """Find the fastest settings that agree with AR decoding well enough on your own prompts."""
-    with _errors_in_one_line():
-        from .eval.calibrate import Grid, check_request, run_calibration, show
-        from .eval.measure import encode_text
-        from .eval.sweep import write_settings
+    from .eval.calibrate import Grid, check_request, run_calibration, show
+    from .eval.measure import encode_text
+    from .eval.sweep import write_settings
 
-        grid = Grid(
-            windows=_numbers("--windows", windows, int),
-            thresholds=_numbers("--thresholds", thresholds, float),
-            penalties=_numbers("--penalties", penalties, float),
-            budgets=_numbers("--budgets", budgets, float),
-        )
-        texts = _prompts([], file)
-        check_request(len(texts), agreement)
-        if write and not Path(model).is_dir():
-            raise ValueError(f"`--write` needs a checkpoint folder, got {model!r}.")
-        loaded, tokenizer = _load(model, _prepare_device(device, threads))
-        raw = raw or _has_no_chat_template(tokenizer, model)
-        found = run_calibration(
-            loaded,
-            tokenizer,
-            [encode_text(loaded, tokenizer, text, raw) for text in texts],
-            agreement=agreement,
-            grid=grid,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            title="settings",
-        )
-        show(found, agreement, Console())
-        if found.chosen is None:
-            raise typer.Exit(1)
-        if write:
-            write_settings(Path(model), found.settings())
+    grid = Grid(
+        windows=_numbers("--windows", windows, int),
+        thresholds=_numbers("--thresholds", thresholds, float),
+        penalties=_numbers("--penalties", penalties, float),
+        budgets=_numbers("--budgets", budgets, float),
+    )
+    texts = PromptOptions(file=file).read()
+    check_request(len(texts), agreement)
+    if write and not Path(model).is_dir():
+        raise ValueError(f"`--write` needs a checkpoint folder, got {model!r}.")
+    loaded, tokenizer = loading.load(model)
+    raw = raw or has_no_chat_template(tokenizer, model)
+    found = run_calibration(
+        loaded,
+        tokenizer,
+        [encode_text(loaded, tokenizer, text, raw) for text in texts],
+        agreement=agreement,
+        grid=grid,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        title="settings",
+    )
+    show(found, agreement, _console())
+    if found.chosen is None:
+        raise typer.Exit(1)
+    if write:
+        write_settings(Path(model), found.settings())
 
 
 @app.command()
+@with_options
 def report(
-    model: Annotated[str | None, typer.Argument(help="Checkpoint folder or Hub id; default: wedlm-nano.")] = None,
+    loading: LoadingOptions,
+    model: ModelArgument = None,
     file: Annotated[
         Path | None,
         typer.Option(
@@ -369,7 +364,7 @@ def report(
             "- is standard input. Default: built-in tasks.",
         ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Take prompts as they are, without a chat template.")] = False,
+    raw: RawOption = False,
     output: Annotated[
         Path, typer.Option(help="Folder for report.html, report.json, report.csv and partial results.")
     ] = Path("build/report"),
@@ -388,10 +383,7 @@ def report(
     repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many.")] = 5,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 50,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 160,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Keyword of `generate` for every decoder, AR too."),
-    ] = None,
+    settings: SetOption = None,
     max_loss: Annotated[
         float, typer.Option(min=0, help="Points that a picked setting may lose to AR on a task.")
     ] = 1.0,
@@ -403,71 +395,63 @@ def report(
     ] = None,
     figures: Annotated[Path | None, typer.Option(help="Folder for the figures as PNG.")] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Drop what the output folder holds.")] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
 ) -> None:
     """One page on speed and quality against AR decoding, by a sweep over the settings; can be stopped and resumed."""
-    with _errors_in_one_line():
-        from .eval.report import Request, run
-        from .eval.report_data import builtin_data, file_data
-        from .eval.sweep import Grid, decoders_named
+    from .eval.report import Request, run
+    from .eval.report_data import builtin_data, file_data
+    from .eval.sweep import Grid, decoders_named
 
-        checkpoint = model or str(NANO)
-        if write and not Path(checkpoint).is_dir():
-            raise ValueError(f"`--write` needs a checkpoint folder, got {checkpoint!r}.")
-        request = Request(
-            output=output,
-            grid=Grid(
-                windows=_numbers("--windows", windows, int),
-                thresholds=_numbers("--thresholds", thresholds, float),
-                penalties=_numbers("--penalties", penalties, float),
-                draft_thresholds=_numbers("--draft-thresholds", draft_thresholds, float),
-                decoders=decoders_named(decoders.split(",")),
-            ),
-            timed=timed,
-            sweep_timed=sweep_timed,
-            repeats=repeats,
-            batch_size=batch_size,
-            max_new_tokens=max_new_tokens,
-            max_loss=max_loss,
-            settings=_settings(settings or []),
-            write_to=Path(checkpoint) if write else None,
-            fill_files=fill or (),
-            figure_folder=figures,
-            restart=restart,
-            raw=raw,
-        )
-        if file is None:
-            data = builtin_data(count, sweep_count, seed)
-        else:
-            text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-            data = file_data("standard input" if str(file) == "-" else str(file), text, count, sweep_count)
-        loaded, tokenizer = _load(checkpoint, _prepare_device(device, threads), dtype)
-        if not raw and _has_no_chat_template(tokenizer, checkpoint):
-            request = replace(request, raw=True)
-        name = Path(checkpoint).name if Path(checkpoint).is_dir() else checkpoint
-        console = Console(stderr=True)
-        try:
-            made = run(loaded, tokenizer, name, data, request, seed=seed if file is None else None, console=console)
-        except KeyboardInterrupt:
-            typer.echo(
-                f"Stopped; what was measured is kept in {output}. The same command goes on from here.", err=True
-            )
-            raise typer.Exit(130) from None
-        if write and made["sweep"]["chosen"] is None:
-            raise typer.Exit(1)
+    checkpoint = model or str(NANO)
+    if write and not Path(checkpoint).is_dir():
+        raise ValueError(f"`--write` needs a checkpoint folder, got {checkpoint!r}.")
+    request = Request(
+        output=output,
+        grid=Grid(
+            windows=_numbers("--windows", windows, int),
+            thresholds=_numbers("--thresholds", thresholds, float),
+            penalties=_numbers("--penalties", penalties, float),
+            draft_thresholds=_numbers("--draft-thresholds", draft_thresholds, float),
+            decoders=decoders_named(decoders.split(",")),
+        ),
+        timed=timed,
+        sweep_timed=sweep_timed,
+        repeats=repeats,
+        batch_size=batch_size,
+        max_new_tokens=max_new_tokens,
+        max_loss=max_loss,
+        settings=parse_settings(settings),
+        write_to=Path(checkpoint) if write else None,
+        fill_files=fill or (),
+        figure_folder=figures,
+        restart=restart,
+        raw=raw,
+    )
+    if file is None:
+        data = builtin_data(count, sweep_count, seed)
+    else:
+        data = file_data("standard input" if str(file) == "-" else str(file), read_text(file), count, sweep_count)
+    loaded, tokenizer = loading.load(checkpoint)
+    if not raw and has_no_chat_template(tokenizer, checkpoint):
+        request = replace(request, raw=True)
+    name = Path(checkpoint).name if Path(checkpoint).is_dir() else checkpoint
+    console = _console(stderr=True)
+    try:
+        made = run(loaded, tokenizer, name, data, request, seed=seed if file is None else None, console=console)
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped; what was measured is kept in {output}. The same command goes on from here.", err=True)
+        raise typer.Exit(130) from None
+    if write and made["sweep"]["chosen"] is None:
+        raise typer.Exit(1)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def train(context: typer.Context) -> None:
-    """Fine-tune from a recipe: wedlm train [recipe.yaml] [--setting value …]; --help lists the settings."""
-    with _errors_in_one_line():
-        if find_spec("trl") is None:
-            raise ValueError("Training needs trl: pip install 'wedlm-hf[train]'.")
-        from .training.train import main as run_training
+    """Fine-tune from a recipe: wedlm train RECIPE.yaml --setting value …; --help lists the settings."""
+    if find_spec("trl") is None:
+        raise ValueError("Training needs trl: pip install 'wedlm-hf[train]'.")
+    from .training.train import main as run_training
 
-        run_training(context.args)
+    run_training(context.args)
 
 
 @app.command()
@@ -480,35 +464,12 @@ def curves(
     """Draw training curves from a trainer's log: losses, accuracy by offset, tokens per forward, throughput."""
     from .eval.curves import draw, load_runs
 
-    with _errors_in_one_line():
-        loaded = load_runs(runs)
-        draw(loaded, output)
+    loaded = load_runs(runs)
+    draw(loaded, output)
     for run in loaded:
         if missing := run.missing():
             typer.echo(f"{run.name} has not logged: {', '.join(missing)}.")
     typer.echo(f"Wrote {output}.")
-
-
-DECODING_OPTIONS = (
-    "strategy",
-    "window_size",
-    "entropy_threshold",
-    "distance_penalty",
-    "entropy_budget",
-    "verification",
-    "acceptance_epsilon",
-    "acceptance_delta",
-    "adaptive_window",
-    "slot_cost",
-    "max_new_tokens",
-    "temperature",
-)
-
-
-def _decoding_options(context: typer.Context) -> dict[str, Any]:
-    """Keywords of `generate` that were given on the command line."""
-    given = {name: context.params[name] for name in DECODING_OPTIONS if context.params[name] is not None}
-    return given | ({"do_sample": True} if context.params["sample"] or "temperature" in given else {})
 
 
 def _check_trace_options(context: typer.Context) -> None:
@@ -523,7 +484,7 @@ def _check_trace_options(context: typer.Context) -> None:
 
     if params["source"] is not None:
         about_it = {"source", "output", "terminal", "pace", "model"} | (
-            {"device", "threads"} & given if params["model"] else set()
+            {"dtype", "device", "threads"} & given if params["model"] else set()
         )
         refuse(given - about_it, "a saved trace (`--from`) is shown as it is, nothing is decoded.")
     elif params["strategy"] == "ar":
@@ -543,56 +504,6 @@ def _check_file(path: Path) -> None:
         raise PermissionError(f"There is no writing in the folder {str(path.parent)!r}.")
 
 
-def _load_to_decode(context: typer.Context, options: dict[str, Any]) -> tuple[Any, Any, bool]:
-    """Model and tokenizer of a command with generate's options, and whether prompts are taken as they are."""
-    from .generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
-
-    # Refused here, before gigabytes of weights are read.
-    WeDLMGenerationSettings(**{name: value for name, value in options.items() if name in SETTING_NAMES})
-    given = context.params
-    checkpoint = given["model"] or str(NANO)
-    model, tokenizer = _load(checkpoint, _prepare_device(given["device"], given["threads"]))
-    return model, tokenizer, given["raw"] or _has_no_chat_template(tokenizer, checkpoint)
-
-
-def _prepare_device(device: str | None, threads: int | None) -> str:
-    """Sets the number of CPU threads; returns the device, which is there. Raises `ValueError` for one that is not."""
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (AssertionError, RuntimeError) as error:
-        raise ValueError(f"`--device {device}` is not available: {error}") from error
-    return device
-
-
-def _load(checkpoint: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """Model and tokenizer of a folder or a Hub id. Raises `OSError` and `ValueError` for what cannot be loaded."""
-    if not Path(checkpoint).is_dir() and (checkpoint.startswith((".", "~")) or Path(checkpoint).is_absolute()):
-        raise FileNotFoundError(f"There is no checkpoint folder {checkpoint!r}.")
-    from .eval.measure import load
-
-    if dtype not in DTYPES:
-        raise ValueError(f"`--dtype` must be one of {', '.join(DTYPES)}, got {dtype!r}.")
-    try:
-        return load(checkpoint, device, dtype)
-    except OSError as error:
-        if Path(checkpoint).is_dir():
-            raise
-        raise OSError(f"{checkpoint!r} is no folder here and cannot be loaded as a Hub id: {error}") from error
-
-
-def _has_no_chat_template(tokenizer: Any, checkpoint: str) -> bool:
-    """Says so where it has none."""
-    if tokenizer.chat_template is not None:
-        return False
-    typer.echo(f"{checkpoint!r} has no chat template: the prompts are continued as they are.", err=True)
-    return True
-
-
 def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
     """Numbers with commas between them, each once, ascending. Raises `ValueError` for anything else."""
     try:
@@ -601,54 +512,10 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]
         raise ValueError(f"`{option}` takes numbers with commas between them, got {text!r}.") from None
 
 
-def _settings(given: list[str]) -> dict[str, Any]:
-    """`NAME=VALUE` pairs; a value is JSON, or else text. Raises `ValueError` for anything else."""
-    settings = {}
-    for pair in given:
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise ValueError(f"`--set` takes NAME=VALUE, got {pair!r}.")
-        try:
-            settings[name.replace("-", "_")] = json.loads(value.lower() if value in ("True", "False") else value)
-        except json.JSONDecodeError:
-            settings[name.replace("-", "_")] = value
-    return settings
-
-
-def _prompts(given: list[str], file: Path | None) -> list[str]:
-    """The prompts on the command line and in the file, or else those that are piped in, or else the built-in ones.
-
-    Raises:
-        OSError: for a file that cannot be read.
-        ValueError: for a file without prompts, and for an empty prompt.
-    """
-    if any(not prompt.strip() for prompt in given):
-        raise ValueError("A prompt must not be empty.")
-    if file is not None:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-        lines = _lines(text)
-        if not lines:
-            raise ValueError(f"There is no prompt in {'standard input' if str(file) == '-' else repr(str(file))}.")
-        return given + lines
-    if not given and sys.stdin is not None and not sys.stdin.isatty():
-        given = _lines(sys.stdin.read())
-    return given or list(DEMO_PROMPTS)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.splitlines() if line.strip()]
-
-
-@contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    """Turns what is wrong with the request into one line on standard error and exit code 2."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise
-    except (OSError, ValueError) as error:
-        typer.echo(f"Error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from None
+def _console(stderr: bool = False) -> Console:
+    """A console that shows its text where `COLUMNS` is 0 or absurd, too."""
+    console = Console(stderr=stderr)
+    return console if console.width > 1 else Console(stderr=stderr, width=80)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """The command `wedlm`: what it prints, where prompts come from, and one line for what is wrong."""
 
+import dataclasses
 import io
 import json
 import subprocess
 import sys
+from typing import Annotated
 
 import pytest
+import typer
 from rich.console import Console
 from tiny import MASK, tiny_model, tiny_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, __version__, cli
 from wedlm_hf.eval import compare as comparing
+from wedlm_hf.eval import options
 from wedlm_hf.eval.compare import RunStreamer, comparison_table
 from wedlm_hf.eval.measure import ForwardCounter, Score
 from wedlm_hf.eval.tasks import TASKS
@@ -127,17 +131,18 @@ def test_settings_that_are_left_out_are_those_of_the_checkpoint(wedlm):
 def test_each_setting_has_an_option(wedlm):
     short = ("generate", "1, 2, 3", "--max-new-tokens", 12, "--no-compare")
     wide = ("--window-size", 8, "--entropy-threshold", 0)
+    adapting = ("--set", "adaptive_window=true", "--set", "slot_cost=9")
     slow, budget, adaptive = (
         int(table_of(wedlm(*short, *options)[1])["forwards"][0])
-        for options in (wide, (*wide, "--entropy-budget", 100), (*wide, "--adaptive-window", "--slot-cost", 9))
+        for options in (wide, (*wide, "--set", "entropy_budget=100"), (*wide, *adapting))
     )
     assert budget < slow
     assert adaptive >= slow
-    accepted = ("--verification", "typical", "--acceptance-epsilon", 0, "--acceptance-delta", 0, "--window-size", 8)
-    typical = int(table_of(wedlm(*short, *accepted, "--entropy-threshold", 100)[1])["forwards"][0])
+    accepted = ("--verification", "typical", "--set", "acceptance_epsilon=0", "--set", "acceptance_delta=0")
+    typical = int(table_of(wedlm(*short, *accepted, "--window-size", 8, "--entropy-threshold", 100)[1])["forwards"][0])
     assert typical < slow
-    for option, value in (("--acceptance-epsilon", -1), ("--slot-cost", -1), ("--entropy-budget", -1)):
-        assert wedlm(*short, option, value)[0] == 2
+    for name in ("acceptance_epsilon", "slot_cost", "entropy_budget"):
+        assert wedlm(*short, "--set", f"{name}=-1")[0] == 2
 
 
 def test_answers_end_at_the_context_where_no_limit_is_given(checkpoint, wedlm, monkeypatch):
@@ -168,9 +173,73 @@ def test_prompts_come_from_the_command_line_a_file_or_standard_input(wedlm, tmp_
     assert prompts_of(wedlm("generate", *short, "--file", "-", "given", stdin="third")[1]) == ["given", "third"]
 
 
+def test_only_line_feeds_end_a_prompt_and_a_byte_order_mark_belongs_to_none(wedlm, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("\ufefffirst\u2028line\r\nse\u0085cond\x1c3\n".encode())
+    _, output, _ = wedlm("generate", "--max-new-tokens", 1, "--no-compare", "--file", path)
+    assert [line for line in output.split("\n") if line.startswith("› ")] == [
+        "› first\u2028line",
+        "› se\u0085cond\x1c3",
+    ]
+
+
+def test_prompts_that_are_not_utf_8_are_refused(wedlm, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(b"caf\xe9\n")
+    code, output, errors = wedlm("generate", "--file", path)
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert errors.startswith(f"Error: The text of {str(path)!r} is not UTF-8: ")
+    code, output, errors = wedlm("generate", stdin=b"caf\xe9\n")
+    assert (code, output) == (2, "")
+    assert errors.startswith("Error: The text of standard input is not UTF-8: ")
+
+
+def test_ctrl_c_ends_a_command_with_one_line_and_code_130(wedlm, monkeypatch):
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparing, "compare", interrupt)
+    assert wedlm("generate", "hi") == (130, "", "Stopped.\n")
+
+
+def test_text_is_shown_where_the_terminal_says_that_it_has_no_columns(wedlm, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "tokens per forward" in wedlm("generate", "hi", "--max-new-tokens", 1, "--no-compare")[1]
+
+
+def test_options_of_a_group_stand_in_a_panel_of_their_own():
+    lines = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "120"}).stdout.splitlines()
+    titles = [line.strip("╭╮─ ") for line in lines if line.startswith("╭")]
+    assert {"Arguments", "Prompts", "Decoding (default: the checkpoint's generation_config.json)", "Machine"} <= {
+        *titles
+    }
+
+
+def test_a_command_gets_the_dataclasses_that_its_options_fill():
+    @dataclasses.dataclass(frozen=True)
+    class Range:
+        """Range."""
+
+        first: Annotated[int, typer.Argument()]
+        last: Annotated[int, typer.Option("--to")] = 9
+
+    taken = []
+    app = typer.Typer()
+
+    @app.command()
+    @cli.with_options
+    def show(span: Range, name: str = "x") -> None:
+        taken.append((span, name))
+
+    assert CliRunner().invoke(app, ["3"]).exit_code == 0
+    assert CliRunner().invoke(app, ["3", "--to", "4", "--name", "y"]).exit_code == 0
+    assert taken == [(Range(3, 9), "x"), (Range(3, 4), "y")]
+    assert CliRunner().invoke(app, []).exit_code == 2
+
+
 def test_without_prompts_there_is_one_built_in_prompt_for_each_task(wedlm):
     _, output, _ = wedlm("generate", "--max-new-tokens", 1, "--no-compare")
-    first_lines = [prompt.splitlines()[0] for prompt in cli.DEMO_PROMPTS]
+    first_lines = [prompt.splitlines()[0] for prompt in options.DEMO_PROMPTS]
     assert prompts_of(output) == first_lines
     assert len(first_lines) == len(TASKS)
 
@@ -285,6 +354,15 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
         (["hi", "--device", "abacus"], "`--device abacus` is not available: "),
         (["hi", "3 " * 600], "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 "),
         (["hi", " "], "A prompt must not be empty."),
+        (["hi", "--model", ""], "`model` must be a checkpoint folder or Hub id, got an empty text."),
+        (["hi", "--device", "meta"], "`--device meta` is not available: "),
+        (["hi", "--dtype", "int8"], "`--dtype` must be one of auto, float32, bfloat16, float16, got 'int8'."),
+        (["hi", "--set", "window"], "`--set` takes NAME=VALUE, got 'window'."),
+        (["hi", "--set", "windw_size=3"], "`--set windw_size=…`: `generate` has no setting of this name."),
+        (["hi", "--set", "top_k=3", "--set", "top-k=4"], "`--set top_k=…` was given twice."),
+        (["hi", "--set", "window_size=3"], "this setting has an option of its own, `--window-size`."),
+        (["hi", "\udcff"], "A prompt must be UTF-8 text, got '\\udcff'."),
+        (["--file", "\udcff"], "'\\udcff'"),
         (["--file", "missing.txt"], "No such file or directory: 'missing.txt'"),
         (["--file", "-"], "There is no prompt in standard input."),
         (["hi", "--model", "./missing"], "There is no checkpoint folder './missing'."),

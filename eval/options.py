@@ -1,0 +1,221 @@
+"""Options that several commands share: where prompts come from, how they are decoded, on what.
+
+Each dataclass is one group of options, which `cli.with_options` fills; its docstring is the title of their panel in
+`--help`. Imports of torch stand inside the methods: they take seconds, and `--help` needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+NANO = Path(__file__).parents[1] / "examples" / "wedlm-nano"
+
+DEMO_PROMPTS = (
+    "Count down from 97 to 61 by 4.",
+    "Anna has 347 apples. Ben brings 85 more. Anna sells 218. How many apples does Anna have now?",
+    "Sort from largest to smallest: 31, 7, 86, 12, 54, 23",
+    "Turn this text into JSON: Clara is 34. She works as a pilot. She lives in Lisbon. Clara has a cat and a dog.",
+    "Emma lives in Paris. Jack has a horse. Emma likes soup. Jack is 41 years old. Where does Emma live?",
+    'Complete this Python code:\ndef count_equal(scores, limit):\n    """Count the scores equal to limit."""',
+)
+
+FileOption = Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")]
+RawOption = Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without a chat template.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Any other keyword of `generate`; may be repeated."),
+]
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Prompts."""
+
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(help="Default: the lines of standard input where it is piped, else a few built-in prompts."),
+    ] = None
+    file: FileOption = None
+    raw: RawOption = False
+
+    def read(self) -> list[str]:
+        """The prompts on the command line and in the file, or else those that are piped in, or else the built-in ones.
+
+        Raises:
+            OSError: for a file that cannot be read.
+            ValueError: for a file without prompts, for an empty prompt, and for text that is not UTF-8.
+        """
+        given = list(self.prompts or [])
+        for prompt in given:
+            if not prompt.strip():
+                raise ValueError("A prompt must not be empty.")
+            if not is_unicode(prompt):
+                raise ValueError(f"A prompt must be UTF-8 text, got {prompt!r}.")
+        if self.file is not None:
+            lines = _lines(read_text(self.file))
+            if not lines:
+                raise ValueError(f"There is no prompt in {_shown(self.file)}.")
+            return given + lines
+        if not given and sys.stdin is not None and not sys.stdin.isatty():
+            given = _lines(read_text(Path("-")))
+        return given or list(DEMO_PROMPTS)
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """Decoding (default: the checkpoint's generation_config.json)."""
+
+    strategy: Annotated[str, typer.Option(help="wedlm, block or ar.")] = "wedlm"
+    verification: Annotated[
+        str | None, typer.Option(help="none; exact: the output of AR decoding; typical: what AR finds plausible.")
+    ] = None
+    window_size: Annotated[int | None, typer.Option(help="W, slots predicted at a time.")] = None
+    entropy_threshold: Annotated[float | None, typer.Option(help="τ, nats: fill the masks below it.")] = None
+    distance_penalty: Annotated[float | None, typer.Option(help="λ, nats per position.")] = None
+    max_new_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None
+    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens at random instead of the likeliest.")] = False
+    temperature: Annotated[float | None, typer.Option(help="Temperature; implies --sample.")] = None
+    seed: Annotated[int, typer.Option(help="Seed of --sample.")] = 0
+    settings: SetOption = None
+
+    def keywords(self) -> dict[str, Any]:
+        """What was given, as keywords of `generate`.
+
+        Raises:
+            ValueError: for settings of parallel decoding that are out of range, before any weights are read.
+        """
+        own = {field.name for field in fields(self)} - {"sample", "seed", "settings"}
+        named = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None}
+        others = parse_settings(self.settings)
+        if repeated := own & others.keys():
+            option = min(repeated).replace("_", "-")
+            raise ValueError(f"`--set {min(repeated)}=…`: this setting has an option of its own, `--{option}`.")
+        from ..generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+
+        given = named | others
+        WeDLMGenerationSettings(**{name: value for name, value in given.items() if name in SETTING_NAMES})
+        return given | ({"do_sample": True} if self.sample or self.temperature is not None else {})
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """Machine."""
+
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+
+    def prepare(self) -> str:
+        """Sets the number of CPU threads and returns the device. Raises `ValueError` for one that is not there."""
+        import torch
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            torch.empty(0, device=device).cpu()  # the device `meta` has no data to copy
+        except (AssertionError, NotImplementedError, RuntimeError) as error:
+            raise ValueError(f"`--device {device}` is not available: {error}") from error
+        return device
+
+    def load(self, checkpoint: str | None) -> tuple[Any, Any]:
+        """Model and tokenizer of a folder or Hub id; of wedlm-nano for None.
+
+        Raises:
+            OSError: for what cannot be loaded.
+            ValueError: likewise, and for an unknown `dtype` or device.
+        """
+        if checkpoint is None:
+            checkpoint = str(NANO)
+        if not checkpoint.strip():
+            raise ValueError("`model` must be a checkpoint folder or Hub id, got an empty text.")
+        is_folder = Path(checkpoint).is_dir()
+        if not is_folder and (checkpoint.startswith((".", "~")) or Path(checkpoint).is_absolute()):
+            raise FileNotFoundError(f"There is no checkpoint folder {checkpoint!r}.")
+        dtypes = ("auto", "float32", "bfloat16", "float16")
+        if self.dtype not in dtypes:
+            raise ValueError(f"`--dtype` must be one of {', '.join(dtypes)}, got {self.dtype!r}.")
+        device = self.prepare()
+        from .measure import load
+
+        try:
+            return load(checkpoint, device, self.dtype)
+        except OSError as error:
+            if is_folder:
+                raise
+            raise OSError(f"{checkpoint!r} is no folder here and cannot be loaded as a Hub id: {error}") from error
+
+
+def has_no_chat_template(tokenizer: Any, checkpoint: str | None) -> bool:
+    """Whether prompts can only be continued as they are; says so on standard error."""
+    if tokenizer.chat_template is not None:
+        return False
+    name = str(NANO) if checkpoint is None else checkpoint
+    typer.echo(f"{name!r} has no chat template: the prompts are continued as they are.", err=True)
+    return True
+
+
+def parse_settings(given: list[str] | None) -> dict[str, Any]:
+    """`NAME=VALUE` pairs as keywords of `generate`; a value is JSON, or else text.
+
+    Raises:
+        ValueError: for what is no such pair, and for a name that `generate` has no setting of.
+    """
+    settings: dict[str, Any] = {}
+    for pair in given or ():
+        name, equals, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise ValueError(f"`--set` takes NAME=VALUE, got {pair!r}.")
+        if name in settings:
+            raise ValueError(f"`--set {name}=…` was given twice.")
+        try:
+            settings[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except json.JSONDecodeError:
+            settings[name] = value
+    if settings:
+        from transformers import GenerationConfig
+
+        from ..generation.settings_wedlm import SETTING_NAMES
+
+        known = {*vars(GenerationConfig()), *SETTING_NAMES}
+        for name in settings:
+            if name not in known or name.startswith("_"):
+                raise ValueError(f"`--set {name}=…`: `generate` has no setting of this name.")
+    return settings
+
+
+def read_text(file: Path) -> str:
+    """Text of a file, or of standard input for `-`, without a byte order mark.
+
+    Raises:
+        OSError: for a file that cannot be read.
+        ValueError: for one that is not UTF-8.
+    """
+    if str(file) == "-" and sys.stdin is None:
+        return ""
+    content = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The text of {_shown(file)} is not UTF-8: {error}.") from None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether text can be encoded: bytes of the command line that are no UTF-8 cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _lines(text: str) -> list[str]:
+    """The lines that are not empty. Only line feeds end them: U+2028 and form feeds are text."""
+    return [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n") if line.strip()]
+
+
+def _shown(file: Path) -> str:
+    return "standard input" if str(file) == "-" else repr(str(file))
