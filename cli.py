@@ -48,18 +48,19 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     is the title of their panel in `--help`.
     """
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, type] = {}
+    groups: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        if is_dataclass(parameter.annotation):
-            groups[parameter.name] = parameter.annotation
-            parameters += [_in_panel(field, parameter.annotation) for field in _fields(parameter.annotation)]
+        group: Any = parameter.annotation
+        if isinstance(group, type) and is_dataclass(group):
+            groups[parameter.name] = group
+            parameters += [_in_panel(field, group) for field in _fields(group)]
         else:
             parameters.append(parameter)
 
     @wraps(command)
     def run(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in _fields(group)})
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in _fields(kind)})
         command(**values)
 
     keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]

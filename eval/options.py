@@ -125,31 +125,23 @@ class LoadingOptions:
         return device
 
     def load(self, checkpoint: str | None) -> tuple[Any, Any]:
-        """Model and tokenizer of a folder or Hub id; of wedlm-nano for None.
+        """Model, in evaluation mode, and tokenizer of a folder or Hub id; of wedlm-nano for None.
 
         Raises:
             OSError: for what cannot be loaded.
             ValueError: likewise, and for an unknown `dtype` or device.
         """
-        if checkpoint is None:
-            checkpoint = str(NANO)
-        if not checkpoint.strip():
-            raise ValueError("`model` must be a checkpoint folder or Hub id, got an empty text.")
-        is_folder = Path(checkpoint).is_dir()
-        if not is_folder and (checkpoint.startswith((".", "~")) or Path(checkpoint).is_absolute()):
-            raise FileNotFoundError(f"There is no checkpoint folder {checkpoint!r}.")
         dtypes = ("auto", "float32", "bfloat16", "float16")
         if self.dtype not in dtypes:
             raise ValueError(f"`--dtype` must be one of {', '.join(dtypes)}, got {self.dtype!r}.")
         device = self.prepare()
-        from .measure import load
+        from transformers.utils.logging import disable_progress_bar
 
-        try:
-            return load(checkpoint, device, self.dtype)
-        except OSError as error:
-            if is_folder:
-                raise
-            raise OSError(f"{checkpoint!r} is no folder here and cannot be loaded as a Hub id: {error}") from error
+        from ..modeling_wedlm.loading import load_model, load_tokenizer
+
+        disable_progress_bar()
+        source = str(NANO) if checkpoint is None else checkpoint
+        return load_model(source, dtype=self.dtype).to(device).eval(), load_tokenizer(source)
 
 
 def has_no_chat_template(tokenizer: Any, checkpoint: str | None) -> bool:

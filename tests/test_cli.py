@@ -354,7 +354,7 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
         (["hi", "--device", "abacus"], "`--device abacus` is not available: "),
         (["hi", "3 " * 600], "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 "),
         (["hi", " "], "A prompt must not be empty."),
-        (["hi", "--model", ""], "`model` must be a checkpoint folder or Hub id, got an empty text."),
+        (["hi", "--model", ""], "A checkpoint is a folder or a Hub id, got ''."),
         (["hi", "--device", "meta"], "`--device meta` is not available: "),
         (["hi", "--dtype", "int8"], "`--dtype` must be one of auto, float32, bfloat16, float16, got 'int8'."),
         (["hi", "--set", "window"], "`--set` takes NAME=VALUE, got 'window'."),
