@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
-from transformers.utils import cached_file
+from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
 
 from ..generation.settings_wedlm import check_mask_token_id
 from .configuration_wedlm import WeDLMConfig
+from .loading import load_config_dict, load_model, load_tokenizer
 from .modeling_wedlm import WeDLMForCausalLM
 
 MASK_TOKEN = "<|mask|>"
@@ -85,7 +85,7 @@ def convert(
     if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"The output folder must be new or empty, got {str(output_dir)!r}.")
     source_config = _read_config(source, revision)
-    tokenizer = _read_tokenizer(source, revision)
+    tokenizer = load_tokenizer(source, revision=revision)
     used = sorted(set(tokenizer.get_vocab().values()))
     mask_token_id = _add_mask_token(tokenizer, mask_token)
     model, info = _load_weights(source, revision, source_config, mask_token_id)
@@ -97,7 +97,7 @@ def convert(
         with _written_whole(target) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            reloaded = AutoTokenizer.from_pretrained(folder)
+            reloaded = load_tokenizer(folder)
             if reloaded.mask_token_id != mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(f"The tokenizer of {str(source)!r} does not survive being saved and loaded again.")
         model.name_or_path = model.config.name_or_path = str(target)  # an adapter of it is loaded onto this
@@ -121,8 +121,7 @@ def _written_whole(target: Path) -> Iterator[Path]:
 
 
 def _read_config(source: str | os.PathLike[str], revision: str | None) -> Qwen2Config | Qwen3Config:
-    _require_file(source, revision, "config.json")
-    config_dict, _ = Qwen3Config.get_config_dict(source, revision=revision)
+    config_dict = load_config_dict(source, revision=revision)
     model_type = config_dict.get("model_type")
     if model_type not in _SOURCES:
         raise ValueError(
@@ -139,26 +138,6 @@ def _read_config(source: str | os.PathLike[str], revision: str | None) -> Qwen2C
             f"{str(source)!r} has attention_bias=True: a Qwen3 model then has a bias on `o_proj`, and WeDLM has none."
         )
     return _SOURCES[model_type].from_dict(config_dict)
-
-
-def _read_tokenizer(source: str | os.PathLike[str], revision: str | None) -> PreTrainedTokenizerBase:
-    # Asked for explicitly: transformers makes up an empty Qwen2 tokenizer where these files are not there.
-    _require_file(source, revision, "tokenizer.json", "vocab.json")
-    try:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
-    except Exception as error:  # whatever the reading of a damaged file raises
-        raise ValueError(f"The tokenizer of {str(source)!r} cannot be read: {error}") from error
-
-
-def _require_file(source: str | os.PathLike[str], revision: str | None, *names: str) -> None:
-    """Raises `FileNotFoundError` unless the source has one of these files."""
-    is_path = os.path.isabs(source) or os.fspath(source).startswith(".")
-    if is_path and not Path(source).is_dir():
-        raise FileNotFoundError(f"There is no checkpoint folder {str(source)!r}.")
-    for name in names:
-        if cached_file(source, name, revision=revision, _raise_exceptions_for_missing_entries=False) is not None:
-            return
-    raise FileNotFoundError(f"{str(source)!r} has no {' or '.join(names)}.")
 
 
 def _add_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) -> int:
@@ -196,9 +175,7 @@ def _load_weights(
         }
     )
     config.vocab_size = source_config.vocab_size
-    model, info = WeDLMForCausalLM.from_pretrained(
-        source, config=config, revision=revision, use_safetensors=True, output_loading_info=True
-    )
+    model, info = load_model(source, config=config, revision=revision, output_loading_info=True)
     if info["missing_keys"] or info["unexpected_keys"]:
         raise ValueError(
             f"The weights of {str(source)!r} do not fit its config: missing {sorted(info['missing_keys'])}, "

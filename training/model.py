@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
 from ..modeling_wedlm.convert import convert
-from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
+from ..modeling_wedlm.loading import load_config_dict, load_tokenizer
+from ..modeling_wedlm.loading import load_model as load_wedlm
 from .sft_config import WeDLMSFTConfig
 
 logger = get_logger(__name__)
@@ -42,7 +43,7 @@ def with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
 
 def check_base(name: str) -> None:
     """Raises `ValueError` where an adapter's base model is a checkpoint that WeDLM cannot load again."""
-    if name and AutoConfig.from_pretrained(name).model_type != "wedlm":
+    if name and load_config_dict(name).get("model_type") != "wedlm":
         raise ValueError(
             f"An adapter is loaded onto the checkpoint that it was trained on, and {name!r} is not a WeDLM one. "
             f"Convert it first, `wedlm convert {name} FOLDER`, and train on FOLDER."
@@ -53,13 +54,11 @@ def load_model(
     name: str, args: WeDLMSFTConfig, tokenizer: PreTrainedTokenizerBase | None, quantization_config: Any
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model and its tokenizer; a Qwen checkpoint is converted."""
-    if not Path(name).is_dir() and (name.startswith(("/", "./", "../", "~")) or name.count("/") > 1):
-        raise FileNotFoundError(f"There is no checkpoint folder {name!r}.")
     settings: dict[str, Any] = {**(args.model_init_kwargs or {})}  # type: ignore[dict-item]
     revision = settings.get("revision")
     dtype = settings.pop("dtype", "float32")
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-    if AutoConfig.from_pretrained(name, revision=revision).model_type != "wedlm":
+    if load_config_dict(name, revision=revision).get("model_type") != "wedlm":
         attention = settings.pop("attn_implementation", None)
         if left_over := sorted(set(settings) - {"revision"}):
             raise ValueError(
@@ -75,8 +74,9 @@ def load_model(
         return (converted if dtype == "auto" else converted.to(dtype)), tokenizer or conversion.tokenizer
     if quantization_config is not None:
         settings |= {"quantization_config": quantization_config, "device_map": {"": PartialState().device}}
-    model = WeDLMForCausalLM.from_pretrained(name, dtype=dtype, **settings)
-    return model, tokenizer or AutoTokenizer.from_pretrained(name, revision=revision)
+    consent = {"trust_remote_code": args.trust_remote_code}
+    model = load_wedlm(name, dtype=dtype, **consent | settings)
+    return model, tokenizer or load_tokenizer(name, revision=revision, **consent)
 
 
 def prepare_quantized(model: Any) -> None:

@@ -18,18 +18,13 @@ from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.data_utils import is_conversational, is_conversational_from_value, maybe_convert_to_chatml, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
+from ..modeling_wedlm.loading import load_tokenizer
 from .callback import DynamicMaskingCallback, refuse_context_parallelism
 from .collator import DataCollatorForDualStreamMasking
 from .data import (
@@ -134,7 +129,7 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
             model, processing_class = load_model(model, args, processing_class, quantization_config)
             args.model_init_kwargs = None  # honoured: the parent would warn that it ignores them
         elif processing_class is None:
-            processing_class = AutoTokenizer.from_pretrained(model.config.name_or_path)
+            processing_class = load_tokenizer(str(model.config.name_or_path or ""))
         check_vocabulary(model, processing_class, args)
         embeddings: Any = model.get_input_embeddings()
         self._vocab_size = int(embeddings.weight.shape[0])

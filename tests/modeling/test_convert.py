@@ -278,7 +278,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 def test_a_source_without_config_or_tokenizer_is_refused(tmp_path, name):
     write_source(tmp_path / "source")
     (tmp_path / "source" / name).unlink()
-    refused(tmp_path, FileNotFoundError, rf"'.*source' has no {name}")
+    refused(tmp_path, FileNotFoundError, rf"'.*source'(: it)? has no {name}")
 
 
 def test_an_unreadable_tokenizer_is_refused(tmp_path):
