@@ -6,7 +6,6 @@ Imports of torch and of what needs it stand inside the functions: they take seco
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from copy import copy
@@ -160,13 +159,12 @@ def generate(
     """Answer prompts, streaming, and show what it took next to plain AR decoding of the same weights."""
     keywords = decoding.keywords()
     texts = prompts.read()
-    from .eval.compare import compare as compare_decoders
+    from .eval.trace.answers import compare as compare_decoders
+    from .eval.trace.record import Request
 
     loaded, tokenizer = loading.load(model)
     raw = prompts.raw or has_no_chat_template(tokenizer, model)
-    compare_decoders(
-        loaded, tokenizer, texts, keywords, console=_console(), with_ar=compare, raw=raw, seed=decoding.seed
-    )
+    compare_decoders(loaded, tokenizer, Request(texts, keywords, compare, raw, decoding.seed), _console())
 
 
 @app.command()
@@ -185,9 +183,7 @@ def trace(
     source: Annotated[
         Path | None, typer.Option("--from", help="Show this saved trace; --model checks that it is that model's.")
     ] = None,
-    terminal: Annotated[
-        bool, typer.Option("--terminal", help="Show it here: live, or again if it is saved, or written to a page.")
-    ] = False,
+    terminal: Annotated[bool, typer.Option("--terminal", help="Replay it here, too.")] = False,
     pace: Annotated[float, typer.Option(min=0, help="For --terminal: seconds that a forward stays in view.")] = 0.1,
     repeats: Annotated[int, typer.Option(min=1, help="The clock shows medians of so many runs.")] = 5,
 ) -> None:
@@ -195,11 +191,18 @@ def trace(
     _check_trace_options(context)
     if output is None and not terminal:
         output = Path("build/trace.html")
+    from .eval.files import check_output
+
+    files = [path for path in (output, save, source, prompts.file) if path is not None]
     for path in (output, save):
         if path is not None:
-            _check_file(path)
-    from .eval.trace import check_model, load, record, totals
-    from .eval.trace import save as save_trace
+            check_output(path, [other for other in files if other is not path])
+    from .eval.trace.answers import comparison_table
+    from .eval.trace.page import write_page
+    from .eval.trace.record import Request, check_model, decodings, record
+    from .eval.trace.saved import load
+    from .eval.trace.saved import save as save_trace
+    from .eval.trace.terminal import replay_in_terminal
 
     if source is not None:
         shown = load(source)
@@ -210,29 +213,17 @@ def trace(
         texts = prompts.read()
         loaded, tokenizer = loading.load(model)
         raw = prompts.raw or has_no_chat_template(tokenizer, model)
-        if output is None and save is None:
-            from .eval.trace_terminal import decode_in_terminal
-
-            how: dict[str, Any] = {"with_ar": compare, "raw": raw, "seed": decoding.seed, "pace": pace}
-            decode_in_terminal(loaded, tokenizer, texts, keywords, _console(), **how)
-            return
+        request = Request(texts, keywords, compare, raw, decoding.seed)
         name = model or NANO.name
-        how = {"with_ar": compare, "raw": raw, "seed": decoding.seed, "repeats": repeats, "title": "tracing"}
-        shown = record(loaded, tokenizer, texts, keywords, model_name=name, **how)
+        shown = record(loaded, tokenizer, request, model_name=name, repeats=repeats, title="tracing")
     if save is not None:
         save_trace(shown, save)
     if output is not None:
-        from .eval.trace_page import write_page
-
         write_page(shown, output)
     console = _console()
     if terminal:
-        from .eval.trace_terminal import replay_in_terminal
-
         replay_in_terminal(shown, console, pace=pace)
-    from .eval.compare import comparison_table
-
-    console.print(comparison_table(totals(shown)))
+    console.print(comparison_table(decodings(shown)))
     for path in (save, output):
         if path is not None:
             typer.echo(path)
@@ -492,17 +483,6 @@ def _check_trace_options(context: typer.Context) -> None:
         raise ValueError("A trace shows parallel decoding: `--strategy` must be wedlm or block, got 'ar'.")
     if not params["terminal"]:
         refuse(given & {"pace"}, "goes with `--terminal`; the page has its own speed.")
-    elif params["source"] is None and params["output"] is None and params["save"] is None:
-        refuse(given & {"repeats"}, "decoding is shown live, once; `--save` or `--output` time it.")
-
-
-def _check_file(path: Path) -> None:
-    """Makes the folder of a file to be written. Raises `OSError` and `ValueError` if it cannot be written there."""
-    if path.is_dir():
-        raise ValueError(f"{str(path)!r} is a folder; a file is to be written.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"There is no writing in the folder {str(path.parent)!r}.")
 
 
 def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:

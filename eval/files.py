@@ -1,25 +1,34 @@
-"""Files that appear whole or not at all."""
+"""Writing files: each appears whole or not at all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
 def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A file beside `path` to write to. It takes the place of `path` at the end, or is removed if anything goes wrong.
+    """A file beside `path` to write to. At the end it replaces `path`; if anything goes wrong, it is removed.
 
-    Folders on the way are made.
+    Folders on the way are made. A symbolic link stays one: its target is replaced. The new file has the permissions of
+    the old one. What cannot be replaced, such as a device (`/dev/null`) or a FIFO, is itself what is yielded.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    if _is_stream(path):
+        yield path
+        return
+    target = _target(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         yield unfinished
-        os.replace(unfinished, path)
+        if target.exists():
+            shutil.copymode(target, unfinished)
+        os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -28,3 +37,37 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` as UTF-8 with Unix line ends, whole or not at all."""
     with written_whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8", newline="\n")
+
+
+def check_output(path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
+    """Make sure, before any work, that a file can be written; makes its folder.
+
+    Args:
+        path: of the file.
+        others: files that the same command reads or writes, and that `path` must not replace.
+
+    Raises:
+        OSError: where there is no writing.
+        ValueError: for a folder, and for one of the `others`.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder; a file is to be written.")
+    if _is_stream(path):
+        return
+    target = _target(path)
+    if any(os.path.realpath(path) == os.path.realpath(other) for other in others):
+        raise ValueError(f"{str(path)!r} is named twice: what is read or written there would be lost.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(target.parent, os.W_OK):
+        raise PermissionError(f"There is no writing in the folder {str(target.parent)!r}.")
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether there is something that is no file: a device, a FIFO, a socket."""
+    return path.exists() and not path.is_dir() and not stat.S_ISREG(path.stat().st_mode)
+
+
+def _target(path: Path) -> Path:
+    """What a symbolic link leads to, else the path itself."""
+    return Path(os.path.realpath(path)) if path.is_symlink() else path

@@ -232,39 +232,65 @@ def pad_left(
     }
 
 
-def decode(
+@dataclass(frozen=True)
+class Call:
+    """One `generate` call and its clock.
+
+    Attributes:
+        prompts: tokens of each.
+        output: what `generate` returned.
+        counter: of its forwards.
+        moments: the start of each forward and then the end of the call, seconds since its start.
+    """
+
+    prompts: Sequence[list[int]]
+    output: Any
+    counter: ForwardCounter
+    moments: list[float]
+
+
+def call_generate(
     model: WeDLMForCausalLM,
-    tokenizer: PreTrainedTokenizerBase | None,
     prompts: Sequence[list[int]],
     options: Options,
     streamer: BaseStreamer | None = None,
     *,
+    pad_token: int = 0,
     seed: int | None = None,
-) -> list[Decoding]:
-    """Decode `B` prompts together and count what it takes.
+) -> Call:
+    """Call `generate` on `B` prompts together, and look at the clock.
 
     Args:
         model: in evaluation mode.
-        tokenizer: pads and turns tokens into text; without one, texts are empty.
         prompts: tokens of each prompt.
         options: keywords of `generate`; `strategy` is that of the generation config if it is left out.
         streamer: gets the tokens as `generate` sends them.
+        pad_token: stands before the shorter prompts.
         seed: of sampling; by default the state of torch's generators is left as it is.
 
     Raises:
         ValueError: whatever `generate` refuses.
     """
-    inputs = pad_left(prompts, (tokenizer.pad_token_id if tokenizer else None) or 0, model.device)
-    width = inputs["input_ids"].shape[1]
+    inputs = pad_left(prompts, pad_token, model.device)
     untyped: Any = model  # transformers states a type of `generate`'s `self` that its own models do not have
     if seed is not None:
         torch.manual_seed(seed)
     with ForwardCounter(model) as counter:
         start = now(model)
         output = untyped.generate(**inputs, streamer=streamer, return_dict_in_generate=True, **options)
-        seconds = (now(model) - start) / len(prompts)
-    answers = output.sequences[:, width:].tolist()
-    stats = getattr(output, "stats", None)
+        end = now(model)
+    return Call(prompts, output, counter, [moment - start for moment in (*counter.starts, end)])
+
+
+def decodings_of(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase | None, call: Call) -> list[Decoding]:
+    """The answer to each prompt of a call and its cost, counted twice: by the decoder and by the hook.
+
+    Without a tokenizer, texts are empty.
+    """
+    prompts, counter = call.prompts, call.counter
+    width = max(map(len, prompts))
+    answers = call.output.sequences[:, width:].tolist()
+    stats = getattr(call.output, "stats", None)
     if stats is None:  # AR: one forward a token, and none for the last token
         answers = [_until_end(answer, model.generation_config.eos_token_id) for answer in answers]
         forwards = [len(answer) for answer in answers]
@@ -278,8 +304,25 @@ def decode(
         seen = counter.slots - width
         assert seen == instances[0], f"{seen} tokens were processed after the prompt, {instances[0]} were reported"
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(prompts)
+    seconds, forward_seconds = call.moments[-1] / len(prompts), sum(counter.spans) / len(prompts)
     parts = zip(answers, texts, forwards, instances, strict=True)
-    return [Decoding(*part, seconds, sum(counter.spans) / len(prompts)) for part in parts]
+    return [Decoding(*part, seconds, forward_seconds) for part in parts]
+
+
+def decode(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompts: Sequence[list[int]],
+    options: Options,
+    streamer: BaseStreamer | None = None,
+    *,
+    seed: int | None = None,
+) -> list[Decoding]:
+    """Decode `B` prompts together and count what it takes: [`call_generate`], then [`decodings_of`]."""
+    pad_token = (tokenizer.pad_token_id if tokenizer else None) or 0
+    return decodings_of(
+        model, tokenizer, call_generate(model, prompts, options, streamer, pad_token=pad_token, seed=seed)
+    )
 
 
 @torch.no_grad()

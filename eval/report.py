@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from ..generation import WeDLMGenerationSettings
 from ..modeling_wedlm import WeDLMForCausalLM
 from .files import write_text, written_whole
+from .fingerprint import fingerprint
 from .markdown import BLOCKS, blocks, fill
 from .measure import LONGEST_ANSWER, Options, encode, encode_text, environment
 from .report_data import Data
@@ -32,7 +33,6 @@ from .report_page import as_csv, chosen, page, summary
 from .report_stats import EntropyEffect, Sample, areas, sweep_rows, trends
 from .sweep import AR, BLOCK, DECODERS, FIELDS, STREAMING, VERIFIED, Grid, choose, configured, write_settings
 from .tasks import Sample as Prompt
-from .trace import fingerprint
 
 # Verified decoding loses nothing to wide windows and bold drafts; the stored settings are for unverified decoding.
 WIDE: Options = {"window_size": 16, "entropy_threshold": 0.8}

@@ -15,11 +15,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, __version__, cli
-from wedlm_hf.eval import compare as comparing
 from wedlm_hf.eval import options
-from wedlm_hf.eval.compare import RunStreamer, comparison_table
-from wedlm_hf.eval.measure import ForwardCounter, Score
+from wedlm_hf.eval import prompts as prompting
+from wedlm_hf.eval.measure import Decoding, ForwardCounter
 from wedlm_hf.eval.tasks import TASKS
+from wedlm_hf.eval.trace import answers
+from wedlm_hf.eval.trace.answers import AnswerStreamer, compare, comparison_table
+from wedlm_hf.eval.trace.record import Request
+from wedlm_hf.eval.trace.text import printable
 
 LABELS = ["new tokens", "forwards", "tokens per forward", "prefix cacheability", "tokens/s", "speed against AR"]
 
@@ -146,7 +149,7 @@ def test_each_setting_has_an_option(wedlm):
 
 
 def test_answers_end_at_the_context_where_no_limit_is_given(checkpoint, wedlm, monkeypatch):
-    monkeypatch.setattr(comparing, "LONGEST_ANSWER", 20)
+    monkeypatch.setattr(prompting, "LONGEST_ANSWER", 20)
     assert table_of(wedlm("generate", "1, 2, 3", "--no-compare")[1])["new tokens"] == ["20"]
     long_prompt = " ".join(["3"] * 250)  # 499 tokens of a context of 512
     assert int(table_of(wedlm("generate", "--raw", long_prompt, "--no-compare")[1])["new tokens"][0]) < 20
@@ -179,7 +182,7 @@ def test_only_line_feeds_end_a_prompt_and_a_byte_order_mark_belongs_to_none(wedl
     _, output, _ = wedlm("generate", "--max-new-tokens", 1, "--no-compare", "--file", path)
     assert [line for line in output.split("\n") if line.startswith("› ")] == [
         "› first\u2028line",
-        "› se\u0085cond\x1c3",
+        f"› se{printable(chr(0x85))}cond{printable(chr(0x1C))}3",
     ]
 
 
@@ -198,7 +201,7 @@ def test_ctrl_c_ends_a_command_with_one_line_and_code_130(wedlm, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(comparing, "compare", interrupt)
+    monkeypatch.setattr(answers, "compare", interrupt)
     assert wedlm("generate", "hi") == (130, "", "Stopped.\n")
 
 
@@ -260,7 +263,7 @@ def test_a_checkpoint_without_a_chat_template_continues_the_prompts(wedlm, check
 
 def test_text_is_streamed_run_by_run_and_characters_stay_whole():
     tokenizer, written = tiny_tokenizer(), []
-    streamer = RunStreamer(tokenizer, lambda text, run: written.append((text, run)))
+    streamer = AnswerStreamer(tokenizer, lambda text, group: written.append((text, group)))
     ids = tokenizer("a", return_tensors="pt").input_ids
     euro = tokenizer("€", return_tensors="pt").input_ids[0]
     assert len(euro) == 3
@@ -277,14 +280,14 @@ def test_a_terminal_shows_which_tokens_became_final_together():
     console = Console(file=written, force_terminal=True, color_system="standard", width=80)
     model = tiny_model()
     options = {"strategy": "wedlm", "window_size": 1, "max_new_tokens": 12}
-    comparing.compare(model, tiny_tokenizer(), ["1, 2, 3"], options, console=console)
+    compare(model, tiny_tokenizer(), Request(["1, 2, 3"], options), console)
     assert "Neighbours of one colour became final in the same forward." in written.getvalue()
     assert {"\x1b[36m", "\x1b[35m"} <= {f"\x1b[{part.split('m')[0]}m" for part in written.getvalue().split("\x1b[")}
 
 
 def test_the_table_fits_a_narrow_terminal():
     console = Console(file=io.StringIO(), width=60)
-    console.print(comparison_table({name: Score(1, 0, 0, 10**6, 10**5, 10**7, 1.0) for name in ("wedlm", "ar")}))
+    console.print(comparison_table({name: [Decoding([0] * 10**6, "", 10**5, 10**7, 1.0)] for name in ("wedlm", "ar")}))
     assert "…" not in console.file.getvalue()
     assert table_of(console.file.getvalue())["speed against AR"] == ["1.00×", "1.00×"]
 

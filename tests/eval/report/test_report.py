@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from wedlm_hf import cli
 from wedlm_hf.eval import markdown, report_figures, report_measure
+from wedlm_hf.eval.fingerprint import fingerprint
 from wedlm_hf.eval.measure import answer_entropy, decode, encode
 from wedlm_hf.eval.report_data import builtin_data, file_data
 from wedlm_hf.eval.sweep import DECODERS, Grid
 from wedlm_hf.eval.tasks import TASKS, generate_samples
-from wedlm_hf.eval.trace import fingerprint
 
 SMALL = "--windows 4 --thresholds 0.5,5 --penalties 0,0.5 --draft-thresholds 5 --max-new-tokens 6 --repeats 2".split()
 COUNTS = "--count 2 --sweep-count 1 --timed 1 --sweep-timed 1".split()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .files import write_text
-from .trace import Trace, to_json
+from ..files import write_text
+from .saved import Trace, to_json
 
-TEMPLATE = Path(__file__).with_name("trace.html")
-PLACE = "{{trace}}"
+TEMPLATE = Path(__file__).with_name("page.html")
+PLACEHOLDER = "{{trace}}"
 
 
 def page(trace: Trace) -> str:
@@ -17,7 +17,7 @@ def page(trace: Trace) -> str:
     data = to_json(trace)
     for letter in "<>&\u2028\u2029":
         data = data.replace(letter, f"\\u{ord(letter):04x}")
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, data)
+    return TEMPLATE.read_text(encoding="utf-8").replace(PLACEHOLDER, data)
 
 
 def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:

@@ -4,6 +4,7 @@ Needs playwright (Python) and Chromium or Chrome; without them these tests are s
 `required`, as CI sets it.
 """
 
+import json
 import os
 import re
 import shutil
@@ -13,9 +14,10 @@ import pytest
 import torch
 
 from wedlm_hf.cli import NANO
-from wedlm_hf.eval import trace as tracing
-from wedlm_hf.eval.measure import encode_text, load
-from wedlm_hf.eval.trace_page import write_page
+from wedlm_hf.eval.prompts import encode_text
+from wedlm_hf.eval.trace import page as pages
+from wedlm_hf.eval.trace.record import Request, record
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)> & \"<b>€</b>\""
@@ -33,6 +35,18 @@ QUIET = [
 ]
 
 pytestmark = pytest.mark.xdist_group("browser")  # one browser for all of them
+
+
+def test_a_page_holds_the_trace_and_nothing_of_it_as_markup(recorded):
+    prompt = "</script><script>alert(1)</script><!-- & \u2028 <b>"
+    html = pages.page(recorded({}, prompts=[prompt], tokens=2))
+    assert "alert(1)</script>" not in html and "\u2028" not in html
+    data = html.split('<script id="trace" type="application/json">')[1].split("</script>")[0]
+    assert not set("<>&") & set(data)
+    assert json.loads(data)["recordings"][0]["prompt"] == prompt
+    addresses = set(re.findall(r"https?://[^\s\"'`]+", html))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
+    assert "innerHTML" not in html
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +70,18 @@ def browser():
 
 @pytest.fixture(scope="module")
 def nano():
-    return load(NANO)
+    return load_model(NANO), load_tokenizer(NANO)
 
 
 @pytest.fixture(scope="module")
 def trace(nano):
-    return tracing.record(*nano, [STAMPS, HOSTILE], SETTINGS, model_name="wedlm-nano", repeats=1)
+    return record(*nano, Request([STAMPS, HOSTILE], SETTINGS), model_name="wedlm-nano", repeats=1)
 
 
 @pytest.fixture(scope="module")
 def drafts(nano):
     options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "adaptive_window": False}
-    return tracing.record(*nano, [HOSTILE, STAMPS], options, model_name="wedlm-nano", repeats=1)
+    return record(*nano, Request([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
 
 
 @pytest.fixture
@@ -77,7 +91,7 @@ def shown(browser, tmp_path):
 
     def open_page(trace, **options):
         path = tmp_path / "trace.html"
-        write_page(trace, path)
+        pages.write_page(trace, path)
         context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
         contexts.append(context)
         page = context.new_page()

@@ -1,0 +1,136 @@
+"""The work of `wedlm generate`: answers prompts, streaming, next to AR decoding with the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from ...modeling_wedlm import WeDLMForCausalLM
+from ..measure import Decoding, decode
+from .record import Request
+from .text import GROUP_STYLES, REPLACEMENT, printable
+
+WARM_UP_TOKENS = 8
+
+
+class AnswerStreamer(BaseStreamer):
+    """Hands on text as it becomes final.
+
+    Args:
+        tokenizer: turns tokens into text.
+        write: called with new text and the number of the group of tokens, final at once, that it came with.
+
+    Attributes:
+        seconds: time spent in here, which is not the decoder's.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, int], None]):
+        self.tokenizer = tokenizer
+        self.write = write
+        self.tokens: list[int] = []
+        self.written = 0
+        self.group = -1  # the prompt comes first
+        self.seconds = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt, `(1, P)`, then groups of final tokens, `(n,)`, some of them empty."""
+        start = time.perf_counter()
+        if self.group < 0:
+            self.group = 0
+        elif value.numel():
+            self.group += 1
+            self.tokens.extend(value.flatten().tolist())
+            self._write(hold_back=True)
+        self.seconds += time.perf_counter() - start
+
+    def end(self) -> None:
+        """Writes what was held back."""
+        self._write(hold_back=False)
+
+    def _write(self, hold_back: bool) -> None:
+        text = str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+        if hold_back and text.endswith(REPLACEMENT):
+            return  # the first bytes of a character whose others are still to come
+        self.write(text[self.written :], self.group)
+        self.written = len(text)
+
+
+def compare(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: Request, console: Console) -> None:
+    """Answer prompts, streaming, and print what it took, next to AR decoding.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's.
+        request: what to decode.
+        console: to print on.
+
+    Raises:
+        ValueError: whatever `generate` refuses.
+    """
+
+    def write(text: str, group: int) -> None:
+        style = GROUP_STYLES[group % len(GROUP_STYLES)]
+        console.out(printable(text), style=style, highlight=False, end="")
+
+    encoded = request.encode(model, tokenizer)
+    for options in request.decoders(model, len(encoded[0][1])).values():  # the first call costs more
+        short = min(WARM_UP_TOKENS, options.get("max_new_tokens", WARM_UP_TOKENS))
+        decode(model, tokenizer, [encoded[0][1]], {**options, "max_new_tokens": short})
+    if console.is_terminal and not console.no_color:
+        console.out("Neighbours of one colour became final in the same forward.\n", style="dim", highlight=False)
+    decodings: dict[str, list[Decoding]] = {}
+    for prompt, tokens in encoded:
+        console.out(f"› {printable(prompt)}", style="bold", highlight=False)
+        for name, options in request.decoders(model, len(tokens)).items():
+            streamer = AnswerStreamer(tokenizer, write) if name == request.options["strategy"] else None
+            (decoding,) = decode(model, tokenizer, [tokens], options, streamer, seed=request.seed)
+            seconds = decoding.seconds - (streamer.seconds if streamer else 0.0)
+            decodings.setdefault(name, []).append(replace(decoding, seconds=seconds))
+        answer, *others = (answers[-1] for answers in decodings.values())
+        console.out("" if answer.text.endswith("\n") else "\n", end="")
+        console.out(_costs(answer, others), style="dim", highlight=False)
+    console.print(comparison_table(decodings))
+
+
+def _costs(answer: Decoding, others: Sequence[Decoding]) -> str:
+    """What an answer took, what AR's took, and whether they are the same."""
+    text = f"{len(answer.tokens)} tokens in {answer.forwards} forwards, {answer.seconds:.3f} s"
+    for other in others:
+        same = "same answer" if other.tokens == answer.tokens else f"its answer:\n{printable(other.text)}"
+        text += f"; ar: {len(other.tokens)} in {other.forwards}, {other.seconds:.3f} s, {same}"
+    return f"{text}\n"
+
+
+def comparison_table(decodings: Mapping[str, Sequence[Decoding]]) -> Table:
+    """One column for each decoder, over all its answers; speed is relative to `"ar"`, where that is one of them."""
+    speeds = {
+        name: sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
+        for name, answers in decodings.items()
+    }
+    table = Table("strategy", *(Column(name, justify="right") for name in decodings), box=SIMPLE_HEAD)
+    columns = []
+    for name, answers in decodings.items():
+        tokens = sum(len(answer.tokens) for answer in answers)
+        forwards = sum(answer.forwards for answer in answers)
+        instances = max(1, sum(answer.token_instances for answer in answers))
+        columns.append(
+            {
+                "new tokens": f"{tokens}",
+                "forwards": f"{forwards}",
+                "tokens per forward": f"{tokens / forwards:.2f}",
+                "prefix cacheability": f"{min(1.0, tokens / instances):.2f}",  # the last token is never processed
+                "tokens/s": f"{speeds[name]:,.0f}",
+                **({"speed against AR": f"{speeds[name] / speeds['ar']:.2f}×"} if "ar" in speeds else {}),
+            }
+        )
+    for label in columns[0]:
+        table.add_row(label, *(column[label] for column in columns))
+    return table

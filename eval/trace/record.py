@@ -1,0 +1,290 @@
+"""Decodes prompts and keeps every step, next to AR decoding of the same prompts at the same clock."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from transformers import PreTrainedTokenizerBase
+
+from ...generation.selection_wedlm import token_entropy
+from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+from ...generation.stats_wedlm import TraceStep
+from ...modeling_wedlm import WeDLMForCausalLM
+from ..decoders import Options
+from ..fingerprint import fingerprint
+from ..measure import Call, Decoding, call_generate, decodings_of, environment
+from ..prompts import answer_limit, encode_text
+from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, Recording, Run, Step, Trace
+from .text import pieces_of, token_text
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to decode, and how.
+
+    Attributes:
+        prompts: at least one.
+        options: keywords of `generate`, `strategy` among them.
+        with_ar: AR decoding of each prompt too, right after, with the same options where they apply.
+        raw: take prompts as they are, without the chat template.
+        seed: of sampling, set anew for each prompt and decoder.
+    """
+
+    prompts: Sequence[str]
+    options: Options
+    with_ar: bool = True
+    raw: bool = False
+    seed: int = 0
+
+    def encode(self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
+        """Each prompt and its tokens. Raises `ValueError` where they leave no room for an answer in the context."""
+        return [(prompt, encode_text(model, tokenizer, prompt, self.raw)) for prompt in self.prompts]
+
+    def decoders(self, model: WeDLMForCausalLM, prompt_length: int) -> dict[str, Options]:
+        """Keywords of `generate` by strategy: the one that was asked for, then AR with what applies to it.
+
+        Where no limit of new tokens is given or stored, it is that of [`answer_limit`].
+        """
+        config = model.generation_config
+        is_limited = config.max_new_tokens is not None or config.max_length is not None
+        limit = {} if is_limited else {"max_new_tokens": answer_limit(model, prompt_length)}
+        decoders: dict[str, Options] = {self.options["strategy"]: {**limit, **self.options}}
+        if self.with_ar:
+            shared = {name: value for name, value in self.options.items() if name not in SETTING_NAMES}
+            decoders.setdefault("ar", {**limit, **shared, "strategy": "ar"})
+        return decoders
+
+
+def record(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    request: Request,
+    *,
+    model_name: str,
+    repeats: int = 5,
+    title: str = "",
+) -> Trace:
+    """Decode prompts and keep every step.
+
+    Each prompt is decoded once to see its steps and `repeats` times, decoders taking turns, to see their times:
+    recording costs time of its own, and so does a first call.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's.
+        request: what to decode.
+        model_name: as it is shown.
+        repeats: timed calls, at least 1.
+        title: shown with a progress bar on standard error, if any.
+
+    Raises:
+        ValueError: for a strategy that has no steps to show, and whatever `generate` refuses.
+    """
+    if request.options["strategy"] == "ar":
+        raise ValueError("A trace shows parallel decoding: `strategy` must be 'wedlm' or 'block', got 'ar'.")
+    recordings = []
+    encoded = request.encode(model, tokenizer)
+    for prompt, tokens in track(encoded, title, console=Console(stderr=True), disable=not title):
+        decoders = request.decoders(model, len(tokens))
+        recorded, *timed = [
+            {
+                name: call_generate(model, [tokens], options if turn else {**options, **KEPT[name]}, seed=request.seed)
+                for name, options in decoders.items()
+            }
+            for turn in range(repeats + 1)
+        ]
+        runs = [
+            _run(model, tokenizer, options, recorded[name], [calls[name].moments for calls in timed])
+            for name, options in decoders.items()
+        ]
+        recordings.append(Recording(prompt, tokens, runs))
+    ids = set[int]().union(*(recording.token_ids for recording in recordings))
+    return Trace(
+        model=model_name,
+        fingerprint=fingerprint(model, tokenizer),
+        environment=dict(environment(model)),
+        seed=request.seed,
+        vocabulary={str(token): token_text(tokenizer, token) for token in sorted(ids)},
+        special=sorted(ids & set(tokenizer.all_special_ids)),
+        recordings=recordings,
+    )
+
+
+KEPT: dict[str, Options] = {
+    "wedlm": {"output_trace": True},
+    "block": {"output_trace": True},
+    "ar": {"output_logits": True},
+}
+"""Keywords of `generate` that let it return what happened."""
+
+
+def _settings(model: WeDLMForCausalLM, options: Options) -> WeDLMGenerationSettings:
+    """Those in effect: the call's, else the checkpoint's, else the defaults."""
+    config = SimpleNamespace(**{**vars(model.generation_config), **options})
+    return WeDLMGenerationSettings.from_generation_config(config, model.config)
+
+
+def _run(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Options,
+    recorded: Call,
+    clocks: Sequence[list[float]],
+) -> Run:
+    """What was recorded, with the medians of the clocks of the same forwards."""
+    (decoding,) = decodings_of(model, tokenizer, recorded)
+    same = [clock for clock in clocks if len(clock) == len(recorded.moments)]
+    *starts, seconds = [round(median(moments), 7) for moments in zip(*(same or [recorded.moments]), strict=True)]
+    (prompt,), output, is_ar = recorded.prompts, recorded.output, options["strategy"] == "ar"
+    shown = {name: value for name, value in options.items() if name not in SETTING_NAMES}
+    if is_ar:
+        steps = _ar_steps(prompt, decoding.tokens, starts, token_entropy(torch.cat(output.logits)).tolist())
+        counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances, 0, 0)
+    else:
+        settings = _settings(model, options)
+        steps = _parallel_steps(prompt, decoding.tokens, starts, output.trace, settings)
+        counts = tuple(getattr(output.stats, name).item() for name in COUNTS)
+        shown |= {name: _json_number(value) for name, value in asdict(settings).items() if name != "output_trace"}
+    return Run(
+        name=options["strategy"],
+        settings={"strategy": options["strategy"], **shown},
+        tokens=decoding.tokens,
+        pieces=pieces_of(tokenizer, decoding.tokens),
+        text=decoding.text,
+        steps=steps,
+        seconds=seconds,
+        timed_runs=len(same),
+        stats=dict(zip(COUNTS, counts, strict=True)),
+    )
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no infinity, which τ may be: the largest number instead."""
+    return sys.float_info.max if value == math.inf else value
+
+
+def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], entropies: list[float]) -> list[Step]:
+    """The first forward reads the prompt, each other one the last token."""
+    steps = []
+    for index, (token, start, entropy) in enumerate(zip(tokens, starts, entropies, strict=True)):
+        read = [tokens[index - 1]] if index else prompt
+        position = len(prompt) + index
+        steps.append(
+            Step(
+                start=start,
+                tokens=read,
+                positions=list(range(position - len(read), position)),
+                kinds=(PENDING if index else PROMPT) * len(read),
+                committed=len(read),
+                predictions=[Prediction(position, "ar", round(entropy, 5), token)],
+                rejected=[],
+                final=index + 1,
+            )
+        )
+    return steps
+
+
+def _parallel_steps(
+    prompt: list[int],
+    tokens: list[int],
+    starts: list[float],
+    trace: Sequence[TraceStep],
+    settings: WeDLMGenerationSettings,
+) -> list[Step]:
+    """Steps of the only row of a call."""
+    sequence, is_verified = dict(enumerate(prompt + tokens)), settings.verification != "none"
+    steps: list[Step] = []
+    settled: set[int] = set()  # positions
+    end = len(prompt)  # where final tokens end
+    for step, start in zip(trace, starts, strict=True):
+        count = step.counts[0]
+        read, positions = step.input_ids[0, -count:].tolist(), step.position_ids[0, -count:].tolist()
+        kinds = "".join(
+            (PROMPT if position < len(prompt) else PENDING)
+            if position < end
+            else (MASK if token == settings.mask_token_id else FILLED)  # a mask is never emitted
+            for position, token in zip(positions, read, strict=True)
+        )
+        rows = dict(zip(positions, kinds, strict=True))
+        decided = {len(prompt) + offset: sequence.get(len(prompt) + offset) for offset in step.decided[0]}
+        predictions = _predictions(step, rows, decided, end - 1 if is_verified else None)
+        settled |= decided.keys()
+        while end in settled and end in sequence:
+            end += 1
+        drafts = [
+            (position, token) for position, token in zip(positions, read, strict=True) if rows[position] == FILLED
+        ]
+        kept = {position for position, token in drafts if position < end and sequence[position] == token}
+        steps.append(
+            Step(
+                start=start,
+                tokens=read,
+                positions=positions,
+                kinds=kinds,
+                committed=step.committed[0],
+                predictions=predictions,
+                rejected=[position for position, _ in drafts if position not in kept] if is_verified else [],
+                final=end - len(prompt),
+            )
+        )
+    return steps
+
+
+def _predictions(
+    step: TraceStep, rows: Mapping[int, str], decided: Mapping[int, int | None], first_ar: int | None
+) -> list[Prediction]:
+    """What the rows with logits said, by position.
+
+    Args:
+        step: of a call with one row.
+        rows: kinds of the physical rows by position.
+        decided: tokens that the step settled, by position.
+        first_ar: position of the first row that the AR head verifies; `None` without verification.
+    """
+    count = min(step.logit_positions.shape[1], step.counts[0])
+    columns = (step.logit_positions, step.is_mask, step.entropy, step.filled, step.tokens)
+    found: dict[tuple[int, str], Prediction] = {}
+    for position, is_mask, entropy, filled, token in zip(*(c[0, -count:].tolist() for c in columns), strict=True):
+        by: Literal["mask", "ar"] = "ar"
+        chosen: int | None = token if filled else None
+        if is_mask:
+            # Without a mask among the rows, the AR head of the last token fills the slot after it. Under verification
+            # its token takes the slot of the leftmost mask, which drafts nothing then.
+            by = "mask" if rows.get(position) == MASK else "ar"
+            chosen = None if first_ar is not None and position in decided else chosen
+        elif first_ar is None or position < first_ar:
+            continue
+        else:
+            position += 1
+            chosen = decided.get(position)
+        found[position, by] = Prediction(position, by, round(entropy, 5), chosen)
+    return [found[key] for key in sorted(found)]
+
+
+def decodings(trace: Trace) -> dict[str, list[Decoding]]:
+    """What each decoder answered and what it cost, by its name, for each prompt."""
+    found: dict[str, list[Decoding]] = {}
+    for run in (run for recording in trace.recordings for run in recording.runs):
+        counts = (run.stats["forwards"], run.stats["token_instances"])
+        found.setdefault(run.name, []).append(Decoding(run.tokens, run.text, *counts, run.seconds))
+    return found
+
+
+def check_model(trace: Trace, name: str, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises `ValueError` unless the trace was made with this model."""
+    there = fingerprint(model, tokenizer)
+    other = [part for part, digest in trace.fingerprint.items() if there.get(part) != digest]
+    if other:
+        raise ValueError(
+            f"The trace was made with another model than {name!r}: {' and '.join(other)} differ from those of "
+            f"{trace.model!r}, with which it was made."
+        )

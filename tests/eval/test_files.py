@@ -1,0 +1,79 @@
+"""Files appear whole or not at all, and what is no plain file is written to, not replaced."""
+
+import os
+import stat
+import threading
+
+import pytest
+
+from wedlm_hf.eval.files import check_output, write_text, written_whole
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
+    path = tmp_path / "new" / "file"
+
+    def write(text, divisor):
+        with written_whole(path) as unfinished:
+            unfinished.write_text(text)
+            return 1 / divisor
+
+    write("old", 1)
+    with pytest.raises(ZeroDivisionError):
+        write("half", 0)
+    assert path.read_text() == "old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_symbolic_link_stays_one_and_its_target_is_written(tmp_path):
+    target, link = tmp_path / "target" / "file", tmp_path / "link"
+    link.symlink_to(target)
+    for text in ("new", "newer"):  # the target is made, then replaced
+        write_text(link, text)
+        assert link.is_symlink()
+        assert (target.read_text(), link.read_text()) == (text, text)
+    assert list(target.parent.iterdir()) == [target]
+
+
+def test_a_file_keeps_its_permissions(tmp_path):
+    path = tmp_path / "file"
+    write_text(path, "old")
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+    path.chmod(0o640)
+    write_text(path, "new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_device_is_written_to(tmp_path):
+    before = os.stat("/dev/null")
+    write_text("/dev/null", "lost")
+    link = tmp_path / "link"
+    link.symlink_to("/dev/null")
+    write_text(link, "lost too")
+    assert os.stat("/dev/null").st_rdev == before.st_rdev
+    assert link.is_symlink() and list(tmp_path.iterdir()) == [link]
+
+
+def test_a_fifo_is_written_to(tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    read = []
+    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    reader.start()
+    write_text(path, "text")
+    reader.join(10)
+    assert read == ["text"] and path.is_fifo() and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_output_that_would_replace_another_file_of_the_command_is_refused(tmp_path):
+    path, link = tmp_path / "trace.json", tmp_path / "link"
+    path.write_text("{}")
+    link.symlink_to(path)
+    for output in (path, link, tmp_path / "x" / ".." / "trace.json"):
+        with pytest.raises(ValueError, match="is named twice"):
+            check_output(output, [path])
+    check_output(tmp_path / "other", [path])
+    check_output("/dev/null", ["/dev/null"])  # nothing is lost there
+    with pytest.raises(ValueError, match="is a folder; a file is to be written"):
+        check_output(tmp_path)

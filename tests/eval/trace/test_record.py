@@ -1,0 +1,146 @@
+"""What is recorded is what was decoded, forward by forward."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokenizer
+
+from wedlm_hf.eval.measure import ForwardCounter, call_generate
+from wedlm_hf.eval.trace import record as recording_module
+from wedlm_hf.eval.trace.record import check_model
+from wedlm_hf.eval.trace.saved import replay
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+
+PROMPT = "1, 2, 3"
+SETTINGS = {
+    "greedy": {"entropy_threshold": 1.5},
+    "sampled": {"entropy_threshold": 1.5, "do_sample": True, "temperature": 1.3},
+    "one at a time": {"entropy_threshold": 0.0, "distance_penalty": 0.3},
+    "budget": {"entropy_budget": 4.0},
+    "adaptive": {"adaptive_window": True, "slot_cost": 9.0, "entropy_threshold": 1.0},
+    "block": {"strategy": "block", "entropy_threshold": 1.5},
+    "exact": {"verification": "exact", "entropy_threshold": 3.0, "adaptive_window": False},
+    "exact, adaptive": {"verification": "exact", "entropy_threshold": 3.0},
+    "exact, sampled": {"verification": "exact", "entropy_threshold": 3.0, "do_sample": True},
+    "typical": {"verification": "typical", "entropy_threshold": 3.0, "acceptance_epsilon": 0.001},
+    "typical, sampled": {"verification": "typical", "entropy_threshold": 3.0, "do_sample": True},
+}
+
+
+def generated(model, name, tokens=24, seed=5):
+    """The same by a direct call."""
+    inputs = tiny_tokenizer()(PROMPT, return_tensors="pt")
+    torch.manual_seed(seed)
+    settings = {"strategy": "wedlm", "window_size": 6, "max_new_tokens": tokens, **SETTINGS[name]}
+    with ForwardCounter(model) as counter:
+        output = model.generate(**inputs, **settings, return_dict_in_generate=True)
+    return output.sequences[0, inputs.input_ids.shape[1] :].tolist(), output.stats, counter
+
+
+def rebuilt(recording, run):
+    """The tokens by slots that forwards filled or chose, and by rows that they cached: a second reading of a trace."""
+    canvas, cache = {}, []
+    for step in run.steps:
+        for guess in step.predictions:
+            is_final = guess.by == "ar" or run.settings.get("verification", "none") == "none"
+            if guess.token is not None and is_final:
+                canvas[guess.position] = guess.token
+        cache += list(zip(step.positions, step.tokens, strict=True))[: step.committed]
+    length = len(recording.prompt_tokens)
+    assert [position for position, _ in cache] == list(range(len(cache)))
+    assert [token for _, token in cache] == (recording.prompt_tokens + run.tokens)[: len(cache)]
+    return [canvas[length + offset] for offset in range(run.steps[-1].final)]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_fills_and_commits_rebuild_exactly_what_generate_answers(model, recorded, name):
+    trace = recorded(SETTINGS[name])
+    (recording,) = trace.recordings
+    run, ar = recording.runs
+    tokens, stats, counter = generated(model, name)
+    assert run.tokens == tokens == rebuilt(recording, run)
+    assert ar.tokens == rebuilt(recording, ar)
+    assert run.text == "".join(run.pieces) == tiny_tokenizer().decode(tokens, skip_special_tokens=True)
+    expected = {field.name: getattr(stats, field.name).item() for field in dataclasses.fields(stats)}
+    assert run.stats == expected
+    assert replay(recording, run) == (tokens, expected)
+    assert len(run.steps) == counter.forwards
+    assert [len(step.tokens) for step in run.steps] == [width for _, width in counter.shapes]
+    assert ar.stats["forwards"] == len(ar.steps) == len(ar.tokens)
+
+
+def test_a_trace_shows_slots_that_are_filled_before_their_left_neighbours(recorded):
+    run = recorded(SETTINGS["one at a time"]).recordings[0].runs[0]
+    reordered = [step for step in run.steps if step.positions != sorted(step.positions)]
+    assert reordered
+    for step in run.steps:
+        kinds = step.kinds.lstrip("c").lstrip("p").lstrip("f")
+        assert set(kinds) <= {"m"}  # pending, filled, masks: the physical order
+        for kind in "cpfm":
+            positions = [
+                position for position, letter in zip(step.positions, step.kinds, strict=True) if letter == kind
+            ]
+            assert positions == sorted(positions)
+
+
+def test_rejected_drafts_are_those_that_generate_counted_and_are_not_what_became_final(recorded):
+    seen = 0
+    for name in ("exact", "exact, sampled", "typical, sampled"):
+        (recording,) = recorded(SETTINGS[name], tokens=40).recordings
+        run = recording.runs[0]
+        assert run.stats["drafted"] - run.stats["accepted"] == sum(len(step.rejected) for step in run.steps)
+        sequence = recording.prompt_tokens + run.tokens
+        for step in run.steps:
+            drafts = dict(zip(step.positions, step.tokens, strict=True))
+            kept = [position for position in step.rejected if position < len(recording.prompt_tokens) + step.final]
+            assert all(drafts[position] != sequence[position] for position in kept)
+            seen += len(step.rejected)
+    assert seen > 0
+
+
+def test_entropies_are_those_of_the_model(model, recorded):
+    (recording,) = recorded(SETTINGS["greedy"], tokens=6).recordings
+    run, ar = recording.runs
+    for step in (run.steps[0], ar.steps[0]):
+        ids, positions = torch.tensor([step.tokens]), torch.tensor([step.positions])
+        with torch.no_grad():
+            logits = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids)).logits[0].double()
+        log_probs = logits.log_softmax(-1)
+        entropies = -(log_probs.exp() * log_probs).sum(-1)
+        for guess in step.predictions:
+            row = step.positions.index(guess.position if guess.by == "mask" else guess.position - 1)
+            assert guess.entropy == pytest.approx(entropies[row].item(), abs=2e-4)
+
+
+def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_nothing(recorded, monkeypatch):
+    clocks = iter([[9.0] * 2, [0.0, 0.1], [0.0, 0.3], [0.0, 0.2]])  # the recording call, then the timed ones
+    calls: list = []
+
+    def call(*arguments, **options):
+        called = dataclasses.replace(call_generate(*arguments, **options), moments=next(clocks))
+        assert called.output.get("trace") is None or not calls
+        calls.append(called)
+        return called
+
+    monkeypatch.setattr(recording_module, "call_generate", call)
+    run = recorded(SETTINGS["greedy"], tokens=1, repeats=3, with_ar=False).recordings[0].runs[0]
+    assert len(calls) == 4
+    assert ([step.start for step in run.steps], run.seconds, run.timed_runs) == ([0.0], 0.2, 3)
+    assert run.ends == [0.2]
+
+
+def test_a_trace_of_another_model_is_refused(model, trace, tmp_path):
+    tokenizer = tiny_tokenizer()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    check_model(trace, "tiny", load_model(tmp_path), load_tokenizer(tmp_path))
+    other = tiny_model()
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
+    with pytest.raises(ValueError, match="another model than 'other': weights differ from those of 'tiny'"):
+        check_model(trace, "other", other, tokenizer)
+    tokenizer.add_tokens(["new"])
+    other = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 9_000.0})
+    with pytest.raises(ValueError, match="config and tokenizer differ"):
+        check_model(trace, "other", other, tokenizer)

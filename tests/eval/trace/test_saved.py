@@ -1,0 +1,105 @@
+"""A saved trace comes back whole; what is not whole, or contradicts itself, is refused in one line."""
+
+import json
+
+import pytest
+
+from wedlm_hf.eval.trace.saved import load, save, to_json
+
+
+def test_a_saved_trace_comes_back_whole(trace, tmp_path):
+    save(trace, tmp_path / "new" / "trace.json")
+    assert load(tmp_path / "new" / "trace.json") == trace
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["trace.json"]
+
+
+def change(path, value):
+    def edit(data):
+        *parents, last = path
+        for key in parents:
+            data = data[key]
+        if value is None:
+            del data[last]
+        else:
+            data[last] = value
+
+    return edit
+
+
+RUN = ["recordings", 0, "runs", 0]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change(["version"], 7), "its version is 7, this program reads 1."),
+        (change(["format"], "other"), 'it has no `"format": "wedlm-trace"`.'),
+        (change(["seed"], None), "the file lacks ['seed']."),
+        (change(["more"], 1), "the file has unknown ['more']."),
+        (change(["recordings"], []), "it has no recordings."),
+        (
+            change([*RUN, "seconds"], "soon"),
+            'recordings[0].runs[0].seconds must be a number of at least 0, got "soon".',
+        ),
+        (
+            change([*RUN, "name"], "x"),
+            "recordings[0].runs[0].name must be one of ('wedlm', 'block', 'ar'), got \"x\".",
+        ),
+        (
+            change([*RUN, "tokens", 0], -1),
+            "recordings[0].runs[0].tokens[0] must be a whole number of at least 0, got -1.",
+        ),
+        (change([*RUN, "tokens", 0], 9), "recordings[0], wedlm: the steps do not lead to the tokens."),
+        (change([*RUN, "text"], "other"), "recordings[0], wedlm: the pieces are not the text."),
+        (change([*RUN, "stats", "forwards"], 1), "recordings[0], wedlm: the counts are not those of the steps"),
+        (change([*RUN, "seconds"], 0), "recordings[0], wedlm: the clock runs backwards."),
+        (change([*RUN, "steps", 1, "committed"], 0), "is cached out of turn."),
+        (change([*RUN, "steps", 0, "final"], 9), "is final, and nothing filled it."),
+        (change([*RUN, "steps", 0, "kinds"], "c"), "rows of different lengths."),
+        (change(["vocabulary"], {}), "vocabulary: no text for token"),
+        (
+            change(["recordings", 0, "runs"], []),
+            "recordings[0].runs must be wedlm's or block's, then perhaps ar's, got [].",
+        ),
+        (change([*RUN, "settings"], {}), "recordings[0], wedlm: settings lacks ['distance_penalty', "),
+        (change([*RUN, "settings", "window_size"], "x"), "`window_size` must be an integer of at least 1, got 'x'."),
+        (change([*RUN, "settings", "top_k"], {}), "recordings[0].runs[0].settings.top_k must be a number, text, "),
+        (change([*RUN, "steps"], []), "recordings[0], wedlm: there is no prompt, or no step."),
+        (change([*RUN, "steps", 0, "rejected"], [7]), "forward 1: what was no draft is rejected."),
+        (change([*RUN, "steps", 0, "kinds"], "cpfmx"), "forward 1: rows of different lengths."),
+        (change(["fingerprint"], {}), "fingerprint lacks ['config', 'tokenizer', 'weights']."),
+        (change(["environment", "torch"], None), "environment lacks ['torch']."),
+        (change(["model"], "\ud800"), "model must be text, got "),
+    ],
+)
+def test_a_trace_that_is_not_whole_or_contradicts_itself_is_refused(trace, tmp_path, edit, message):
+    data = json.loads(to_json(trace))
+    edit(data)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        load(path)
+    assert str(error.value).startswith(f"{str(path)!r} is no trace to be read: ")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", "[" * 10**5, '{"a":' * 10**5, "\udc80".encode(errors="surrogateescape"), "3"]
+)
+def test_what_is_no_trace_at_all_is_refused(tmp_path, text):
+    path = tmp_path / "trace.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match="is no trace"):
+        load(path)
+
+
+def test_deep_nesting_anywhere_is_refused(trace, tmp_path):
+    path = tmp_path / "trace.json"
+    for place in ('"seed":5', '"strategy":"wedlm"', '"prompt":"1, 2, 3"'):
+        for depth in (3, 100, 900, 10**5):
+            text = to_json(trace)
+            assert place in text
+            nested = "[" * depth + "]" * depth
+            path.write_text(text.replace(place, f"{place.split(':')[0]}:{nested}", 1))
+            with pytest.raises(ValueError, match="is no trace"):
+                load(path)
