@@ -208,7 +208,7 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     data = [
         *ROOT.glob("training/*.jinja"),
         *ROOT.glob("eval/harness_tasks/*"),
-        *ROOT.glob("eval/*.html"),
+        *ROOT.glob("eval/**/*.html"),
         *ROOT.glob("examples/wedlm-nano/[!.]*"),
     ]
     files = [*FILES, *(file for file in data if file.is_file()), ROOT / "py.typed"]
