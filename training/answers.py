@@ -138,8 +138,8 @@ def write_answers(
     A run that was stopped goes on after its last whole batch; its file is then the one an uninterrupted run writes.
 
     Args:
-        model: in evaluation mode; answers are those of its next-token head (`strategy="ar"`), without the sampling
-            settings of its generation config.
+        model: in evaluation mode; answers are those of its next-token head, without the sampling settings of its
+            generation config.
         tokenizer: of the model; with a chat template, prompts are user turns, without one they are plain text.
         file: JSONL, one [`Answer`] a line.
         prompts: the user's; each is answered greedily first and sampled in later rounds. By default they are drawn
@@ -297,13 +297,11 @@ def _continue(
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    plain = {"top_k": 0, "repetition_penalty": 1.0, "suppress_tokens": [model.config.mask_token_id]}
+    # Plain decoding by our own loop: it costs what AR `generate` does, but rows that have ended cost nothing.
+    one_by_one = {"strategy": "wedlm", "verification": "exact", "window_size": 1}
+    plain = {"top_k": 0, "repetition_penalty": 1.0, "pad_token_id": pad}
     output = model.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        strategy="ar",
-        pad_token_id=pad,
-        **plain | settings,
+        ids.to(model.device), attention_mask=mask.to(model.device), **one_by_one | plain | settings
     )
     texts = output[:, longest:].tolist()
     return [text[: next((i + 1 for i, token in enumerate(text) if token in ends), len(text))] for text in texts]
