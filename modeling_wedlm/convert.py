@@ -1,4 +1,4 @@
-"""Conversion: a WeDLM checkpoint from a Qwen2, Qwen2.5 or Qwen3 one.
+"""Conversion: a WeDLM checkpoint from a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 one.
 
 The network is the same, so every weight is copied as it is; what is added is a mask token and its row.
 """
@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AddedToken, PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 from ..generation.settings_wedlm import check_mask_token_id
 from .configuration_wedlm import WeDLMConfig
+from .families import read_family, wedlm_config
+from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model
 from .loading import load_config_dict, load_model, load_tokenizer
 from .modeling_wedlm import WeDLMForCausalLM
 
 MASK_TOKEN = "<|mask|>"
-
-_SOURCES: dict[str, type[Qwen2Config] | type[Qwen3Config]] = {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Conversion:
     """What [`convert`] made, and its report.
 
     Attributes:
-        model: in evaluation mode, in the dtype of the source.
+        model: in evaluation mode, in the dtype of the source; float32 from a GGUF file.
         tokenizer: the source's, with a mask token.
         mask_token_id: the row of the mask token.
         mask_row: where that row came from: `"existing"` (the tokenizer had the token; the row is the source's),
@@ -61,43 +61,58 @@ def convert(
     *,
     mask_token: str | None = None,
     revision: str | None = None,
+    gguf_file: str | None = None,
 ) -> Conversion:
     """Makes a WeDLM checkpoint: the weights and the tokenizer of `source`, and a mask token.
 
     All logits are those of the source, except at the mask token's own row.
 
     Args:
-        source: folder or Hub id of a Qwen2, Qwen2.5 or Qwen3 checkpoint with safetensors weights and a tokenizer.
+        source: folder or Hub id of a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 checkpoint with safetensors weights and
+            a tokenizer; or the path of a GGUF file.
         output_dir: where to write it, whole or not at all; by default nothing is written.
         mask_token: text of the mask token; by default the tokenizer's own, else `<|mask|>`. It may name a special
             token that the tokenizer already has.
         revision: branch, tag or commit of a Hub id.
+        gguf_file: name of a GGUF file in that folder or Hub id.
 
     Raises:
         FileNotFoundError: for a source without config.json, tokenizer or weights.
         FileExistsError: for an `output_dir` that is not empty.
-        OSError: for weights that are damaged.
-        ValueError: for a checkpoint of another model type or with parts that WeDLM has not (sliding-window attention,
-            a bias on the output projection, quantized weights), for weights that do not fit their config, and for a
-            mask token that cannot be one.
+        ImportError: for a GGUF file without the package `gguf`.
+        OSError: for weights that are damaged, and for a disk without room for them.
+        ValueError: for a checkpoint of another model type or with parts that WeDLM has not (see `read_family`), for
+            weights that do not fit their config, and for a mask token that cannot be one.
     """
     target = None if output_dir is None else Path(output_dir).absolute()
     if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"The output folder must be new or empty, got {str(output_dir)!r}.")
-    source_config = _read_config(source, revision)
-    tokenizer = load_tokenizer(source, revision=revision)
+    folder, gguf_file, name = _split(source, gguf_file)
+    if gguf_file is None:
+        config_dict, options = load_config_dict(folder, revision=revision), {}
+    else:
+        config_dict, options = load_gguf_config_dict(folder, gguf_file, revision), {"gguf_file": gguf_file}
+    source_config = read_family(config_dict, name)
+    tokenizer = load_tokenizer(folder, revision=revision, **options)
+    if gguf_file is not None:
+        complete_tokenizer(tokenizer)
     used = sorted(set(tokenizer.get_vocab().values()))
     mask_token_id = _add_mask_token(tokenizer, mask_token)
-    model, info = _load_weights(source, revision, source_config, mask_token_id)
+    config = wedlm_config(source_config, mask_token_id)
+    model, info = _load_weights(folder, revision, gguf_file, config)
+    if gguf_file is not None:
+        model.generation_config.eos_token_id = end_token_ids(tokenizer)
+        model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     check_mask_token_id(
         mask_token_id, mask_token_id + 1, model.generation_config.eos_token_id, model.generation_config.pad_token_id
     )
     mask_row = _prepare_mask_row(model, mask_token_id, used)
     if target is not None:
-        with _written_whole(target) as folder:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            reloaded = load_tokenizer(folder)
+        with _written_whole(target) as unfinished:
+            _require_space(unfinished, model)
+            model.save_pretrained(unfinished)
+            tokenizer.save_pretrained(unfinished)
+            reloaded = load_tokenizer(unfinished)
             if reloaded.mask_token_id != mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
                 raise ValueError(f"The tokenizer of {str(source)!r} does not survive being saved and loaded again.")
         model.name_or_path = model.config.name_or_path = str(target)  # an adapter of it is loaded onto this
@@ -108,36 +123,40 @@ def convert(
 
 @contextmanager
 def _written_whole(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its place at the end, or is removed if anything goes wrong."""
-    unfinished = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    """A folder whose content becomes `target`'s at the end, or is removed if anything goes wrong.
+
+    A new folder appears by one rename. A folder that is there already may be a mount point, a link's target or the
+    working folder of a shell: it stays, and its files are moved into it, config.json last.
+    """
+    is_there = target.is_dir()
+    unfinished = (target if is_there else target.parent) / f".{target.name}.{uuid.uuid4().hex}"
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        if target.exists():
-            target.rmdir()  # it is empty, and some systems refuse to replace a folder
-        os.replace(unfinished, target)
+        if is_there:
+            for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
+                os.replace(file, target / file.name)
+        else:
+            os.replace(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _read_config(source: str | os.PathLike[str], revision: str | None) -> Qwen2Config | Qwen3Config:
-    config_dict = load_config_dict(source, revision=revision)
-    model_type = config_dict.get("model_type")
-    if model_type not in _SOURCES:
-        raise ValueError(
-            f"Only checkpoints of the model types {', '.join(map(repr, _SOURCES))} (Qwen2, Qwen2.5, Qwen3) can be "
-            f"converted, got {model_type!r} in {str(source)!r}."
-        )
-    if config_dict.get("quantization_config") is not None:
-        raise ValueError(
-            f"Quantized checkpoints cannot be converted, got {str(source)!r} "
-            f"(quantization_config={config_dict['quantization_config']})."
-        )
-    if model_type == "qwen3" and config_dict.get("attention_bias"):
-        raise ValueError(
-            f"{str(source)!r} has attention_bias=True: a Qwen3 model then has a bias on `o_proj`, and WeDLM has none."
-        )
-    return _SOURCES[model_type].from_dict(config_dict)
+def _require_space(folder: Path, model: WeDLMForCausalLM) -> None:
+    """Raises `OSError` where the weights do not fit on the disk."""
+    needed = sum(weight.nbytes for weight in model.parameters())  # tied ones come once
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"The weights need {needed / 1e9:,.3f} GB, and {str(folder)!r} has {free / 1e9:,.3f} GB free.")
+
+
+def _split(source: str | os.PathLike[str], gguf_file: str | None) -> tuple[str, str | None, str]:
+    """Folder or Hub id, the GGUF file in it if it is one, and the source's name for messages."""
+    path = Path(source)
+    if gguf_file is None and path.suffix.lower() == ".gguf" and not path.is_dir():
+        return str(path.absolute().parent), path.name, str(path)
+    name = os.fspath(source)
+    return name, gguf_file, name if gguf_file is None else os.path.join(name, gguf_file)
 
 
 def _add_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) -> int:
@@ -155,33 +174,22 @@ def _add_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) 
 
 
 def _load_weights(
-    source: str | os.PathLike[str],
-    revision: str | None,
-    source_config: Qwen2Config | Qwen3Config,
-    mask_token_id: int,
+    source: str, revision: str | None, gguf_file: str | None, config: WeDLMConfig
 ) -> tuple[WeDLMForCausalLM, dict[str, Any]]:
     """The source's weights in our model, with the embeddings in the source's size, and what loading found."""
-    settings: dict[str, Any] = source_config.to_dict()
-    for key in ("model_type", "architectures", "auto_map", "transformers_version"):
-        settings.pop(key, None)
-    is_qwen2 = source_config.model_type == "qwen2"
-    config = WeDLMConfig(
-        **settings
-        | {
-            "qk_norm": not is_qwen2,
-            "attention_bias": is_qwen2,
-            "mask_token_id": mask_token_id,
-            "vocab_size": max(source_config.vocab_size, mask_token_id + 1),
-        }
-    )
-    config.vocab_size = source_config.vocab_size
-    model, info = load_model(source, config=config, revision=revision, output_loading_info=True)
-    if info["missing_keys"] or info["unexpected_keys"]:
+    if gguf_file is None:
+        model, info = load_model(source, config=config, revision=revision, output_loading_info=True)
+    else:
+        stock, info = load_gguf_model(source, gguf_file, revision)
+        model = WeDLMForCausalLM.from_pretrained(None, config=config, state_dict=stock.state_dict())
+    # Older Llama checkpoints store what RoPE computes from its base.
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith("rotary_emb.inv_freq"))
+    if info["missing_keys"] or unexpected:
         raise ValueError(
-            f"The weights of {str(source)!r} do not fit its config: missing {sorted(info['missing_keys'])}, "
-            f"unexpected {sorted(info['unexpected_keys'])}."
+            f"The weights of {source!r} do not fit its config: missing {sorted(info['missing_keys'])}, "
+            f"unexpected {unexpected}."
         )
-    return model, info
+    return model, {"missing_keys": (), "unexpected_keys": ()}
 
 
 @torch.no_grad()

@@ -20,23 +20,30 @@ from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 # What a drawn prompt begins with. Left to itself a small model asks the same few questions again and again.
 STARTERS = tuple(
     """
-What is|What are|What does|What happens when|What would you|What's the difference between|How do|How does|How can I
-How many|How long|How to|Why do|Why is|Why does|Who was|Who is|When did|When is|Where is|Where can|Which|Is it|Are there
-Can you|Could you|Do you|Does|Should I|Would|Explain|Explain in simple words|Explain step by step|Describe|Define
-Tell me about|Tell me a|Teach me|Give me|Give an example of|Give me three|Name five|Name the|List|List the steps to
-List ten|List the main|Make a list of|Make a table of|Make a plan for|Write|Write a short story about|Write a poem about
-Write an email to|Write a letter|Write a paragraph about|Write a recipe for|Write a dialogue between|Write a title for
-Write a function that|Write a Python function|Write a Python program that|Write a Python class|Write a JavaScript
-Write a SQL query|Write a Java|Write a bash script|Write HTML|Write code|Write unit tests|Fix this code:\n|Fix the bug
-def |Rewrite|Rewrite this sentence:|Rewrite in a formal tone:|Rephrase|Paraphrase|Correct the grammar:|Shorten
-Summarize|Summarize the following text:\n|Translate|Translate to French:|Turn this into a list:|Compare|Contrast
-Classify|Convert|Calculate|Solve|Solve the equation|If|Suppose|Imagine|I have|I want to|I need|I am|I'm trying to
-My|Help me|Please|Let's|Create|Create a|Generate|Generate five|Suggest|Recommend|Plan|Design|Outline|Discuss
-Discuss the role of|Argue|Compose|Draft|Act as|You are|Find|Identify|Extract|Answer the question:|Choose|Complete
-Continue the story:|Fill in|Sort|Order|Reverse|Count|Spell|Format as JSON:|A train|In which|In history,|In biology,
-In physics,|In Python,|The|Here is|Hello|Hi|Thanks|Tips for|Steps to|Facts about|Ideas for|Benefits of|History of
-""".strip().replace("\n", "|").replace("\\n", "\n").split("|")
-)  # fmt: skip
+What is|What are|What does|What happens when|What would you|What's the difference between|How do|How does
+How can I|How many|How long|How to|Why do|Why is|Why does|Who was|Who is|When did|When is|Where is|Where can
+Which|Is it|Are there|Can you|Could you|Do you|Does|Should I|Would|Explain|Explain in simple words
+Explain step by step|Describe|Define|Tell me about|Tell me a|Teach me|Give me|Give an example of|Give me three
+Name five|Name the|List|List the steps to|List ten|List the main|Make a list of|Make a table of|Make a plan for
+Write|Write a short story about|Write a poem about|Write an email to|Write a letter|Write a paragraph about
+Write a recipe for|Write a dialogue between|Write a title for|Write a function that|Write a Python function
+Write a Python program that|Write a Python class|Write a JavaScript|Write a SQL query|Write a Java
+Write a bash script|Write HTML|Write code|Write unit tests|Fix this code:\n|Fix the bug|def |Rewrite
+Rewrite this sentence:|Rewrite in a formal tone:|Rephrase|Paraphrase|Correct the grammar:|Shorten|Summarize
+Summarize the following text:\n|Translate|Translate to French:|Turn this into a list:|Compare|Contrast|Classify
+Convert|Calculate|Solve|Solve the equation|If|Suppose|Imagine|I have|I want to|I need|I am|I'm trying to|My
+Help me|Please|Let's|Create|Create a|Generate|Generate five|Suggest|Recommend|Plan|Design|Outline|Discuss
+Discuss the role of|Argue|Compose|Draft|Act as|You are|Find|Identify|Extract|Answer the question:|Choose
+Complete|Continue the story:|Fill in|Sort|Order|Reverse|Count|Spell|Format as JSON:|A train|In which|In history,
+In biology,|In physics,|In Python,|The|Here is|Hello|Hi|Thanks|Tips for|Steps to|Facts about|Ideas for
+Benefits of|History of
+""".strip()
+    .replace("\n", "|")
+    .replace("\\n", "\n")
+    .split("|")
+)
+_DRAWN_FROM = 200  # the likeliest tokens; those behind them make gibberish of a small model's prompts
+_EMPTY_BATCHES = 5  # so many without an answer say that there will be none
 _USER = "\N{WHITE STAR}user\N{WHITE STAR}"  # stands for the user's text while the chat template is taken apart
 
 
@@ -149,7 +156,7 @@ def write_answers(
         What the file holds, first as found, then after every batch.
 
     Raises:
-        ValueError: for prompts that are all longer than `max_prompt_tokens`.
+        ValueError: for prompts that are all longer than `max_prompt_tokens`, and for a model that answers nothing.
     """
     config = config or AnswerConfig()
     found = _mend(file)
@@ -157,7 +164,7 @@ def write_answers(
     known = {tuple(answer["prompt_ids"]) for answer in found}
     count = AnswerCount(len(found), sum(len(answer["response_ids"]) for answer in found))
     source = _UserPrompts(template, prompts, config) if prompts is not None else None
-    batch = found[-1]["batch"] + 1 if found else 0
+    batch, empty = (found[-1]["batch"] + 1 if found else 0), 0
     yield count
     while True:
         with _seeded(config.seed, batch, model.device):
@@ -173,6 +180,12 @@ def write_answers(
         added = sum(len(answer["response_ids"]) for answer in answers)
         count = AnswerCount(count.answers + len(answers), count.tokens + added)
         batch += 1
+        empty = 0 if answers else empty + 1
+        if empty == _EMPTY_BATCHES:
+            raise ValueError(
+                f"The model gave no answer in {empty} batches: {'it answers none of the prompts' if source else ''}"
+                f"{'' if source else 'it ends no prompt of its own in time; pass a file of prompts'}."
+            )
         yield count
 
 
@@ -220,11 +233,15 @@ class _Template:
         before, _, after = str(text).partition(_USER)
         first = tokenizer.encode(after, add_special_tokens=False)[:1]
         is_special = bool(first) and first[0] in tokenizer.all_special_ids
-        turn_end = tokenizer.decode(first) if is_special else after.strip().partition("\n")[0]
+        turn_end = str(tokenizer.decode(first)) if is_special else after.strip().partition("\n")[0]
         return cls(tokenizer, before, after, turn_end)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def end_ids(self, model: WeDLMForCausalLM) -> set[int]:
+        ends = model.generation_config.eos_token_id
+        return {ends} if isinstance(ends, int) else set(ends or ())
 
     def prompt(self, user: str) -> tuple[int, ...]:
         return self.encode(self.before + user + self.after)
@@ -255,13 +272,13 @@ def _draw(
     length = max(8, config.max_prompt_tokens // 3)
     starts = [rng.choice(STARTERS) if rng.random() < 0.9 else "" for _ in range(config.batch_size * 3 // 2)]
     begun = [template.encode(template.before + start) for start in starts]
-    drawn = _continue(model, template, begun, max_new_tokens=length, do_sample=True, temperature=1.0, top_k=200)
+    drawn = _continue(model, template, begun, length, temperature=1.0, top_k=_DRAWN_FROM)
     rows = []
     for start, tokens in zip(starts, drawn, strict=True):
-        text = start + template.tokenizer.decode(tokens)
+        text = start + str(template.tokenizer.decode(tokens))
         user, ended, _ = text.partition(template.turn_end) if template.turn_end else (text, True, "")
         row = template.prompt(user.strip())
-        if ended and 2 < len(user.split()) and "\ufffd" not in user and len(row) <= config.max_prompt_tokens:
+        if ended and len(user.split()) > 2 and "\ufffd" not in user and len(row) <= config.max_prompt_tokens:
             rows.append(row)
     return rows
 
@@ -274,10 +291,7 @@ def _answer(
     batch: int,
     config: AnswerConfig,
 ) -> list[Answer]:
-    sampling = {} if greedy else {"temperature": config.temperature, "top_p": 1.0}
-    answers = _continue(
-        model, template, rows, max_new_tokens=config.max_new_tokens, do_sample=not greedy, **sampling
-    )
+    answers = _continue(model, template, rows, config.max_new_tokens, None if greedy else config.temperature)
     return [
         {"prompt_ids": list(row), "response_ids": answer, "greedy": greedy, "batch": batch}
         for row, answer in zip(rows, answers, strict=True)
@@ -287,21 +301,31 @@ def _answer(
 
 @torch.inference_mode()
 def _continue(
-    model: WeDLMForCausalLM, template: _Template, rows: Sequence[Sequence[int]], **settings: Any
+    model: WeDLMForCausalLM,
+    template: _Template,
+    rows: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    temperature: float | None,
+    top_k: int = 0,
 ) -> list[list[int]]:
-    """What the model writes after each row, up to and with its end token."""
-    tokenizer = template.tokenizer
-    ends = model.generation_config.eos_token_id
-    ends = {ends} if isinstance(ends, int) else set(ends or ())
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)
+    """What the model writes after each row, up to and with its end token; greedily without a `temperature`."""
+    ends = template.end_ids(model)
+    pad = template.tokenizer.pad_token_id if template.tokenizer.pad_token_id is not None else min(ends, default=0)
     longest = max(map(len, rows))
     ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    # Plain decoding by our own loop: it costs what AR `generate` does, but rows that have ended cost nothing.
-    one_by_one = {"strategy": "wedlm", "verification": "exact", "window_size": 1}
-    plain = {"top_k": 0, "repetition_penalty": 1.0, "pad_token_id": pad}
-    output = model.generate(
-        ids.to(model.device), attention_mask=mask.to(model.device), **one_by_one | plain | settings
+    # Token by token in our own loop: it costs what AR `generate` does, but rows that have ended cost nothing.
+    settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "window_size": 1, "do_sample": False}
+    if temperature is not None:
+        settings |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": 1.0}
+    generate: Any = model.generate
+    output = generate(
+        ids.to(model.device),
+        attention_mask=mask.to(model.device),
+        max_new_tokens=max_new_tokens,
+        repetition_penalty=1.0,
+        pad_token_id=pad,
+        **settings,
     )
-    texts = output[:, longest:].tolist()
+    texts: list[list[int]] = output[:, longest:].tolist()
     return [text[: next((i + 1 for i, token in enumerate(text) if token in ends), len(text))] for text in texts]

@@ -1,0 +1,115 @@
+"""Which AR models WeDLM's network can take over weight by weight, and why it cannot take others.
+
+Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 differ in two things alone: biases on queries, keys and values, and norms on
+queries and keys.
+"""
+
+from typing import Any
+
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+
+from .configuration_wedlm import WeDLMConfig
+
+FAMILIES: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+}
+FAMILY_NAMES = "Llama, Mistral, Qwen2, Qwen2.5 and Qwen3"
+
+# Fields that name what WeDLM's network has not, each with a word for it. Absent, None, False and 0 mean: not there.
+_FOREIGN_PARTS = {
+    "attn_logit_softcapping": "a soft cap on attention scores",
+    "final_logit_softcapping": "a soft cap on logits",
+    "num_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+    "kv_lora_rank": "latent attention",
+    "mlp_bias": "biases in the feed-forward layers",
+    "use_qk_norm": "norms on queries and keys",
+    "quantization_config": "quantized weights",
+}
+# A rotation that changes when the text grows does not fit the keys that are cached already.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What does not pass from a source's config to ours: it names the source's classes, or means nothing here.
+_DROPPED = (
+    "model_type",
+    "architectures",
+    "auto_map",
+    "transformers_version",
+    "quantization_config",
+    "mlp_bias",
+    "pretraining_tp",
+    "_name_or_path",
+    "_model_name_or_path",
+    "unk_token_id",
+)
+
+
+def read_family(config_dict: dict[str, Any], source: str) -> PreTrainedConfig:
+    """The stock config of a checkpoint that can become a WeDLM one.
+
+    Args:
+        config_dict: of its config.json or GGUF file.
+        source: the checkpoint's name, for messages.
+
+    Raises:
+        ValueError: for a checkpoint of another family, or with parts that WeDLM's network has not.
+    """
+    model_type = config_dict.get("model_type")
+    parts = _foreign_parts(config_dict)
+    if model_type not in FAMILIES:
+        why = f" with {', '.join(parts)}" if parts else ""
+        raise ValueError(
+            f"Only checkpoints of the model types {', '.join(map(repr, FAMILIES))} ({FAMILY_NAMES}) can be converted, "
+            f"got {model_type!r}{why} in {source!r}."
+        )
+    if parts:
+        raise ValueError(f"{source!r} cannot be converted: WeDLM has no place for {', '.join(parts)}.")
+    config = FAMILIES[model_type].from_dict(config_dict)
+    if parts := _foreign_parts(config.to_dict()):  # what the family's defaults say where config.json is silent
+        raise ValueError(f"{source!r} cannot be converted: WeDLM has no place for {', '.join(parts)}.")
+    return config
+
+
+def wedlm_config(source_config: PreTrainedConfig, mask_token_id: int) -> WeDLMConfig:
+    """The config of the same network as a WeDLM model. `vocab_size` stays the source's, so that its weights fit."""
+    settings: dict[str, Any] = source_config.to_dict()
+    for key in _DROPPED:
+        settings.pop(key, None)
+    model_type = source_config.model_type
+    config = WeDLMConfig(
+        **settings
+        | {
+            "qk_norm": model_type == "qwen3",
+            "attention_bias": model_type == "qwen2",
+            "mask_token_id": mask_token_id,
+            "vocab_size": max(source_config.vocab_size, mask_token_id + 1),
+        }
+    )
+    config.vocab_size = source_config.vocab_size
+    return config
+
+
+def _foreign_parts(config_dict: dict[str, Any]) -> list[str]:
+    """What this config has and WeDLM's network has not, each with the field that says so."""
+    parts = [
+        f"{part} ({field}={config_dict[field]})" for field, part in _FOREIGN_PARTS.items() if config_dict.get(field)
+    ]
+    if config_dict.get("attention_bias"):
+        parts.append("a bias on the attention's output projection `o_proj` (attention_bias=True)")
+    has_window = config_dict.get("sliding_window") is not None and config_dict.get("use_sliding_window", True)
+    if has_window or any(kind != "full_attention" for kind in config_dict.get("layer_types") or ()):
+        parts.append(
+            "attention that is not full in every layer "
+            f"(sliding_window={config_dict.get('sliding_window')}, layer_types={config_dict.get('layer_types')})"
+        )
+    rope = {**(config_dict.get("rope_scaling") or {}), **(config_dict.get("rope_parameters") or {})}
+    share = rope.get("partial_rotary_factor", config_dict.get("partial_rotary_factor"))
+    if share not in (None, 1, 1.0):
+        parts.append(f"partial rotary embeddings (partial_rotary_factor={share})")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in _ROPE_TYPES:
+        parts.append(f"rotary embeddings of the type {rope_type!r} (only {', '.join(_ROPE_TYPES)})")
+    return parts
