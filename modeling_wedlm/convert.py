@@ -155,6 +155,9 @@ def _split(source: str | os.PathLike[str], gguf_file: str | None) -> tuple[str, 
     path = Path(source)
     if gguf_file is None and path.suffix.lower() == ".gguf" and not path.is_dir():
         return str(path.absolute().parent), path.name, str(path)
+    files = sorted(file.name for file in path.glob("*.gguf")) if path.is_dir() else []
+    if gguf_file is None and files and not (path / "config.json").exists():
+        raise FileNotFoundError(f"{str(source)!r} has no config.json: pass a GGUF file of it, {', '.join(files)}.")
     name = os.fspath(source)
     return name, gguf_file, name if gguf_file is None else os.path.join(name, gguf_file)
 
@@ -189,7 +192,7 @@ def _load_weights(
             f"The weights of {source!r} do not fit its config: missing {sorted(info['missing_keys'])}, "
             f"unexpected {unexpected}."
         )
-    return model, {"missing_keys": (), "unexpected_keys": ()}
+    return model, info | {"unexpected_keys": unexpected}
 
 
 @torch.no_grad()

@@ -58,17 +58,15 @@ def read_family(config_dict: dict[str, Any], source: str) -> PreTrainedConfig:
         ValueError: for a checkpoint of another family, or with parts that WeDLM's network has not.
     """
     model_type = config_dict.get("model_type")
-    parts = _foreign_parts(config_dict)
     if model_type not in FAMILIES:
-        why = f" with {', '.join(parts)}" if parts else ""
+        parts = _foreign_parts(config_dict)
+        having = f" with {', '.join(parts)}" if parts else ""
         raise ValueError(
             f"Only checkpoints of the model types {', '.join(map(repr, FAMILIES))} ({FAMILY_NAMES}) can be converted, "
-            f"got {model_type!r}{why} in {source!r}."
+            f"got {model_type!r}{having} in {source!r}."
         )
-    if parts:
-        raise ValueError(f"{source!r} cannot be converted: WeDLM has no place for {', '.join(parts)}.")
     config = FAMILIES[model_type].from_dict(config_dict)
-    if parts := _foreign_parts(config.to_dict()):  # what the family's defaults say where config.json is silent
+    if parts := _foreign_parts(config.to_dict()):  # what the family's defaults say counts too
         raise ValueError(f"{source!r} cannot be converted: WeDLM has no place for {', '.join(parts)}.")
     return config
 
@@ -97,9 +95,9 @@ def _foreign_parts(config_dict: dict[str, Any]) -> list[str]:
     parts = [
         f"{part} ({field}={config_dict[field]})" for field, part in _FOREIGN_PARTS.items() if config_dict.get(field)
     ]
-    if config_dict.get("attention_bias"):
+    if config_dict.get("attention_bias") and config_dict.get("model_type") != "qwen2":  # Qwen2's code ignores it
         parts.append("a bias on the attention's output projection `o_proj` (attention_bias=True)")
-    has_window = config_dict.get("sliding_window") is not None and config_dict.get("use_sliding_window", True)
+    has_window = config_dict.get("sliding_window") is not None
     if has_window or any(kind != "full_attention" for kind in config_dict.get("layer_types") or ()):
         parts.append(
             "attention that is not full in every layer "

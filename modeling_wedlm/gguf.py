@@ -108,5 +108,6 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         _, _, rest = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)
         first = tokenizer.encode(rest.lstrip(), add_special_tokens=False)[:1]
-        ids += [token for token in first if token in tokenizer.all_special_ids and token not in ids]
+        special = [row for row, token in tokenizer.added_tokens_decoder.items() if token.special]
+        ids += [token for token in first if token in special and token not in ids]
     return ids

@@ -232,7 +232,7 @@ class _Template:
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
         before, _, after = str(text).partition(_USER)
         first = tokenizer.encode(after, add_special_tokens=False)[:1]
-        is_special = bool(first) and first[0] in tokenizer.all_special_ids
+        is_special = bool(first) and first[0] in tokenizer.added_tokens_decoder
         turn_end = str(tokenizer.decode(first)) if is_special else after.strip().partition("\n")[0]
         return cls(tokenizer, before, after, turn_end)
 
@@ -318,8 +318,8 @@ def _continue(
     settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "window_size": 1, "do_sample": False}
     if temperature is not None:
         settings |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": 1.0}
-    generate: Any = model.generate
-    output = generate(
+    decoder: Any = model
+    output = decoder.generate(
         ids.to(model.device),
         attention_mask=mask.to(model.device),
         max_new_tokens=max_new_tokens,

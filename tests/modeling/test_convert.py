@@ -1,8 +1,13 @@
-"""Conversion of Qwen2, Qwen2.5 and Qwen3 checkpoints: every weight kept, the mask token, its row, what is refused."""
+"""Conversion of Qwen2, Qwen2.5 and Qwen3 checkpoints: every weight kept, the mask token, its row, what is refused.
 
+Other families: test_families.py."""
+
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +19,8 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     Qwen2Tokenizer,
 )
 
@@ -238,6 +243,43 @@ def test_conversion_is_a_function_of_its_source(tmp_path):
     assert one == two
 
 
+def test_the_working_folder_and_a_link_to_a_folder_can_be_filled(tmp_path, monkeypatch):
+    """They cannot be replaced by another folder: a shell, a mount or a link would be left with none."""
+    write_source(tmp_path / "source")
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "here")
+    convert(tmp_path / "source", ".")
+    convert(tmp_path / "source", tmp_path / "link")
+    for folder in (Path(), tmp_path / "there"):
+        assert type(AutoModelForCausalLM.from_pretrained(folder)) is WeDLMForCausalLM
+        assert not list(folder.glob(".*"))
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_mount_point_can_be_filled(tmp_path, monkeypatch):
+    """As if `out` were one: it can neither be removed nor renamed."""
+    write_source(tmp_path / "source")
+    mount = tmp_path / "out"
+    mount.mkdir()
+
+    def busy(path: Any, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    replace = os.replace
+    monkeypatch.setattr(os, "rmdir", lambda path, **options: busy(path) if Path(path) == mount else None)
+    monkeypatch.setattr(os, "replace", lambda old, new: busy(new) if Path(new) == mount else replace(old, new))
+    convert(tmp_path / "source", mount)
+    assert (mount / "config.json").is_file()
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    write_source(tmp_path / "source")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    refused(tmp_path, OSError, r"The weights need 0\.000 GB, and '.*' has 0\.000 GB free\.")
+
+
 def test_an_empty_output_folder_is_filled_and_its_parents_are_made(tmp_path):
     write_source(tmp_path / "source")
     (tmp_path / "empty").mkdir()
@@ -288,14 +330,13 @@ def test_an_unreadable_tokenizer_is_refused(tmp_path):
 
 
 def test_another_model_type_is_refused(tmp_path):
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path / "source")
-    refused(tmp_path, ValueError, r"Only checkpoints of the model types 'qwen2', 'qwen3' .*, got 'llama' in ")
+    GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "source")
+    refused(tmp_path, ValueError, r"Only checkpoints of the model types 'llama', 'mistral', .*, got 'gpt2' in ")
 
 
 def test_a_wedlm_checkpoint_is_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path / "source")
-    refused(tmp_path, ValueError, r"Only checkpoints of the model types 'qwen2', 'qwen3' .*, got 'wedlm' in ")
+    refused(tmp_path, ValueError, r"Only checkpoints of the model types 'llama', 'mistral', .*, got 'wedlm' in ")
 
 
 @pytest.mark.parametrize(
@@ -303,12 +344,12 @@ def test_a_wedlm_checkpoint_is_refused(tmp_path):
     [
         (
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": ...},
-            "needs full att",
+            r"no place for attention that is not full in every layer \(sliding_window=8, layer_types=",
         ),
-        ({"attention_bias": True}, "has attention_bias=True: a Qwen3 model then has a bias on `o_proj`"),
+        ({"attention_bias": True}, r"a bias on the attention's output projection `o_proj` \(attention_bias=True\)"),
         (
             {"quantization_config": {"quant_method": "fp8"}},
-            r"Quantized checkpoints cannot be converted, got '.*source'",
+            r"'.*source' cannot be converted: WeDLM has no place for quantized weights \(quantization_config={'quant_",
         ),
     ],
 )

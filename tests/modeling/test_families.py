@@ -1,0 +1,374 @@
+"""Llama and Mistral beside the Qwen families, and GGUF files: the stock classes' logits and answers, and refusals."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from safetensors.torch import load_file, save_file
+from tiny import EOS, PAD, VOCAB_SIZE, randomize, tiny_tokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from wedlm_hf import WeDLMForCausalLM, convert
+from wedlm_hf.modeling_wedlm.gguf import complete_tokenizer, end_token_ids
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+
+# One of each kind that people have: what sets it apart from its class's defaults.
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "Llama 2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "Llama 3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
+    "Llama 3, tied": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "Llama, linear RoPE": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LINEAR}),
+    "TinyLlama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
+    "SmolLM2": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "head_dim": 8}),
+    "Mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "Mistral NeMo": (MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 16}),
+    "Qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
+    "Qwen2.5": (Qwen2ForCausalLM, Qwen2Config, {"sliding_window": 128, "use_sliding_window": False}),
+    "Qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+}
+
+
+def write_source(folder: Path, kind: str, **overrides: Any) -> Any:
+    """A stock checkpoint with a tokenizer; returns the model."""
+    model_class, config_class, settings = KINDS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = randomize(model_class(config_class(**SIZES | settings | overrides)))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return model
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def ids(rows: int = 3, length: int = 100) -> torch.Tensor:
+    return torch.randint(4, 200, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_logits_are_the_stock_classs(tmp_path, kind):
+    write_source(tmp_path / "source", kind)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    result = convert(tmp_path / "source", tmp_path / "out")
+    assert (result.missing_keys, result.unexpected_keys) == ((), ())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded) is WeDLMForCausalLM
+    for attention in ("sdpa", "eager"):
+        stock.set_attn_implementation(attention)
+        for model in (result.model, loaded):
+            model.set_attn_implementation(attention)
+            assert torch.equal(model(ids()).logits, stock(ids()).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_verified_answers_are_those_of_stock_generate(tmp_path, kind):
+    stock = write_source(tmp_path / "source", kind)
+    model = convert(tmp_path / "source").model
+    prompts = ids(length=20)
+    mask = torch.ones_like(prompts)
+    mask[1, :7] = 0
+    settings = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False, "pad_token_id": PAD}
+    expected = stock.generate(prompts, suppress_tokens=[model.config.mask_token_id], **settings)
+    for strategy in ({"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}):
+        assert torch.equal(model.generate(prompts, **settings, **strategy), expected)
+
+
+@torch.no_grad()
+def test_rope_frequencies_that_older_llama_checkpoints_store_are_left_out(tmp_path):
+    stock = write_source(tmp_path / "source", "Llama 2")
+    file = tmp_path / "source" / "model.safetensors"
+    save_file(
+        load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file, {"format": "pt"}
+    )
+    assert torch.equal(convert(tmp_path / "source").model(ids()).logits, stock(ids()).logits)
+
+
+@torch.no_grad()
+def test_a_llama_config_of_the_older_dialect_is_read(tmp_path):
+    stock = write_source(tmp_path / "source", "Llama 2")
+    file = tmp_path / "source" / "config.json"
+    stated = json.loads(file.read_text())
+    for name in ("rope_parameters", "head_dim", "dtype"):
+        stated.pop(name)
+    file.write_text(json.dumps(stated))  # no RoPE base: the family's default
+    assert torch.equal(convert(tmp_path / "source").model(ids()).logits, stock(ids()).logits)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("Llama 2", {"mlp_bias": True}, r"biases in the feed-forward layers \(mlp_bias=True\)"),
+        ("Llama 2", {"attention_bias": True}, r"output projection `o_proj` \(attention_bias=True\)"),
+        ("Mistral", {"sliding_window": 64}, r"attention that is not full in every layer \(sliding_window=64"),
+        ("Llama 2", {"final_logit_softcapping": 30.0}, r"a soft cap on logits \(final_logit_softcapping=30\.0\)"),
+        ("Llama 2", {"attn_logit_softcapping": 50.0}, r"a soft cap on attention scores \(attn_logit_softcapping"),
+        ("Llama 2", {"num_local_experts": 8}, r"a mixture of experts \(num_local_experts=8\)"),
+        (
+            "Llama 2",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            r"partial rotary embeddings \(partial_rotary_factor=0\.5\)",
+        ),
+        (
+            "Llama 2",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary embeddings of the type 'dynamic'",
+        ),
+    ],
+)
+def test_what_wedlms_network_has_not_is_refused_by_name(tmp_path, kind, changes, message):
+    write_source(tmp_path / "source", kind)
+    edit(tmp_path / "source" / "config.json", **changes)
+    with pytest.raises(ValueError, match=rf"'.*source' cannot be converted: WeDLM has no place for .*{message}"):
+        convert(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gemma2", {"final_logit_softcapping": 30.0}, r"'gemma2' with a soft cap on logits"),
+        ("mixtral", {"num_local_experts": 8}, r"'mixtral' with a mixture of experts \(num_local_experts=8\)"),
+        ("phi3", {"partial_rotary_factor": 0.75}, r"'phi3' with partial rotary embeddings"),
+        ("olmo2", {}, r"'olmo2' in "),
+    ],
+)
+def test_another_family_is_refused_and_told_why(tmp_path, model_type, changes, message):
+    write_source(tmp_path / "source", "Llama 2")
+    edit(tmp_path / "source" / "config.json", model_type=model_type, **changes)
+    with pytest.raises(
+        ValueError, match=rf"\(Llama, Mistral, Qwen2, Qwen2.5 and Qwen3\) can be converted, got {message}"
+    ):
+        convert(tmp_path / "source")
+
+
+# -------------------------------------------------------------------------------------------------------------- GGUF
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+def gguf_tensor(model: Any, name: str, weight: torch.Tensor) -> tuple[str, np.ndarray]:
+    """A weight under its GGUF name; llama.cpp keeps the halves of Llama's query and key heads interleaved."""
+    stem, _, suffix = name.rpartition(".")
+    layer, _, rest = stem.removeprefix("model.layers.").partition(".")
+    gguf_name = f"blk.{layer}.{GGUF_NAMES[rest]}" if layer.isdigit() else GGUF_NAMES[stem]
+    if model.config.model_type == "llama" and gguf_name.endswith(("attn_q", "attn_k")):
+        heads = weight.shape[0] // model.config.head_dim
+        weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+    return f"{gguf_name}.{suffix}", weight.detach().contiguous().numpy()
+
+
+def write_gguf(file: Path, model: Any, quantized: bool = False, **fields: Any) -> None:
+    """As llama.cpp's converter writes it, with the byte-level tokenizer of the tests."""
+    tokenizer, config = tiny_tokenizer(), model.config
+    state = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    tokens += [f"<|unused{row}|>" for row in range(len(tokens), VOCAB_SIZE)]
+    writer = GGUFWriter(file, config.model_type)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_vocab_size(VOCAB_SIZE)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in tokens])
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]] or ["a b"]
+    )
+    writer.add_eos_token_id(EOS)
+    writer.add_pad_token_id(EOS)
+    writer.add_chat_template(CHAT)
+    for key, value in fields.items():
+        if isinstance(value, np.ndarray):
+            writer.add_tensor(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        gguf_name, array = gguf_tensor(model, name, weight)
+        if quantized and array.ndim == 2:
+            kind = GGMLQuantizationType.Q4_1
+            writer.add_tensor(gguf_name, quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_source(tmp_path: Path, kind: str = "SmolLM2", quantized: bool = False, **fields: Any) -> tuple[Path, Any]:
+    model_class, config_class, settings = KINDS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        # transformers takes 128 for Qwen3, whose published models all have it, and does not read it from the file.
+        settings = SIZES | settings | {"head_dim": 128 if kind == "Qwen3" else 8, "intermediate_size": 64}
+        model = randomize(model_class(config_class(**settings)))
+    (tmp_path / "source").mkdir()
+    file = tmp_path / "source" / "tiny.gguf"
+    write_gguf(file, model, quantized, **fields)
+    return file, model
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "Q4_1"])
+@pytest.mark.parametrize("kind", ["SmolLM2", "Llama 2", "Qwen2", "Qwen3"])
+@torch.no_grad()
+def test_a_gguf_file_becomes_the_stock_models_twin(tmp_path, kind, quantized):
+    file, written = gguf_source(tmp_path, kind, quantized)
+    result = convert(file, tmp_path / "out")
+    stock = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    kept = torch.arange(VOCAB_SIZE) != result.mask_token_id
+    for model in (result.model, loaded):
+        assert torch.equal(model(ids()).logits[..., kept], stock(ids()).logits[..., kept])
+        if not quantized:
+            torch.testing.assert_close(
+                model(ids()).logits[..., kept], written(ids()).logits[..., kept], rtol=0, atol=1e-5
+            )
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    for other in (convert(file.parent, gguf_file=file.name), convert(str(file))):
+        assert torch.equal(other.model.lm_head.weight, loaded.lm_head.weight)
+
+
+def test_the_tokenizer_of_a_gguf_file_knows_its_template_its_ends_and_a_padding_of_its_own(tmp_path):
+    file, _ = gguf_source(tmp_path)
+    convert(file, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert tokenizer.chat_template == CHAT
+    assert tokenizer.eos_token_id == EOS
+    assert ends["eos_token_id"] == [EOS]
+    assert ends["pad_token_id"] == tokenizer.pad_token_id != EOS
+    assert tokenizer.encode("Sort 31") == tiny_tokenizer().encode("Sort 31")
+
+
+def test_the_end_of_a_chat_turn_ends_answers_beside_the_tokenizers_own_end(tmp_path):
+    template = CHAT.replace("<|im_end|>", "<|im_start|>")
+    file, _ = gguf_source(tmp_path)
+    tokenizer = convert(file).tokenizer
+    tokenizer.chat_template = template
+    assert end_token_ids(tokenizer) == [EOS, tokenizer.convert_tokens_to_ids("<|im_start|>")]
+
+
+def test_a_gguf_file_that_is_truncated_is_refused(tmp_path):
+    file, _ = gguf_source(tmp_path)
+    content = file.read_bytes()
+    for share in (0.0, 0.001, 0.2, 0.7, 0.98):
+        file.write_bytes(content[: math.floor(len(content) * share)])
+        with pytest.raises(OSError, match=r"'.*tiny\.gguf' is not a GGUF file, or damaged or truncated: "):
+            convert(file, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_file_of_a_kind_that_transformers_cannot_read_is_refused(tmp_path):
+    file, _ = gguf_source(tmp_path)
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"llama", b"rwkv7"))
+    with pytest.raises(OSError, match=r"transformers cannot read the GGUF file 'tiny\.gguf' of '.*source': .*rwkv7"):
+        convert(file)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_freqs.weight": np.ones(4, np.float32)}, r"rope_freqs\.weight: its RoPE scaling, which transformers"),
+        ({"blk.0.attn_output.bias": np.ones(32, np.float32)}, r"blk\.0\.attn_output\.bias, which transformers"),
+        ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type=yarn"),
+        ({"llama.expert_count": 8}, r"llama\.expert_count=8"),
+    ],
+)
+def test_what_transformers_would_leave_out_of_a_gguf_file_is_refused(tmp_path, fields, message):
+    file, _ = gguf_source(tmp_path, **fields)
+    with pytest.raises(ValueError, match=rf"'.*tiny\.gguf' holds {message}.* Convert the safetensors checkpoint"):
+        convert(file)
+
+
+def test_a_gguf_file_that_is_not_there_is_refused_and_one_in_a_folder_is_named(tmp_path):
+    file, _ = gguf_source(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint in '.*source': it has no other\.gguf"):
+        convert(file.with_name("other.gguf"))
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json: pass a GGUF file of it, tiny\.gguf\."):
+        convert(file.parent)
+
+
+def test_without_the_package_gguf_its_name_is_given(tmp_path, monkeypatch):
+    file, _ = gguf_source(tmp_path)
+    monkeypatch.setattr("wedlm_hf.modeling_wedlm.gguf.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"needs the package `gguf`: pip install 'wedlm-hf\[gguf\]'"):
+        convert(file)
+
+
+def test_a_tokenizer_without_a_padding_token_gets_one():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    complete_tokenizer(tokenizer)
+    assert tokenizer.pad_token in tokenizer.all_special_tokens
