@@ -133,17 +133,18 @@ def _options(
 
 @app.command()
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder or Hub id of a Qwen2, Qwen2.5 or Qwen3 checkpoint.")],
+    source: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
     output_dir: Annotated[Path, typer.Argument(help="Folder to write to; new or empty.")],
     mask_token: Annotated[
         str | None, typer.Option(help="Text of the mask token; default: the tokenizer's own, else <|mask|>.")
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in that folder or Hub id.")] = None,
 ) -> None:
-    """Make a WeDLM checkpoint from a Qwen2, Qwen2.5 or Qwen3 one: the same weights, and a mask token."""
+    """Make a WeDLM checkpoint of a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 model: its weights, and a mask token."""
     from .modeling_wedlm import convert as convert_checkpoint
 
-    conversion = convert_checkpoint(source, output_dir, mask_token=mask_token, revision=revision)
+    conversion = convert_checkpoint(source, output_dir, mask_token=mask_token, revision=revision, gguf_file=gguf_file)
     typer.echo(f"{output_dir}: {conversion}")
 
 
