@@ -23,7 +23,7 @@ from ..decoders import Options
 from ..fingerprint import fingerprint
 from ..measure import Call, Decoding, call_generate, decodings_of, environment
 from ..prompts import answer_limit, encode_text
-from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, Recording, Run, Step, Trace
+from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, Recording, Run, Step, Trace, is_setting
 from .text import pieces_of, token_text
 
 
@@ -153,10 +153,10 @@ def _run(
         settings = _settings(model, options)
         steps = _parallel_steps(prompt, decoding.tokens, starts, output.trace, settings)
         counts = tuple(getattr(output.stats, name).item() for name in COUNTS)
-        shown |= {name: _json_number(value) for name, value in asdict(settings).items() if name != "output_trace"}
+        shown |= {name: value for name, value in asdict(settings).items() if name != "output_trace"}
     return Run(
         name=options["strategy"],
-        settings={"strategy": options["strategy"], **shown},
+        settings={name: _kept(value) for name, value in {"strategy": options["strategy"], **shown}.items()},
         tokens=decoding.tokens,
         pieces=pieces_of(tokenizer, decoding.tokens),
         text=decoding.text,
@@ -167,9 +167,11 @@ def _run(
     )
 
 
-def _json_number(value: Any) -> Any:
-    """JSON has no infinity, which τ may be: the largest number instead."""
-    return sys.float_info.max if value == math.inf else value
+def _kept(value: Any) -> Any:
+    """A setting as it is saved: JSON has no infinity, which τ may be, and no objects."""
+    if is_setting(value):
+        return value
+    return sys.float_info.max if value == math.inf else str(value)
 
 
 def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], entropies: list[float]) -> list[Step]:

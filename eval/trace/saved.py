@@ -93,7 +93,9 @@ class Recording:
     def token_ids(self) -> set[int]:
         """All that occur anywhere."""
         steps = [step for run in self.runs for step in run.steps]
-        predicted = {guess.token for step in steps for guess in step.predictions if guess.token is not None}
+        predicted = {
+            prediction.token for step in steps for prediction in step.predictions if prediction.token is not None
+        }
         answers = [run.tokens for run in self.runs]
         return predicted.union(self.prompt_tokens, *answers, *(step.tokens for step in steps))
 
@@ -152,9 +154,10 @@ def _without_format(data: Any) -> Any:
     return {name: value for name, value in data.items() if name not in FORMAT}
 
 
-def _is_setting(value: Any, levels: int = 2) -> bool:
+def is_setting(value: Any, levels: int = 2) -> bool:
+    """Whether a setting can be kept: number, text, truth value, null, or a list of those or of such lists."""
     if isinstance(value, list):
-        return levels > 0 and all(_is_setting(part, levels - 1) for part in value)
+        return levels > 0 and all(is_setting(part, levels - 1) for part in value)
     return value is None or type(value) is bool or _is_text(value) or _is_number(value)
 
 
@@ -172,7 +175,7 @@ _VALUES: dict[Any, tuple[Callable[[Any], bool], str]] = {
     str: (_is_text, "text"),
     list: (lambda value: isinstance(value, list), "a list"),
     dict: (lambda value: isinstance(value, dict), "an object"),
-    Any: (_is_setting, "a number, text, true, false, null or a list of them"),
+    Any: (is_setting, "a number, text, true, false, null or a list of them"),
 }
 """The JSON value that stands for a type, as a test and in words."""
 
@@ -207,46 +210,45 @@ def _refuse(where: str, what: str, data: Any) -> NoReturn:
 
 # --- content ------------------------------------------------------------------------------------------------------
 
+_SHOWN = {
+    "fingerprint": {"weights", "config", "tokenizer"},
+    "environment": {"device", "threads", "torch", "transformers", "dtype"},
+    "settings": {"window_size", "entropy_threshold", "distance_penalty", "verification"},
+}
+"""Keys that are needed to show a trace, or to compare its model."""
+
 
 def _check(trace: Trace) -> None:
     """Raises `ValueError` for a trace that cannot be shown, or that contradicts itself."""
-    if not trace.recordings:
-        raise ValueError("it has no recordings.")
-    _check_keys("environment", trace.environment, "device", "threads", "torch", "transformers", "dtype")
-    _check_keys("fingerprint", trace.fingerprint, "weights", "config", "tokenizer")
+    _expect(trace.recordings, "it has no recordings")
+    for name in ("fingerprint", "environment"):
+        missing = sorted(_SHOWN[name] - getattr(trace, name).keys())
+        _expect(not missing, f"{name} lacks {missing}")
     for number, recording in enumerate(trace.recordings):
         names = [run.name for run in recording.runs]
-        if names not in (["wedlm"], ["block"], ["wedlm", "ar"], ["block", "ar"]):
-            raise ValueError(f"recordings[{number}].runs must be wedlm's or block's, then perhaps ar's, got {names}.")
+        usual = names in (["wedlm"], ["block"], ["wedlm", "ar"], ["block", "ar"])
+        _expect(usual, f"recordings[{number}].runs must be wedlm's or block's, then perhaps ar's, got {names}")
         for run in recording.runs:
             try:
                 _check_run(recording, run)
             except ValueError as error:
                 raise ValueError(f"recordings[{number}], {run.name}: {error}") from None
     needed = {str(token) for recording in trace.recordings for token in recording.token_ids}
-    if missing := needed - trace.vocabulary.keys():
-        raise ValueError(f"vocabulary: no text for token {min(map(int, missing))}.")
-
-
-def _check_keys(where: str, found: dict[str, Any], *needed: str) -> None:
-    if missing := sorted(set(needed) - found.keys()):
-        raise ValueError(f"{where} lacks {missing}.")
+    absent = min(map(int, needed - trace.vocabulary.keys()), default=None)
+    _expect(absent is None, f"vocabulary: no text for token {absent}")
 
 
 def _check_run(recording: Recording, run: Run) -> None:
     if run.name != "ar":
-        _check_keys("settings", run.settings, "window_size", "entropy_threshold", "distance_penalty", "verification")
+        missing = sorted(_SHOWN["settings"] - run.settings.keys())
+        _expect(not missing, f"settings lacks {missing}")
         WeDLMGenerationSettings(**{name: run.settings[name] for name in SETTING_NAMES if name in run.settings})
+    _expect(recording.prompt_tokens and run.steps, "there is no prompt, or no step")
     tokens, counts = replay(recording, run)
-    for holds, message in (
-        (recording.prompt_tokens and run.steps, "there is no prompt, or no step"),
-        (tokens == run.tokens, "the steps do not lead to the tokens"),
-        ("".join(run.pieces) == run.text and len(run.pieces) == len(run.tokens), "the pieces are not the text"),
-        (run.seconds > 0 and all(a <= b for a, b in pairwise([0.0, *run.ends])), "the clock runs backwards"),
-        (run.stats == counts, f"the counts are not those of the steps, {counts}"),
-    ):
-        if not holds:
-            raise ValueError(f"{message}.")
+    _expect(tokens == run.tokens, "the steps do not lead to the tokens")
+    _expect(len(run.pieces) == len(tokens) and "".join(run.pieces) == run.text, "the pieces are not the text")
+    _expect(run.seconds > 0 and all(a <= b for a, b in pairwise([0.0, *run.ends])), "the clock runs backwards")
+    _expect(run.stats == counts, f"the counts are not those of the steps, {counts}")
 
 
 def replay(recording: Recording, run: Run) -> tuple[list[int], dict[str, int]]:
@@ -257,37 +259,37 @@ def replay(recording: Recording, run: Run) -> tuple[list[int], dict[str, int]]:
     """
     settled = dict(enumerate(recording.prompt_tokens))
     filled: dict[int, int] = {}
-    cached, end = 0, len(settled)
-    counts = dict.fromkeys(COUNTS, 0)
+    cached, start, counts = 0, len(settled), dict.fromkeys(COUNTS, 0)
     for number, step in enumerate(run.steps, 1):
-
-        def expect(holds: bool, message: str, number: int = number) -> None:
-            if not holds:
-                raise ValueError(f"forward {number}: {message}.")
-
-        expect(
-            len(step.positions) == len(step.tokens) == len(step.kinds) >= step.committed, "rows of different lengths"
-        )
-        expect(set(step.kinds) <= {PROMPT, PENDING, FILLED, MASK}, f"rows of kinds {step.kinds!r}")
+        here = f"forward {number}:"
+        widths = {len(step.positions), len(step.tokens), len(step.kinds)}
+        _expect(len(widths) == 1 and step.committed <= max(widths), f"{here} rows of different lengths")
+        _expect(set(step.kinds) <= {PROMPT, PENDING, FILLED, MASK}, f"{here} rows of kinds {step.kinds!r}")
         rows = list(zip(step.positions, step.tokens, step.kinds, strict=True))
         read = {position: token for position, token, kind in rows if kind == FILLED}
         for position, token in read.items():
-            expect(filled.get(position) == token, f"nothing filled position {position} so")
-        expect(read.keys() >= set(step.rejected), "what was no draft is rejected")
-        for guess in step.predictions:
-            if guess.token is not None:
-                filled[guess.position] = guess.token
-                if guess.by == "ar" or not run.is_verified:
-                    settled[guess.position] = guess.token
+            _expect(filled.get(position) == token, f"{here} nothing filled position {position} so")
+        _expect(read.keys() >= set(step.rejected), f"{here} what was no draft is rejected")
+        for prediction in step.predictions:
+            if prediction.token is not None:
+                filled[prediction.position] = prediction.token
+                if prediction.by == "ar" or not run.is_verified:
+                    settled[prediction.position] = prediction.token
         for position, token, _ in rows[: step.committed]:
-            expect(position == cached and settled.get(position) == token, f"position {position} is cached out of turn")
+            in_turn = position == cached and settled.get(position) == token
+            _expect(in_turn, f"{here} position {position} is cached out of turn")
             cached += 1
-        while end in settled and counts["new_tokens"] < step.final:
+        while (end := start + counts["new_tokens"]) in settled and end < start + step.final:
             counts["new_tokens"] += 1
-            end += 1
-        expect(counts["new_tokens"] == step.final, f"position {end} is final, and nothing filled it")
+        _expect(end == start + step.final, f"{here} position {end} is final, and nothing filled it")
         counts["forwards"] += 1
         counts["token_instances"] += len(rows) - step.kinds.count(PROMPT)
-        counts["drafted"] += len(read) * run.is_verified
-        counts["accepted"] += len(read) * run.is_verified - len(step.rejected)
-    return [settled[position] for position in range(len(recording.prompt_tokens), end)], counts
+        if run.is_verified:
+            counts["drafted"] += len(read)
+            counts["accepted"] += len(read) - len(step.rejected)
+    return [settled[start + offset] for offset in range(counts["new_tokens"])], counts
+
+
+def _expect(holds: object, message: str) -> None:
+    if not holds:
+        raise ValueError(f"{message}.")

@@ -1,10 +1,17 @@
 """A saved trace comes back whole; what is not whole, or contradicts itself, is refused in one line."""
 
+import io
 import json
+import random
 
 import pytest
+from rich.console import Console
 
+from wedlm_hf.eval.trace.answers import comparison_table
+from wedlm_hf.eval.trace.page import page
+from wedlm_hf.eval.trace.record import decodings
 from wedlm_hf.eval.trace.saved import load, save, to_json
+from wedlm_hf.eval.trace.terminal import replay_in_terminal
 
 
 def test_a_saved_trace_comes_back_whole(trace, tmp_path):
@@ -103,3 +110,34 @@ def test_deep_nesting_anywhere_is_refused(trace, tmp_path):
             path.write_text(text.replace(place, f"{place.split(':')[0]}:{nested}", 1))
             with pytest.raises(ValueError, match="is no trace"):
                 load(path)
+
+
+def places(data, path=()):
+    """Paths of every value."""
+    children = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in children:
+        yield (*path, key)
+        yield from places(value, (*path, key))
+
+
+def test_whatever_is_changed_a_trace_is_refused_in_words_or_can_be_shown(recorded, tmp_path):
+    whole = to_json(recorded({"verification": "exact", "entropy_threshold": 3.0}, tokens=8))
+    paths = list(places(json.loads(whole)))
+    values = [None, True, -1, 0, 7, 10**30, 0.5, 1e308, "", "ar", "none", "\x1b[2J", [], [0], {}, {"0": 1}]
+    draw, refused = random.Random(0), 0
+    path = tmp_path / "trace.json"
+    for _ in range(400):
+        data = json.loads(whole)
+        change(draw.choice(paths), draw.choice(values))(data)
+        path.write_text(json.dumps(data))
+        try:
+            trace = load(path)
+        except ValueError:
+            refused += 1
+            continue
+        console = Console(file=io.StringIO(), width=60)
+        replay_in_terminal(trace, console)
+        console.print(comparison_table(decodings(trace)))
+        assert page(trace)
+        assert "\x1b" not in console.file.getvalue()
+    assert 250 < refused < 400
