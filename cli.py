@@ -495,9 +495,9 @@ def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]
 
 
 def _console(stderr: bool = False) -> Console:
-    """A console that shows its text where `COLUMNS` is 0 or absurd, too."""
-    console = Console(stderr=stderr)
-    return console if console.width > 1 else Console(stderr=stderr, width=80)
+    """A console without markup (a path may hold `[/b]`) that shows its text where `COLUMNS` is 0, too."""
+    console = Console(stderr=stderr, markup=False)
+    return console if console.width > 1 else Console(stderr=stderr, markup=False, width=80)
 
 
 if __name__ == "__main__":

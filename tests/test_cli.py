@@ -210,6 +210,11 @@ def test_text_is_shown_where_the_terminal_says_that_it_has_no_columns(wedlm, mon
     assert "tokens per forward" in wedlm("generate", "hi", "--max-new-tokens", 1, "--no-compare")[1]
 
 
+def test_what_looks_like_markup_is_printed_as_it_is(capsys):
+    cli._console().print("build/[/b]/report.html", style="dim")
+    assert capsys.readouterr().out == "build/[/b]/report.html\n"
+
+
 def test_options_of_a_group_stand_in_a_panel_of_their_own():
     lines = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "120"}).stdout.splitlines()
     titles = [line.strip("╭╮─ ") for line in lines if line.startswith("╭")]
