@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..training.collator import IGNORE_INDEX, DataCollatorForDualStreamMasking
+from ..training.collator import DataCollatorForDualStreamMasking
 from ..training.log_probs import response_log_probs
+from ..training.streams import IGNORE_INDEX
 
 
 @dataclass(frozen=True)

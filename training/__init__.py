@@ -1,32 +1,44 @@
-"""Dual-stream training: masking, the collator, new masks every epoch, TRL's trainer, a tokenizer with a mask token.
+"""Dual-stream training: masking, the collator, new masks every epoch, trainers, log-probabilities of responses.
 
-`WeDLMSFTTrainer` and `WeDLMSFTConfig` need the packages of `pip install "wedlm-hf[train]"`; all else needs only torch
-and transformers. Trainers are looked up on first use.
+The names below are looked up on first use. The trainers need the packages of `pip install "wedlm-hf[train]"`; all else
+needs only torch and transformers.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .callback import DynamicMaskingCallback
-from .collator import DataCollatorForDualStreamMasking
-from .log_probs import ResponseLogProbs, response_log_probs
-from .masking import draw_noise, mask_blocks, reorder_blocks, sample_masked_counts
-from .tokenizer import train_tokenizer
-
 if TYPE_CHECKING:
-    from .saving import WholeSaves
+    from .callback import DynamicMaskingCallback
+    from .collator import DataCollatorForDualStreamMasking
+    from .log_probs import ResponseLogProbs, response_log_probs
+    from .masking import draw_noise, mask_blocks, reorder_blocks, sample_masked_counts
+    from .saving import AtomicSaveTrainer
     from .sft_config import WeDLMSFTConfig
     from .sft_trainer import WeDLMSFTTrainer
+    from .tokenizer import train_tokenizer
 
-_HOME = {"WeDLMSFTConfig": "sft_config", "WeDLMSFTTrainer": "sft_trainer", "WholeSaves": "saving"}
+_HOME = {
+    "AtomicSaveTrainer": "saving",
+    "DataCollatorForDualStreamMasking": "collator",
+    "DynamicMaskingCallback": "callback",
+    "ResponseLogProbs": "log_probs",
+    "WeDLMSFTConfig": "sft_config",
+    "WeDLMSFTTrainer": "sft_trainer",
+    "draw_noise": "masking",
+    "mask_blocks": "masking",
+    "reorder_blocks": "masking",
+    "response_log_probs": "log_probs",
+    "sample_masked_counts": "masking",
+    "train_tokenizer": "tokenizer",
+}
 
 __all__ = [
+    "AtomicSaveTrainer",
     "DataCollatorForDualStreamMasking",
     "DynamicMaskingCallback",
     "ResponseLogProbs",
     "WeDLMSFTConfig",
     "WeDLMSFTTrainer",
-    "WholeSaves",
     "draw_noise",
     "mask_blocks",
     "reorder_blocks",

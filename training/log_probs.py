@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .collator import IGNORE_INDEX, DataCollatorForDualStreamMasking
+from .collator import DataCollatorForDualStreamMasking
+from .streams import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def response_log_probs(
         model: a WeDLM model, or what DDP, FSDP or PEFT made of one: it is *called*, so that their hooks fire. Dropout,
             if there is any, follows its mode.
         examples: tokenised, see [`DataCollatorForDualStreamMasking`]; one conversation each, not packed.
-        collator: its block size, alignment, layout, sampler, copies, seed and epoch are used; end tokens beyond the
+        collator: its block size, mask layout, sampler, copies, seed and epoch are used; end tokens beyond the
             response's own are not, and neither are its loss weights.
 
     Returns:
@@ -59,7 +60,7 @@ def response_log_probs(
         if packed := [name for name in ("seq_lengths", "document_ids") if example.get(name) is not None]:
             raise ValueError(f"Examples must hold one conversation each, got a packed one with {packed}.")
     collator_used = replace(collator, num_eos=1, ar_weight=1.0, loss_weighting="ratio")
-    collator_used.set_epoch(int(collator._epoch))
+    collator_used.set_epoch(collator.epoch)
     batch = collator_used(examples)
     device = next(model.parameters()).device
     batch = {name: column.to(device) for name, column in batch.items()}

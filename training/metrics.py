@@ -1,11 +1,14 @@
-"""What evaluation reports, as sums over tokens that are divided once. Pure functions on tensors.
+"""What evaluation reports: sums over tokens that are divided once, and tokens per forward of real decoding.
 
 `B` rows of the batch, `T` physical slots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+
+from .streams import IGNORE_INDEX
 
 # Masked fraction γ of the block: (0, ¼], (¼, ½], (½, ¾], (¾, 1].
 _FRACTIONS = 4
@@ -33,12 +36,12 @@ def evaluation_sums(
     Returns:
         Pairs of a sum and, under the same name and `/count`, of what to divide it by; every tensor is `(B,)` float64.
     """
-    has_target = batch["targets"] != -100
+    has_target = batch["targets"] != IGNORE_INDEX
     memory = has_target & (batch["stream_ids"] == 0)
     masked = has_target & (batch["stream_ids"] > 0)
     inverse_ratio = batch["loss_weights"].double() * (1 + ar_weight) * num_copies
     nll, correct = token_nll.double(), correct.double()
-    supervised = (batch["labels"][..., 1:] != -100).sum(-1).double()
+    supervised = (batch["labels"][..., 1:] != IGNORE_INDEX).sum(-1).double()
 
     sums: dict[str, torch.Tensor] = {}
 
@@ -54,7 +57,7 @@ def evaluation_sums(
     quarter = (_FRACTIONS / inverse_ratio.clamp(min=1)).sub(1e-4).ceil()
     for part in range(1, _FRACTIONS + 1):
         add(f"mask_nll_ratio_{part * 100 // _FRACTIONS}", nll, masked & (quarter == part))
-    offset = _offsets(batch)
+    offset = batch["position_ids"] % block_size
     first = 0
     while first < block_size:  # 0, 1, 2-3, 4-7, …
         last = min(max(2 * first, 1), block_size) - 1 if first else 0
@@ -64,17 +67,35 @@ def evaluation_sums(
     return sums
 
 
-def _offsets(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Distance of each slot from the first position of its block, `(B, T)` int64, wherever blocks are aligned."""
-    stride = int(batch["block_ids"].max()) + 2
-    group = (batch["document_ids"] + 1) * stride + batch["block_ids"] + 1
-    first = torch.full(
-        (len(group), int(group.max()) + 1), torch.iinfo(torch.int64).max, device=group.device
-    ).scatter_reduce(-1, group, batch["position_ids"], reduce="amin")
-    return batch["position_ids"] - first.gather(-1, group)
-
-
 def divide(sums: Mapping[str, float]) -> dict[str, float]:
     """Each sum over its count; a name without any token is left out."""
     names = [name for name in sums if not name.endswith("/count")]
     return {name: sums[name] / sums[f"{name}/count"] for name in names if sums[f"{name}/count"] > 0}
+
+
+def prompt_of(example: Mapping[str, Any]) -> list[int]:
+    """What comes before the first supervised token of the first document; of raw text, its first tokens."""
+    length = int(example["seq_lengths"][0]) if "seq_lengths" in example else len(example["input_ids"])
+    labels = list(example["labels"])[:length]
+    end = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
+    return list(example["input_ids"])[: end if end > 1 else min(16, length // 2)]
+
+
+@torch.no_grad()
+def tokens_per_forward(model: Any, prompts: Sequence[list[int]], max_new_tokens: int, device: torch.device) -> float:
+    """Answers prompts by streaming parallel decoding, greedily, one at a time, with the model's own settings."""
+    new_tokens = forwards = 0
+    for prompt in prompts:
+        input_ids = torch.tensor([prompt], device=device)
+        output = model.generate(
+            input_ids=input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            strategy="wedlm",
+            do_sample=False,
+            repetition_penalty=1.0,
+            max_new_tokens=max_new_tokens,
+            return_dict_in_generate=True,
+        )
+        new_tokens += int(output.stats.new_tokens.sum())
+        forwards += int(output.stats.forwards.sum())
+    return new_tokens / max(forwards, 1)

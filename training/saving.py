@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _UNFINISHED, _FINISHED = "_saving", "_saved"
 
 
-class WholeSaves(Trainer):
+class AtomicSaveTrainer(Trainer):
     """A `Trainer` whose saves take the place of older ones only when their last byte is written.
 
     Checkpoints, models, adapters and states are written into a folder `_saving` inside the output folder. A finished
@@ -142,7 +142,7 @@ def _move_files(finished: Path, folder: Path) -> None:
 def newest_complete_checkpoint(output_dir: Path) -> Path:
     """The newest `checkpoint-*` folder whose last file, the trainer's state, is whole.
 
-    [`WholeSaves`] leaves no other kind; `Trainer` itself may.
+    [`AtomicSaveTrainer`] leaves no other kind; `Trainer` itself may.
 
     Raises:
         ValueError: if there is none.

@@ -7,7 +7,7 @@ from typing import Any
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
-from .collator import BlockAlignment, LossWeighting
+from .collator import LossWeighting
 from .masking import RatioSampler
 
 CHATML = Path(__file__).with_name("chat_template.jinja")
@@ -47,9 +47,6 @@ class WeDLMSFTConfig(SFTConfig):
     )
 
     block_size: int = field(default=32, metadata={"help": "B, tokens of a prediction block (paper §6.1)."})
-    block_alignment: BlockAlignment = field(
-        default="absolute", metadata={"help": "Where blocks begin: multiples of B (paper), the response, at random."}
-    )
     ratio_sampler: RatioSampler = field(
         default="count", metadata={"help": "Law of the masked counts; 'gamma' is the paper's letter (§4.2)."}
     )

@@ -1,6 +1,7 @@
 """Supervised fine-tuning, instruction tuning and adaptation from AR on TRL's `SFTTrainer`."""
 
 import copy
+import logging
 import math
 import os
 import time
@@ -21,26 +22,14 @@ from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
-from trl.data_utils import is_conversational, is_conversational_from_value, maybe_convert_to_chatml, pack_dataset
+from trl.data_utils import pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
 from ..modeling_wedlm.loading import load_tokenizer
 from .callback import DynamicMaskingCallback, refuse_context_parallelism
 from .collator import DataCollatorForDualStreamMasking
-from .data import (
-    FATES,
-    IGNORE_INDEX,
-    SHORTENED,
-    UNSUPERVISED,
-    WHOLE,
-    DataReport,
-    check_example,
-    first_example,
-    fit,
-    has_assistant_turn,
-    kind_of,
-)
-from .metrics import divide, evaluation_sums
+from .examples import DataReport, Outcome, first_example, fit_example, is_chat, kind_of, read_example
+from .metrics import divide, evaluation_sums, prompt_of, tokens_per_forward
 from .model import (
     check_base,
     check_template,
@@ -50,18 +39,19 @@ from .model import (
     prepare_quantized,
     with_mask_row,
 )
-from .saving import WholeSaves, check_resumable, newest_complete_checkpoint
+from .saving import AtomicSaveTrainer, check_resumable, newest_complete_checkpoint
 from .sft_config import WeDLMSFTConfig
+from .streams import IGNORE_INDEX
 
 logger = get_logger(__name__)
 
-_COLLATOR_FIELDS = (
-    "block_size", "num_eos", "ar_weight", "ratio_sampler", "suffix_probability", "num_copies", "block_alignment",
-    "loss_weighting", "seed",
+COLLATOR_FIELDS = (
+    "block_size", "num_eos", "ar_weight", "ratio_sampler", "suffix_probability", "num_copies", "loss_weighting",
+    "seed",
 )  # fmt: skip
 
 
-class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
+class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
     """[`trl.SFTTrainer`] with dual-stream batches and the dual-stream loss; identical to it except that
 
     1. it collates with [`DataCollatorForDualStreamMasking`], masks anew every epoch, and takes the model's own loss;
@@ -72,8 +62,9 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
        both, `eval_mask_nll_ratio_*` by masked fraction (25: γ ≤ ¼), `eval_accuracy_offset_*` by offset in the block,
        and `eval_tokens_per_forward` of real decoding with the model's own generation settings;
     5. with a `peft_config`, the mask token's embedding row is trained too where it is new (see [`mask_row_is_new`]);
-    6. checkpoints and models are saved whole or not at all (see [`WholeSaves`]), `resume_from_checkpoint=True` takes
-       the newest *complete* checkpoint, and a loss that is not finite ends the training before it reaches the weights.
+    6. checkpoints and models are saved whole or not at all (see [`AtomicSaveTrainer`]), `resume_from_checkpoint=True`
+       takes the newest *complete* checkpoint, and a loss that is not finite ends the training before it reaches the
+       weights.
 
     Args:
         model: a WeDLM model (or PEFT model of one), or the folder or Hub id of a WeDLM checkpoint, or of a Qwen2,
@@ -111,17 +102,19 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
         quantization_config: Any = None,
         formatting_func: Any = None,
     ):
-        if args is None:
-            args = WeDLMSFTConfig("wedlm-sft")
+        args = WeDLMSFTConfig("wedlm-sft") if args is None else args
         if not isinstance(args, WeDLMSFTConfig):
             raise TypeError(f"`args` must be a WeDLMSFTConfig, got {type(args).__name__}.")
         if train_dataset is None:
             raise ValueError("`train_dataset` is required.")
         self.data_reports: dict[str, DataReport] = {}
-        self._stream_fates: dict[str, torch.Tensor] = {}
+        self._outcomes: dict[str, torch.Tensor] = {}
         example = first_example(train_dataset, "train")
+        if args.assistant_only_loss is None:  # a formatting function makes text of chats
+            args.assistant_only_loss = formatting_func is None and is_chat(example, args.dataset_text_field)
         if formatting_func is None:
-            _check_first(example, "train", args)
+            read_example(example, 0, **_reading("train", example, args))  # refused before any weights are read
+
         if peft_config is not None:
             check_base(model if isinstance(model, str) else str(model.config.name_or_path or ""))
         init_kwargs = args.model_init_kwargs
@@ -131,20 +124,21 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
         elif processing_class is None:
             processing_class = load_tokenizer(str(model.config.name_or_path or ""))
         check_vocabulary(model, processing_class, args)
-        embeddings: Any = model.get_input_embeddings()
-        self._vocab_size = int(embeddings.weight.shape[0])
         collator = DataCollatorForDualStreamMasking(
-            processing_class, **{name: getattr(args, name) for name in _COLLATOR_FIELDS}
+            processing_class, **{name: getattr(args, name) for name in COLLATOR_FIELDS}
         )
-        if args.assistant_only_loss is None:
-            is_chat = is_conversational(example) or is_conversational_from_value(example)
-            args.assistant_only_loss = is_chat and formatting_func is None  # which makes text of the chat
         if args.assistant_only_loss:
             check_template(processing_class, args)
-        if is_conversational_from_value(example):  # TRL would do so after it has judged the first example
-            train_dataset = _to_messages(train_dataset)
         if peft_config is not None and mask_row_is_new(model, processing_class):
             peft_config = with_mask_row(peft_config, processing_class.mask_token_id)
+        embeddings: Any = model.get_input_embeddings()
+        self._vocab_size = int(embeddings.weight.shape[0])
+        if formatting_func is None:  # TRL judges the first example: it must see what is trained on
+            train_dataset = self._read(train_dataset, "train", args)
+            if isinstance(eval_dataset, dict):
+                eval_dataset = {name: self._read(dataset, name, args) for name, dataset in eval_dataset.items()}
+            elif eval_dataset is not None:
+                eval_dataset = self._read(eval_dataset, "eval", args)
         super().__init__(
             model,
             args,
@@ -169,79 +163,83 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
 
     # Data.
 
+    def _read(self, dataset: Any, name: str, args: WeDLMSFTConfig) -> Any:
+        """Checks each example, leaves it the columns of its kind, and drops conversations without a turn to learn."""
+        example = first_example(dataset, name)
+        reading = _reading(name, example, args)
+        read_example(example, 0, **reading)
+        with PartialState().main_process_first():
+            how = {"desc": f"Reading {name} dataset", "num_proc": args.dataset_num_proc} if _is_map(dataset) else {}
+            dataset = dataset.map(
+                read_example, with_indices=True, fn_kwargs=reading, remove_columns=list(example), **how
+            )
+            return self._drop(dataset, name, is_last=False)
+
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         """Tokenises as the parent does, then shortens, drops and counts, then packs."""
-        example = first_example(dataset, dataset_name)
-        if dataset_name != "train" and is_conversational_from_value(example):
-            dataset = _to_messages(dataset)
-            example = first_example(dataset, dataset_name)
-        is_map = isinstance(dataset, Dataset)
-        fates: Counter[int] = Counter()
-        with PartialState().main_process_first():
-            if formatting_func is None:
-                settings = {
-                    "name": dataset_name,
-                    "kind": _check_first(example, dataset_name, args),
-                    "text_field": args.dataset_text_field,
-                    "needs_assistant": args.assistant_only_loss,
-                }
-                before = len(dataset) if is_map else 0
-                dataset = dataset.filter(_check_and_keep, with_indices=True, fn_kwargs=settings)
-                fates[UNSUPERVISED] += before - len(dataset) if is_map else 0
-        if is_map and not len(dataset):
-            raise _nothing_to_train_on(DataReport(dataset_name, fates))
         whole = copy.copy(args)
         whole.max_length, whole.shuffle_dataset = None, False
         dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
-        if "seq_lengths" in first_example(dataset, dataset_name):
-            return dataset  # packed by its owner
+        columns = set(first_example(dataset, dataset_name))
+        if "seq_lengths" in columns:  # packed by its owner
+            return dataset.remove_columns("outcome") if "outcome" in columns else dataset
 
-        with PartialState().main_process_first():
-            splits = packing and args.packing_strategy == "bfd_split"
-            has_responses = args.assistant_only_loss or self.completion_only_loss
-            if splits and has_responses:
-                raise ValueError(
-                    "`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': an answer without its "
-                    "question cannot be learnt."
-                )
-            limit = None if splits else args.max_length
-            columns = [name for name in first_example(dataset, dataset_name) if name not in ("input_ids", "labels")]
-            mapping: dict[str, Any] = {"desc": f"Fitting {dataset_name} dataset", "num_proc": args.dataset_num_proc}
-            dataset = dataset.map(
-                fit,
-                fn_kwargs={"tokenizer": processing_class, "max_length": limit, "vocab_size": self._vocab_size},
-                remove_columns=columns,
-                **(mapping if is_map else {}),
+        splits = packing and args.packing_strategy == "bfd_split"
+        has_responses = args.assistant_only_loss or self.completion_only_loss
+        if splits and has_responses:
+            raise ValueError(
+                "`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': an answer without its "
+                "question cannot be learnt."
             )
-            if is_map:
-                fates.update(dataset["fate"])
-                stops = [stop for stop, fate in zip(dataset["stops"], dataset["fate"], strict=True) if fate == WHOLE]
-                dataset = dataset.filter(lambda fate: fate in (WHOLE, SHORTENED), input_columns="fate")
-            else:
-                counts = torch.zeros(len(FATES) + 1, dtype=torch.int64).share_memory_()
-                self._stream_fates[dataset_name] = counts
-                dataset = dataset.filter(_count_and_keep, fn_kwargs={"counts": counts})
-            dataset = dataset.select_columns(["input_ids", "labels"])
-        if is_map:
-            report = self.data_reports[dataset_name] = DataReport(dataset_name, fates)
-            if not len(dataset):
-                raise _nothing_to_train_on(report)
-            if has_responses and stops and not any(stops):
-                raise ValueError(
-                    f"No response of the {dataset_name} dataset ends in the end token "
-                    f"{processing_class.eos_token!r}: the model would never learn to stop. Pass the token that ends "
-                    "them as `eos_token` (for ChatML: '<|im_end|>')."
-                )
-            logger.log(_level(report), str(report))
+        if packing and args.max_length is None:
+            raise ValueError("`packing=True` needs a `max_length`, got None.")
+        fitting = {
+            "tokenizer": processing_class,
+            "max_length": None if splits else args.max_length,
+            "vocab_size": self._vocab_size,
+        }
+        with PartialState().main_process_first():
+            how = (
+                {"desc": f"Fitting {dataset_name} dataset", "num_proc": args.dataset_num_proc}
+                if _is_map(dataset)
+                else {}
+            )
+            unneeded = sorted(columns - {"input_ids", "labels"})
+            dataset = dataset.map(fit_example, fn_kwargs=fitting, remove_columns=unneeded, **how)
+            if has_responses and _is_map(dataset):
+                _check_stops(dataset, dataset_name, processing_class.eos_token)
+            dataset = self._drop(dataset, dataset_name, is_last=True).select_columns(["input_ids", "labels"])
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
         if packing:
-            if args.max_length is None:
-                raise ValueError("`packing=True` needs a `max_length`, got None.")
-            if args.shuffle_dataset:
-                dataset = dataset.shuffle(seed=args.seed)
             dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
-        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        return dataset.shuffle(seed=args.seed) if packing and args.shuffle_dataset else dataset
+
+    def _drop(self, dataset: Any, name: str, *, is_last: bool) -> Any:
+        """Leaves out what cannot be trained on, and counts it; the last time, counts and reports what is left, too."""
+        if name not in self._outcomes:
+            self._outcomes[name] = torch.zeros(len(Outcome), dtype=torch.int64).share_memory_()
+        counts = self._outcomes[name]
+        if not _is_map(dataset):
+            return dataset.filter(_count_and_keep, fn_kwargs={"counts": counts, "count_kept": is_last})
+        outcomes = torch.tensor(dataset["outcome"], dtype=torch.int64)
+        is_kept = torch.tensor([outcome.is_kept for outcome in Outcome])[outcomes]
+        counts += torch.bincount(outcomes if is_last else outcomes[~is_kept], minlength=len(counts))
+        dataset = dataset.filter(lambda outcome: Outcome(outcome).is_kept, input_columns="outcome")
+        if is_last or not len(dataset):
+            self._report(name)
+        return dataset
+
+    def _report(self, name: str) -> None:
+        """Reports the outcomes of a dataset. Raises `ValueError` where nothing is left of it."""
+        report = DataReport(name, Counter(dict(enumerate(self._outcomes.pop(name).tolist()))))
+        self.data_reports[name] = report
+        if not report.kept:
+            raise ValueError(f"There is nothing to train on. {str(report).capitalize()}.")
+        is_whole = report.outcomes.total() == report.outcomes[Outcome.WHOLE]
+        logger.log(logging.INFO if is_whole else logging.WARNING, str(report))
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """The parent's, with fixed uniform masks."""
@@ -369,36 +367,22 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
         return output._replace(metrics=reported)
 
     def _decode(self, dataset: Any) -> dict[str, float]:
-        """Answers a few prompts of the dataset by streaming parallel decoding, greedily, one at a time.
+        """Tokens per forward of a few answers to prompts of the dataset.
 
         Every process answers all of them: sharded weights need every process in every forward. So a stream that each
         process reads its own part of is not decoded.
         """
         if isinstance(dataset, TorchIterableDataset) and self.accelerator.num_processes > 1:
             return {}
-        prompts = list(filter(None, map(_prompt, islice(iter(dataset), self.args.eval_decoding_samples))))
+        prompts = list(filter(None, map(prompt_of, islice(iter(dataset), self.args.eval_decoding_samples))))
         if not prompts or not self.args.eval_decoding_tokens:
             return {}
-        new_tokens = forwards = 0
         with (
-            torch.no_grad(),
             unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model,
             self.accelerator.autocast(),
         ):
-            for prompt in prompts:
-                input_ids = torch.tensor([prompt], device=self.accelerator.device)
-                output = model.generate(
-                    input_ids=input_ids,
-                    attention_mask=torch.ones_like(input_ids),
-                    strategy="wedlm",
-                    do_sample=False,
-                    repetition_penalty=1.0,
-                    max_new_tokens=self.args.eval_decoding_tokens,
-                    return_dict_in_generate=True,
-                )
-                new_tokens += int(output.stats.new_tokens.sum())
-                forwards += int(output.stats.forwards.sum())
-        return {"tokens_per_forward": new_tokens / max(forwards, 1)}
+            device, limit = self.accelerator.device, self.args.eval_decoding_tokens
+            return {"tokens_per_forward": tokens_per_forward(model, prompts, limit, device)}
 
     # Checkpoints.
 
@@ -418,17 +402,13 @@ class WeDLMSFTTrainer(WholeSaves, SFTTrainer):
             raise PermissionError(f"`output_dir` cannot be written to: {str(self.args.output_dir)!r}.")
         self._log_time = time.perf_counter()
         output = super().train(resume_from_checkpoint, *args, **kwargs)
-        for name, counts in self._stream_fates.items():
-            report = self.data_reports[name] = DataReport(name, Counter(dict(enumerate(counts.tolist()))))
-            logger.log(_level(report), str(report))
-            if name == "train" and not report.kept:
-                raise _nothing_to_train_on(report)
+        for name in list(self._outcomes):  # of streams
+            self._report(name)
         return output
 
 
 _EVALUATION: dict[str, Any] = {
     "seed": 0,
-    "block_alignment": "absolute",
     "ratio_sampler": "stratified",
     "suffix_probability": 0.0,
     "loss_weighting": "ratio",
@@ -437,41 +417,35 @@ _EVALUATION: dict[str, Any] = {
 }
 
 
-def _check_first(example: Any, name: str, args: WeDLMSFTConfig) -> str:
-    """The kind of the dataset. Raises `ValueError` for a first example that does not say it."""
-    kind = kind_of(example, args.dataset_text_field)
-    check_example(example, 1, name, kind, args.dataset_text_field)
-    if not len(example[kind]) and kind in ("messages", "conversations"):
-        raise ValueError(f"Example 1 of the {name} dataset has no turn in `{kind}`.")
-    return kind
+def _is_map(dataset: Any) -> bool:
+    return isinstance(dataset, Dataset)
 
 
-def _check_and_keep(example: Any, index: int, *, name: str, kind: str, text_field: str, needs_assistant: bool) -> bool:
-    check_example(example, index + 1, name, kind, text_field)
-    return kind == "input_ids" or not needs_assistant or has_assistant_turn(example)
+def _reading(name: str, example: Any, args: WeDLMSFTConfig) -> dict[str, Any]:
+    """The keywords of [`read_example`] for a dataset, by its first example."""
+    return {
+        "name": name,
+        "kind": kind_of(example, args.dataset_text_field),
+        "text_field": args.dataset_text_field,
+        "needs_assistant": bool(args.assistant_only_loss),
+    }
 
 
-def _to_messages(dataset: Any) -> Any:
-    return dataset.map(maybe_convert_to_chatml, remove_columns="conversations")
+def _count_and_keep(example: Any, counts: torch.Tensor, count_kept: bool) -> bool:
+    """For a stream: its counts are shared with the data workers, which read it."""
+    outcome = Outcome(example["outcome"])
+    if count_kept or not outcome.is_kept:
+        counts[outcome] += 1
+    return outcome.is_kept
 
 
-def _count_and_keep(example: Any, counts: torch.Tensor) -> bool:
-    counts[example["fate"]] += 1
-    return example["fate"] in (WHOLE, SHORTENED)
-
-
-def _nothing_to_train_on(report: DataReport) -> ValueError:
-    return ValueError(f"There is nothing to train on. {str(report).capitalize()}.")
-
-
-def _level(report: DataReport) -> int:
-    """WARNING where something was lost, else INFO."""
-    return 30 if report.fates.total() > report.fates[WHOLE] else 20
-
-
-def _prompt(example: Any) -> list[int]:
-    """What comes before the first supervised token of the first document; of raw text, its first tokens."""
-    length = int(example["seq_lengths"][0]) if "seq_lengths" in example else len(example["input_ids"])
-    labels = list(example["labels"])[:length]
-    end = next((i for i, label in enumerate(labels) if label != IGNORE_INDEX), 0)
-    return list(example["input_ids"])[: end if end > 1 else min(16, length // 2)]
+def _check_stops(dataset: Dataset, name: str, eos_token: Any) -> None:
+    """Raises `ValueError` where whole responses never end in the end token."""
+    stops = [
+        stops for stops, outcome in zip(dataset["stops"], dataset["outcome"], strict=True) if outcome == Outcome.WHOLE
+    ]
+    if stops and not any(stops):
+        raise ValueError(
+            f"No response of the {name} dataset ends in the end token {eos_token!r}: the model would never learn to "
+            "stop. Pass the token that ends them as `eos_token` (for ChatML: '<|im_end|>')."
+        )

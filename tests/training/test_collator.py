@@ -83,7 +83,6 @@ packed_rows = st.lists(st.lists(documents(), min_size=1, max_size=3), min_size=1
             "num_copies": st.integers(1, 3),
             "ratio_sampler": st.sampled_from(["count", "stratified"]),
             "suffix_probability": st.sampled_from([0.0, 0.7]),
-            "block_alignment": st.sampled_from(["absolute", "response", "random"]),
             "loss_weighting": st.sampled_from(["ratio", "uniform"]),
             "seed": st.integers(0, 5),
         }
@@ -108,13 +107,12 @@ def test_a_batch_is_what_the_oracle_lays_out_for_the_masks_drawn(rows, settings,
         for index, piece in enumerate(pieces):
             masked = [masked_positions(batch, number, index, copy + 1) for copy in range(settings["num_copies"])]
             document = replace(piece, masked=masked)
-            shift = shift_of(batch, number, index, document, settings["block_alignment"], settings["block_size"])
             slots += slots_of(
-                document, settings["block_size"], settings["ar_weight"], index, shift, settings["loss_weighting"]
+                document, settings["block_size"], settings["ar_weight"], index, 0, settings["loss_weighting"]
             )
             labels += [token if mark else IGNORE for token, mark in zip(piece.tokens, piece.supervised, strict=True)]
             for copy in masked:
-                assert_masks_are_legal(document, copy, settings["block_size"], shift)
+                assert_masks_are_legal(document, copy, settings["block_size"])
         expected_rows.append(slots)
         expected_labels.append(torch.tensor(labels))
     expected = batch_of(expected_rows)
@@ -127,37 +125,12 @@ def test_a_batch_is_what_the_oracle_lays_out_for_the_masks_drawn(rows, settings,
     assert torch.equal(batch["labels"], labels)
 
 
-def shift_of(batch: dict, row: int, index: int, document: Document, alignment: str, block_size: int) -> int:
-    """How many positions the first block begins before the document."""
-    if alignment == "absolute" or (alignment == "response" and not any(document.supervised)):
-        return 0
-    if alignment == "response":
-        return -document.supervised.index(True) % block_size
-    slots = slots_where(batch, row, document_ids=index, stream_ids=0)
-    inside = int((batch["block_ids"][row][slots] == 0).sum())
-    assert inside == min(len(document.tokens), block_size) or inside < block_size
-    if inside < len(document.tokens):
-        return block_size - inside
-    # A document within one block: its shift shows nowhere.
-    return 0
-
-
-def assert_masks_are_legal(document: Document, masked: set[int], block_size: int, shift: int) -> None:
+def assert_masks_are_legal(document: Document, masked: set[int], block_size: int) -> None:
     supervised = {position for position, mark in enumerate(document.supervised) if mark}
     assert masked <= supervised
-    for start in range(-shift, len(document.tokens), block_size):
+    for start in range(0, len(document.tokens), block_size):
         block = set(range(start, start + block_size))
         assert bool(masked & block) == bool(supervised & block)
-
-
-def test_blocks_begin_at_the_first_supervised_token_or_anywhere():
-    tokens, supervised = turns(("user", 6), ("assistant", 7))
-    memory = collator_with(block_size=4, num_eos=1, block_alignment="response")([example_of(tokens, supervised)])
-    assert memory["block_ids"][0][:13].tolist() == [0, 0, *[1] * 4, *[2] * 4, *[3] * 3]
-    collator = collator_with(block_size=4, num_eos=1, block_alignment="random")
-    examples = [example_of([START, 10 + number, *tokens], [False, False, *supervised]) for number in range(40)]
-    firsts = [int((row[:15] == 0).sum()) for row in collator(examples)["block_ids"]]
-    assert set(firsts) == {1, 2, 3, 4}
 
 
 def test_uniform_weights_count_the_masked_slots_and_leave_both_losses_averages():
@@ -341,7 +314,7 @@ def test_a_new_epoch_reaches_data_workers_that_live_on():
 
 def test_collating_leaves_the_global_generator_alone():
     before = torch.get_rng_state()
-    collator_with(ratio_sampler="stratified", suffix_probability=0.5, block_alignment="random")(DOCUMENTS)
+    collator_with(ratio_sampler="stratified", suffix_probability=0.5)(DOCUMENTS)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -371,12 +344,11 @@ def test_many_short_documents_take_about_the_time_of_one_long_one():
         ({"num_eos": 0}, "`num_eos` must be an integer of at least 1, got 0."),
         ({"num_copies": 0}, "`num_copies` must be an integer of at least 1, got 0."),
         ({"ar_weight": -0.5}, "`ar_weight` must be a number of at least 0, got -0.5."),
+        ({"ar_weight": float("nan")}, "`ar_weight` must be a number of at least 0, got nan."),
+        ({"ar_weight": float("inf")}, "`ar_weight` must be a number of at least 0, got inf."),
+        ({"suffix_probability": float("nan")}, "`suffix_probability` must lie in [0, 1], got nan."),
         ({"suffix_probability": 1.5}, "`suffix_probability` must lie in [0, 1], got 1.5."),
         ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified', 'gamma'), got 'beta'."),
-        (
-            {"block_alignment": "left"},
-            "`block_alignment` must be one of ('absolute', 'response', 'random'), got 'left'.",
-        ),
         ({"loss_weighting": "none"}, "`loss_weighting` must be one of ('ratio', 'uniform'), got 'none'."),
     ],
 )

@@ -14,7 +14,7 @@ from trl import ModelConfig, TrlParser
 from wedlm_hf import WeDLMForCausalLM
 from wedlm_hf.training.data import load
 from wedlm_hf.training.sft_config import WeDLMSFTConfig
-from wedlm_hf.training.sft_trainer import _COLLATOR_FIELDS
+from wedlm_hf.training.sft_trainer import COLLATOR_FIELDS
 from wedlm_hf.training.train import DataConfig, main
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +175,7 @@ def test_each_setting_and_default_of_the_documentation_is_the_configs():
                 actual = getattr(default, name)
                 assert value == getattr(actual, "value", actual) or float(value) == actual, name
                 documented.add(name)
-    assert set(_COLLATOR_FIELDS) - {"seed"} <= documented
+    assert set(COLLATOR_FIELDS) - {"seed"} <= documented
 
 
 # Files.

@@ -149,7 +149,7 @@ def test_packed_rows_hold_whole_documents_and_isolate_them(tmp_path):
 def test_text_longer_than_the_limit_can_be_split_instead_of_cut(tmp_path):
     data = Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 6]})
     cut = trainer_on(tmp_path, data, max_length=20)
-    assert cut.data_reports["train"].fates.total() == 1 and "1 shortened" in str(cut.data_reports["train"])
+    assert cut.data_reports["train"].outcomes.total() == 1 and "1 shortened" in str(cut.data_reports["train"])
     split = trainer_on(tmp_path, data, max_length=20, packing=True, packing_strategy="bfd_split")
     whole = trainer_on(tmp_path, data)
     tokens = [token for row in split.train_dataset["input_ids"] for token in row]
@@ -191,7 +191,7 @@ def test_a_stream_counts_what_it_loses_too(tmp_path, caplog):
     trainer = trainer_on(tmp_path, data.to_iterable_dataset(), max_length=60, max_steps=2, dataloader_num_workers=1)
     trainer.train()
     report = trainer.data_reports["train"]
-    assert report.fates[1] >= 1 and report.kept >= 9
+    assert report.outcomes[1] >= 1 and report.kept >= 9
     assert str(report) in caplog.text
 
 

@@ -1,0 +1,221 @@
+"""One example of a dataset: what kind it is, whether it can be read, how it fits, and what became of it."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from .streams import IGNORE_INDEX
+
+# Roles of ShareGPT's `conversations` whose names differ from those of chat templates.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+_MARKS = ("labels", "assistant_masks", "completion_mask")
+
+
+class Outcome(IntEnum):
+    """What becomes of an example."""
+
+    WHOLE = 0
+    SHORTENED = 1
+    TOO_LONG = 2
+    UNSUPERVISED = 3
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is trained on."""
+        return self in (Outcome.WHOLE, Outcome.SHORTENED)
+
+
+_MEANING = {
+    Outcome.SHORTENED: "shortened to `max_length` (a cut answer is never taught to stop)",
+    Outcome.TOO_LONG: "dropped: longer than `max_length` before anything to learn",
+    Outcome.UNSUPERVISED: "dropped: nothing to learn (no assistant turn, or no supervised token)",
+}
+
+
+@dataclass
+class DataReport:
+    """How many examples of a dataset are trained on as they are, and what became of the others.
+
+    Attributes:
+        name: of the dataset.
+        outcomes: number of examples by [`Outcome`].
+    """
+
+    name: str
+    outcomes: Counter[int]
+
+    @property
+    def kept(self) -> int:
+        """Examples that are trained on, the shortened ones included."""
+        return sum(self.outcomes[outcome] for outcome in Outcome if outcome.is_kept)
+
+    def __str__(self) -> str:
+        parts = [f"; {self.outcomes[outcome]} {text}" for outcome, text in _MEANING.items() if self.outcomes[outcome]]
+        return f"{self.name} dataset: {self.outcomes.total()} examples{''.join(parts)}"
+
+
+def first_example(dataset: Any, name: str) -> dict[str, Any]:
+    """The first example. Raises `ValueError` for an empty dataset."""
+    for example in dataset:
+        return dict(example)
+    raise ValueError(f"The {name} dataset is empty.")
+
+
+def kind_of(example: Mapping[str, Any], text_field: str) -> str:
+    """The column that says what kind of data an example is; empty where there is none."""
+    kinds = ("input_ids", "messages", "conversations", "prompt", text_field)
+    return next((name for name in kinds if example.get(name) is not None), "")
+
+
+def is_chat(example: Mapping[str, Any], text_field: str) -> bool:
+    """Whether an example consists of turns."""
+    kind = kind_of(example, text_field)
+    return kind in ("messages", "conversations") or (kind == "prompt" and isinstance(example["prompt"], list))
+
+
+def read_example(
+    example: Mapping[str, Any], index: int, *, name: str, kind: str, text_field: str, needs_assistant: bool
+) -> dict[str, Any]:
+    """The columns that an example of its kind is tokenised from, and no others: TRL might take them for its own.
+
+    Args:
+        example: a row of the dataset.
+        index: of the row, from 0 on.
+        name: of the dataset.
+        kind: see [`kind_of`]; that of the first example.
+        text_field: name of the column of raw text.
+        needs_assistant: whether assistant turns alone are supervised.
+
+    Returns:
+        The columns, and `outcome`: `UNSUPERVISED` for a conversation without a turn to learn.
+
+    Raises:
+        ValueError: for an example that cannot be read, with its number and what is wrong.
+    """
+    where = f"Example {index + 1} of the {name} dataset"
+    columns = sorted(column for column, value in example.items() if value is not None)
+    if not kind:
+        raise ValueError(
+            f"{where} has the columns {columns}. It needs `messages` (or `conversations`), `prompt` and `completion`, "
+            f"`{text_field}`, or `input_ids`."
+        )
+    if kind_of(example, text_field) != kind:
+        raise ValueError(
+            f"{where} has the columns {columns}, and the first one has `{kind}`: all must be of one kind."
+        )
+    if kind == "input_ids":
+        _check_tokens(example, where)
+        kept = {name: example[name] for name in ("input_ids", *_MARKS, "seq_lengths") if name in example}
+        return kept | {"outcome": Outcome.WHOLE}
+    read: dict[str, Any] = {
+        "messages" if column == "conversations" else column: _text_or_turns(example.get(column), column, kind, where)
+        for column in (("prompt", "completion") if kind == "prompt" else (kind,))
+    }
+    if len({type(value) for value in read.values()}) > 1:
+        raise ValueError(f"{where}: `prompt` and `completion` must both be strings, or both lists of turns.")
+    if index == 0 and [] in read.values():
+        raise ValueError(f"{where} has no turn in `{kind}`.")
+    turns = read.get("completion", read.get("messages"))
+    is_learnable = [] not in read.values()
+    if needs_assistant and isinstance(turns, list):
+        is_learnable = any(turn["role"] == "assistant" for turn in turns)
+    if "tools" in example:
+        read["tools"] = example["tools"]
+    if "chat_template_kwargs" in example:  # null where another row of the file has some
+        read["chat_template_kwargs"] = example["chat_template_kwargs"] or {}
+    return read | {"outcome": Outcome.WHOLE if is_learnable else Outcome.UNSUPERVISED}
+
+
+def _text_or_turns(value: Any, column: str, kind: str, where: str) -> str | list[dict[str, Any]]:
+    """A column of text or of turns, checked."""
+    if isinstance(value, str) and kind not in ("messages", "conversations"):
+        return value
+    if isinstance(value, list) and kind in ("messages", "conversations", "prompt"):
+        return [_turn(turn, column, where) for turn in value]
+    wanted = {
+        "messages": "a list of turns",
+        "conversations": "a list of turns",
+        "prompt": "a string or a list of turns",
+    }
+    raise ValueError(f"{where}: `{column}` must be {wanted.get(kind, 'a string')}, got {value!r:.80}.")
+
+
+def _turn(turn: Any, column: str, where: str) -> dict[str, Any]:
+    """A turn of a conversation, as chat templates take it."""
+    role, content = ("from", "value") if column == "conversations" else ("role", "content")
+    is_turn = isinstance(turn, Mapping) and isinstance(turn.get(role), str)
+    if not is_turn or (turn.get(content) is None and not turn.get("tool_calls")):
+        raise ValueError(f"{where}: each turn of `{column}` needs `{role}` and `{content}`: {turn!r:.80}.")
+    text = turn.get(content)
+    if isinstance(text, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in text):
+        text = "".join(str(part.get("text") or "") for part in text)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{where}: `{content}` of each turn must be text, got {text!r:.80}.")
+    if column == "conversations":
+        return {"role": _ROLES.get(turn[role], turn[role]), "content": text}
+    return {**turn, "content": text}
+
+
+def _check_tokens(example: Mapping[str, Any], where: str) -> None:
+    try:
+        tokens = torch.as_tensor(example["input_ids"])
+    except (TypeError, ValueError, RuntimeError):
+        tokens = torch.zeros(0, 0)
+    if tokens.ndim != 1 or (len(tokens) and tokens.is_floating_point()):
+        raise ValueError(f"{where}: `input_ids` must be a list of integers, got {example['input_ids']!r:.80}.")
+    if example.get("document_ids") is not None:
+        raise ValueError(f"{where}: say the lengths of packed documents by `seq_lengths`, not by `document_ids`.")
+    for column in _MARKS:
+        if example.get(column) is not None and len(example[column]) != len(tokens):
+            counts = f"{len(example[column])} and {len(tokens)} entries"
+            raise ValueError(f"{where}: `{column}` must be as long as `input_ids`, got {counts}.")
+
+
+def fit_example(
+    example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int | None, vocab_size: int
+) -> dict[str, list[int] | int | bool]:
+    """One tokenised example, no longer than `max_length`, and what became of it.
+
+    White space that a template writes behind an end token, and counts as the assistant's, is not supervised: a
+    response ends in its end token.
+
+    Returns:
+        `input_ids`, `labels`, `outcome`, and `stops`: whether a response ends in the end token.
+
+    Raises:
+        ValueError: for a token outside `[0, vocab_size)`.
+    """
+    input_ids, labels = list(example["input_ids"]), list(example["labels"])
+    if not 0 <= min(input_ids, default=0) <= max(input_ids, default=0) < vocab_size:
+        raise ValueError(
+            f"`input_ids` must lie in [0, {vocab_size}), the model's vocabulary, got {min(input_ids)} to "
+            f"{max(input_ids)}: another tokenizer made them."
+        )
+    stops = False
+    for start, end in _runs(labels):
+        closed = next((i for i in range(end - 1, start - 1, -1) if input_ids[i] == tokenizer.eos_token_id), None)
+        if closed is not None and not str(tokenizer.decode(input_ids[closed + 1 : end])).strip():
+            labels[closed + 1 : end] = [IGNORE_INDEX] * (end - closed - 1)
+            stops = True
+    outcome = Outcome.WHOLE if _is_supervised(labels) else Outcome.UNSUPERVISED
+    if max_length is not None and len(input_ids) > max_length and outcome is Outcome.WHOLE:
+        input_ids, labels = input_ids[:max_length], labels[:max_length]
+        outcome = Outcome.SHORTENED if _is_supervised(labels) else Outcome.TOO_LONG
+    return {"input_ids": input_ids, "labels": labels, "outcome": outcome, "stops": stops}
+
+
+def _is_supervised(labels: list[int]) -> bool:
+    """Whether there is a token to learn: nothing predicts the first."""
+    return any(label != IGNORE_INDEX for label in labels[1:])
+
+
+def _runs(labels: list[int]) -> list[tuple[int, int]]:
+    """Start and end of each run of supervised tokens."""
+    marks = [False, *(label != IGNORE_INDEX for label in labels), False]
+    edges = [i for i in range(len(labels) + 1) if marks[i] != marks[i + 1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
