@@ -1,23 +1,57 @@
-"""Saves that appear whole or not at all: a kill or a full disk in the middle leaves what was there before."""
+"""Atomic saves: a kill, a full disk or a second run in the same folder leaves what was there before."""
 
 import json
 import logging
 import os
 import shutil
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers import Trainer
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 logger = logging.getLogger(__name__)
 
 # Beside what they become, so that a rename is enough. Pushes to the Hub leave out what begins with an underscore.
-_UNFINISHED, _FINISHED = "_saving", "_saved"
+_UNFINISHED, _FINISHED, _LOCK = "_saving", "_saved", "_lock"
+
+
+@contextmanager
+def only_writer(folder: Path, is_writer: bool = True) -> Iterator[None]:
+    """Keeps the runs of other processes from writing into a folder meanwhile; may be entered repeatedly.
+
+    The system frees the lock when its process ends, however it ends. File systems without locks go without.
+
+    Args:
+        folder: made if it is not there.
+        is_writer: False for processes of a run that are not its first: they take part without a lock.
+
+    Raises:
+        OSError: while another process holds the lock, and for a folder that cannot be written to.
+    """
+    if not is_writer:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / _LOCK, is_singleton=True)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise OSError(
+            f"Another run is writing into {str(folder)!r}: wait until it has ended, or choose another `output_dir`."
+        ) from None
+    except NotImplementedError:
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class AtomicSaveTrainer(Trainer):
@@ -25,12 +59,13 @@ class AtomicSaveTrainer(Trainer):
 
     Checkpoints, models, adapters and states are written into a folder `_saving` inside the output folder. A finished
     checkpoint is renamed as a whole, older ones are deleted only then; the files of a model are renamed one by one.
-    What an exception cuts off is removed at once, what a kill cuts off by the next save.
+    What an exception cuts off is removed at once, what a kill cuts off by the next save. While a run trains or saves,
+    no other run can write into its output folder.
 
     Every process of a distributed run must take part in each save, as in the parent.
 
     Raises:
-        OSError: in each of these methods, for what cannot be written.
+        OSError: in each of these methods, for what cannot be written, and while another run writes there.
     """
 
     _is_staging = False
@@ -45,6 +80,11 @@ class AtomicSaveTrainer(Trainer):
             super().save_model(str(unfinished), _internal_call=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The parent's."""
+        with only_writer(Path(str(self.args.output_dir)), self.args.process_index == 0):
+            return super().train(*args, **kwargs)
 
     def save_state(self) -> None:
         """The parent's."""
@@ -84,27 +124,32 @@ class AtomicSaveTrainer(Trainer):
 
         Nodes may share a disk or have their own: the first process of each publishes what it finds.
         """
-        unfinished, finished = folder / _UNFINISHED, folder / _FINISHED
-        if self.args.local_process_index == 0:
-            for left_over in (unfinished, finished):
-                shutil.rmtree(left_over, ignore_errors=True)
-            unfinished.mkdir(parents=True, exist_ok=True)
-        self.accelerator.wait_for_everyone()
-        self._is_staging = True
-        try:
-            yield unfinished
-        except BaseException as error:
-            free = shutil.disk_usage(folder).free
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if not isinstance(error, (OSError, RuntimeError, SafetensorError)):  # what the writers raise
-                raise
-            raise OSError(
-                f"Saving into {str(folder)!r} was cut off: {str(error).rstrip('.')}. {free / 1e9:,.3f} GB were free "
-                "there. What was saved before is as it was."
-            ) from error
-        finally:
-            self._is_staging = False
-        self.accelerator.wait_for_everyone()
+        unfinished = folder / _UNFINISHED
+        with only_writer(folder, self.args.process_index == 0):
+            if self.args.local_process_index == 0:
+                for left_over in (unfinished, folder / _FINISHED):
+                    shutil.rmtree(left_over, ignore_errors=True)
+                unfinished.mkdir(parents=True, exist_ok=True)
+            self.accelerator.wait_for_everyone()
+            self._is_staging = True
+            try:
+                yield unfinished
+            except BaseException as error:
+                free = shutil.disk_usage(folder).free
+                shutil.rmtree(unfinished, ignore_errors=True)
+                if not isinstance(error, (OSError, RuntimeError, SafetensorError)):  # what the writers raise
+                    raise
+                raise OSError(
+                    f"Saving into {str(folder)!r} was cut off: {str(error).rstrip('.')}. {free / 1e9:,.3f} GB were "
+                    "free there. What was saved before is as it was."
+                ) from error
+            finally:
+                self._is_staging = False
+            self.accelerator.wait_for_everyone()
+            self._publish(unfinished, publish)
+
+    def _publish(self, unfinished: Path, publish: Callable[[Path], None]) -> None:
+        finished = unfinished.with_name(_FINISHED)
         is_first = self.args.process_index == 0
         for is_my_turn in (is_first, self.args.local_process_index == 0 and not is_first):
             if is_my_turn:
@@ -153,19 +198,42 @@ def newest_complete_checkpoint(output_dir: Path) -> Path:
         if number.isdigit():
             numbered.append((int(number), folder))
     for _, folder in sorted(numbered, reverse=True):
-        try:
-            json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            logger.warning(f"Skipping {str(folder)!r}: its saving was cut off. You can delete it.")
-        else:
+        if _has_state(folder):
             return folder
+        logger.warning(f"Skipping {str(folder)!r}: its saving was cut off. You can delete it.")
     raise ValueError(f"There is no complete checkpoint to resume from in {str(output_dir)!r}.")
 
 
 def check_resumable(checkpoint: Path) -> None:
-    """Raises `ValueError` for a checkpoint without an optimizer's state: `Trainer` would begin with a new one."""
-    if checkpoint.is_dir() and not any((*checkpoint.glob("*optimizer*"), *checkpoint.glob("global_step*"))):
+    """Raises `ValueError` unless a checkpoint holds all that a resumed run needs: `Trainer` starts afresh in silence.
+
+    These are the states of the trainer, of the optimizer and of the learning rate's schedule, whole; DeepSpeed keeps
+    the latter two in a folder of its own. Weights are checked where they are loaded.
+    """
+    problem = ""
+    is_deepspeed = any(checkpoint.glob("global_step*"))
+    if not checkpoint.is_dir():
+        problem = "there is no such folder"
+    elif not _has_state(checkpoint):
+        problem = f"it holds no {TRAINER_STATE_NAME} that can be read"
+    elif not is_deepspeed and not any(checkpoint.glob("*optimizer*")):
+        problem = "it holds no state of the optimizer (was it saved with `save_only_model=True`?)"
+    elif not is_deepspeed and not (checkpoint / SCHEDULER_NAME).is_file():
+        problem = f"it holds no {SCHEDULER_NAME}, the state of the learning rate's schedule"
+    else:
+        for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
+            if not zipfile.is_zipfile(path):  # the form of torch.save
+                problem = f"its {path.name} is damaged"
+    if problem:
         raise ValueError(
-            f"{str(checkpoint)!r} cannot be resumed: it holds no state of the optimizer (was it saved with "
-            "`save_only_model=True`?). To begin a new run from its weights, pass it as the model."
+            f"{str(checkpoint)!r} cannot be resumed: {problem}. To begin a new run from its weights, pass it as the "
+            "model."
         )
+
+
+def _has_state(checkpoint: Path) -> bool:
+    """Whether the trainer's state can be read."""
+    try:
+        return "global_step" in json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False

@@ -390,9 +390,9 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         """The parent's, except that `resume_from_checkpoint=True` skips checkpoints whose saving was cut off.
 
         Raises:
-            ValueError: for `resume_from_checkpoint=True` without any complete checkpoint, and for a checkpoint without
-                the optimizer's state.
-            PermissionError: for an output folder that cannot be written to.
+            ValueError: for `resume_from_checkpoint=True` without any complete checkpoint, and for a checkpoint that
+                lacks what a resumed run needs (see [`check_resumable`]).
+            OSError: for an output folder that cannot be written to, or that another run is writing into.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))

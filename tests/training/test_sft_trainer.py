@@ -85,6 +85,28 @@ FORMATS = {
         {"conversations": [{"from": "user", "value": PROMPT}, {"from": "assistant", "value": ANSWER}]},
         f"{ANSWER}<|im_end|>",
     ),
+    "conversations of ShareGPT": (
+        {"conversations": [{"from": "human", "value": PROMPT}, {"from": "gpt", "value": ANSWER}], "id": "a"},
+        f"{ANSWER}<|im_end|>",
+    ),
+    "messages beside a prompt, as in UltraChat": (
+        {"prompt": PROMPT, "prompt_id": "1f", "messages": TURNS},
+        f"{ANSWER}<|im_end|>",
+    ),
+    "messages beside labels of something else": ({"messages": TURNS, "labels": [1, 0, 1]}, f"{ANSWER}<|im_end|>"),
+    "messages whose template has no arguments": (
+        {"messages": TURNS, "chat_template_kwargs": None, "tools": None},
+        f"{ANSWER}<|im_end|>",
+    ),
+    "messages in parts": (
+        {
+            "messages": [
+                {"role": turn["role"], "content": [{"type": "text", "text": part} for part in turn["content"]]}
+                for turn in TURNS
+            ]
+        },
+        f"{ANSWER}<|im_end|>",
+    ),
     "prompt and completion of a chat": (
         {"prompt": TURNS[:1], "completion": TURNS[1:]},
         f"{ANSWER}<|im_end|>",
@@ -245,6 +267,18 @@ GOOD = {"messages": CHATS[0]}
         (
             [{"text": "abc"}, {"prompt": "a", "completion": "b"}],
             "and the first one has `text`: all must be of one kind.",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": 4}]}],
+            "Example 1 of the train dataset: `content` of each turn must be text, got 3.",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}],
+            "`content` of each turn must be text, got [{",
+        ),
+        (
+            [{"prompt": "a", "completion": [CHATS[0][1]]}],
+            "Example 1 of the train dataset: `prompt` and `completion` must both be strings, or both lists of turns.",
         ),
         ([{"prompt": "a"}], "Example 1 of the train dataset: `completion` must be a string or a list of turns, got"),
         ([{"input_ids": "abc"}], "Example 1 of the train dataset: `input_ids` must be a list of integers, got 'abc'."),

@@ -3,9 +3,11 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.training.saving import newest_complete_checkpoint
+from wedlm_hf.training.saving import check_resumable, newest_complete_checkpoint
 
 # Every step is saved, and one checkpoint is kept. AdamW: a resume without its state would show.
 SETTINGS = {
@@ -225,3 +227,71 @@ def test_a_checkpoint_of_weights_alone_is_not_resumed_with_a_new_optimizer_in_si
     for checkpoint in (True, str(tmp_path / "checkpoint-1")):
         with pytest.raises(ValueError, match="checkpoint-1' cannot be resumed: it holds no state of the optimizer"):
             trainer_on(tmp_path, **SETTINGS).train(checkpoint)
+
+
+@pytest.mark.parametrize("part", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
+@pytest.mark.parametrize("harm", ["missing", "empty", "cut"])
+def test_a_checkpoint_that_lacks_what_a_resumed_run_needs_is_refused(checkpoint_of_one_step, tmp_path, part, harm):
+    checkpoint = tmp_path / "checkpoint-1"
+    shutil.copytree(checkpoint_of_one_step, checkpoint)
+    if harm == "missing":
+        (checkpoint / part).unlink()
+    else:
+        os.truncate(checkpoint / part, 0 if harm == "empty" else (checkpoint / part).stat().st_size // 2)
+    said = {"optimizer.pt": "no state of the optimizer", "scheduler.pt": "no scheduler.pt"}.get(part, "")
+    if part == "trainer_state.json":
+        said = "no trainer_state.json that can be read"
+    elif harm != "missing":
+        said = f"its {part} is damaged"
+    with pytest.raises(ValueError, match=rf"checkpoint-1' cannot be resumed: .*{said}.*pass it as the model"):
+        trainer_on(tmp_path, **SETTINGS).train(str(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def checkpoint_of_one_step(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    trainer_on(folder, **SETTINGS | {"max_steps": 1}).train()
+    check_resumable(folder / "checkpoint-1")
+    return folder / "checkpoint-1"
+
+
+def test_a_folder_that_is_not_there_is_not_resumed(tmp_path):
+    with pytest.raises(ValueError, match="nowhere' cannot be resumed: there is no such folder"):
+        trainer_on(tmp_path, **SETTINGS).train(str(tmp_path / "nowhere"))
+
+
+WAITING = """
+import sys, time
+from pathlib import Path
+import test_training_saving as tests
+
+folder = Path(sys.argv[1])
+
+class Wait(tests.TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        (folder / "saved").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+
+trainer = tests.trainer_on(folder, **tests.SETTINGS)
+trainer.add_callback(Wait())
+trainer.train()
+trainer.save_model()
+"""
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_folder_is_refused_and_leaves_the_first_ones_saves_whole(tmp_path, whole):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", WAITING, str(tmp_path)], env=environment) as first:
+        while not (tmp_path / "saved").exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        second = trainer_on(tmp_path, **SETTINGS)
+        for write in (second.train, second.save_model, second.save_state):
+            with pytest.raises(OSError, match="Another run is writing into"):
+                write()
+        (tmp_path / "go").touch()
+    assert first.returncode == 0
+    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), whole.model)
+    assert_resumes(tmp_path, whole)
