@@ -8,11 +8,10 @@ from hypothesis import settings
 
 _HUB_CODE = tempfile.TemporaryDirectory(prefix="hub-code-")  # one for each test process; removed at exit
 
-# Worker processes find the shared helpers where pytest does.
+# Worker processes find the shared helpers where pytest does (`pythonpath` in setup.cfg).
 TESTS = Path(__file__).parent
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(TESTS), str(TESTS / "oracles"), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+FOLDERS = [TESTS, *(TESTS / name for name in ("oracles", "generation", "training"))]
+os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_MODULES_CACHE"] = _HUB_CODE.name
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
