@@ -28,17 +28,18 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 def find_checkpoint(
-    source: str | os.PathLike[str], *, revision: str | None = None, file: str = CONFIG_FILE
+    source: str | os.PathLike[str], *, revision: str | None = None, subfolder: str = "", file: str = CONFIG_FILE
 ) -> dict[str, Any]:
     """Looks for a checkpoint, without reading it.
 
     Args:
         source: folder or Hub id.
         revision: branch, tag or commit of a Hub id.
+        subfolder: where in it the checkpoint lies.
         file: what makes it a checkpoint.
 
     Returns:
-        The keyword arguments that each `from_pretrained` on it takes: `trust_remote_code=False`, the revision, and
+        The keyword arguments that each `from_pretrained` on it takes: `trust_remote_code=False`, where it lies, and
         `local_files_only=True` where the Hub cannot be reached.
 
     Raises:
@@ -47,6 +48,8 @@ def find_checkpoint(
     """
     name = os.fspath(source)
     options: dict[str, Any] = {"trust_remote_code": False, "revision": revision, "local_files_only": False}
+    options |= {"subfolder": subfolder} if subfolder else {}
+    file = os.path.join(subfolder, file)
     if not name.strip():
         raise ValueError(f"A checkpoint is a folder or a Hub id, got {name!r}.")
     if os.path.isdir(name):
@@ -107,7 +110,8 @@ def load_tokenizer(
         ValueError: for a tokenizer that is damaged or needs code of its own.
     """
     name, gguf = os.fspath(source), options.get("gguf_file")
-    found = find_checkpoint(source, revision=revision, file=gguf or CONFIG_FILE)
+    subfolder = options.pop("subfolder", "")
+    found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=gguf or CONFIG_FILE)
     if gguf is None:  # without these files, transformers makes up an empty tokenizer for some model types
         where = {key: value for key, value in found.items() if key != "trust_remote_code"}
         files = (
@@ -139,7 +143,8 @@ def load_model(
         OSError: as [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors.
         ValueError: for a checkpoint of another model type, a damaged config, and weights that do not fit.
     """
-    found = find_checkpoint(source, revision=revision, file=options.get("gguf_file") or CONFIG_FILE)
+    subfolder, file = options.pop("subfolder", ""), options.get("gguf_file") or CONFIG_FILE
+    found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=file)
     with _named(f"The checkpoint {os.fspath(source)!r}"):
         return WeDLMForCausalLM.from_pretrained(source, dtype=dtype, **found | {"use_safetensors": True} | options)
 

@@ -208,7 +208,7 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
     data = [
         *ROOT.glob("training/*.jinja"),
-        *ROOT.glob("eval/harness_tasks/*"),
+        *ROOT.glob("eval/harness/tasks/*"),
         *ROOT.glob("eval/**/*.html"),
         *ROOT.glob("examples/wedlm-nano/[!.]*"),
     ]

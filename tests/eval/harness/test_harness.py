@@ -9,6 +9,7 @@ from argparse import Namespace
 
 import datasets
 import lm_eval
+import pandas as pd
 import pytest
 import torch
 from lm_eval.api.instance import Instance
@@ -16,16 +17,18 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tiny import EOS, MASK, PUBLISHED, stock_twin, tiny_model, tiny_tokenizer
 
-from wedlm_hf.cli import NANO
-from wedlm_hf.eval import harness
-from wedlm_hf.eval.harness import TASKS_FOLDER, WeDLMHarnessLM, evaluate
-from wedlm_hf.eval.likelihood import block_elbo
-from wedlm_hf.eval.measure import Score, decode, load, measure, pooled
-from wedlm_hf.eval.prompts import encode, encode_prompt
-from wedlm_hf.eval.tasks import TASKS, generate_samples, to_prompt
+from wedlm_hf.eval.harness import WeDLMHarnessLM, evaluate
+from wedlm_hf.eval.harness import run as harness
+from wedlm_hf.eval.harness.likelihood import block_elbo
+from wedlm_hf.eval.harness.run import TASKS_FOLDER
+from wedlm_hf.eval.measure import decode, load, measure
+from wedlm_hf.eval.options import NANO
+from wedlm_hf.eval.prompts import encode, encode_prompt, read_tasks
 
+TASKS = ("counting", "arithmetic", "sorting", "json", "chat", "python")
 GROUP = [f"wedlm_nano_{task}" for task in TASKS]
-COUNT, SEED = 3, 5
+COUNT = 3
+PROMPTS = {task: [prompt for prompt in read_tasks(NANO) if prompt.task == task][:COUNT] for task in TASKS}
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +38,15 @@ def nano():
 
 @pytest.fixture(scope="module")
 def manager(tmp_path_factory):
-    """Our tasks alone, on few documents, with caches that vanish."""
-    folder = tmp_path_factory.mktemp("harness")
-    metadata = {"nano_count": COUNT, "nano_seed": SEED, "nano_dir": str(folder / "documents")}
+    """Our tasks alone, with caches that vanish."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
-        yield TaskManager(include_path=str(TASKS_FOLDER), include_defaults=False, metadata=metadata)
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        yield TaskManager(include_path=str(TASKS_FOLDER), include_defaults=False)
 
 
 def run(manager, tasks, model_args=None, **options):
-    """Results of a run on wedlm-nano."""
-    settings = {"apply_chat_template": True, "bootstrap_iters": 0, "device": "cpu", "model": "wedlm"}
+    """Results of a run on wedlm-nano, on few documents."""
+    settings = {"limit": COUNT, "apply_chat_template": True, "bootstrap_iters": 0, "device": "cpu", "model": "wedlm"}
     arguments = {"pretrained": str(NANO)} | (model_args or {})
     return evaluate(**settings | {"task_manager": manager, "tasks": tasks, "model_args": arguments} | options)
 
@@ -56,6 +57,17 @@ def instances(kind, *arguments):
 
 def tiny_lm(**options) -> WeDLMHarnessLM:
     return WeDLMHarnessLM(tiny_model(), tokenizer=tiny_tokenizer(), **options)
+
+
+def statistics(lm):
+    """Of all that the model has decoded."""
+    return lm.get_model_info()["decoding_statistics"]["pooled"]
+
+
+def estimates(lm):
+    """Statistics of likelihoods, and standard errors by document and index."""
+    info = lm.get_model_info()["likelihood"]
+    return info["tasks"]["task"], {(document, index): error for _, document, index, error in info["standard_errors"]}
 
 
 # --- generation ---------------------------------------------------------------------------------
@@ -89,8 +101,7 @@ def test_answers_are_those_of_generate_token_for_token_and_scores_those_of_measu
     monkeypatch.setattr(WeDLMHarnessLM, "_model_generate", spied)
     results = run(manager, ["wedlm_nano"], options, batch_size=batch_size)
 
-    samples = {task: list(generate_samples(task, COUNT, SEED, "heldout")) for task in TASKS}
-    prompts = {task: [encode(tokenizer, sample.messages) for sample in samples[task]] for task in TASKS}
+    prompts = {task: [encode(tokenizer, prompt.messages) for prompt in PROMPTS[task]] for task in TASKS}
     assert len(seen) == sum(map(len, prompts.values()))
     for task in TASKS:
         logged = results["samples"][f"wedlm_nano_{task}"]
@@ -101,20 +112,19 @@ def test_answers_are_those_of_generate_token_for_token_and_scores_those_of_measu
             assert set(answer[len(direct.tokens) :]) <= {tokenizer.pad_token_id}
             assert entry["resps"] == [[direct.text]]
 
-    everything = [sample for task in TASKS for sample in samples[task]]
-    encoded = [encode_prompt(model, tokenizer, to_prompt(sample)) for sample in everything]
-    own = {}
-    for row in measure(model, tokenizer, encoded, {"own": options | {"max_new_tokens": 160}}):
-        counts = (row[name] for name in ("new_tokens", "forwards", "token_instances", "seconds"))
-        own[row["task"]] = own.get(row["task"], Score()) + Score(1, int(row["right"]), 0, *counts)
+    everything = [encode_prompt(model, tokenizer, prompt) for task in TASKS for prompt in PROMPTS[task]]
+    own = pd.DataFrame(measure(model, tokenizer, everything, {"own": options | {"max_new_tokens": 160}}))
     for task in TASKS:
-        assert results["results"][f"wedlm_nano_{task}"]["right,none"] == own[task].accuracy
-    assert results["groups"]["wedlm_nano"]["right,none"] == pytest.approx(pooled(own).accuracy)
+        assert results["results"][f"wedlm_nano_{task}"]["right,none"] == own[own["task"] == task]["right"].mean()
+    assert results["groups"]["wedlm_nano"]["right,none"] == pytest.approx(own["right"].mean())
     statistics = results["config"]["decoding_statistics"]
-    for task, score in {**{f"wedlm_nano_{task}": own[task] for task in TASKS}, None: pooled(own)}.items():
-        counts = statistics["tasks"][task] if task else statistics["pooled"]
-        for name in ("prompts", "new_tokens", "forwards", "token_instances", "tokens_per_forward"):
-            assert counts[name] == pytest.approx(getattr(score, name), abs=1e-4), name
+    for task in (*TASKS, None):
+        counts = statistics["tasks"][f"wedlm_nano_{task}"] if task else statistics["pooled"]
+        rows = own[own["task"] == task] if task else own
+        assert counts["prompts"] == len(rows)
+        for name in ("new_tokens", "forwards", "token_instances"):
+            assert counts[name] == rows[name].sum(), name
+        assert counts["tokens_per_forward"] == pytest.approx(rows["new_tokens"].sum() / rows["forwards"].sum())
         assert counts["tokens_per_second"] > 0
     assert results["config"]["decoding"]["strategy"] == options["strategy"]
 
@@ -128,14 +138,14 @@ def test_stop_strings_stop_the_decoder(nano, options):
         for text in ("Count from 1 to 12 by 1.", "Count down from 30 to 10 by 2.")
     ]
     whole = lm.generate_until(instances("generate_until", *((prompt, {"until": []}) for prompt in prompts)))
-    full = pooled(lm.scores)
+    full = statistics(lm)
     cut = lm.generate_until(
         instances("generate_until", *((prompt, {"until": [" 5", "24,", "<|im_end|>"]}) for prompt in prompts))
     )
     assert cut == ["1, 2, 3, 4,", "30, 28, 26, "] and all(a.startswith(b) for a, b in zip(whole, cut, strict=True))
-    stopped = pooled(lm.scores).new_tokens - full.new_tokens
+    stopped = statistics(lm)["new_tokens"] - full["new_tokens"]
     assert stopped <= sum(len(tokenizer(text)["input_ids"]) for text in ("1, 2, 3, 4, 5,", "30, 28, 26, 24, "))
-    assert pooled(lm.scores).forwards < 2 * full.forwards
+    assert statistics(lm)["forwards"] < 2 * full["forwards"]
 
 
 def test_sampling_follows_the_seed(manager):
@@ -201,9 +211,7 @@ def test_a_lora_adapter_decodes(nano, manager, tmp_path):
     options = {"strategy": "wedlm", "verification": "exact"}
     results = run(manager, ["wedlm_nano_sorting"], options | {"peft": str(tmp_path)})
     _, tokenizer = nano
-    for sample, entry in zip(
-        generate_samples("sorting", COUNT, SEED, "heldout"), results["samples"]["wedlm_nano_sorting"], strict=True
-    ):
+    for sample, entry in zip(PROMPTS["sorting"], results["samples"]["wedlm_nano_sorting"], strict=True):
         inputs = torch.tensor([encode(tokenizer, sample.messages)])
         answer = model.generate(input_ids=inputs, max_new_tokens=160, **options)[0, inputs.shape[1] :]
         assert entry["resps"] == [[tokenizer.decode(answer, skip_special_tokens=True)]]
@@ -224,7 +232,7 @@ def test_a_published_checkpoint_loads_into_our_class_without_its_code(tmp_path):
     lm = WeDLMHarnessLM(str(tmp_path), strategy="wedlm", device="cpu", dtype="bfloat16")
     assert type(lm.model).__module__ == "wedlm_hf.modeling_wedlm.modeling_wedlm" and lm.model.dtype == torch.bfloat16
     (answer,) = lm.generate_until(instances("generate_until", ("Sort 31, 7", {"until": ["x"], "max_gen_toks": 5})))
-    assert isinstance(answer, str) and lm.scores["task"].new_tokens <= 5
+    assert isinstance(answer, str) and statistics(lm)["new_tokens"] <= 5
 
 
 # --- likelihoods --------------------------------------------------------------------------------
@@ -250,7 +258,7 @@ def test_the_block_elbo_of_requests_is_the_estimate_with_its_standard_error():
     greedy = [answer[1] for answer in tiny_lm().loglikelihood(instances("loglikelihood", *TEXTS))]
     for index, (answer, estimate) in enumerate(zip(answers, direct, strict=True)):
         assert answer == (pytest.approx(estimate.value, rel=1e-5), greedy[index])
-        assert lm.standard_errors["task", index, index] == pytest.approx(estimate.standard_error, rel=1e-3)
+        assert estimates(lm)[1][index, index] == pytest.approx(estimate.standard_error, rel=1e-3)
     info = lm.get_model_info()["likelihood"]
     assert info["kind"] == "elbo" and (info["samples"], info["block_size"], info["seed"]) == (5, 4, 3)
     assert info["pooled"]["elbo"] == pytest.approx(sum(estimate.value for estimate in direct), rel=1e-5)
@@ -272,9 +280,10 @@ def test_a_text_longer_than_the_context_is_estimated_window_by_window():
     windows.append((tokens[-17:-tail], tokens[-tail:]))
     direct = block_elbo(lm.model, lm.tokenizer, windows, samples=2, block_size=4)
     assert answer == pytest.approx(sum(estimate.value for estimate in direct), rel=1e-5)
-    assert lm.bounds["task"].requests == len(windows) and lm.bounds["task"].tokens == len(tokens)
+    sums, errors = estimates(lm)
+    assert sums["requests"] == len(windows) and sums["tokens"] == len(tokens)
     error = sum(estimate.standard_error**2 for estimate in direct) ** 0.5
-    assert lm.standard_errors["task", 0, 0] == pytest.approx(error, rel=1e-3)
+    assert errors[0, 0] == pytest.approx(error, rel=1e-3)
 
 
 def test_choices_and_texts_are_scored_either_way(manager):
@@ -312,7 +321,7 @@ def test_choices_and_texts_are_scored_either_way(manager):
         ({"likelihood": "elbo", "elbo_block_size": "4"}, {}, "`elbo_block_size` must be an integer of at least 1"),
         ({}, {"limit": 0}, "`--limit` must be above 0, got 0"),
         ({"pretrained": None}, {}, "pretrained=FOLDER_OR_HUB_ID"),
-        ({"pretrained": "/no/where"}, {}, "There is no checkpoint in '/no/where'"),
+        ({"pretrained": "/no/where"}, {}, "There is no checkpoint folder '/no/where'"),
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_refused(manager, model_args, options, message):
@@ -328,20 +337,6 @@ def test_a_checkpoint_without_a_chat_template_is_refused_before_any_prompt_is_ma
     tracker = lm_eval.loggers.EvaluationTracker()
     with pytest.raises(ValueError, match="has no chat template: leave `--apply_chat_template` out"):
         run(manager, ["wedlm_nano_counting"], {"pretrained": str(tmp_path)}, evaluation_tracker=tracker)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"nano_count": 0}, "`nano_count` must be an integer of at least 1, got 0"),
-        ({"nano_seed": "x"}, "`nano_seed` must be an integer, got 'x'"),
-        ({"nano_dir": "/proc/nowhere"}, "/proc/nowhere"),
-    ],
-)
-def test_data_that_cannot_be_made_are_an_error(metadata, message):
-    manager = TaskManager(include_path=str(TASKS_FOLDER), include_defaults=False, metadata=metadata)
-    with pytest.raises((ValueError, OSError), match=message):
-        harness.load_tasks(manager, ["wedlm_nano_counting"])
 
 
 def test_missing_data_are_named_all_at_once_with_the_way_to_fetch_them(manager, tmp_path, monkeypatch):
@@ -456,10 +451,10 @@ def command(*arguments, module="wedlm_hf.eval", cwd=None, **environment):
 def test_the_command_prints_the_tables_and_saves_the_statistics(tmp_path):
     arguments = ["--model", "wedlm", "--model_args", f"pretrained={NANO},strategy=wedlm,verification=exact"]
     arguments += ["--tasks", "wedlm_nano_counting,wedlm_nano_sorting", "--apply_chat_template", "--device", "cpu"]
-    arguments += ["--metadata", f"nano_count=4,nano_dir={tmp_path / 'data'}", "--output_path", str(tmp_path / "out")]
+    arguments += ["--limit", "4", "--output_path", str(tmp_path / "out")]
     done = command("run", *arguments, cwd=tmp_path, HF_DATASETS_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
-    assert "|wedlm_nano_counting|      1|none  |     0|right " in done.stdout
+    assert "|wedlm_nano_counting|      2|none  |     0|right " in done.stdout
     assert "Decoding: strategy wedlm, verification exact, W = 6" in done.stdout
     (file,) = (tmp_path / "out").rglob("results_*.json")
     saved = json.loads(file.read_text())["config"]
@@ -468,9 +463,6 @@ def test_the_command_prints_the_tables_and_saves_the_statistics(tmp_path):
         row = next(line for line in done.stdout.split("\n") if line.startswith(f"| {task} "))
         cells = [cell.strip() for cell in row.split("|")[2:]]
         assert cells[:2] == [str(numbers["prompts"]), f"{numbers['new_tokens']:,}"]
-    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == sorted(
-        f"{task}-seed1-4-{split}.jsonl" for task in ("counting", "sorting") for split in ("test", "fewshot")
-    )
 
 
 @pytest.mark.slow
@@ -486,12 +478,7 @@ def test_errors_of_the_command_are_one_message():
 def test_the_harness_alone_runs_our_tasks_on_a_checkpoint_that_brings_its_code(tmp_path):
     arguments = ["--model", "hf", "--model_args", f"pretrained={NANO},trust_remote_code=True", "--device", "cpu"]
     arguments += ["--include_path", str(TASKS_FOLDER), "--tasks", "wedlm_nano_counting", "--apply_chat_template"]
-    arguments += [
-        "--metadata",
-        f"nano_count=2,nano_dir={tmp_path}",
-        "--gen_kwargs",
-        "strategy=wedlm,verification=exact",
-    ]
+    arguments += ["--limit", "2", "--gen_kwargs", "strategy=wedlm,verification=exact"]
     done = command("run", *arguments, module="lm_eval", cwd=tmp_path, HF_DATASETS_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "|wedlm_nano_counting|" in done.stdout

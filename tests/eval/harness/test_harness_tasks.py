@@ -2,7 +2,6 @@
 
 import json
 from argparse import Namespace
-from pathlib import Path
 
 import datasets
 import evaluate
@@ -10,65 +9,42 @@ import pytest
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from wedlm_hf.cli import NANO
-from wedlm_hf.eval import harness, nano_tasks
-from wedlm_hf.eval.harness import TASKS_FOLDER
-from wedlm_hf.eval.tasks import TASKS, Sample, generate_samples, is_correct
+from wedlm_hf.eval.harness import nano
+from wedlm_hf.eval.harness import run as harness
+from wedlm_hf.eval.harness.run import TASKS_FOLDER
+from wedlm_hf.eval.options import NANO
+from wedlm_hf.eval.prompts import Prompt, read_tasks
+
+TASKS = ("counting", "arithmetic", "sorting", "json", "chat", "python")
 
 
-def rows(path) -> list[dict]:
-    return [json.loads(line) for line in open(path, encoding="utf-8")]
-
-
-@pytest.mark.parametrize("name", [*TASKS, "choice", "text"])
-def test_documents_follow_the_seed_and_none_is_a_few_shot_example(tmp_path, name):
-    files = nano_tasks.write_documents(tmp_path, name, 6, 1)
-    test, fewshot = rows(files["test"]), rows(files["fewshot"])
-    assert len(test) == 6 and len(fewshot) == nano_tasks.FEWSHOT
+@pytest.mark.parametrize("name", [*TASKS, None])
+def test_documents_are_the_prompts_and_none_is_a_few_shot_example(name):
+    splits = nano.documents(read_tasks(NANO), name)
+    test, fewshot = list(splits["test"]), list(splits["fewshot"])
+    assert len(test) == 100 and len(fewshot) == nano.FEWSHOT
     assert not [row for row in test if row in fewshot]
-    others = nano_tasks.write_documents(tmp_path, name, 6, 2)
-    assert rows(others["test"]) != test
-    if name in TASKS:
-        expected = [
-            {"task": s.task, "messages": s.messages, "answer": s.answer}
-            for s in generate_samples(name, 6, 1, "heldout")
+    if name:
+        expected = [prompt for prompt in read_tasks(NANO) if prompt.task == name][:100]
+        assert [(row["messages"], tuple(row["answers"])) for row in test] == [
+            (prompt.messages, prompt.answers) for prompt in expected
         ]
-        assert test == expected
+    else:
+        assert {row["task"] for row in test} == {row["task"] for row in fewshot} == set(TASKS)
 
 
-def test_documents_that_are_there_are_left_alone_and_damaged_ones_are_made_anew(tmp_path):
-    file = Path(nano_tasks.write_documents(tmp_path, "counting", 3, 1)["test"])
-    text, before = file.read_text(), file.stat().st_mtime_ns
-    nano_tasks.write_documents(tmp_path, "counting", 3, 1)
-    assert file.stat().st_mtime_ns == before
-    file.write_text(text[:20])
-    nano_tasks.write_documents(tmp_path, "counting", 3, 1)
-    assert file.read_text() == text and not list(tmp_path.glob(".*"))
-
-
-def test_exactly_one_choice_is_right(tmp_path):
-    seen = set()
-    for row in rows(nano_tasks.write_documents(tmp_path, "choice", 48, 1)["test"]):
-        sample = Sample(row["task"], row["messages"], row["answer"])
+@pytest.mark.parametrize("name", TASKS)
+def test_exactly_one_choice_is_right(name):
+    for row in nano.documents(read_tasks(NANO), name)["test"]:
+        prompt = Prompt(row["messages"], row["task"], tuple(row["answers"]), row["match"])
         assert len(set(row["choices"])) == 4
-        assert [is_correct(sample, choice) for choice in row["choices"]] == [i == row["label"] for i in range(4)]
-        seen.add(row["task"])
-    assert seen == set(TASKS)
+        assert [prompt.is_right(choice) for choice in row["choices"]] == [i == row["label"] for i in range(4)]
 
 
-def test_an_unknown_name_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`dataset_name` must be one of counting, .*, choice, text, got 'chess'"):
-        nano_tasks.write_documents(tmp_path, "chess", 1, 1)
-
-
-def test_the_metric_loads_from_its_file_and_scores_like_the_tasks(tmp_path):
-    sample = next(generate_samples("json", 1, 1, "heldout"))
-    row = {"task": sample.task, "messages": sample.messages, "answer": sample.answer}
-    spaced = json.dumps(json.loads(sample.answer), indent=1)
-    metric = evaluate.load(str(TASKS_FOLDER.parent / "right_answer.py"), cache_dir=str(tmp_path), keep_in_memory=True)
-    computed = metric.compute(predictions=[spaced, "{}", sample.answer], references=[json.dumps(row)] * 3)
-    assert computed == {"right": pytest.approx(2 / 3)}
-    assert nano_tasks.score(row, [spaced]) == {"right": 1} and nano_tasks.score(row, ["{}"]) == {"right": 0}
+def test_a_reply_is_scored_by_the_rule_of_its_prompt():
+    row = nano.documents(read_tasks(NANO), "json")["test"][0]
+    spaced = json.dumps(json.loads(row["answers"][0]), indent=1)
+    assert nano.score(row, [spaced]) == {"right": 1} and nano.score(row, ["{}"]) == {"right": 0}
 
 
 # --- the suite ----------------------------------------------------------------------------------

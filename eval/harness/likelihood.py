@@ -15,9 +15,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..training.collator import DataCollatorForDualStreamMasking
-from ..training.log_probs import response_log_probs
-from ..training.streams import IGNORE_INDEX
+from ...training.collator import DataCollatorForDualStreamMasking
+from ...training.log_probs import response_log_probs
+from ...training.streams import IGNORE_INDEX
+
+LEAST = {"samples": 2, "block_size": 1, "batch_size": 1, "seed": -math.inf}
+"""Least values of the settings of [`block_elbo`]."""
+
+
+def check_integer(name: str, value: Any, least: float) -> None:
+    """Raises `ValueError` unless the setting is an integer of at least so much."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        bound = "" if least == -math.inf else f" of at least {least}"
+        raise ValueError(f"`{name}` must be an integer{bound}, got {value!r}.")
 
 
 @dataclass(frozen=True)
@@ -62,9 +72,9 @@ def block_elbo(
     Raises:
         ValueError: for settings out of range, and for a pair without a context or a continuation.
     """
-    for name, value, least in (("samples", samples, 2), ("block_size", block_size, 1), ("batch_size", batch_size, 1)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+    settings = {"samples": samples, "block_size": block_size, "batch_size": batch_size, "seed": seed}
+    for name, value in settings.items():
+        check_integer(name, value, LEAST[name])
     for context, continuation in pairs:
         if not context or not continuation:
             raise ValueError(
