@@ -18,8 +18,8 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
+from transformers.utils.logging import tqdm
 
 from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
