@@ -110,7 +110,7 @@ class WindowCache(Cache):
     A row's slots are its logical positions: slot i holds position i, without gaps and without padding. A step of
     parallel decoding announces where it writes ([`plan`]), forwards, and commits a prefix of what it wrote
     ([`commit`]): nothing is concatenated or cropped, and buffers that are full are doubled. Rows that finish are
-    swapped behind those still in use ([`retire`]) and cost nothing from then on; [`restore`] puts all rows back in
+    swapped behind those still in use ([`retire`]) and cost nothing from then on; [`close`] puts all rows back in
     order. Outside of such a step it appends like `DynamicCache`, which needs rows of equal length.
 
     Args:
@@ -132,6 +132,7 @@ class WindowCache(Cache):
         self._appended: CacheWrite | None = None
         self._rows: list[int] = []  # the caller's row that each buffer row holds
         self._in_use = 0
+        self._opened: list[int] = []  # `lengths` when the call began
 
     @property
     def is_compileable(self) -> bool:
@@ -140,16 +141,45 @@ class WindowCache(Cache):
 
     # --- steps of parallel decoding ----------------------------------------------------------------------------------
 
-    def open(self, batch_size: int, device: torch.device) -> None:
-        """Gets ready for the rows of a call. Raises `ValueError` if the cache holds another number of rows."""
-        if any(self.lengths) and len(self.lengths) != batch_size:
-            raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
-        if len(self.lengths) != batch_size:
-            self.reset()
-            self.lengths = [0] * batch_size
-            self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
+    @property
+    def rows_in_use(self) -> list[int]:
+        """The caller's row that each buffer row in use holds."""
+        return self._rows[: self._in_use]
+
+    def open(self, prompts: list[list[int]], device: torch.device) -> None:
+        """Gets ready for a call: each row keeps the slots that hold the beginning of its prompt, but for the prompt's
+        last token, whose AR row may be needed.
+
+        Args:
+            prompts: the tokens of each row; -1 behind embeddings.
+            device: of the tokens.
+
+        Raises:
+            ValueError: if the cache holds another number of rows, or tokens that are not the first ones of a prompt.
+        """
+        if any(self.lengths) and len(self.lengths) != len(prompts):
+            raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
+        if len(self.lengths) != len(prompts):
+            self._set_up(len(prompts), device)
+        for row, (prompt, cached) in enumerate(zip(prompts, self.lengths, strict=True)):
+            if cached > len(prompt) or not self._may_hold(row, prompt[:cached]):
+                raise ValueError(
+                    f"The cache does not belong to the prompt: row {row} of `past_key_values` holds {cached} tokens "
+                    "that are not the first ones of that prompt."
+                )
+        self.lengths = [min(cached, len(prompt) - 1) for prompt, cached in zip(prompts, self.lengths, strict=True)]
+        self._opened = list(self.lengths)
+
+    def _set_up(self, batch_size: int, device: torch.device) -> None:
+        self.reset()
+        self.lengths = [0] * batch_size
+        self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
         self._rows = list(range(batch_size))
         self._in_use = batch_size
+
+    def _may_hold(self, row: int, tokens: list[int]) -> bool:
+        known = self.token_ids[row, : len(tokens)].tolist()
+        return all(token in (expected, -1) for token, expected in zip(known, tokens, strict=True))
 
     def plan(self, counts: list[int], slots: torch.Tensor, input_ids: torch.Tensor) -> CacheWrite:
         """Says where the next forward writes.
@@ -176,35 +206,29 @@ class WindowCache(Cache):
             self.lengths[row] += count
         self._write = None
 
-    def retire(self, finished: list[bool]) -> list[int]:
-        """Takes finished rows out of use.
+    def retire(self, finished: list[bool]) -> None:
+        """Takes finished rows out of use: they are swapped behind the others. `finished` has an entry for each row in
+        use."""
+        in_use = finished.count(False)
+        movers = [row for row in range(in_use, self._in_use) if not finished[row]]
+        for row in range(in_use):
+            if finished[row]:
+                self._swap(row, movers.pop())
+        self._in_use = in_use
 
-        Args:
-            finished: one entry for each row in use.
-
-        Returns:
-            The rows that stay in use, by their index before the call, in their order after it.
-        """
-        order = list(range(self._in_use))
-        self._in_use = finished.count(False)
-        movers = [row for row in order[self._in_use :] if not finished[row]]
-        for hole in [row for row in order[: self._in_use] if finished[row]]:
-            mover = movers.pop()
-            order[hole] = mover
-            self._swap(hole, mover)
-        return order[: self._in_use]
-
-    def restore(self) -> None:
-        """Puts all rows back in the caller's order and ends a call, also one that failed half-way."""
+    def close(self) -> None:
+        """Ends a call: all rows are in the caller's order again."""
         for row in range(len(self._rows)):
             while self._rows[row] != row:
                 self._swap(row, self._rows[row])
         self._write = None
         self._in_use = len(self._rows)
 
-    def clear_rest(self) -> None:
-        """Zeros what lies behind each row's committed slots: a forward that failed may have left NaN there, and masked
-        attention still multiplies it by 0."""
+    def roll_back(self) -> None:
+        """Ends a call that failed: the cache holds what it held of the prompts, so the call can be made again."""
+        self.close()
+        self.lengths = list(self._opened)
+        # The forward may have left NaN behind the committed slots, and masked attention still multiplies it by 0.
         for layer in self.layers:
             if layer.is_initialized:
                 for row, length in enumerate(self.lengths):
@@ -233,7 +257,10 @@ class WindowCache(Cache):
         """Outside of a step: all of a forward is kept at once. The first layer to see it updates the lengths."""
         if layer_idx == 0:
             batch_size, _, width, _ = key_states.shape
-            self.open(batch_size, key_states.device)
+            if any(self.lengths) and len(self.lengths) != batch_size:
+                raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
+            if len(self.lengths) != batch_size:
+                self._set_up(batch_size, key_states.device)
             if min(self.lengths) != max(self.lengths):
                 raise ValueError(
                     f"Only `strategy='wedlm'` can go on from a cache whose rows differ in length, got {self.lengths}."

@@ -12,6 +12,7 @@ from transformers.generation import logits_process as transformers_processors
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .selection_wedlm import token_entropy
+from .window_wedlm import PhysicalOrder
 
 # Processors that look at the scores alone.
 SCORE_PROCESSORS = (
@@ -57,10 +58,12 @@ class Choice:
     Attributes:
         tokens: `(A, M)` int64; -1 where there was nothing to choose from, arbitrary where nothing was to choose.
         scores: `(A, M, V)` float32, processed; where nothing was to choose, arbitrary.
+        mask_logits: `(A, M)` float32, the raw logits of MASK, which counts as −∞ in the others.
     """
 
     tokens: torch.Tensor
     scores: torch.Tensor
+    mask_logits: torch.Tensor
 
 
 class PositionNoise:
@@ -81,7 +84,7 @@ class PositionNoise:
         seeds = torch.randint(2**63 - 1, (batch_size,)).tolist()
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.size = (ahead // NOISE_CHUNK + 2) * NOISE_CHUNK
-        self.buffer = torch.empty(batch_size, self.size, vocab_size, device=device)
+        self.buffer = torch.empty(batch_size, self.size, vocab_size, dtype=torch.float32, device=device)
         self.drawn = [0] * batch_size
 
     def at(self, rows: list[int], offsets: torch.Tensor, first: list[int], ahead: int) -> torch.Tensor:
@@ -142,67 +145,70 @@ class TokenSampler:
                 "(for example `repetition_penalty=1.0`)."
             )
 
-    def choose(self, logits: torch.Tensor, offsets: torch.Tensor, rows: list[int], first: list[int]) -> Choice:
+    def choose(self, logits: torch.Tensor, order: PhysicalOrder) -> Choice:
         """Tokens for slots whose left context does not matter to any processor.
 
         Args:
             logits: `(A, M, V)` float32, raw; MASK's are overwritten.
-            offsets: `(A, M)` int64, how many new tokens lie before each slot.
-            rows: the call's row that each entry is.
-            first: new tokens of each row so far.
+            order: whose `offsets` say how many new tokens lie before each slot.
         """
-        logits[..., self.mask_token_id] = float("-inf")
+        mask_logits = self._suppress_mask(logits)
         scores = logits.flatten(0, 1)
         if not self.need_length:
-            scores = self.processors(offsets.new_empty(len(scores), 0), scores)
+            scores = self.processors(order.offsets.new_empty(len(scores), 0), scores)
         else:
-            flat = offsets.flatten()
+            offsets = order.offsets.flatten()
             scores = scores.clone()
-            for offset in flat.unique().tolist():
-                slots = flat == offset
+            for offset in offsets.unique().tolist():
+                slots = offsets == offset
                 length = self.prompt_ids.shape[1] + max(0, offset)
                 scores[slots] = self.processors(offsets.new_zeros(int(slots.sum()), length), scores[slots])
         scores = scores.view_as(logits)
-        return Choice(self._choose(scores, offsets, rows, first), scores)
+        return Choice(self._choose(scores, order.offsets, order.rows, order.first), scores, mask_logits)
 
     def choose_in_order(
         self,
         logits: torch.Tensor,
-        offsets: torch.Tensor,
-        rows: list[int],
-        first: list[int],
+        order: PhysicalOrder,
         is_ar: torch.Tensor,
-        prefixes: Callable[[], torch.Tensor],
-        accepts: Callable[[Choice], torch.Tensor],
+        prefixes: list[list[int]],
+        passes: Callable[[Choice], torch.Tensor],
     ) -> Choice:
         """Tokens of AR rows, each after its own, true prefix.
 
         Args:
-            logits, offsets, rows, first: see [`choose`].
+            logits, order: see [`choose`].
             is_ar: `(A, M)` bool, the AR rows, each row's in logical order.
-            prefixes: gives `(A, N)` int64, new tokens so far, drafts included.
-            accepts: tells from a choice, `(A, M)` bool, whether the drafts behind the AR rows are accepted. After the
-                first that is not, the later prefixes are not true any more and are left alone.
+            prefixes: each row's new tokens so far and its drafts.
+            passes: tells from a choice, `(A, M)` bool, whether the drafts behind the AR rows pass. After the first
+                that does not, the later prefixes are not true any more and are left alone.
         """
         if not self.need_prefix:
-            return self.choose(logits, offsets, rows, first)
-        logits[..., self.mask_token_id] = float("-inf")
-        choice = Choice(torch.zeros_like(offsets), logits.clone())
-        new_tokens = prefixes()
-        for entry, row in enumerate(rows):
+            return self.choose(logits, order)
+        offsets = order.offsets
+        mask_logits = self._suppress_mask(logits)
+        choice = Choice(torch.zeros_like(offsets), logits.clone(), mask_logits)
+        for entry, row in enumerate(order.rows):
             for column in is_ar[entry].nonzero().flatten().tolist():
                 one = slice(entry, entry + 1), slice(column, column + 1)
-                prefix = torch.cat([self.prompt_ids[row], new_tokens[entry, : int(offsets[one])]])
+                new_tokens = self.prompt_ids.new_tensor(prefixes[entry][: int(offsets[one])])
+                prefix = torch.cat([self.prompt_ids[row], new_tokens])
                 choice.scores[one] = self._process_one(row, prefix, logits[entry, column])
-                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row], [first[entry]])
-                if not accepts(choice)[entry, column]:
+                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row], [order.first[entry]])
+                if not passes(choice)[entry, column]:
                     break
         return choice
+
+    def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """Takes MASK out of the choice, in place. Returns its logits, `(A, M)`."""
+        mask_logits = logits[..., self.mask_token_id].clone()
+        logits[..., self.mask_token_id] = float("-inf")
+        return mask_logits
 
     def _process_one(self, row: int, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Processed scores `(1, V)` of one position of the call's row `row`."""
         if not self.need_row:
-            return self.processors(prefix[None], scores[None])
+            return self.processors(prefix[None], scores[None].clone())
         # Others may tell rows apart by their index, so they get a batch in which this row is where it should be.
         batch_size = self.prompt_ids.shape[0]
         processed = self.processors(prefix.expand(batch_size, -1), scores.expand(batch_size, -1).clone())

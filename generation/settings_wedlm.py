@@ -8,6 +8,10 @@ from typing import Any
 STRATEGIES = ("ar", "wedlm", "block")
 VERIFICATIONS = ("none", "exact", "typical")
 
+# Where the output does not depend on them: W may grow this far, and a mask whose entropy lies below gives a draft.
+LARGEST_WINDOW = 32
+DRAFT_THRESHOLD = 2.0
+
 
 def check_mask_token_id(
     mask_token_id: int | None,
@@ -132,6 +136,10 @@ class WeDLMGenerationSettings:
         given = {name: value for name, value in given.items() if value is not None}
         given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
         settings = cls(**given)
+        if settings.verification == "exact":  # the output does not depend on these
+            given.setdefault("entropy_threshold", DRAFT_THRESHOLD)
+            given.setdefault("window_size", LARGEST_WINDOW if settings.is_adaptive else settings.window_size)
+            settings = cls(**given)
         if settings.strategy != "ar":
             if settings.mask_token_id is None:
                 raise ValueError(
@@ -154,3 +162,5 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))
+# Those that are chosen for one kind of verification.
+WINDOW_SETTINGS = frozenset({"window_size", "entropy_threshold", "distance_penalty"})
