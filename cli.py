@@ -6,10 +6,9 @@ Imports of torch and of what needs it stand inside the functions: they take seco
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from copy import copy
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,16 +26,16 @@ from .eval.options import (
     LoadingOptions,
     PromptOptions,
     RawOption,
-    SetOption,
     has_no_chat_template,
-    parse_settings,
+    parse_numbers,
     read_text,
 )
+from .eval.report.request import ReportRequest
 
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
-ModelArgument = Annotated[str | None, typer.Argument(help="Checkpoint folder or Hub id; default: wedlm-nano.")]
+
 CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]
 
 
@@ -232,65 +231,6 @@ def trace(
 
 @app.command()
 @with_options
-def bench(
-    loading: LoadingOptions,
-    model: ModelArgument = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="Your prompts, one a line; default: built-in tasks.")
-    ] = None,
-    raw: RawOption = False,
-    random: Annotated[
-        str | None, typer.Option(metavar="SHAPE", help="Random weights and prompts instead: qwen3-0.6b or 86m.")
-    ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Prompts of each built-in task.")] = 8,
-    batch_sizes: Annotated[str, typer.Option(metavar="LIST", help="Prompts decoded together.")] = "1,4,16",
-    decoders: Annotated[
-        str, typer.Option(metavar="LIST", help="AR is always among them.")
-    ] = "ar,block,wedlm,wedlm+exact,wedlm+typical",
-    settings: SetOption = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 160,
-    temperature: Annotated[float | None, typer.Option(help="Sample at it; default: greedy.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling and of random weights.")] = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many.")] = 5,
-    long: Annotated[
-        bool, typer.Option("--long", help="Time and memory of a step after 256 and after 4,096 new tokens, too.")
-    ] = False,
-    vllm: Annotated[bool, typer.Option("--vllm", help="vLLM's AR decoding of the same weights, too.")] = False,
-    vllm_python: Annotated[
-        str | None, typer.Option(metavar="PATH", help="Python that has vLLM, if not this one; implies --vllm.")
-    ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for bench.json and bench.png.")] = Path("build/bench"),
-) -> None:
-    """Measure speed and memory of every way of decoding, taking turns on the same weights and prompts."""
-    from .eval.bench import Request, run
-    from .eval.bench_subject import checkpoint_subject, random_subject
-
-    if random is not None and (model is not None or file is not None):
-        raise ValueError("`--random` brings its own weights and prompts: leave MODEL and `--file` out.")
-    request = Request(
-        batch_sizes=_numbers("--batch-sizes", batch_sizes, int),
-        decoders=decoders.split(","),
-        settings=parse_settings(settings),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        repeats=repeats,
-        is_long=long,
-        vllm_python=vllm_python or (sys.executable if vllm else None),
-    )
-    texts = None if file is None else PromptOptions(file=file).read()
-    if random is not None:
-        subject = random_subject(random, loading.prepare(), loading.dtype, max(request.batch_sizes), seed)
-    else:
-        checkpoint = model or str(NANO)
-        loaded, tokenizer = loading.load(checkpoint)
-        raw = raw or (texts is not None and has_no_chat_template(tokenizer, checkpoint))
-        subject = checkpoint_subject(loaded, tokenizer, checkpoint, texts, raw=raw, count=count)
-    run(subject, request, output, _console())
-
-
-@app.command()
-@with_options
 def calibrate(
     loading: LoadingOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint folder or Hub id.")],
@@ -305,135 +245,51 @@ def calibrate(
     windows: Annotated[str, typer.Option(metavar="LIST", help="W to try.")] = "4,8,16",
     thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ to try, nats.")] = "0.1,0.2,0.4,0.8",
     penalties: Annotated[str, typer.Option(metavar="LIST", help="λ to try, nats per position.")] = "0.02,0.1",
-    budgets: Annotated[str, typer.Option(metavar="LIST", help="Entropy budgets to try, nats.")] = "0.1,0.4,1.6",
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 160,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 8,
 ) -> None:
     """Find the fastest settings that agree with AR decoding well enough on your own prompts."""
-    from .eval.calibrate import Grid, check_request, run_calibration, show
-    from .eval.measure import encode_text
+    from .eval.calibrate import CalibrationRequest, show
+    from .eval.calibrate import calibrate as find_settings
+    from .eval.prompts import encode_prompt, read_prompts, split_prompts
     from .eval.sweep import write_settings
 
-    grid = Grid(
-        windows=_numbers("--windows", windows, int),
-        thresholds=_numbers("--thresholds", thresholds, float),
-        penalties=_numbers("--penalties", penalties, float),
-        budgets=_numbers("--budgets", budgets, float),
+    request = CalibrationRequest(agreement, max_new_tokens=max_new_tokens, batch_size=batch_size).with_grid(
+        windows=parse_numbers("--windows", windows, int),
+        thresholds=parse_numbers("--thresholds", thresholds, float),
+        penalties=parse_numbers("--penalties", penalties, float),
     )
-    texts = PromptOptions(file=file).read()
-    check_request(len(texts), agreement)
+    prompts = read_prompts("standard input" if str(file) == "-" else str(file), read_text(file))
+    split_prompts(prompts)  # refused here, before any weights are read
     if write and not Path(model).is_dir():
         raise ValueError(f"`--write` needs a checkpoint folder, got {model!r}.")
     loaded, tokenizer = loading.load(model)
     raw = raw or has_no_chat_template(tokenizer, model)
-    found = run_calibration(
-        loaded,
-        tokenizer,
-        [encode_text(loaded, tokenizer, text, raw) for text in texts],
-        agreement=agreement,
-        grid=grid,
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        title="settings",
-    )
+    encoded = [encode_prompt(loaded, tokenizer, prompt, raw=raw) for prompt in prompts]
+    found = find_settings(loaded, tokenizer, encoded, request, title="settings")
     show(found, agreement, _console())
     if found.chosen is None:
         raise typer.Exit(1)
     if write:
-        write_settings(Path(model), found.settings())
+        write_settings(Path(model), found.settings)
 
 
 @app.command()
 @with_options
-def report(
-    loading: LoadingOptions,
-    model: ModelArgument = None,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help="Your data: .jsonl with `messages` or `prompt`, perhaps `answer` and `task`; else one prompt a line; "
-            "- is standard input. Default: built-in tasks.",
-        ),
-    ] = None,
-    raw: RawOption = False,
-    output: Annotated[
-        Path, typer.Option(help="Folder for report.html, report.json, report.csv and partial results.")
-    ] = Path("build/report"),
-    windows: Annotated[str, typer.Option(metavar="LIST", help="W of the sweep.")] = "6,16",
-    thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ, nats.")] = "0.1,0.2,0.4,0.6,0.8,1.0",
-    penalties: Annotated[str, typer.Option(metavar="LIST", help="λ, nats per position.")] = "0,0.02,0.1",
-    draft_thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ of drafts to verify, nats.")] = "0.4,0.8",
-    decoders: Annotated[
-        str, typer.Option(metavar="LIST", help="AR is always among them.")
-    ] = "block,wedlm,wedlm+typical,wedlm+exact",
-    count: Annotated[int, typer.Option(min=1, help="Headline prompts of each task.")] = 100,
-    sweep_count: Annotated[int, typer.Option(min=1, help="Other prompts of each task, for the sweep.")] = 30,
-    seed: Annotated[int, typer.Option(help="Seed of the built-in prompts.")] = 1,
-    timed: Annotated[int, typer.Option(min=1, help="Headline prompts of each task that are timed.")] = 10,
-    sweep_timed: Annotated[int, typer.Option(min=1, help="Prompts of each task that are timed in the sweep.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 50,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 160,
-    settings: SetOption = None,
-    max_loss: Annotated[
-        float, typer.Option(min=0, help="Points that a picked setting may lose to AR on a task.")
-    ] = 1.0,
-    write: Annotated[
-        bool, typer.Option("--write", help="Store the picked settings in the checkpoint; the headline shows them.")
-    ] = False,
-    fill: Annotated[
-        list[Path] | None, typer.Option(help="Markdown file whose measured blocks are replaced; may be repeated.")
-    ] = None,
-    figures: Annotated[Path | None, typer.Option(help="Folder for the figures as PNG.")] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Drop what the output folder holds.")] = False,
-) -> None:
+def report(request: ReportRequest, loading: LoadingOptions) -> None:
     """One page on speed and quality against AR decoding, by a sweep over the settings; can be stopped and resumed."""
-    from .eval.report import Request, run
-    from .eval.report_data import builtin_data, file_data
-    from .eval.sweep import Grid, decoders_named
+    from .eval.report.run import run
 
-    checkpoint = model or str(NANO)
-    if write and not Path(checkpoint).is_dir():
-        raise ValueError(f"`--write` needs a checkpoint folder, got {checkpoint!r}.")
-    request = Request(
-        output=output,
-        grid=Grid(
-            windows=_numbers("--windows", windows, int),
-            thresholds=_numbers("--thresholds", thresholds, float),
-            penalties=_numbers("--penalties", penalties, float),
-            draft_thresholds=_numbers("--draft-thresholds", draft_thresholds, float),
-            decoders=decoders_named(decoders.split(",")),
-        ),
-        timed=timed,
-        sweep_timed=sweep_timed,
-        repeats=repeats,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        max_loss=max_loss,
-        settings=parse_settings(settings),
-        write_to=Path(checkpoint) if write else None,
-        fill_files=fill or (),
-        figure_folder=figures,
-        restart=restart,
-        raw=raw,
-    )
-    if file is None:
-        data = builtin_data(count, sweep_count, seed)
-    else:
-        data = file_data("standard input" if str(file) == "-" else str(file), read_text(file), count, sweep_count)
-    loaded, tokenizer = loading.load(checkpoint)
-    if not raw and has_no_chat_template(tokenizer, checkpoint):
-        request = replace(request, raw=True)
-    name = Path(checkpoint).name if Path(checkpoint).is_dir() else checkpoint
-    console = _console(stderr=True)
+    prompts, source = request.prompts()
+    loaded, tokenizer = loading.load(request.model)
+    has_no_chat_template(tokenizer, request.model)
     try:
-        made = run(loaded, tokenizer, name, data, request, seed=seed if file is None else None, console=console)
+        made = run(request, loaded, tokenizer, prompts, source, _console(stderr=True))
     except KeyboardInterrupt:
-        typer.echo(f"Stopped; what was measured is kept in {output}. The same command goes on from here.", err=True)
+        kept = f"Stopped; what was measured is kept in {request.output}. The same command goes on from here."
+        typer.echo(kept, err=True)
         raise typer.Exit(130) from None
-    if write and made["sweep"]["chosen"] is None:
+    if request.write and made["picked"] is None:
         raise typer.Exit(1)
 
 
@@ -445,24 +301,6 @@ def train(context: typer.Context) -> None:
     from .training.train import main as run_training
 
     run_training(context.args)
-
-
-@app.command()
-def curves(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Folders of training runs, or trainer_state.json files; several side by side.")
-    ],
-    output: Annotated[Path, typer.Option(help="Picture to write, .png or .svg.")] = Path("curves.png"),
-) -> None:
-    """Draw training curves from a trainer's log: losses, accuracy by offset, tokens per forward, throughput."""
-    from .eval.curves import draw, load_runs
-
-    loaded = load_runs(runs)
-    draw(loaded, output)
-    for run in loaded:
-        if missing := run.missing():
-            typer.echo(f"{run.name} has not logged: {', '.join(missing)}.")
-    typer.echo(f"Wrote {output}.")
 
 
 def _check_trace_options(context: typer.Context) -> None:
@@ -484,14 +322,6 @@ def _check_trace_options(context: typer.Context) -> None:
         raise ValueError("A trace shows parallel decoding: `--strategy` must be wedlm or block, got 'ar'.")
     if not params["terminal"]:
         refuse(given & {"pace"}, "goes with `--terminal`; the page has its own speed.")
-
-
-def _numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
-    """Numbers with commas between them, each once, ascending. Raises `ValueError` for anything else."""
-    try:
-        return sorted({kind(part) for part in text.split(",")})
-    except ValueError:
-        raise ValueError(f"`{option}` takes numbers with commas between them, got {text!r}.") from None
 
 
 def _console(stderr: bool = False) -> Console:

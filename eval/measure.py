@@ -13,7 +13,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -326,11 +326,56 @@ def decode(
 
 
 @torch.no_grad()
-def answer_entropy(model: WeDLMForCausalLM, prompt: list[int], answer: list[int]) -> float:
-    """Entropy of the AR head's next-token distribution, mean over the tokens of an answer, nats; by one forward."""
+def ar_logits(model: WeDLMForCausalLM, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+    """Logits of the AR head after the prompt and after each token of an answer but the last, by one forward:
+    `(len(answer), V)` float32."""
     ids = torch.tensor([[*prompt, *answer[:-1]]], device=model.device)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(answer)).logits[0]
-    return float(torch.distributions.Categorical(logits=logits.float()).entropy().mean())
+    return model(input_ids=ids, use_cache=False, logits_to_keep=len(answer)).logits[0].float()
+
+
+def answer_entropy(model: WeDLMForCausalLM, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """Entropy of the AR head's next-token distribution, mean over the tokens of an answer, nats."""
+    return float(torch.distributions.Categorical(logits=ar_logits(model, prompt, answer)).entropy().mean())
+
+
+def agreeing_tokens(model: WeDLMForCausalLM, prompt: Sequence[int], answer: Sequence[int]) -> int:
+    """How many tokens of an answer greedy AR decoding would have chosen after the tokens before them.
+
+    The mask token and the tokens that the generation config suppresses count as impossible.
+    """
+    logits = ar_logits(model, prompt, answer)
+    impossible = [model.config.mask_token_id, *(model.generation_config.suppress_tokens or ())]
+    logits[:, [token for token in impossible if token is not None]] = float("-inf")
+    return int((logits.argmax(-1) == torch.tensor(answer, device=model.device)).sum())
+
+
+class _FirstTokenSeen(Exception):
+    """There is a new token, and no more is wanted."""
+
+
+class _UntilFirstToken(BaseStreamer):
+    """Ends generation at the first new token."""
+
+    def __init__(self) -> None:
+        self.prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self.prompt_seen and value.numel():
+            raise _FirstTokenSeen
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+def seconds_to_first_token(
+    model: WeDLMForCausalLM, prompts: Sequence[list[int]], options: Options, *, seed: int | None = None
+) -> float:
+    """From the call of `generate` until a streamer has the first token of every row."""
+    start = now(model)
+    with suppress(_FirstTokenSeen):
+        decode(model, None, prompts, options, _UntilFirstToken(), seed=seed)
+    return now(model) - start
 
 
 Decoder = Callable[[Sequence[list[int]]], list[Decoding]]

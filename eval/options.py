@@ -183,6 +183,14 @@ def parse_settings(given: list[str] | None) -> dict[str, Any]:
     return settings
 
 
+def parse_numbers(option: str, text: str, kind: type[int] | type[float]) -> list[Any]:
+    """Numbers with commas between them, each once, ascending. Raises `ValueError` for anything else."""
+    try:
+        return sorted({kind(part) for part in text.split(",")})
+    except ValueError:
+        raise ValueError(f"`{option}` takes numbers with commas between them, got {text!r}.") from None
+
+
 def read_text(file: Path) -> str:
     """Text of a file, or of standard input for `-`, without a byte order mark.
 

@@ -157,6 +157,42 @@ def read_tasks(folder: Path) -> list[Prompt]:
     return read_prompts(path.name, path.read_text(encoding="utf-8"))
 
 
+def split_prompts(
+    prompts: Sequence[Prompt], most_tuning: int | None = None, most_others: int | None = None
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to choose settings on, and others to check them on; no prompt is among both.
+
+    Those of each task are shared out evenly along the file, half of them to each side, or fewer to the first one if
+    that is enough. Repeated ones are left out.
+
+    Args:
+        prompts: of all tasks.
+        most_tuning: of a task, for the first side.
+        most_others: of a task, for the second side.
+
+    Raises:
+        ValueError: if no task has two different prompts.
+    """
+    different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
+    by_task: dict[str, list[Prompt]] = {prompt.task: [] for prompt in different}
+    for prompt in different:
+        by_task[prompt.task].append(prompt)
+    tuning: list[Prompt] = []
+    others: list[Prompt] = []
+    for group in by_task.values():
+        count = len(group)
+        first = min(count // 2, count if most_tuning is None else most_tuning)
+        is_first = [(index + 1) * first // count > index * first // count for index in range(count)]
+        tuning += [prompt for prompt, goes in zip(group, is_first, strict=True) if goes]
+        others += [prompt for prompt, goes in zip(group, is_first, strict=True) if not goes][:most_others]
+    if not tuning:
+        raise ValueError(
+            "It takes two different prompts of a task at least, one to choose settings on and one to check them, got "
+            f"{len(different)} in {len(by_task)} task{'s' if len(by_task) > 1 else ''}."
+        )
+    return tuning, others
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
     """Tokens of a conversation and of the header that asks for an answer."""
     # Not verbose: what is too long is refused when it is decoded.

@@ -1,45 +1,21 @@
-"""The settings that `wedlm report` compares, which of them it picks, and how a checkpoint stores them."""
+"""Settings that are tried, the one rule that picks among them, and how a checkpoint stores what was picked."""
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from ..generation.settings_wedlm import WeDLMGenerationSettings
+from .decoders import AR, BLOCK, DECODERS, EXACT, TYPICAL, WEDLM
 from .files import write_text
-from .measure import Options
 
-AR, BLOCK, STREAMING, TYPICAL, VERIFIED = "AR", "block", "wedlm", "wedlm, typical", "wedlm, verified"
-DECODERS: dict[str, Options] = {
-    AR: {"strategy": "ar"},
-    BLOCK: {"strategy": "block", "verification": "none"},
-    STREAMING: {"strategy": "wedlm", "verification": "none"},
-    TYPICAL: {"strategy": "wedlm", "verification": "typical"},
-    VERIFIED: {"strategy": "wedlm", "verification": "exact"},
-}
-ON_COMMAND_LINES = {"ar": AR, "block": BLOCK, "wedlm": STREAMING, "wedlm+typical": TYPICAL, "wedlm+exact": VERIFIED}
 FIELDS = ("window_size", "entropy_threshold", "distance_penalty")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One combination of settings of unverified streaming decoding; the fields are keywords of `generate`."""
-
-    window_size: int
-    entropy_threshold: float
-    distance_penalty: float
-
-    def __str__(self) -> str:
-        return f"W={self.window_size} τ={self.entropy_threshold:g} λ={self.distance_penalty:g}"
-
-    @property
-    def options(self) -> Options:
-        """The keywords, with the strategy."""
-        return {"strategy": "wedlm", "verification": "none"} | asdict(self)
 
 
 @dataclass(frozen=True)
@@ -50,7 +26,7 @@ class Grid:
         windows: W, slots.
         thresholds: τ, nats.
         penalties: λ, nats per position; block-wise decoding is tried with the middle one.
-        draft_thresholds: τ of the drafts of typical and verified decoding, which have no λ, nats.
+        draft_thresholds: τ of the drafts of verified decoding, which have no λ, nats.
         decoders: among [`DECODERS`]; AR is always there.
 
     Raises:
@@ -67,68 +43,58 @@ class Grid:
         for options in self.candidates().values():
             WeDLMGenerationSettings(**options)
 
-    @property
-    def block_penalty(self) -> float:
-        """λ of block-wise decoding."""
-        return sorted(self.penalties)[len(self.penalties) // 2]
-
     def candidates(self) -> dict[str, dict[str, Any]]:
         """Keywords of `generate` by name. They override whatever of them a checkpoint stores."""
+        middle = sorted(self.penalties)[len(self.penalties) // 2]
         values: dict[str, tuple[Sequence[float], Sequence[float | None]]] = {
-            BLOCK: (self.thresholds, [self.block_penalty]),
-            STREAMING: (self.thresholds, self.penalties),
+            BLOCK: (self.thresholds, [middle]),
+            WEDLM: (self.thresholds, self.penalties),
             TYPICAL: (self.draft_thresholds, [None]),
-            VERIFIED: (self.draft_thresholds, [None]),
+            EXACT: (self.draft_thresholds, [None]),
         }
         named: dict[str, dict[str, Any]] = {AR: dict(DECODERS[AR])}
         for decoder, (thresholds, penalties) in values.items():
             if decoder in self.decoders:
-                for window, threshold, penalty in itertools.product(self.windows, thresholds, penalties):
-                    name, options = configured(decoder, window, threshold, penalty)
-                    named[name] = options
+                for setting in itertools.product(self.windows, thresholds, penalties):
+                    options = configured(decoder, *setting)
+                    named[setting_name(decoder, options)] = options
         return named
 
 
-def decoders_named(names: Sequence[str]) -> list[str]:
-    """Of [`DECODERS`], by the names that command lines have for them.
-
-    Raises:
-        ValueError: for an unknown one.
-    """
-    if unknown := [name for name in names if name not in ON_COMMAND_LINES]:
-        raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(ON_COMMAND_LINES)}.")
-    return [ON_COMMAND_LINES[name] for name in names]
+def configured(decoder: str, window: int, threshold: float, penalty: float | None = None) -> dict[str, Any]:
+    """Keywords of `generate` of a decoder other than AR."""
+    settings = dict(zip(FIELDS, (window, threshold, penalty), strict=True))
+    return {**DECODERS[decoder], **{name: value for name, value in settings.items() if value is not None}}
 
 
-def configured(
-    decoder: str, window: int, threshold: float, penalty: float | None, budget: float | None = None
-) -> tuple[str, dict[str, Any]]:
-    """Name and keywords of `generate` of a decoder other than AR, with everything that a checkpoint may store."""
-    name = f"{decoder} W={window} τ={threshold:g}"
-    options = {**DECODERS[decoder], "window_size": window, "entropy_threshold": threshold}
-    options |= {"entropy_budget": budget, "adaptive_window": None}
-    if penalty is not None:
-        name, options["distance_penalty"] = f"{name} λ={penalty:g}", penalty
-    return (name if budget is None else f"{name} budget={budget:g}"), options
+def setting_name(decoder: str, options: Mapping[str, Any]) -> str:
+    """Such as `wedlm W=6 τ=0.4 λ=0.02`."""
+    symbols = zip(("W", "τ", "λ"), FIELDS, strict=True)
+    return " ".join([decoder, *(f"{symbol}={options[name]:g}" for symbol, name in symbols if name in options)])
 
 
-def largest_loss(row: Mapping[str, Any], reference: Mapping[str, Any]) -> float:
-    """Points of quality lost to the reference on the task where most are lost; below 0 if all tasks gain.
+def settings_table(candidates: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """Columns `kind` (of the [`DECODERS`]) and the [`FIELDS`]; indexed by name."""
+    rows = [
+        {"kind": name.split()[0], **{field: options.get(field) for field in FIELDS}}
+        for name, options in candidates.items()
+    ]
+    return pd.DataFrame(rows, index=pd.Index(list(candidates), name="decoder"))
+
+
+def pick(summary: pd.DataFrame, max_loss: float, by: str) -> list[Any]:
+    """The one rule by which settings are chosen: those that lose at most `max_loss`, the greatest `by` first.
 
     Args:
-        row: has `tasks`, which have `quality` by task, 0 to 1.
-        reference: the same, of AR.
+        summary: a row for each setting, with the columns `loss` and `by`.
+        max_loss: in the units of `loss`.
+        by: what there should be most of.
+
+    Returns:
+        names of settings.
     """
-    return max(100 * (reference["tasks"][task]["quality"] - row["tasks"][task]["quality"]) for task in row["tasks"])
-
-
-def choose(
-    rows: Sequence[Mapping[str, Any]], reference: Mapping[str, Any], max_loss: float
-) -> Mapping[str, Any] | None:
-    """The row with the most tokens per forward among those of unverified streaming decoding that lose at most
-    `max_loss` points of quality on every task (see [`largest_loss`])."""
-    good = [row for row in rows if row["decoder"] == STREAMING and round(largest_loss(row, reference), 9) <= max_loss]
-    return max(good, key=lambda row: row["tokens_per_forward"], default=None)
+    good = summary[summary["loss"].round(9) <= max_loss]
+    return list(good.sort_values(by, ascending=False, kind="stable").index)
 
 
 def write_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:

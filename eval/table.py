@@ -102,16 +102,3 @@ def summarise_tasks(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
         made = resample(rows, resamples=0)
         parts[task] = pd.DataFrame({name: made[name].iloc[0] for name in names if name in made})
     return pd.concat(parts, names=["task", "decoder"]).swaplevel()
-
-
-def pick(summary: pd.DataFrame, loss: pd.Series, max_loss: float, by: str) -> list[Any]:
-    """The one rule by which settings are chosen: those that lose at most `max_loss`, the greatest `by` first.
-
-    Args:
-        summary: a row for each setting, with the column `by`.
-        loss: of each setting.
-        max_loss: in the units of `loss`.
-        by: what there should be most of.
-    """
-    good = summary[loss.round(9) <= max_loss]
-    return list(good.sort_values(by, ascending=False, kind="stable").index)

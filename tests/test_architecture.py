@@ -25,7 +25,7 @@ import wedlm_hf
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["generation", "modeling_wedlm", "training", "eval", "cli"]  # lowest first
-OUTSIDE_PACKAGE = {"tests", "examples", "docs", "build", "dist"}
+OUTSIDE_PACKAGE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
 
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg", encoding="utf-8")

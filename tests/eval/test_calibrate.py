@@ -2,10 +2,9 @@
 
 import io
 import json
-from dataclasses import replace
 
+import pandas as pd
 import pytest
-import torch
 from rich.console import Console
 from tiny import MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
@@ -14,22 +13,22 @@ from typer.testing import CliRunner
 from wedlm_hf import cli
 from wedlm_hf.eval import calibrate as calibrating
 from wedlm_hf.eval.calibrate import (
-    AR,
     Calibration,
-    Grid,
+    CalibrationRequest,
     SlotCost,
-    Trial,
-    agreeing_tokens,
+    calibrate,
     measure_slot_cost,
-    run_calibration,
-    table,
+    summarise_trials,
+    trials_table,
 )
-from wedlm_hf.eval.measure import Decoding, decode
+from wedlm_hf.eval.measure import decode
+from wedlm_hf.eval.prompts import Prompt
+from wedlm_hf.eval.sweep import Grid
 from wedlm_hf.generation import WeDLMGenerationSettings
 
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120], [5, 6, 7, 8]]
-SMALL = Grid(windows=(4,), thresholds=(0.0, 100.0), penalties=(0.0,), budgets=(0.5,), verified_thresholds=(1.0,))
-STEPWISE, BOLD, VERIFIED = "W=4 τ=0 λ=0", "W=4 τ=100 λ=0", "verified W=4 τ=1"
+SMALL = Grid((4,), (0.0, 100.0), (0.0,), (1.0,), ("wedlm", "wedlm+exact"))
+STEPWISE, BOLD, VERIFIED = "wedlm W=4 τ=0 λ=0", "wedlm W=4 τ=100 λ=0", "wedlm+exact W=4 τ=1"
 
 
 @pytest.fixture(scope="module")
@@ -54,110 +53,99 @@ def cheap(monkeypatch):
     monkeypatch.setattr(calibrating, "TIMED_REPEATS", 1)
 
 
-def run(model, agreement, prompts=PROMPTS, grid=SMALL):
-    return run_calibration(
-        model, tiny_tokenizer(), prompts, agreement=agreement, grid=grid, max_new_tokens=10, batch_size=2
-    )
+def run(model, agreement, prompts=PROMPTS):
+    encoded = [Prompt.of(str(tokens), tokens=tokens) for tokens in prompts]
+    return calibrate(model, tiny_tokenizer(), encoded, CalibrationRequest(agreement, SMALL, 10, 2))
 
 
-# --- agreement and speed ------------------------------------------------------------------------------------------
-
-
-def test_tokens_agree_where_ar_would_choose_them_after_the_same_prefix(model):
-    for options in ({"strategy": "ar"}, {"strategy": "wedlm", "entropy_threshold": 9.0, "window_size": 6}):
-        (answer,) = decode(model, None, PROMPTS[:1], {**options, "max_new_tokens": 12, "do_sample": False})
-        agreeing = 0
-        for index, token in enumerate(answer.tokens):  # one forward for each token, from scratch
-            logits = model(torch.tensor([PROMPTS[0] + answer.tokens[:index]])).logits[0, -1]
-            logits[MASK] = float("-inf")
-            agreeing += int(logits.argmax()) == token
-        assert agreeing_tokens(model, PROMPTS[0], answer.tokens) == agreeing
-        assert (agreeing == len(answer.tokens)) == (options["strategy"] == "ar")
-
-
-def test_a_difference_counts_once_and_not_for_what_follows_it(model):
-    def ar(prompt):
-        return decode(model, None, [prompt], {"strategy": "ar", "max_new_tokens": 6, "do_sample": False})[0].tokens
-
-    answer = ar(PROMPTS[0])
-    other = [*answer[:2], answer[2] + 1]
-    other += ar(PROMPTS[0] + other)[:3]  # what AR goes on with after the difference
-    assert agreeing_tokens(model, PROMPTS[0], other) == 5
+# --- speed --------------------------------------------------------------------------------------------------------
 
 
 def test_a_slot_costs_the_slope_of_a_line_through_medians():
     seconds = {1: [2.5, 2.5, 90.0], 3: [3.5] * 4, 9: [6.5, 0.0, 6.5], 17: [10.5]}  # 2 + Q/2, with outliers
-    cost = SlotCost.fit(seconds)
+    steps = [(width, second) for width, times in seconds.items() for second in times]
+    cost = SlotCost.fit(pd.DataFrame(steps, columns=["width", "seconds"]))
     assert (cost.fixed, cost.slot) == pytest.approx((2, 0.5))
     assert cost.relative == pytest.approx(0.25)
-    assert SlotCost.fit({1: [3.0], 2: [2.0]}).slot == 0  # noise on a machine where slots are free
-    # 5 forwards and 20 slots for 10 tokens: (5 + 20 · 0.25) / 10.
-    assert cost.of([Decoding([1] * 4, "", 2, 12, 0.0), Decoding([1] * 6, "", 3, 8, 0.0)]) == pytest.approx(1.0)
+    free = pd.DataFrame({"width": [1, 2], "seconds": [3.0, 2.0]})
+    assert SlotCost.fit(free).slot == 0  # noise on a machine where slots are free
 
 
 def test_the_slot_cost_is_measured_over_many_widths_and_leaves_the_model_as_it_was(model, monkeypatch):
-    seen = {}
-    monkeypatch.setattr(SlotCost, "fit", lambda seconds: seen.update(seconds) or SlotCost(1.0, 1.0))
+    seen = []
+    monkeypatch.setattr(SlotCost, "fit", lambda seconds: seen.append(seconds) or SlotCost(1.0, 1.0))
     ends = model.generation_config.eos_token_id
     monkeypatch.setattr(calibrating, "COST_REPEATS", 1)
     measure_slot_cost(model, PROMPTS[0])
-    assert {1, 4, 8, 16, 24} <= set(seen) | {width - 1 for width in seen}
-    assert all(second > 0 for seconds in seen.values() for second in seconds)
+    (steps,) = seen
+    widths = set(steps["width"])
+    assert {1, 4, 8, 16, 24} <= widths | {width - 1 for width in widths}
+    assert (steps["seconds"] > 0).all()
     assert model.generation_config.eos_token_id == ends
+
+
+def test_speed_follows_from_counts_and_the_slot_cost(monkeypatch):
+    monkeypatch.setattr(calibrating, "agreeing_tokens", lambda model, prompt, answer: len(answer) - 1)
+    counts = {"ar": [(4, 4, 3), (6, 6, 5)], "wedlm": [(4, 2, 12), (6, 3, 8)]}
+    rows = [
+        {"decoder": name, "prompt": index, "tokens": [index] * tokens, "new_tokens": tokens}
+        | {"forwards": forwards, "token_instances": slots}
+        for name, answers in counts.items()
+        for index, (tokens, forwards, slots) in enumerate(answers)
+    ]
+    found = summarise_trials(None, [Prompt.of("a"), Prompt.of("b")], rows, SlotCost(1.0, 0.25))
+    # AR: 10 forwards and 8 slots; wedlm: 5 forwards and 20 slots.
+    assert found["speed"].tolist() == pytest.approx([1, (10 + 2) / (5 + 5)])
+    assert found["tokens_per_forward"].tolist() == [1, 2]
+    assert found["agreement"].tolist() == [0.8, 0.8] and found["same"].tolist() == [1, 1]
 
 
 # --- choice -------------------------------------------------------------------------------------------------------
 
 
 def test_every_setting_that_is_tried_can_be_decoded_with():
-    candidates = Grid().candidates()
-    assert len(candidates) == 3 * (4 * 2 + 3 * 2 + 2)
+    candidates = CalibrationRequest().grid.candidates()
+    assert len(candidates) == 1 + 3 * (4 * 2 + 2)
     for options in candidates.values():
         WeDLMGenerationSettings(**options)
-    assert {options["verification"] for options in candidates.values()} == {"none", "exact"}
+    assert {options.get("verification") for options in candidates.values()} == {None, "none", "exact"}
 
 
 def test_only_verified_decoding_agrees_everywhere_with_a_random_model(model, cheap):
     found = run(model, agreement=1.0)
-    assert list(found.trials) == [AR, *SMALL.candidates()]
-    assert found.trials[AR].agreement == found.trials[AR].identical == found.trials[AR].speed == 1
+    assert list(found.trials.index) == list(SMALL.candidates())
+    assert found.trials.loc["ar", ["agreement", "same", "speed"]].tolist() == [1, 1, 1]
     assert found.chosen == VERIFIED
-    assert found.trials[VERIFIED].kept == found.trials[VERIFIED].identical == 1
-    assert list(found.tokens_per_second) == [AR, VERIFIED]
-    assert found.settings() == {
-        "window_size": 4,
-        "entropy_threshold": 1.0,
-        "entropy_budget": None,
-        "verification": "exact",
-        "slot_cost": 0.1,
-    }
+    assert found.trials.loc[VERIFIED, ["checked", "same"]].tolist() == [1, 1]
+    assert list(found.tokens_per_second) == ["ar", VERIFIED]
+    assert {"window_size": 4, "entropy_threshold": 1.0, "verification": "exact"}.items() <= found.settings.items()
+    assert "strategy" not in found.settings
 
 
 def test_the_fastest_setting_that_agrees_well_enough_is_chosen(model, cheap, monkeypatch):
     monkeypatch.setattr(calibrating, "agreeing_tokens", lambda model, prompt, answer: len(answer) - 1)
     found = run(model, agreement=0.9)
-    fastest = max(SMALL.candidates(), key=lambda name: found.trials[name].speed)
-    assert found.chosen == fastest == BOLD
-    trial = found.trials[BOLD]
-    picking = PROMPTS[::2]
-    options = {**trial.options, "max_new_tokens": 10, "do_sample": False}
+    assert found.chosen == found.trials["speed"].idxmax() == BOLD
+    trial = found.trials.loc[BOLD]
+    picking = PROMPTS[1::2]
+    options = {**SMALL.candidates()[BOLD], "max_new_tokens": 10, "do_sample": False}
     answers = decode(model, None, picking, options)
-    assert trial.agreement == 18 / 20
-    assert trial.tokens_per_forward == 20 / sum(answer.forwards for answer in answers)
+    assert trial["agreement"] == 18 / 20
+    assert trial["tokens_per_forward"] == 20 / sum(answer.forwards for answer in answers)
     # AR: 10 forwards and 9 slots a prompt.
     spent = sum(answer.forwards + 0.1 * answer.token_instances for answer in answers)
-    assert trial.speed == pytest.approx(2 * (10 + 0.9) / spent)
-    assert [name for name in found.trials if found.trials[name].kept is not None] == [BOLD]
+    assert trial["speed"] == pytest.approx(2 * (10 + 0.9) / spent)
+    assert list(found.trials.index[found.trials["checked"].notna()]) == [BOLD]
 
 
 def test_a_setting_that_fails_on_the_other_prompts_gives_way_to_the_next(model, cheap, monkeypatch):
     def agreeing(model, prompt, answer):
-        return len(answer) if prompt in PROMPTS[::2] else len(answer) - 1
+        return len(answer) if prompt in PROMPTS[1::2] else len(answer) - 1
 
     monkeypatch.setattr(calibrating, "agreeing_tokens", agreeing)
     found = run(model, agreement=0.95)
     assert found.chosen is None
-    assert all(found.trials[name].kept == 0.9 for name in SMALL.candidates())
+    assert (found.trials["checked"].drop(index="ar") == 0.9).all()
     assert found.tokens_per_second == {}
     assert run(model, agreement=0.9).chosen == BOLD
 
@@ -166,25 +154,19 @@ def test_answers_stay_within_the_context(cheap):
     small = tiny_model(max_position_embeddings=16)
     small.generation_config.suppress_tokens = [MASK]
     found = run(small, agreement=0.01)
-    assert found.trials[AR].tokens_per_forward == 1
+    assert found.trials.loc["ar", "tokens_per_forward"] == 1
     assert found.chosen is not None
 
 
 def test_the_table_shows_what_no_other_setting_beats():
-    def trial(agreement, speed):
-        return Trial({}, agreement, 0.5, 2.0, speed)
-
-    trials = {
-        AR: trial(1.0, 1.0),
-        "beaten": trial(0.9, 2.0),
-        "good": replace(trial(0.95, 3.0), kept=0.94),
-        "fast": trial(0.5, 9.0),
-    }
+    columns = ["agreement", "speed", "checked"]
+    rows = {"ar": (1.0, 1.0, None), "beaten": (0.9, 2.0, None), "good": (0.95, 3.0, 0.94), "fast": (0.5, 9.0, None)}
+    trials = pd.DataFrame.from_dict(rows, orient="index", columns=columns).assign(same=0.5, tokens_per_forward=2.0)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(table(Calibration(SlotCost(1.0, 0.1), trials, "good", {}), 0.9))
+    console.print(trials_table(Calibration(SlotCost(1.0, 0.1), trials, "good", {}, {}), 0.9))
     shown = [line.split() for line in console.export_text().splitlines() if "×" in line]
-    assert [words[0] for words in shown] == [AR, "fast", "good"]
-    assert "95.00" in shown[2] and "94.00" in shown[2]
+    assert [words[0] for words in shown] == ["ar", "fast", "good"]
+    assert "95.00%" in shown[2] and "94.00%" in shown[2]
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -196,25 +178,24 @@ def wedlm(*arguments, stdin=""):
     return result.exit_code, result.stdout, result.stderr
 
 
-FEW = ["--windows", "4", "--thresholds", "2", "--penalties", "0", "--budgets", "0.5", "--max-new-tokens", "8", "--raw"]
+FEW = ["--windows", "4", "--thresholds", "2", "--penalties", "0", "--max-new-tokens", "8", "--raw"]
 
 
 def test_settings_are_written_to_the_checkpoint_and_used_from_there(model, checkpoint, cheap):
     path = checkpoint / "generation_config.json"
     before = json.loads(path.read_text())
-    path.write_text(json.dumps(before | {"entropy_budget": 0.25}))
     lines = "1, 2, 3\n4, 5, 6\n7, 8\n9\n"
     arguments = [checkpoint, "--file", "-", "--agreement", "1", *FEW]
     code, output, errors = wedlm(*arguments, stdin=lines)
     assert code == 0, errors
     assert "slot_cost = 0.1" in output
-    assert "Chosen: verified W=4" in output
-    assert json.loads(path.read_text()) == before | {"entropy_budget": 0.25}  # not without --write
+    assert "Chosen: wedlm+exact W=4" in output
+    assert json.loads(path.read_text()) == before  # not without --write
     code, _, _ = wedlm(*arguments, "--write", stdin=lines)
     written = {"window_size": 4, "verification": "exact", "slot_cost": 0.1}
     stored = json.loads(path.read_text())
     assert written.items() <= stored.items()
-    assert "entropy_budget" not in stored and "strategy" not in stored
+    assert "strategy" not in stored
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
     short = {"max_new_tokens": 8, "do_sample": False}
     first = decode(loaded, None, PROMPTS, {"strategy": "wedlm", **short})
@@ -233,7 +214,7 @@ def test_where_nothing_is_good_enough_nothing_is_written(checkpoint, cheap, monk
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        ([], "1, 2\n", "Calibration needs at least 2 prompts, to pick settings on and to check, got 1."),
+        ([], "1, 2\n", "one to choose settings on and one to check them, got 1 in 1 task."),
         (["--agreement", "0"], "1\n2\n", "The wanted agreement must be above 0 and at most 1, got 0.0."),
         (["--agreement", "1.5"], "1\n2\n", "The wanted agreement must be above 0 and at most 1, got 1.5."),
         (["--windows", "4,wide"], "1\n2\n", "`--windows` takes numbers with commas between them, got '4,wide'."),

@@ -1,18 +1,26 @@
 """What the measuring core counts, and how settings and numbers are stored."""
 
-import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tiny import MASK, tiny_model, tiny_tokenizer
-from transformers import AutoModelForCausalLM
 
-from wedlm_hf.eval import markdown
 from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.files import written_whole
-from wedlm_hf.eval.measure import Decoding, ForwardCounter, Score, decode, measure, pooled
+from wedlm_hf.eval.measure import (
+    Decoding,
+    ForwardCounter,
+    Score,
+    agreeing_tokens,
+    answer_entropy,
+    decode,
+    measure,
+    pooled,
+    seconds_to_first_token,
+)
 from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.eval.sweep import Setting, write_settings
 
 SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
 AR = {"strategy": "ar", **SHORT}
@@ -29,14 +37,6 @@ def model():
 @pytest.fixture(scope="module")
 def tokenizer():
     return tiny_tokenizer()
-
-
-@pytest.fixture
-def checkpoint(model, tokenizer, tmp_path):
-    folder = tmp_path / "checkpoint"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 # --- counts -------------------------------------------------------------------------------------------------------
@@ -107,6 +107,76 @@ def test_prefix_cacheability_of_ar_is_one(model, tokenizer):
     assert Score.of(decoding).prefix_cacheability == 1
 
 
+def test_the_counter_takes_the_time_between_start_and_end_of_each_forward(model, monkeypatch):
+    ticks = iter(range(100))
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    with ForwardCounter(model) as counter:
+        model(torch.tensor([[20, 40]]))
+        model(torch.tensor([[20], [40], [9]]))
+    # For each forward the clock is read three times: its start, and before and after it.
+    assert (counter.starts, counter.spans) == ([0, 3], [1, 1])
+    assert (counter.shapes, counter.forwards, counter.rows, counter.slots) == ([(1, 2), (3, 1)], 2, 4, 5)
+
+
+def test_the_first_token_ends_the_generation(model):
+    for prompts in (PROMPTS[:1], PROMPTS):
+        for options in (AR, EXACT):  # with verification, the AR head of the prompt's last token gives it
+            with ForwardCounter(model) as counter:
+                assert seconds_to_first_token(model, prompts, options) > 0
+            assert counter.forwards == 1
+    before = decode(model, None, PROMPTS, FAST)
+    seconds_to_first_token(model, PROMPTS, FAST)
+    assert [d.tokens for d in before] == [d.tokens for d in decode(model, None, PROMPTS, FAST)]
+
+
+def test_sampled_decodings_are_a_function_of_the_seed(model):
+    options = {**FAST, "do_sample": True, "temperature": 1.0}
+    first, second, other = (decode(model, None, PROMPTS, options, seed=seed) for seed in (1, 1, 2))
+    assert [d.tokens for d in first] == [d.tokens for d in second] != [d.tokens for d in other]
+
+
+# --- what the AR head says ----------------------------------------------------------------------------------------
+
+
+def test_tokens_agree_where_ar_would_choose_them_after_the_same_prefix():
+    model = tiny_model()
+    model.generation_config.suppress_tokens = [MASK]
+    for options in ({"strategy": "ar"}, {"strategy": "wedlm", "entropy_threshold": 9.0, "window_size": 6}):
+        (answer,) = decode(model, None, PROMPTS[:1], {**options, "max_new_tokens": 12, "do_sample": False})
+        agreeing = 0
+        for index, token in enumerate(answer.tokens):  # one forward for each token, from scratch
+            logits = model(torch.tensor([PROMPTS[0] + answer.tokens[:index]])).logits[0, -1]
+            logits[MASK] = float("-inf")
+            agreeing += int(logits.argmax()) == token
+        assert agreeing_tokens(model, PROMPTS[0], answer.tokens) == agreeing
+        assert (agreeing == len(answer.tokens)) == (options["strategy"] == "ar")
+
+
+def test_a_difference_counts_once_and_not_for_what_follows_it(model):
+    def ar(prompt):
+        return decode(model, None, [prompt], {**AR, "max_new_tokens": 6})[0].tokens
+
+    answer = ar(PROMPTS[0])
+    other = [*answer[:2], answer[2] + 1]
+    other += ar(PROMPTS[0] + other)[:3]  # what AR goes on with after the difference
+    assert agreeing_tokens(model, PROMPTS[0], other) == 5
+
+
+def test_entropies_are_those_of_the_distributions_that_ar_chose_from(model):
+    prompt = [20, 40, 9, 31]
+    output = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=5,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    rows = torch.cat(output.logits).log_softmax(-1)
+    wanted = -(rows.exp() * rows).sum(-1).mean()
+    assert answer_entropy(model, prompt, output.sequences[0, 4:].tolist()) == pytest.approx(float(wanted), rel=1e-4)
+
+
 # --- measure ------------------------------------------------------------------------------------------------------
 
 
@@ -168,28 +238,7 @@ def test_a_long_prompt_shortens_no_other_answer(tokenizer):
     assert {row["prompt"]: row["new_tokens"] for row in rows} == {0: 12, 1: 4, 2: 12}
 
 
-# --- files and pages ------------------------------------------------------------------------------------------------
-
-
-def test_chosen_settings_are_stored_in_the_checkpoint_and_used_from_there(model, checkpoint):
-    path = checkpoint / "generation_config.json"
-    path.write_text(
-        json.dumps({"_from_model_config": True, "eos_token_id": 2, "pad_token_id": 0, "top_k": 7, "top_p": 0.5})
-    )
-    write_settings(checkpoint, {"window_size": 4, "entropy_threshold": 2.0, "distance_penalty": 0.5, "top_p": None})
-    stored = json.loads(path.read_text())
-    assert stored == {
-        "distance_penalty": 0.5,
-        "entropy_threshold": 2.0,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "top_k": 7,
-        "window_size": 4,
-    }
-    loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
-    (prompt,) = decode(loaded, tiny_tokenizer(), PROMPTS[:1], {"strategy": "wedlm", **SHORT})
-    (wanted,) = decode(model, tiny_tokenizer(), PROMPTS[:1], {**SHORT, **Setting(4, 2.0, 0.5).options})
-    assert (prompt.tokens, prompt.forwards) == (wanted.tokens, wanted.forwards)
+# --- files ------------------------------------------------------------------------------------------------
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
@@ -205,9 +254,3 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
         write("half", 0)
     assert path.read_text() == "old"
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_blocks_are_filled_by_name_and_text_around_them_stays():
-    page = "a\n<!-- measured: one -->\nold\n<!-- /measured -->\nb\n<!-- measured: two -->\n<!-- /measured -->\nc\n"
-    filled = markdown.fill(page, {"one": "| 1 |\n", "two": r"\2" + "\n", "three": "unused"})
-    assert filled == page.replace("old", "| 1 |").replace("two -->\n", "two -->\n\\2\n")

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from wedlm_hf.eval.table import COUNTED, TIMED, per_prompt, pick, resample, summarise, summarise_tasks
+from wedlm_hf.eval.table import COUNTED, TIMED, per_prompt, resample, summarise, summarise_tasks
 
 PROMPTS = 24
 
@@ -58,10 +58,3 @@ def test_tasks_have_their_own_lines_whatever_they_are_called():
     found = summarise_tasks(table, COUNTED)
     assert found.loc[("wedlm", "all"), "tokens_per_forward"] == 2
     assert found.loc[("wedlm", "a|b"), "tokens_per_forward"] == 1
-
-
-def test_the_fastest_within_the_allowed_loss_come_first():
-    summary = pd.DataFrame({"speed": [1.0, 3.0, 2.0, 3.0]}, index=list("abcd"))
-    loss = pd.Series([0.0, 2.0, 1.0 + 1e-12, 1.0], index=list("abcd"))
-    assert pick(summary, loss, 1.0, "speed") == ["d", "c", "a"]
-    assert pick(summary, loss, -1.0, "speed") == []

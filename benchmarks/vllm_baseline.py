@@ -1,4 +1,10 @@
-"""vLLM's AR decoding of the same weights, as one more decoder to take turns with."""
+"""vLLM's AR decoding beside our decoders: the same weights and prompts, taking turns in one run.
+
+    python benchmarks/vllm_baseline.py --vllm-python ~/vllm/bin/python --model my-wedlm --file prompts.txt
+
+vLLM runs in a process of its own, under the Python that has it, and sleeps between its turns. On a CPU it gets as many
+threads as torch has here. Prints new tokens per second of each decoder, and their speed against our AR decoding.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +15,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import pandas as pd
 import torch
+import typer
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
 
-from ..modeling_wedlm import WeDLMForCausalLM
-from .files import write_text
-from .measure import Decoding
+from wedlm_hf.eval.decoders import AR, DECODERS
+from wedlm_hf.eval.measure import Decoding, decode
+from wedlm_hf.eval.options import NANO
+from wedlm_hf.eval.prompts import encode_prompt, read_prompts
+from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 HOW_TO_GET_IT = (
     "Install it into a virtual environment of its own (`pip install vllm` where there is a GPU, else a CPU build such "
@@ -42,7 +54,7 @@ def export_stock(model: WeDLMForCausalLM, folder: Path) -> None:
     config.architectures = ["Qwen3ForCausalLM" if model.config.qk_norm else "Qwen2ForCausalLM"]
     config.save_pretrained(folder)
     ends = {name: getattr(model.generation_config, name) for name in ("eos_token_id", "pad_token_id")}
-    write_text(folder / "generation_config.json", json.dumps(ends) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
 
 
 class VllmDecoder:
@@ -168,5 +180,55 @@ class VllmDecoder:
             raise ValueError(f"vLLM stopped: {last[0] if last else 'it said nothing'}")
         reply = dict(json.loads(line))
         if "missing" in reply:
-            raise ValueError(f"`--vllm` needs vLLM, but {reply['missing']}. {HOW_TO_GET_IT}")
+            raise ValueError(f"There is no vLLM: {reply['missing']}. {HOW_TO_GET_IT}")
         return reply
+
+
+def compare(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[list[int]],
+    vllm: VllmDecoder,
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    repeats: int,
+) -> pd.DataFrame:
+    """A row for each decoder: new tokens per second (medians of the repeats of each batch) and `speed` against AR."""
+    options = {name: {**keywords, "max_new_tokens": max_new_tokens} for name, keywords in DECODERS.items()}
+    decoders = {name: partial(decode, model, tokenizer, options=each) for name, each in options.items()}
+    rows = []
+    for start in range(0, len(prompts), batch_size):
+        for repeat in range(-1, repeats):  # the first turn is a warm-up
+            for name, decoder in [*decoders.items(), ("vllm ar", vllm)]:
+                decodings = decoder(prompts[start : start + batch_size])
+                tokens, seconds = sum(len(each.tokens) for each in decodings), sum(each.seconds for each in decodings)
+                rows.append({"decoder": name, "batch": start, "repeat": repeat, "tokens": tokens, "seconds": seconds})
+    table = pd.DataFrame(rows).query("repeat >= 0")
+    sums = table.groupby(["decoder", "batch"], sort=False)[["tokens", "seconds"]].median().groupby(level=0).sum()
+    speeds = (sums["tokens"] / sums["seconds"]).rename("tokens/s")
+    return pd.DataFrame({"tokens/s": speeds, "speed against AR": speeds / speeds[AR]})
+
+
+def main(
+    file: Annotated[Path, typer.Option(help="Prompts: .jsonl as for `wedlm report`, else one a line.")],
+    model: Annotated[str, typer.Option(help="Checkpoint folder or Hub id.")] = str(NANO),
+    vllm_python: Annotated[str, typer.Option(help="Interpreter that has vLLM.")] = sys.executable,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 160,
+    batch_size: Annotated[int, typer.Option(min=1)] = 1,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    device: str = "cuda" if torch.cuda.is_available() else "cpu",
+) -> None:
+    """Measure and print a table."""
+    loaded, tokenizer = load_model(model).to(device).eval(), load_tokenizer(model)
+    read = read_prompts(file.name, file.read_text(encoding="utf-8"))
+    prompts = [list(encode_prompt(loaded, tokenizer, prompt).tokens) for prompt in read]
+    longest = max(map(len, prompts)) + max_new_tokens
+    with VllmDecoder(loaded, tokenizer, python=vllm_python, max_new_tokens=max_new_tokens, longest=longest) as vllm:
+        sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "repeats": repeats}
+        print(compare(loaded, tokenizer, prompts, vllm, **sizes).to_markdown(floatfmt=",.2f"))
+        print(f"vLLM {vllm.version}, torch {torch.__version__}, {torch.get_num_threads()} threads, {loaded.device}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,4 +1,4 @@
-"""vLLM's side of `wedlm bench --vllm`: runs under the Python that has vLLM, and imports nothing of this package.
+"""vLLM's side of vllm_baseline.py: runs under the Python that has vLLM, and imports nothing of this package.
 
 Standard input brings JSON lines, standard output takes one for each: first the engine's keywords, answered by its
 version; then `{"prompts": [[token, …], …], "sampling": {…}}`, answered by `{"tokens": [[…], …], "seconds": …}`.

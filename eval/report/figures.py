@@ -1,0 +1,221 @@
+"""Figures of a report."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Drawing
+
+from ..decoders import AR, BLOCK, DECODERS, EXACT, TYPICAL, WEDLM
+from ..files import written_whole
+from .numbers import Numbers
+
+COLORS = {AR: "#6b7280", BLOCK: "#c7922e", WEDLM: "#2f7fc8", TYPICAL: "#a855a0", EXACT: "#17966e"}
+MARKERS = "osD^vP*X"
+STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": "#d4d7dc",
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "svg.hashsalt": "wedlm",  # the same drawing is the same file
+}
+LABELS = {
+    "tokens_per_forward": "tokens per forward",
+    "prefix_cacheability": "prefix cacheability",
+    "tokens_per_second": "tokens/s",
+    "speed": "speed against AR, ×",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing with its words.
+
+    Attributes:
+        name: of a file.
+        title: in a few words.
+        caption: how to read it.
+        drawing: matplotlib's figure.
+    """
+
+    name: str
+    title: str
+    caption: str
+    drawing: Drawing
+
+    def as_uri(self) -> str:
+        """An SVG for `<img src=…>`, which needs no other file."""
+        data = io.BytesIO()
+        with matplotlib.rc_context(STYLE):
+            self.drawing.savefig(data, format="svg", facecolor="white", metadata={"Date": None})
+        return f"data:image/svg+xml;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+    def write_png(self, folder: Path) -> None:
+        """`<folder>/<name>.png`."""
+        with written_whole(folder / f"{self.name}.png") as unfinished, matplotlib.rc_context(STYLE):
+            self.drawing.savefig(unfinished, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+
+
+def figures(numbers: Numbers, window: int, quality: str) -> list[Figure]:
+    """All that there are numbers for.
+
+    Args:
+        numbers: of the report.
+        window: W of the headline; figures of one window show it, or else the widest of the sweep.
+        quality: what quality is, in words.
+    """
+    with matplotlib.rc_context(STYLE):
+        labels = {**LABELS, "quality": f"{quality}, %"}
+        sweep = numbers.sweep.assign(quality=100 * numbers.sweep["quality"])
+        sweep["quality_error"] *= 100
+        windows = sweep["window_size"].dropna().unique()
+        shown = window if window in windows or not len(windows) else max(windows)
+        one = sweep[sweep["window_size"] == shown]
+        made = [_front(sweep, labels), *_effects(one, sweep.loc[AR], labels), _area(numbers.areas, labels)]
+        made += [_entropy(numbers.prompts), _batches(numbers.batches)]
+        return [figure for figure in made if figure is not None]
+
+
+def _front(sweep: pd.DataFrame, labels: dict[str, str]) -> Figure:
+    drawing, (axis,) = _canvas(1)
+    front = sweep[sweep["on_front"]].sort_values("speed")
+    axis.plot(front["speed"], front["quality"], color="black", linewidth=1, zorder=1, label="Pareto front")
+    axis.errorbar(
+        front["speed"], front["quality"], front["quality_error"], front["speed_error"], fmt="none", ecolor="#d4d7dc"
+    )
+    for kind, own in sweep.groupby("kind", sort=False):
+        axis.plot(own["speed"], own["quality"], "o", color=COLORS[str(kind)], alpha=0.7, markersize=5, label=kind)
+    axis.set(xlabel=labels["speed"], ylabel=labels["quality"])
+    _legend(axis, 3)
+    caption = (
+        "Each dot is one setting of the sweep. No setting beats those on the line in both; bars are standard errors."
+    )
+    return Figure("front", "Quality against speed", caption, drawing)
+
+
+def _effects(one: pd.DataFrame, ar: pd.Series, labels: dict[str, str]) -> list[Figure]:
+    """What τ, λ and the way of refilling do, for one window."""
+    wedlm, block = (one[one["kind"] == kind] for kind in (WEDLM, BLOCK))
+    made = []
+    about = f"W = {one['window_size'].max():g}, no verification. Dashed: AR."
+    taus, penalties = ("entropy_threshold", "τ, nats"), ("distance_penalty", "λ, nats per position")
+    if wedlm["entropy_threshold"].nunique() > 1:
+        drawing = _lines(wedlm, taus, "distance_penalty", ["quality", "speed"], ar, labels)
+        made.append(Figure("thresholds", "Effect of the entropy threshold τ", about, drawing))
+    if wedlm["distance_penalty"].nunique() > 1:
+        panels = ["quality", "speed", "prefix_cacheability"]
+        drawing = _lines(wedlm, penalties, "entropy_threshold", panels, ar, labels)
+        made.append(Figure("penalties", "Effect of the distance penalty λ", about, drawing))
+    if len(block) > 1:
+        penalty = block["distance_penalty"].iloc[0]
+        both = pd.concat([wedlm[wedlm["distance_penalty"] == penalty], block])
+        drawing = _lines(both, taus, "kind", ["quality", "speed"], ar, labels)
+        caption = f"λ = {penalty:g}, {about} Bars are standard errors."
+        made.append(Figure("block", "Streaming against block-wise decoding", caption, drawing))
+    return made
+
+
+def _lines(
+    rows: pd.DataFrame, x: tuple[str, str], by: str, panels: Sequence[str], ar: pd.Series, labels: dict[str, str]
+) -> Drawing:
+    """A line for each value of the column `by` over the column `x` (and its label), in each of the panels."""
+    drawing, axes = _canvas(len(panels))
+    symbol = {"distance_penalty": "λ = ", "entropy_threshold": "τ = "}.get(by, "")
+    shades = matplotlib.colormaps["viridis"].resampled(rows[by].nunique() + 1)
+    for axis, panel in zip(axes, panels, strict=True):
+        axis.axhline(ar[panel], color=COLORS[AR], linestyle=(0, (4, 3)), linewidth=1)
+        for place, (value, own) in enumerate(rows.groupby(by, sort=by != "kind")):
+            label = f"{symbol}{value:g}" if symbol else str(value)
+            errors = own[f"{panel}_error"] if by == "kind" else None
+            color = COLORS.get(label, shades(place))
+            axis.errorbar(own[x[0]], own[panel], errors, marker=MARKERS[place % 8], ms=5, color=color, label=label)
+        axis.set_ylabel(labels[panel])
+        if panel != "quality":
+            axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel(x[1])
+    _legend(axes[0], 3)
+    return drawing
+
+
+def _area(areas: pd.DataFrame, labels: dict[str, str]) -> Figure | None:
+    areas = areas[areas["area"].notna() & (areas.index != AR)]
+    if not len(areas):
+        return None
+    drawing, (axis,) = _canvas(1)
+    for decoder, curve in areas["curve"].items():
+        x, y = zip(*curve, strict=True)
+        color = COLORS[str(decoder)]
+        axis.step([0, *x], [100 * value for value in (y[0], *y)], where="pre", color=color, label=decoder)
+    axis.set(xlabel=labels["tokens_per_forward"], ylabel=f"best {labels['quality']}", xlim=(0, None))
+    _legend(axis, 2)
+    caption = (
+        "The best quality to be had with at least so many tokens per forward, among settings within 5 points of AR."
+    )
+    return Figure("area", "Accuracy–parallelism curves", caption, drawing)
+
+
+def _entropy(prompts: pd.DataFrame) -> Figure | None:
+    decoder = next((name for name in (EXACT, WEDLM) if f"tokens_per_forward, {name}" in prompts), None)
+    if decoder is None:
+        return None
+    y = f"tokens_per_forward, {decoder}"
+    drawing, (axis,) = _canvas(1)
+    shades = matplotlib.colormaps["tab10"]
+    prompts = prompts.assign(entropy=prompts["entropy"].clip(lower=1e-4))
+    for place, (task, own) in enumerate(prompts.groupby("task", sort=False)):
+        how: dict[str, Any] = {"marker": MARKERS[place % 8], "color": shades(place % 10), "linestyle": "none"}
+        axis.plot(own["entropy"], own[y], alpha=0.3, markersize=3, markeredgewidth=0, **how)
+        axis.plot(
+            own["entropy"].mean(), own[y].mean(), markersize=9, markeredgecolor="black", label=_plain(task), **how
+        )
+    axis.set(xscale="log", xlabel="entropy of AR over its answer, nats per token", ylabel=LABELS["tokens_per_forward"])
+    axis.set_ylim(bottom=0)
+    _legend(axis, 3)
+    caption = (
+        f"Decoder: {decoder}. Small: a prompt; large: the mean of a task. An answer of n tokens has at most n tokens "
+        "per forward. What lies below 10⁻⁴ is drawn there."
+    )
+    return Figure("entropy", "Speed by entropy of the text", caption, drawing)
+
+
+def _batches(batches: pd.DataFrame) -> Figure:
+    drawing, axes = _canvas(2)
+    wide = batches.reset_index().pivot(index="batch_size", columns="decoder")
+    for axis, column in zip(axes, ("tokens_per_second", "speed"), strict=True):
+        for decoder in (name for name in DECODERS if name in wide[column]):
+            own = wide[column][decoder]
+            axis.plot([str(size) for size in own.index], own, "o-", color=COLORS[decoder], ms=5, label=decoder)
+        axis.set_ylabel(LABELS[column])
+        axis.set_ylim(bottom=0)
+    axes[-1].set_xlabel("prompts decoded together")
+    _legend(axes[0], 3)
+    return Figure("batches", "Speed by batch size", "All decoders in turn on the same prompts, tasks mixed.", drawing)
+
+
+def _canvas(panels: int) -> tuple[Drawing, Sequence[Axes]]:
+    """A figure as wide as a phone, with panels below each other over the same x."""
+    drawing = Drawing(figsize=(4.8, 1.5 + 2.05 * panels), layout="constrained")
+    return drawing, list(drawing.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
+
+
+def _legend(axis: Axes, columns: int) -> None:
+    """Above the axes, where no line can be."""
+    axis.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, columnspacing=1.2, handletextpad=0.5)
+
+
+def _plain(task: object) -> str:
+    """A label that is neither taken for mathematics nor, with `_` in front, left out."""
+    return f"\u200b{task}".replace("$", r"\$")

@@ -1,0 +1,203 @@
+"""What a report makes of its table: summaries by decoder, task, batch size and setting, all with pandas.
+
+`N` prompts, `D` decoders or settings, `R` resamples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from ...modeling_wedlm import WeDLMForCausalLM
+from ..decoders import AR, EXACT, WEDLM
+from ..measure import ar_logits
+from ..prompts import Prompt
+from ..table import COUNTED, TIMED, resample, standard_error, summarise, summarise_tasks
+
+AREA_LOSS = 0.05
+"""Settings that lose more of AR's quality have no place on the accuracy–parallelism curve."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """All that is shown.
+
+    Attributes:
+        headline: a row for each decoder: the metrics and their standard errors (`…_error`).
+        tasks: metrics; index (decoder, task).
+        batches: by (batch_size, decoder): speed, the decoder's own cost, seconds to the first token, peak memory.
+        sweep: a row for each setting (see [`sweep_numbers`]).
+        areas: `area` and `area_error` of each decoder, and its `curve`.
+        prompts: of the headline: `task`, `entropy`, and for each decoder with drafts tokens per forward and speed.
+        partings: of verified answers that are not AR's (see [`find_partings`]).
+        table: the rows that all of this is made of.
+    """
+
+    headline: pd.DataFrame
+    tasks: pd.DataFrame
+    batches: pd.DataFrame
+    sweep: pd.DataFrame
+    areas: pd.DataFrame
+    prompts: pd.DataFrame
+    partings: list[dict[str, float]]
+    table: pd.DataFrame
+
+    @classmethod
+    def of(
+        cls,
+        sweep_table: pd.DataFrame,
+        sweep: pd.DataFrame,
+        table: pd.DataFrame,
+        prompts: Sequence[Prompt],
+        model: WeDLMForCausalLM,
+    ) -> Numbers:
+        """From the rows of both parts; `prompts` are the headline's."""
+        quality, alone = mark_same(table[table["kind"] == "quality"]), _alone(table)
+        tasks = summarise_tasks(quality, COUNTED).join(summarise_tasks(alone, TIMED))
+        return cls(
+            headline=_summary(quality, alone),
+            tasks=tasks,
+            batches=_by_batch_size(table),
+            sweep=sweep,
+            areas=_areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"]),
+            prompts=_by_prompt(quality, alone),
+            partings=find_partings(quality, prompts, model),
+            table=pd.concat([sweep_table, table]).drop(columns="tokens"),
+        )
+
+
+def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
+    """A row for each setting.
+
+    Args:
+        table: of the sweep.
+        settings: see [`settings_table`].
+
+    Returns:
+        the settings, the metrics with standard errors, `loss` (points of quality lost to AR, on the task that
+        loses most) and `on_front`: no other setting is as good in quality and in speed, and better in one.
+    """
+    quality = mark_same(table[table["kind"] == "quality"])
+    summary = settings.join(_summary(quality, _alone(table)))
+    by_task = summarise_tasks(quality, ["quality"])["quality"].unstack("task")
+    summary["loss"] = (100 * (by_task.loc[AR] - by_task)).max(axis=1).round(9)
+    points = summary[["quality", "speed"]].to_numpy()
+    beaten = (points[None] >= points[:, None]).all(-1) & (points[None] > points[:, None]).any(-1)
+    summary["on_front"] = ~beaten.any(1)
+    return summary
+
+
+def mark_same(table: pd.DataFrame) -> pd.DataFrame:
+    """With `same`: whether an answer is AR's, token for token."""
+    reference = table[table["decoder"] == AR].set_index("prompt")["tokens"]
+    pairs = zip(table["tokens"], table["prompt"].map(reference), strict=True)
+    return table.assign(same=[tokens == wanted for tokens, wanted in pairs])
+
+
+def _alone(table: pd.DataFrame) -> pd.DataFrame:
+    return table[(table["kind"] == "speed") & (table["batch_size"] == 1)].drop(columns="quality", errors="ignore")
+
+
+def _summary(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
+    made = summarise(quality, COUNTED).join(summarise(timed, TIMED))
+    return made.assign(prompts=quality["prompt"].nunique(), timed=timed["prompt"].nunique())
+
+
+def _by_batch_size(table: pd.DataFrame) -> pd.DataFrame:
+    parts = {}
+    for size, rows in table[table["kind"] == "speed"].groupby("batch_size"):
+        parts[size] = summarise(rows.drop(columns="quality", errors="ignore"), ["same", *TIMED])
+    made = pd.concat(parts, names=["batch_size"])
+    keys = ["batch_size", "decoder"]
+    for kind, column in (("first token", "first_token_seconds"), ("memory", "peak_bytes")):
+        made[column] = table[table["kind"] == kind].groupby(keys)[column].median()
+    return made
+
+
+def _by_prompt(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
+    """Index `prompt`; columns `task`, `entropy`, `answer_tokens`, and (metric, decoder) of EXACT and WEDLM."""
+    ar = quality[quality["decoder"] == AR].set_index("prompt")
+    made = ar[["task", "entropy"]].assign(answer_tokens=ar["new_tokens"])
+    seconds = (timed["seconds"] / timed["new_tokens"]).groupby([timed["decoder"], timed["prompt"]]).median()
+    for decoder in (EXACT, WEDLM):
+        own = quality[quality["decoder"] == decoder].set_index("prompt")
+        if len(own):
+            made[f"tokens_per_forward, {decoder}"] = own["new_tokens"] / own["forwards"]
+            made[f"speed, {decoder}"] = seconds[AR] / seconds[decoder]
+    return made
+
+
+def find_partings(table: pd.DataFrame, prompts: Sequence[Prompt], model: WeDLMForCausalLM) -> list[dict[str, float]]:
+    """Where verified greedy answers leave AR's, and how close AR's decision was there.
+
+    In exact arithmetic there are none. Kernels of another width round differently, so near-ties can fall either way.
+
+    Args:
+        table: rows with `tokens` and `same`.
+        prompts: that they answer.
+        model: for one forward on each such answer.
+
+    Returns:
+        for each answer that differs: `prompt`, `token` (the first new token that does, from 0), `gap` (between AR's
+        two best logits there) and `spacing` (the distance of neighbouring numbers of the model's dtype at the best
+        logit).
+    """
+    reference = table[table["decoder"] == AR].set_index("prompt")["tokens"]
+    found = []
+    for row in table[(table["decoder"] == EXACT) & ~table["same"]].itertuples():
+        wanted, got = reference[row.prompt], row.tokens
+        pairs = zip(wanted, got, strict=False)
+        place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
+        if place is None:
+            continue  # one answer is the beginning of the other
+        best, second = ar_logits(model, prompts[row.prompt].tokens, wanted)[place].topk(2).values.tolist()
+        spacing = torch.finfo(model.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(best), 1e-30)))
+        found.append({"prompt": row.prompt, "token": place, "gap": best - second, "spacing": spacing})
+    return found
+
+
+def _areas(table: pd.DataFrame, kinds: pd.Series) -> pd.DataFrame:
+    """Area under the accuracy–parallelism curve of each decoder of a sweep.
+
+    A decoder's points are (t, q) of its settings: tokens per forward and quality. Those that lose more than
+    [`AREA_LOSS`] of quality to AR are left out, and AR's own (1, q_AR) is always among them, for every decoder can
+    fall back to it. The curve at x is the best quality to be had with at least x tokens per forward, max{q : t ≥ x},
+    and 0 beyond the fastest point. The area is its integral over x ≥ 0, divided by q_AR: 1 is AR decoding, and a
+    decoder that loses nothing has as much as it has tokens per forward.
+    """
+    made = resample(table)
+    reference = made["quality"][AR].to_numpy()
+    rows = {}
+    for kind in kinds.unique():
+        names = [name for name in kinds.index[kinds == kind] if name != AR]
+        speeds = np.column_stack([made["tokens_per_forward"][names], np.ones(len(reference))])
+        qualities = np.column_stack([made["quality"][names], reference])
+        curves = [staircase(x, y, q - AREA_LOSS) for x, y, q in zip(speeds, qualities, reference, strict=True)]
+        areas = pd.Series([np.diff(x, prepend=0) @ y for x, y in curves])
+        areas = areas / np.where(reference > 0, reference, np.nan)
+        rows[kind] = {
+            "area": areas.iloc[0],
+            "area_error": standard_error(areas, table["prompt"].nunique()),
+            "curve": np.column_stack(curves[0]).tolist(),
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("decoder")
+
+
+def staircase(x: np.ndarray, y: np.ndarray, least: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """Corners of max{y : t ≥ x} over points (t, y) with y of `least` at least: x ascending, y descending."""
+    order = np.lexsort((-y, -x))
+    order = order[y[order] >= least - 1e-12]
+    is_corner = y[order] > np.concatenate([[-np.inf], np.maximum.accumulate(y[order])[:-1]])
+    corners = order[is_corner][::-1]
+    return x[corners], y[corners]
+
+
+def rank_correlation(prompts: pd.DataFrame, column: str) -> Any:
+    """Spearman's, between the entropy of the text and a column; NaN where one of them is constant."""
+    return prompts["entropy"].corr(prompts[column], method="spearman")

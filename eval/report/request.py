@@ -1,0 +1,141 @@
+"""What `wedlm report` is asked for. Imports of what takes seconds stand inside: `--help` needs none."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..options import NANO, RawOption, SetOption, parse_numbers, parse_settings, read_text
+
+if TYPE_CHECKING:
+    from ..prompts import Prompt
+    from ..sweep import Grid
+
+MANAGED = {"strategy", "verification", "window_size", "entropy_threshold", "distance_penalty", "output_trace"}
+MANAGED |= {"max_new_tokens", "do_sample"}
+_COUNTED_ON = {"num_beams", "use_cache", "return_dict_in_generate", "eos_token_id"}  # by what counts and cuts answers
+
+
+@dataclass(frozen=True)
+class ReportRequest:
+    """Report (lists have commas).
+
+    Raises:
+        OSError: for a folder that cannot be written to, and for files to fill that cannot be read.
+        ValueError: for anything else.
+    """
+
+    model: Annotated[
+        str, typer.Argument(show_default=False, help="Checkpoint folder or Hub id; default: wedlm-nano.")
+    ] = str(NANO)
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            "-f",
+            help="Your data: .jsonl with `messages` or `prompt`, perhaps `answer`, `match` and `task`; else one "
+            "prompt a line; - is standard input. Default: tasks.jsonl of the checkpoint folder.",
+        ),
+    ] = None
+    raw: RawOption = False
+    windows: Annotated[str, typer.Option(metavar="LIST", help="W of the sweep, slots.")] = "6,16"
+    thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ, nats.")] = "0.1,0.2,0.4,0.6,0.8,1.0"
+    penalties: Annotated[str, typer.Option(metavar="LIST", help="λ, nats per position.")] = "0,0.02,0.1"
+    draft_thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ of drafts to verify, nats.")] = "0.4,0.8"
+    decoders: Annotated[str, typer.Option(metavar="LIST", help="AR is always among them.")] = (
+        "block,wedlm,wedlm+typical,wedlm+exact"
+    )
+    max_loss: Annotated[float, typer.Option(min=0, help="Points that a picked setting may lose to AR on a task.")] = (
+        1.0
+    )
+    write: Annotated[
+        bool, typer.Option("--write", help="Store the picked settings in the checkpoint; the headline shows them.")
+    ] = False
+    count: Annotated[int, typer.Option(min=1, help="Headline prompts of each task.")] = 100
+    sweep_count: Annotated[int, typer.Option(min=1, help="Other prompts of each task, for the sweep.")] = 30
+    timed: Annotated[int, typer.Option(min=1, help="Headline prompts of each task that are timed.")] = 10
+    sweep_timed: Annotated[int, typer.Option(min=1, help="Prompts of each task that are timed in the sweep.")] = 2
+    repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many.")] = 5
+    batch_sizes: Annotated[str, typer.Option(metavar="LIST", help="Prompts decoded together and timed.")] = "1,4,16"
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 50
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256
+    settings: SetOption = None
+    output: Annotated[
+        Path, typer.Option(help="Folder for report.html, report.json, report.csv, table.csv and partial results.")
+    ] = Path("build/report")
+    fill: Annotated[
+        list[Path] | None, typer.Option(help="Markdown file whose measured blocks are replaced; may be repeated.")
+    ] = None
+    figures: Annotated[Path | None, typer.Option(help="Folder for the figures as PNG.")] = None
+    restart: Annotated[bool, typer.Option("--restart", help="Drop what the output folder holds.")] = False
+
+    def __post_init__(self) -> None:
+        for name in ("matplotlib", "pandas", "scipy", "tabulate"):
+            if find_spec(name) is None:
+                raise ValueError(f"The report needs {name}: pip install 'wedlm-hf[eval]'.")
+        if self.write and not Path(self.model).is_dir():
+            raise ValueError(f"`--write` needs a checkpoint folder, got {self.model!r}.")
+        if managed := [name for name in self.common_settings if name in MANAGED | _COUNTED_ON]:
+            raise ValueError(f"`--set {managed[0]}` is decided by the report: leave it out.")
+        if min(self.timed_batch_sizes) < 1:
+            raise ValueError(f"`--batch-sizes` must be at least 1, got {self.batch_sizes}.")
+        self.grid  # noqa: B018  # checks its values
+        from .page import check_blocks
+
+        check_blocks(self.fill or ())
+        for folder in (self.output, self.figures):
+            if folder is not None:
+                _check_folder(folder)
+
+    @property
+    def grid(self) -> Grid:
+        """Of the sweep."""
+        from ..decoders import check_decoders
+        from ..sweep import Grid
+
+        return Grid(
+            windows=parse_numbers("--windows", self.windows, int),
+            thresholds=parse_numbers("--thresholds", self.thresholds, float),
+            penalties=parse_numbers("--penalties", self.penalties, float),
+            draft_thresholds=parse_numbers("--draft-thresholds", self.draft_thresholds, float),
+            decoders=check_decoders(self.decoders.split(",")),
+        )
+
+    @property
+    def timed_batch_sizes(self) -> list[int]:
+        """Those of the headline's times; 1 is always among them."""
+        return sorted({1, *parse_numbers("--batch-sizes", self.batch_sizes, int)})
+
+    @property
+    def common_settings(self) -> dict[str, Any]:
+        """Keywords of `generate` for every decoder, AR too."""
+        return parse_settings(self.settings)
+
+    def prompts(self) -> tuple[list[Prompt], str]:
+        """The prompts, and where they are from.
+
+        Raises:
+            OSError: for a file that cannot be read.
+            ValueError: for a malformed one, and where neither a file nor the checkpoint brings prompts.
+        """
+        from ..prompts import TASKS_FILE, read_prompts, read_tasks
+
+        if self.file is None:
+            return read_tasks(Path(self.model)), TASKS_FILE
+        name = "standard input" if str(self.file) == "-" else str(self.file)
+        return read_prompts(name, read_text(self.file)), name
+
+
+def _check_folder(folder: Path) -> None:
+    """Makes a folder to write to. Raises `OSError` where there can be none."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("it is read-only")
+    except OSError as error:
+        raise OSError(f"The folder {str(folder)!r} cannot be written to: {error}.") from error

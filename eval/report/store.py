@@ -1,0 +1,99 @@
+"""Rows of measurements that outlast the process: a report that was stopped goes on with what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.utils import WeakFileLock
+
+from ..files import write_text
+from ..measure import Row
+
+FILE = "measured.jsonl"
+
+
+class Store:
+    """Rows by the name of the piece of work that they came of, in one file of JSON lines.
+
+    The first line says what decides the rows; each other line is a piece, appended when it is done. A last line that
+    was cut off is dropped.
+
+    Args:
+        folder: of the file.
+        request: what decides the rows, as JSON takes it.
+        restart: begin anew, whatever the file holds.
+
+    Raises:
+        ValueError: if the file is of another request, or is no such file, and while another process writes to it.
+    """
+
+    def __init__(self, folder: Path, request: Mapping[str, Any], *, restart: bool = False):
+        self.path = folder / FILE
+        self.request = json.loads(json.dumps(request))
+        self.pieces: dict[str, list[Row]] = {}
+        self._restart = restart
+
+    def __enter__(self) -> Store:
+        folder = self.path.parent
+        self._lock = WeakFileLock(folder / ".lock", timeout=0.1)
+        try:
+            self._lock.__enter__()
+        except TimeoutError as error:
+            raise ValueError(f"Another report is being made in {str(folder)!r}: choose another `--output`.") from error
+        try:
+            if not self._restart and self.path.exists():
+                self._read()
+            # Written anew, so that no line is cut off in the middle.
+            write_text(self.path, "".join(map(_line, [{"request": self.request}, *self._lines()])))
+            self._file = open(self.path, "a", encoding="utf-8", newline="\n")
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.close()
+        if not self.pieces:  # a request that was refused leaves nothing that another one could not go on from
+            self.path.unlink()
+        self._lock.__exit__(None, None, None)
+
+    def put(self, piece: str, rows: list[Row]) -> None:
+        """Keep the rows of a piece."""
+        self.pieces[piece] = rows
+        self._file.write(_line({"piece": piece, "rows": rows}))
+        self._file.flush()
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return [{"piece": piece, "rows": rows} for piece, rows in self.pieces.items()]
+
+    def _read(self) -> None:
+        first, *lines = self.path.read_text(encoding="utf-8").split("\n")
+        try:
+            previous = json.loads(first)["request"]
+            # What follows on the last line end is empty, or was cut off.
+            self.pieces = {piece["piece"]: piece["rows"] for piece in map(json.loads, lines[:-1])}
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(
+                f"{str(self.path)!r} is no file of partial results: choose another `--output`, or begin anew "
+                "(--restart)."
+            ) from None
+        differing = [name for name in {**previous, **self.request} if previous.get(name) != self.request.get(name)]
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f"{str(self.path.parent)!r} holds a report with another {', '.join(differing)} "
+                f"({name}: {_short(previous.get(name))} there, {_short(self.request.get(name))} now): ask for the "
+                "same, choose another `--output`, or begin anew (--restart)."
+            )
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False) + "\n"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}…"

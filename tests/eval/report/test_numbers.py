@@ -1,0 +1,191 @@
+"""Fronts, areas, same answers and figures of a report, on made-up tables."""
+
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from tiny import tiny_model
+
+from wedlm_hf.eval.decoders import DECODERS
+from wedlm_hf.eval.measure import decode
+from wedlm_hf.eval.prompts import Prompt
+from wedlm_hf.eval.report.figures import figures
+from wedlm_hf.eval.report.numbers import Numbers, find_partings, mark_same, staircase, sweep_numbers
+from wedlm_hf.eval.report.page import as_markdown, fill, same_sentence, summary_csv, tables
+from wedlm_hf.eval.sweep import Grid, pick, settings_table
+
+PROMPTS = 24
+GRID = Grid(windows=(4,), thresholds=(0.1, 0.2, 0.4), penalties=(0.0, 0.1), decoders=("block", "wedlm"))
+TASKS = ["all", "a|b", r"$\frac{$", "_hidden"]
+
+
+def rows(decoder, *, prompts=PROMPTS, quality=1.0, tokens=20, forwards=20, seconds=1.0, tasks=("even", "odd")):
+    """What a decoder leaves; numbers are constants or functions of the prompt's index."""
+    made = []
+    for index in range(prompts):
+        got = [value(index) if callable(value) else value for value in (quality, tokens, forwards, seconds)]
+        counts = {"new_tokens": got[1], "forwards": got[2], "token_instances": 2 * got[1]}
+        shared = {"decoder": decoder, "prompt": index, "task": tasks[index % len(tasks)], "batch_size": 1, **counts}
+        shared |= {"seconds": got[3], "forward_seconds": 0.8 * got[3], "tokens": [index], "repeat": 0}
+        made += [shared | {"kind": "quality", "quality": got[0], "entropy": index + 0.5}]
+        made += [shared | {"kind": "speed", "same": True}]
+    return made
+
+
+def extra(decoder):
+    shared = {"decoder": decoder, "batch_size": 1}
+    return [
+        shared | {"kind": "first token", "repeat": 0, "first_token_seconds": 0.1},
+        shared | {"kind": "memory", "peak_bytes": 2**20},
+    ]
+
+
+def swept(make, **options):
+    """A sweep over GRID; `make(strategy, tau, lam)` gives keywords of `rows`."""
+    candidates = GRID.candidates()
+    table = rows("ar", **options)
+    for name, keywords in candidates.items():
+        if name != "ar":
+            setting = (keywords[key] for key in ("strategy", "entropy_threshold", "distance_penalty"))
+            table += rows(name, **options, **make(*setting))
+    return pd.DataFrame(table), settings_table(candidates)
+
+
+def made(make=lambda *setting: {}, decoders=("ar", "wedlm", "wedlm+exact"), **options):
+    """All numbers of a report."""
+    table, settings = swept(make, **options)
+    headline = pd.DataFrame([row for name in decoders for row in rows(name, **options) + extra(name)])
+    prompts = [Prompt.of(str(index)) for index in range(PROMPTS)]
+    return Numbers.of(table, sweep_numbers(table, settings), headline, prompts, model=None)
+
+
+def test_the_front_is_what_brute_force_finds():
+    rng = random.Random(1)
+    shares = {}
+
+    def make(*setting):
+        share, seconds = shares.setdefault(setting, (rng.randint(0, 10) / 10, rng.randint(1, 9) / 10))
+        return {"quality": share, "seconds": seconds}
+
+    summary = sweep_numbers(*swept(make))
+    points = summary[["quality", "speed", "on_front"]].to_dict("records")
+    for row in points:
+        beaten = any(
+            (other["quality"] > row["quality"] and other["speed"] >= row["speed"])
+            or (other["quality"] >= row["quality"] and other["speed"] > row["speed"])
+            for other in points
+        )
+        assert row["on_front"] != beaten
+
+
+def test_the_staircase_is_the_best_value_at_x_or_beyond_and_the_area_its_integral():
+    rng = random.Random(2)
+    for _ in range(50):
+        points = [(rng.randint(1, 40) / 4, rng.randint(0, 5) / 5) for _ in range(rng.randint(1, 6))]
+        least = rng.choice((0.0, 0.4))
+        x, y = staircase(*np.array(points).T, least)
+        centers = [(index + 0.5) / 8 for index in range(100)]  # all corners lie on multiples of 1/4
+        best = [max((q for t, q in points if t >= center and q >= least), default=0) for center in centers]
+        assert np.diff(x, prepend=0) @ y == pytest.approx(sum(best) / 8)
+        assert list(x) == sorted(x)
+
+
+def test_the_area_of_a_decoder_that_loses_nothing_is_its_tokens_per_forward():
+    def make(strategy, tau, lam):
+        if strategy == "block":  # five times as fast, but wrong: no better than AR
+            return {"quality": 0.0, "forwards": 4}
+        if tau < 0.4:
+            return {"forwards": 10}
+        return {"quality": lambda index: float(index > 0), "forwards": 5}
+
+    areas = made(make).areas
+    assert areas["area"]["ar"] == areas["area"]["block"] == 1
+    assert areas["area"]["wedlm"] == pytest.approx(2 + 2 * 23 / 24)
+    assert areas["curve"]["wedlm"] == [[2, 1], [4, 23 / 24]]
+    assert areas["area_error"]["ar"] == 0 < areas["area_error"]["wedlm"]
+
+
+def test_the_area_is_undefined_where_ar_has_no_right_answer():
+    assert made(quality=0.0).areas["area"].isna().all()
+
+
+def test_the_loss_of_a_setting_is_that_of_the_task_that_loses_most():
+    def make(strategy, tau, lam):
+        return {"quality": lambda index: float(tau < 0.4 or index % 2 == 0), "forwards": round(2 / tau)}
+
+    table, settings = swept(lambda *setting: make(*setting))
+    summary = sweep_numbers(table, settings)
+    assert summary.loc["wedlm W=4 τ=0.4 λ=0", "loss"] == 100
+    assert summary.loc["wedlm W=4 τ=0.2 λ=0", "loss"] == 0
+    picked = pick(summary[summary["kind"] == "wedlm"], 1.0, "tokens_per_forward")
+    assert picked[0] == "wedlm W=4 τ=0.2 λ=0"
+
+
+def test_answers_are_the_same_token_for_token():
+    table = pd.DataFrame(rows("ar") + rows("wedlm"))
+    table = table[table["kind"] == "quality"].reset_index(drop=True)
+    table.at[PROMPTS + 3, "tokens"] = [3, 3]
+    marked = mark_same(table)
+    assert marked["same"].tolist() == [index != PROMPTS + 3 for index in range(2 * PROMPTS)]
+
+
+def test_where_verified_output_parts_from_ar_both_best_logits_are_told():
+    model, prompt = tiny_model(), [20, 40, 9, 31, 77]
+    (wanted,) = decode(model, None, [prompt], {**DECODERS["ar"], "max_new_tokens": 8, "do_sample": False})
+    other = [*wanted.tokens[:3], wanted.tokens[3] + 1]
+    table = pd.DataFrame(
+        {"decoder": ["ar", "wedlm+exact"], "prompt": [0, 0], "tokens": [wanted.tokens, other], "same": [True, False]}
+    )
+    (parting,) = find_partings(table, [Prompt.of("", tokens=prompt)], model)
+    logits = model(torch.tensor([prompt + wanted.tokens[:3]])).logits[0, -1]
+    best, second = logits.topk(2).values.tolist()
+    assert parting["token"] == 3
+    assert parting["gap"] == pytest.approx(best - second, abs=1e-4)
+    neighbour = torch.nextafter(torch.tensor(best), torch.tensor(float("inf")))
+    assert parting["spacing"] == pytest.approx(float(neighbour - best))
+    assert find_partings(table.assign(same=True), [], model) == []
+
+
+def test_partings_are_told_in_steps_of_the_dtype():
+    numbers = made()
+    assert same_sentence(numbers) == "Verified decoding gave AR’s own answer to all 24 prompts, token for token."
+    numbers.headline.loc["wedlm+exact", "same"] = 22 / 24
+    numbers.partings.extend([{"gap": 0.5, "spacing": 0.25}, {"gap": 0.0, "spacing": 0.25}])
+    assert same_sentence(numbers).startswith("Verified answers part from AR’s on 2 of 24 prompts: ")
+    assert "at most 2.0 steps of this dtype apart (median 1.0)" in same_sentence(numbers)
+
+
+ABOUT = {"data": {"has_answers": True}}
+
+
+def test_tasks_may_have_any_name():
+    numbers = made(tasks=TASKS)
+    lines = summary_csv(numbers).splitlines()
+    assert len(lines) == 1 + 3 + 3 * 4 + len(GRID.candidates())
+    assert [line for line in lines if line.startswith("headline,wedlm,,,,all,")]
+    assert [line for line in lines if line.startswith("headline,wedlm,,,,,")]  # all tasks together
+    text = as_markdown(tables(ABOUT, numbers)["tasks"])
+    assert r"| a\|b " in text and text.count("\n") == 2 + 4 + 1
+    for figure in figures(numbers, 4, "right answers"):
+        assert figure.as_uri().startswith("data:image/svg+xml;base64,")
+    (entropy,) = (figure for figure in figures(numbers, 4, "right answers") if figure.name == "entropy")
+    labels = [text.get_text().strip("\u200b") for text in entropy.drawing.axes[0].get_legend().get_texts()]
+    assert labels == ["all", "a|b", r"\$\frac{\$", "_hidden"]
+
+
+def test_a_task_without_timed_prompts_has_no_speed():
+    table, settings = swept(lambda *setting: {})
+    headline = pd.DataFrame([row for name in ("ar", "wedlm") for row in rows(name) + extra(name)])
+    headline = headline[(headline["kind"] != "speed") | (headline["task"] == "even")]
+    prompts = [Prompt.of(str(index)) for index in range(PROMPTS)]
+    numbers = Numbers.of(table, sweep_numbers(table, settings), headline, prompts, model=None)
+    cells = tables(ABOUT, numbers)["tasks"].set_index("task")["wedlm: speed against AR"]
+    assert (cells["odd"], cells["even"], cells["all tasks"]) == ("–", "1.00×", "1.00×")
+
+
+def test_blocks_are_filled_by_name_and_text_around_them_stays():
+    page = "a\n<!-- measured: one -->\nold\n<!-- /measured -->\nb\n<!-- measured: two -->\n<!-- /measured -->\nc\n"
+    filled = fill(page, {"one": "| 1 |\n", "two": r"\2" + "\n", "three": "unused"})
+    assert filled == page.replace("old", "| 1 |").replace("two -->\n", "two -->\n\\2\n")

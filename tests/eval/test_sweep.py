@@ -1,0 +1,81 @@
+"""Names of decoders, the grid of settings, which of them is picked, and how a checkpoint stores them."""
+
+import json
+
+import pandas as pd
+import pytest
+from tiny import MASK, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
+
+from wedlm_hf.eval.decoders import check_decoders, decoder_name
+from wedlm_hf.eval.measure import decode
+from wedlm_hf.eval.sweep import Grid, configured, pick, settings_table, write_settings
+from wedlm_hf.generation import WeDLMGenerationSettings
+
+SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
+
+
+def test_a_decoder_has_one_name():
+    assert [decoder_name("ar"), decoder_name("ar", "exact"), decoder_name("wedlm", "none")] == ["ar", "ar", "wedlm"]
+    assert [decoder_name("wedlm", "exact"), decoder_name("wedlm", "typical")] == ["wedlm+exact", "wedlm+typical"]
+    assert check_decoders(["wedlm+exact", "block"]) == ["ar", "block", "wedlm+exact"]
+    with pytest.raises(ValueError, match="Unknown decoder 'beam': choose among ar, block, wedlm"):
+        check_decoders(["beam"])
+
+
+def test_the_grid_has_every_combination_and_block_the_middle_penalty():
+    grid = Grid(windows=(4, 8), thresholds=(0.1, 0.2), penalties=(0.0, 0.02, 0.1), draft_thresholds=(0.4,))
+    candidates = grid.candidates()
+    assert len(candidates) == 1 + 4 + 12 + 2 + 2
+    assert next(iter(candidates)) == "ar"
+    assert {o["distance_penalty"] for o in candidates.values() if o["strategy"] == "block"} == {0.02}
+    assert len({json.dumps(options) for options in candidates.values()}) == len(candidates)
+    for options in candidates.values():
+        WeDLMGenerationSettings(**options)
+    table = settings_table(candidates)
+    assert list(table["kind"].unique()) == ["ar", "block", "wedlm", "wedlm+typical", "wedlm+exact"]
+    assert table.loc["wedlm W=8 τ=0.1 λ=0.02", ["window_size", "entropy_threshold"]].tolist() == [8, 0.1]
+    assert pd.isna(table.loc["wedlm+exact W=4 τ=0.4", "distance_penalty"])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"windows": (0,)}, "`window_size` must be an integer of at least 1, got 0"),
+        ({"thresholds": (-1.0,)}, "`entropy_threshold` must be a number of at least 0, got -1.0"),
+    ],
+)
+def test_a_grid_of_what_are_no_settings_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        Grid(**values)
+
+
+def test_the_fastest_within_the_allowed_loss_come_first():
+    numbers = {"speed": [1.0, 3.0, 2.0, 3.0], "loss": [0.0, 2.0, 1.0 + 1e-12, 1.0]}
+    summary = pd.DataFrame(numbers, index=list("abcd"))
+    assert pick(summary, 1.0, "speed") == ["d", "c", "a"]
+    assert pick(summary, -1.0, "speed") == []
+
+
+def test_chosen_settings_are_stored_in_the_checkpoint_and_used_from_there(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(
+        json.dumps({"_from_model_config": True, "eos_token_id": 2, "pad_token_id": 0, "top_k": 7, "top_p": 0.5})
+    )
+    write_settings(tmp_path, {"window_size": 4, "entropy_threshold": 2.0, "distance_penalty": 0.5, "top_p": None})
+    stored = json.loads(path.read_text())
+    assert stored == {
+        "distance_penalty": 0.5,
+        "entropy_threshold": 2.0,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "top_k": 7,
+        "window_size": 4,
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    prompts = [[20, 40, 9, 31, 77]]
+    (prompt,) = decode(loaded, tiny_tokenizer(), prompts, {"strategy": "wedlm", **SHORT})
+    (wanted,) = decode(model, tiny_tokenizer(), prompts, {**SHORT, **configured("wedlm", 4, 2.0, 0.5)})
+    assert (prompt.tokens, prompt.forwards) == (wanted.tokens, wanted.forwards)
