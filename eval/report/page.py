@@ -20,14 +20,14 @@ from .numbers import AREA_LOSS, Numbers, rank_correlation
 BLOCKS = ("summary", "tasks", "batches", "setup", "front")
 FEW_PROMPTS = 50
 ALL_TASKS = "all tasks"
-_PLACE = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- /measured -->)", flags=re.DOTALL)
+_PLACE = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- /measured -->)", flags=re.DOTALL)
 _NAMES = {EXACT: "Verified decoding", WEDLM: "Streaming decoding without verification"}
 
 
 def write_report(
     about: Mapping[str, Any], numbers: Numbers, folder: Path, figure_folder: Path | None, fill_files: Sequence[Path]
 ) -> dict[str, Any]:
-    """Write report.json, report.csv, table.csv, report.html, the figures and the Markdown blocks that were asked for.
+    """Write report.json, .csv, .md and .html, table.csv, and the figures and blocks that were asked for.
 
     Returns:
         the content of report.json.
@@ -58,10 +58,33 @@ def write_report(
     for figure in drawn:
         if figure_folder is not None:
             figure.write_png(figure_folder)
-    blocks = {name: as_markdown(shown[name]) for name in BLOCKS if name in shown} | {"setup": f"{setup(about)}\n"}
+    page = _markdown_page(about, numbers, shown)
+    write_text(folder / "report.md", page)
     for path in fill_files:
-        write_text(path, fill(path.read_text(encoding="utf-8"), blocks))
+        write_text(path, fill(path.read_text(encoding="utf-8"), blocks_of(page)))
     return report
+
+
+def _markdown_page(about: Mapping[str, Any], numbers: Numbers, shown: Mapping[str, pd.DataFrame]) -> str:
+    """The main tables, in the blocks that [`fill`] takes to other files."""
+    titles = {
+        "summary": "In short",
+        "tasks": "By task",
+        "batches": "By batch size",
+        "front": "The sweep’s best settings",
+    }
+    parts = [f"# {about['model']}", *summary_sentences(about, numbers), same_sentence(numbers), chosen_sentence(about)]
+    parts += [f"## {title}\n\n{_block(name, as_markdown(shown[name]))}" for name, title in titles.items()]
+    return "\n\n".join(filter(None, [*parts, _block("setup", f"{setup(about)}\n")])) + "\n"
+
+
+def _block(name: str, content: str) -> str:
+    return f"<!-- measured: {name} -->\n{content}<!-- /measured -->"
+
+
+def blocks_of(text: str) -> dict[str, str]:
+    """What stands in the measured blocks of a Markdown text, by name."""
+    return {match[2]: match[3] for match in _PLACE.finditer(text)}
 
 
 def tables(about: Mapping[str, Any], numbers: Numbers) -> dict[str, pd.DataFrame]:
@@ -184,14 +207,14 @@ def fill(text: str, blocks: Mapping[str, str]) -> str:
     Raises:
         ValueError: if the text has no such place, or one with a name that is not in `blocks`.
     """
-    names = [match[2] for match in _PLACE.finditer(text)]
+    names = blocks_of(text)
     unknown = sorted(set(names) - set(blocks))
     if not names or unknown:
         raise ValueError(
             "expected blocks <!-- measured: NAME --> … <!-- /measured --> with a name among "
             f"{', '.join(blocks)}, got {', '.join(unknown) or 'none'}"
         )
-    return _PLACE.sub(lambda match: f"{match[1]}{blocks[match[2]]}{match[3]}", text)
+    return _PLACE.sub(lambda match: f"{match[1]}{blocks[match[2]]}{match[4]}", text)
 
 
 def quality_words(about: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from wedlm_hf.eval.report import run as running
 SMALL = "--windows 4 --thresholds 0.5,5 --penalties 0,0.5 --draft-thresholds 5 --max-new-tokens 6 --repeats 2".split()
 COUNTS = "--count 2 --sweep-count 1 --timed 1 --sweep-timed 1 --batch-sizes 1,2".split()
 SETTINGS = 1 + 2 + 4 + 1 + 1  # ar, block, wedlm, wedlm+typical, wedlm+exact
-NEW_FILES = {"measured.jsonl", "report.csv", "report.html", "report.json", "table.csv"}
+NEW_FILES = {"measured.jsonl", "report.csv", "report.html", "report.json", "report.md", "table.csv"}
 TASKS = ("counting", "sorting", "chat")
 
 
@@ -202,6 +202,7 @@ def test_pages_are_filled_once_and_for_good(made, checkpoint, tmp_path):
     succeed(*arguments)
     text = page.read_text(encoding="utf-8")
     assert "| wedlm+exact   |" in text and "Settings: window 16" in text
+    assert pages.blocks_of((folder / "report.md").read_text(encoding="utf-8")) == pages.blocks_of(text)
     succeed(*arguments)
     assert page.read_text(encoding="utf-8") == text
 
@@ -397,7 +398,7 @@ def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_pa
     model.generation_config.eos_token_id = None
     model.save_pretrained(copied)
     tokenizer, path = tiny_tokenizer(), tmp_path / "prompts.txt"
-    texts = ["long " * 9, *(f"Sort {index}" for index in range(3))]
+    texts = ["long " * 8 + "long", *(f"Sort {index}" for index in range(3))]
     lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
     assert 34 < lengths[0] < 40 and max(lengths[1:]) < 34
     path.write_text("\n".join(texts))
