@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,10 +23,11 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_wedlm import WeDLMForCausalLM
+from ..modeling_wedlm.loading import load_model, load_tokenizer
 from .decoders import Options as Options
 from .prompts import LONGEST_ANSWER as LONGEST_ANSWER
 from .prompts import Prompt, answer_limit
@@ -213,11 +213,8 @@ def load(
         OSError: for files that are missing or damaged.
         ValueError: for a checkpoint of another model type, and for weights that do not fit.
     """
-    if Path(checkpoint).is_dir() and not (Path(checkpoint) / "config.json").exists():
-        raise FileNotFoundError(f"There is no checkpoint in {str(checkpoint)!r}: it has no config.json.")
     transformers.utils.logging.disable_progress_bar()
-    model = WeDLMForCausalLM.from_pretrained(checkpoint, dtype=dtype).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(checkpoint)
+    return load_model(checkpoint, dtype=dtype).to(device).eval(), load_tokenizer(checkpoint)
 
 
 def pad_left(
