@@ -1,5 +1,6 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.utils import can_return_tuple
 from ..generation.mixin_wedlm import WeDLMGenerationMixin
 from .configuration_wedlm import WeDLMConfig
 from .dual_stream_wedlm import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
+from .mask_adapter_wedlm import MaskAdapter
 
 
 class WeDLMAttention(Qwen3Attention):
@@ -126,6 +128,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         super().__init__(config)
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = WeDLMAttention(config, layer_idx)
+        self.mask_adapter: MaskAdapter | None = None
         self.post_init()
 
     def forward(
@@ -139,6 +142,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         stream_ids: torch.LongTensor | None = None,
         block_ids: torch.LongTensor | None = None,
         document_ids: torch.LongTensor | None = None,
+        slot_mask: int | torch.BoolTensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """See [`WeDLMForCausalLM.forward`]."""
@@ -146,6 +150,10 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        if slot_mask is not None:
+            if self.mask_adapter is None:
+                raise ValueError("`slot_mask` says which rows a mask adapter acts on, but the model has none.")
+            inputs_embeds = self.mask_adapter.embed(inputs_embeds, slot_mask)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
             masks = attention_mask
         elif stream_ids is not None and attention_mask is not None:
@@ -154,14 +162,15 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)}
         else:
             masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}
-        return super().forward(
-            attention_mask=masks,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        with nullcontext() if slot_mask is None else self.mask_adapter.acting_on(slot_mask, inputs_embeds.dtype):
+            return super().forward(
+                attention_mask=masks,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
 
     def _physical_causal_mask(self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any) -> Any:
         # Without `position_ids`: transformers would take reordered ones for packed sequences and split at each jump.

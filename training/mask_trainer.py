@@ -1,0 +1,351 @@
+"""Training of mask adapters on `transformers.Trainer`.
+
+    python -m wedlm_hf.training.mask_trainer BASE ANSWERS.jsonl OUT --minutes 60
+
+BASE is a WeDLM checkpoint (see `convert`), ANSWERS its own answers (see `answers`), OUT a folder for checkpoints, the
+log and the adapter.
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from ..modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings, add_mask_adapter, load_weights, save_mask_adapter
+from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
+from .mask_distillation import MaskDistillation
+from .mask_evaluation import measure_acceptance
+from .mask_layout import Answer, AnswerBatches, DataCollatorForMaskRuns, load_answers
+from .saving import WholeSaves, newest_complete_checkpoint
+
+
+@dataclass
+class MaskTrainingConfig(TrainingArguments):
+    """[`transformers.TrainingArguments`] with the settings of mask-adapter training.
+
+    Training ends when `minutes` have passed or `mask_rows` were trained, whichever comes first; the learning rate
+    follows the share of the budget that is used.
+    """
+
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
+    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's."})
+    warmup_steps: float = field(default=30, metadata={"help": "Optimizer steps of linear warm-up."})
+    lr_scheduler_type: str = field(default="cosine", metadata={"help": "'cosine' or 'linear'."})
+    num_train_epochs: float = field(default=10_000.0, metadata={"help": "Passes over the answers; the budget ends it."})
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "Batches of answers: leave it at 1."})
+    per_device_eval_batch_size: int = field(default=1, metadata={"help": "Leave it at 1."})
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Items are batches of answers."})
+    save_strategy: str = field(default="no", metadata={"help": "Left to `save_minutes`."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep."})
+    logging_steps: float = field(default=10, metadata={"help": "Steps between entries of the log."})
+    report_to: None | str | list[str] = field(default="none", metadata={"help": "Loggers beside log.jsonl."})
+    ddp_broadcast_buffers: bool | None = field(default=False, metadata={"help": "No buffer changes."})
+
+    minutes: float | None = field(default=None, metadata={"help": "Budget: minutes of training, over all resumes."})
+    mask_rows: int | None = field(default=None, metadata={"help": "Budget: masks with a target that are trained."})
+    session_minutes: float | None = field(default=None, metadata={"help": "Stop after so long; resume later."})
+    save_minutes: float = field(default=10.0, metadata={"help": "Minutes between checkpoints (and evaluations)."})
+    num_masks: int = field(default=8, metadata={"help": "K, masks after each cut."})
+    cut_stride: int = field(default=4, metadata={"help": "Response tokens for each cut."})
+    batch_slots: int = field(default=640, metadata={"help": "Masks in a batch of one device, about."})
+    final_learning_rate: float = field(default=0.05, metadata={"help": "Share of the peak at the end."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.minutes is None and self.mask_rows is None:
+            raise ValueError("Training needs a budget: `minutes` or `mask_rows`.")
+        for name in ("minutes", "mask_rows", "num_masks", "cut_stride", "batch_slots", "save_minutes"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise ValueError(f"`{name}` must be more than 0, got {value}.")
+
+
+class Budget(TrainerCallback, ExportableState):
+    """How much of the budget is used, kept over resumes; stops, saves and evaluates by it.
+
+    Attributes:
+        seconds: of training, the same on every process.
+        mask_rows: trained by all processes.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.mask_rows, self.saved_at, self.stop_at = 0.0, 0, 0.0, math.inf
+
+    def state(self) -> dict[str, Any]:
+        """For trainer_state.json."""
+        names = ("seconds", "mask_rows", "saved_at")
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
+
+    def progress(self, args: MaskTrainingConfig) -> float:
+        """The share of the budget that is used, 0 to 1."""
+        shares = [0.0]
+        if args.minutes:
+            shares.append(self.seconds / 60 / args.minutes)
+        if args.mask_rows:
+            shares.append(self.mask_rows / args.mask_rows)
+        return min(1.0, max(shares))
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Begins a session."""
+        if args.session_minutes:
+            self.stop_at = self.seconds + 60 * args.session_minutes
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Decides what happens after this step."""
+        is_over = self.progress(args) >= 1 or self.seconds >= self.stop_at
+        if is_over or self.seconds - self.saved_at >= 60 * args.save_minutes:
+            self.saved_at = self.seconds
+            control.should_save = control.should_evaluate = control.should_log = True
+        control.should_training_stop = control.should_training_stop or is_over
+
+
+class _Epochs(TrainerCallback):
+    """Tells the collator the epoch, also after a resume."""
+
+    def __init__(self, collator: DataCollatorForMaskRuns):
+        self.collator = collator
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Other cuts for a new epoch."""
+        self.collator.set_epoch(int(state.epoch or 0))
+
+
+class MaskAdapterTrainer(WholeSaves):
+    """Trains the mask adapter of a model on the model's own answers.
+
+    Args:
+        model: with a mask adapter; everything else of it is frozen.
+        args: settings.
+        answers: to train on.
+        eval_answers: greedy answers of the base, for [`measure_acceptance`].
+    """
+
+    args: MaskTrainingConfig
+    model: MaskDistillation
+    loss_is_scaled_for_ga: bool | None = True  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        model: WeDLMForCausalLM,
+        args: MaskTrainingConfig,
+        answers: list[dict[str, Any]],
+        eval_answers: list[Answer] | None = None,
+    ):
+        collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed)
+        self.budget = Budget()
+        self._sums: Counter[str] = Counter()
+        self._started = time.monotonic()
+        self._seconds_before = 0.0
+        super().__init__(
+            MaskDistillation(model, num_masks=args.num_masks),
+            args,
+            data_collator=collator,
+            train_dataset=AnswerBatches(answers, args.batch_slots, args.cut_stride, args.num_masks, args.seed),
+            eval_dataset=eval_answers,
+            callbacks=[self.budget, _Epochs(collator)],
+        )
+
+    # The budget.
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
+        """The sum of loss weights of the whole step; counts the budget on the way, alike on every process."""
+        weights = self.accelerator.unwrap_model(self.model).depth_weights.cpu()
+        counted = [batch["labels"] != -100 for batch in batch_samples]
+        sums = [sum(float((mask * weights).sum()) for mask in counted), sum(int(mask.sum()) for mask in counted)]
+        seconds = self._seconds_before + time.monotonic() - self._started
+        mine = torch.tensor([*sums, seconds], dtype=torch.float64, device=device)
+        everyone = self.accelerator.gather(mine[None])
+        self.budget.mask_rows += int(everyone[:, 1].sum())
+        self.budget.seconds = float(everyone[:, 2].max())
+        return everyone[:, 0].sum().float()
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """A learning rate that follows the budget."""
+        if self.lr_scheduler is None:
+            args = self.args
+
+            def factor(step: int) -> float:
+                used = self.budget.progress(args)
+                shape = 0.5 * (1 + math.cos(math.pi * used)) if args.lr_scheduler_type == "cosine" else 1 - used
+                return min(1.0, (step + 1) / max(1, args.warmup_steps)) * max(args.final_learning_rate, shape)
+
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _load_callback_state(self) -> None:
+        super()._load_callback_state()
+        restored = [one for one in self.callback_handler.callbacks if isinstance(one, Budget)]
+        self.budget = restored[0]
+        self._seconds_before, self._started = self.budget.seconds, time.monotonic()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The parent's."""
+        self._started = time.monotonic()
+        return super().train(*args, **kwargs)
+
+    # The loss and the log.
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of [`MaskDistillation`], and sums for the log."""
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        self._count(outputs)
+        loss = outputs["loss"] * self.accelerator.num_processes  # gradients are averaged over processes
+        return (loss, outputs) if return_outputs else loss
+
+    def _count(self, outputs: dict[str, torch.Tensor]) -> None:
+        counted = outputs["counted"]
+        self._sums["runs"] += int(counted[..., 0].sum())
+        for suffix in ("", "_plain"):
+            correct = outputs["correct" + suffix]
+            self._sums["accepted" + suffix] += int(correct[..., 1:].long().cumprod(-1).sum())
+            self._sums["soft_loss" + suffix] += float(outputs["soft_loss" + suffix].sum())
+            for depth, count in enumerate(correct.sum((0, 1)).tolist()):
+                self._sums[f"correct{suffix}_{depth}"] += count
+        for depth, count in enumerate(counted.sum((0, 1)).tolist()):
+            self._sums[f"counted_{depth}"] += count
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """The parent's; with accuracy by depth, and accepted drafts given true tokens before them."""
+        names = sorted(self._sums)
+        if names and "loss" in logs:
+            values = torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device=self.args.device)
+            sums = dict(zip(names, self.accelerator.reduce(values, "sum").tolist(), strict=True))
+            depths = range(self.args.num_masks)
+            total = sum(sums[f"counted_{depth}"] for depth in depths)
+            for suffix in ("", "_plain"):
+                logs["soft_loss" + suffix] = round(sums["soft_loss" + suffix] / total, 4)
+                logs["accepted" + suffix] = round(sums["accepted" + suffix] / max(1, sums["runs"]), 4)
+                logs["accuracy" + suffix] = [  # type: ignore[assignment]
+                    round(sums[f"correct{suffix}_{depth}"] / max(1, sums[f"counted_{depth}"]), 3) for depth in depths
+                ]
+            self._sums.clear()
+        logs["mask_rows"], logs["minutes"] = self.budget.mask_rows, round(self.budget.seconds / 60, 2)
+        super().log(logs, start_time)
+        if self.is_world_process_zero():
+            path = Path(str(self.args.output_dir)) / "log.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": self.state.global_step, **logs}) + "\n")
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Expected tokens per forward on the greedy answers of the base."""
+        answers = self.eval_dataset if eval_dataset is None else eval_dataset
+        if not answers:
+            return {}
+        started = time.perf_counter()
+        mine = list(answers)[self.accelerator.process_index :: self.accelerator.num_processes]
+        found = measure_acceptance(self.accelerator.unwrap_model(self.model), mine)
+        parts = [(name, drafts) for name in sorted(found.forwards) for drafts in sorted(found.forwards[name])]
+        values = [found.tokens, *(found.forwards[name][drafts] for name, drafts in parts)]
+        sums = torch.tensor(values, dtype=torch.float64, device=self.args.device)
+        tokens, *forwards = self.accelerator.reduce(sums, "sum").tolist()
+        metrics = {
+            f"{metric_key_prefix}_tokens_per_forward_{name}_{drafts}": round(tokens / count, 4)
+            for (name, drafts), count in zip(parts, forwards, strict=True)
+        }
+        metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - started, 1)
+        self.log(metrics)
+        return metrics
+
+    # Saves hold the adapter alone.
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        model = self.accelerator.unwrap_model(self.model).model
+        save_mask_adapter(model, output_dir or str(self.args.output_dir), torch.float32)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        load_weights(self.accelerator.unwrap_model(self.model).model, resume_from_checkpoint)
+
+
+def train_mask_adapter(
+    base: str | os.PathLike[str],
+    answers: str | os.PathLike[str],
+    args: MaskTrainingConfig,
+    settings: MaskAdapterSettings | None = None,
+    eval_answers: str | os.PathLike[str] | None = None,
+    max_length: int = 640,
+    dtype: str | torch.dtype = "bfloat16",
+) -> MaskAdapterTrainer:
+    """Trains a mask adapter, going on from the newest checkpoint in `args.output_dir` if there is one.
+
+    Args:
+        base: folder or Hub id of a WeDLM checkpoint.
+        answers: JSONL file of its own answers, see [`load_answers`].
+        args: settings of the training.
+        settings: shape of the adapter.
+        eval_answers: JSONL file of greedy answers to measure acceptance on.
+        max_length: longest prompt and answer, in tokens.
+        dtype: of the base; the adapter trains in float32.
+
+    Returns:
+        The trainer; the finished adapter, in `dtype`, is in `args.output_dir` where the budget is used up.
+    """
+    model = WeDLMForCausalLM.from_pretrained(base, dtype=dtype).eval()
+    torch.manual_seed(args.seed)
+    add_mask_adapter(model, settings or MaskAdapterSettings())
+    trainer = MaskAdapterTrainer(
+        model,
+        args,
+        load_answers(answers, max_length),
+        load_answers(eval_answers, 10**9) if eval_answers else None,
+    )
+    resume = None
+    if any(Path(str(args.output_dir)).glob("checkpoint-*")):
+        resume = str(newest_complete_checkpoint(Path(str(args.output_dir))))
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.is_world_process_zero():
+        save_mask_adapter(model, str(args.output_dir), model.dtype)
+    return trainer
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m wedlm_hf.training.mask_trainer", description=__doc__)
+    for name in ("base", "answers", "out"):
+        parser.add_argument(name)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--mask-rows", type=int)
+    parser.add_argument("--session-minutes", type=float)
+    parser.add_argument("--save-minutes", type=float, default=10.0)
+    parser.add_argument("--eval-answers")
+    parser.add_argument("--rank", type=int, default=64)
+    parser.add_argument("--head-width", type=int, default=640)
+    parser.add_argument("--num-masks", type=int, default=8)
+    parser.add_argument("--cut-stride", type=int, default=4)
+    parser.add_argument("--batch-slots", type=int, default=640)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=42)
+    options = parser.parse_args()
+    args = MaskTrainingConfig(
+        output_dir=options.out,
+        minutes=options.minutes,
+        mask_rows=options.mask_rows,
+        session_minutes=options.session_minutes,
+        save_minutes=options.save_minutes,
+        num_masks=options.num_masks,
+        cut_stride=options.cut_stride,
+        batch_slots=options.batch_slots,
+        learning_rate=options.learning_rate,
+        seed=options.seed,
+        disable_tqdm=True,
+        ddp_backend="gloo" if not torch.cuda.is_available() and "WORLD_SIZE" in os.environ else None,
+    )
+    settings = MaskAdapterSettings(rank=options.rank, head_width=options.head_width)
+    train_mask_adapter(options.base, options.answers, args, settings, options.eval_answers)
+
+
+if __name__ == "__main__":
+    main()
