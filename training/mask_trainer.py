@@ -341,6 +341,7 @@ def main() -> None:
         learning_rate=options.learning_rate,
         seed=options.seed,
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
         ddp_backend="gloo" if not torch.cuda.is_available() and "WORLD_SIZE" in os.environ else None,
     )
     settings = MaskAdapterSettings(rank=options.rank, head_width=options.head_width)
