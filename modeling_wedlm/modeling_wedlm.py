@@ -22,7 +22,7 @@ from transformers.utils import can_return_tuple
 from ..generation.mixin_wedlm import WeDLMGenerationMixin
 from .configuration_wedlm import WeDLMConfig
 from .dual_stream_wedlm import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
-from .mask_adapter_wedlm import MaskAdapter
+from .mask_adapter_wedlm import MaskAdapter, MaskAdapterMixin
 
 
 class WeDLMAttention(Qwen3Attention):
@@ -151,7 +151,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         if slot_mask is not None:
-            if self.mask_adapter is None:
+            if self.mask_adapter is None or not self.mask_adapter.is_enabled:
                 raise ValueError("`slot_mask` says which rows a mask adapter acts on, but the model has none.")
             inputs_embeds = self.mask_adapter.embed(inputs_embeds, slot_mask)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
@@ -237,7 +237,7 @@ class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
     correct: torch.Tensor | None = None
 
 
-class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
+class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
     """Identical to [`Qwen3ForCausalLM`] except for its backbone, the dual-stream loss, and
     `generate(strategy=...)` (see [`WeDLMGenerationMixin`])."""
 
@@ -268,6 +268,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         block_ids: torch.LongTensor | None = None,
         document_ids: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        slot_mask: int | torch.BoolTensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         r"""One causal forward in physical order.
@@ -286,6 +287,10 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
                 [`dual_stream_mask_function`]; `document_ids` may be left out where each row is one document.
             num_items_in_batch (`torch.Tensor` or `int`): what the summed loss is divided by; default: the number of
                 supervised `labels`, or of `targets` where no labels are given.
+            slot_mask (`torch.BoolTensor` of shape `(B, M)` or `int`): which of the last M physical rows are slots to
+                predict; a number M where all of them are. Only for a model with a mask adapter
+                (`has_mask_adapter`), which acts on these rows alone and embeds them itself, whatever their token is.
+                Without it the forward is the base's, bit for bit.
 
         Returns:
             [`CausalLMOutputWithPast`]; when `targets` are given, [`WeDLMCausalLMOutputWithPast`] without `logits`,
@@ -298,6 +303,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             "past_key_values": past_key_values,
             "inputs_embeds": inputs_embeds,
             "use_cache": use_cache,
+            **({} if slot_mask is None else {"slot_mask": slot_mask}),
             **kwargs,
         }
         layout = {"stream_ids": stream_ids, "block_ids": block_ids, "document_ids": document_ids}

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from ..modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings, add_mask_adapter, load_weights, save_mask_adapter
+from ..modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings, read_weights
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .mask_distillation import MaskDistillation
 from .mask_evaluation import measure_acceptance
@@ -42,14 +42,18 @@ class MaskTrainingConfig(TrainingArguments):
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's."})
     warmup_steps: float = field(default=30, metadata={"help": "Optimizer steps of linear warm-up."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "'cosine' or 'linear'."})
-    num_train_epochs: float = field(default=10_000.0, metadata={"help": "Passes over the answers; the budget ends it."})
+    num_train_epochs: float = field(
+        default=10_000.0, metadata={"help": "Passes over the answers; the budget ends it."}
+    )
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Batches of answers: leave it at 1."})
     per_device_eval_batch_size: int = field(default=1, metadata={"help": "Leave it at 1."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Items are batches of answers."})
     save_strategy: str = field(default="no", metadata={"help": "Left to `save_minutes`."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep."})
     logging_steps: float = field(default=10, metadata={"help": "Steps between entries of the log."})
-    report_to: None | str | list[str] = field(default="none", metadata={"help": "Loggers beside log.jsonl."})
+    report_to: str | list[str] | None = field(default="none", metadata={"help": "Loggers beside log.jsonl."})
+    restore_callback_states_from_checkpoint: bool = field(default=True, metadata={"help": "The budget is one."})
+    ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "All parameters are used."})
     ddp_broadcast_buffers: bool | None = field(default=False, metadata={"help": "No buffer changes."})
 
     minutes: float | None = field(default=None, metadata={"help": "Budget: minutes of training, over all resumes."})
@@ -258,16 +262,18 @@ class MaskAdapterTrainer(WholeSaves):
         }
         metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - started, 1)
         self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     # Saves hold the adapter alone.
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         model = self.accelerator.unwrap_model(self.model).model
-        save_mask_adapter(model, output_dir or str(self.args.output_dir), torch.float32)
+        model.save_mask_adapter(output_dir or str(self.args.output_dir), torch.float32)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        load_weights(self.accelerator.unwrap_model(self.model).model, resume_from_checkpoint)
+        adapter: Any = self.accelerator.unwrap_model(self.model).model.model.mask_adapter
+        adapter.load_state_dict(read_weights(resume_from_checkpoint))
 
 
 def train_mask_adapter(
@@ -295,7 +301,7 @@ def train_mask_adapter(
     """
     model = WeDLMForCausalLM.from_pretrained(base, dtype=dtype).eval()
     torch.manual_seed(args.seed)
-    add_mask_adapter(model, settings or MaskAdapterSettings())
+    model.add_mask_adapter(settings)
     trainer = MaskAdapterTrainer(
         model,
         args,
@@ -307,7 +313,7 @@ def train_mask_adapter(
         resume = str(newest_complete_checkpoint(Path(str(args.output_dir))))
     trainer.train(resume_from_checkpoint=resume)
     if trainer.is_world_process_zero():
-        save_mask_adapter(model, str(args.output_dir), model.dtype)
+        model.save_mask_adapter(str(args.output_dir))
     return trainer
 
 
