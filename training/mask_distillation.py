@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -59,7 +58,7 @@ def attend_in_runs(
     """
     if mask_runs is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    batch, heads, slots, width = query.shape
+    batch, _, slots, width = query.shape
     layer, length = mask_runs.memory.layers[module.layer_idx], mask_runs.length
     kv_heads = key.shape[1]
     query = query * scaling

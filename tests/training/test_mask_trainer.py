@@ -1,12 +1,11 @@
 """Training of mask adapters: layout, loss, trainer."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.tiny import MASK, tiny_model
 
+from tests.tiny import MASK, tiny_model
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 from wedlm_hf.training.mask_distillation import MaskDistillation
 from wedlm_hf.training.mask_layout import AnswerBatches, DataCollatorForMaskRuns
