@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
-from .data import IGNORE_INDEX
+from .streams import IGNORE_INDEX
 
 MASK_RUNS = "mask_runs"  # the attention implementation of this module
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from .data import IGNORE_INDEX
+from .streams import IGNORE_INDEX
 
 Answer = Mapping[str, Any]
 

@@ -26,7 +26,7 @@ from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .mask_distillation import MaskDistillation
 from .mask_evaluation import measure_acceptance
 from .mask_layout import Answer, AnswerBatches, DataCollatorForMaskRuns, load_answers
-from .saving import WholeSaves, newest_complete_checkpoint
+from .saving import AtomicSaveTrainer, newest_complete_checkpoint
 
 
 @dataclass
@@ -124,7 +124,7 @@ class _Epochs(TrainerCallback):
         self.collator.set_epoch(int(state.epoch or 0))
 
 
-class MaskAdapterTrainer(WholeSaves):
+class MaskAdapterTrainer(AtomicSaveTrainer):
     """Trains the mask adapter of a model on the model's own answers.
 
     Args:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny import MASK, tiny_model
 from transformers import DynamicCache
 
-from tests.tiny import MASK, tiny_model
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import MASK, tiny_model
 
-from tests.tiny import MASK, tiny_model
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 from wedlm_hf.training.mask_distillation import MaskDistillation
 from wedlm_hf.training.mask_layout import AnswerBatches, DataCollatorForMaskRuns
