@@ -176,7 +176,7 @@ class MaskAdapter(nn.Module):
         finally:
             _SLOTS.reset(token)
 
-    def embed(self, inputs_embeds: torch.Tensor, slots: int | torch.Tensor) -> torch.Tensor:
+    def embed(self, inputs_embeds: torch.Tensor, slots: int | torch.Tensor) -> Any:
         """`inputs_embeds` `(B, T, H)` with the slots' own embedding where there are slots."""
         row = self.mask_embedding.to(inputs_embeds.dtype)
         count = slots if isinstance(slots, int) else slots.shape[1]

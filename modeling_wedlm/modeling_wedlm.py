@@ -1,6 +1,6 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,10 +150,13 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        assert inputs_embeds is not None
+        update_slots: AbstractContextManager[None] = nullcontext()
         if slot_mask is not None:
             if self.mask_adapter is None or not self.mask_adapter.is_enabled:
                 raise ValueError("`slot_mask` says which rows a mask adapter acts on, but the model has none.")
             inputs_embeds = self.mask_adapter.embed(inputs_embeds, slot_mask)
+            update_slots = self.mask_adapter.acting_on(slot_mask, inputs_embeds.dtype)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
             masks = attention_mask
         elif stream_ids is not None and attention_mask is not None:
@@ -162,7 +165,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)}
         else:
             masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}
-        with nullcontext() if slot_mask is None else self.mask_adapter.acting_on(slot_mask, inputs_embeds.dtype):
+        with update_slots:
             return super().forward(
                 attention_mask=masks,
                 position_ids=position_ids,

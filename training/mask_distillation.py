@@ -13,7 +13,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .streams import IGNORE_INDEX
 
 MASK_RUNS = "mask_runs"  # the attention implementation of this module
@@ -61,7 +60,7 @@ def attend_in_runs(
     batch, _, slots, width = query.shape
     layer, length = mask_runs.memory.layers[module.layer_idx], mask_runs.length
     kv_heads = key.shape[1]
-    query = query * scaling
+    query = query * (width**-0.5 if scaling is None else scaling)
     # (B, kv heads, G, M, D): the queries of a group share their keys.
     grouped = query.view(batch, kv_heads, -1, slots, width)
     to_memory = (grouped.flatten(2, 3) @ layer.keys.transpose(-1, -2)).view(*grouped.shape[:-1], -1)
@@ -93,7 +92,7 @@ class MaskDistillation(nn.Module):
     over a random sample of all others, each of which stands for many.
 
     Args:
-        model: with a mask adapter.
+        model: a [`WeDLMForCausalLM`] with a mask adapter.
         num_masks: K.
         first_weight: loss weight of a run's first mask, whose token the base's own last row knows.
         depth_decay: of the loss weights of the others, which begin at 1: a deep draft counts only if all before it
@@ -105,9 +104,11 @@ class MaskDistillation(nn.Module):
 
     accepts_loss_kwargs = True
 
+    depth_weights: torch.Tensor
+
     def __init__(
         self,
-        model: WeDLMForCausalLM,
+        model: Any,
         num_masks: int = 8,
         first_weight: float = 0.2,
         depth_decay: float = 0.85,
@@ -116,7 +117,7 @@ class MaskDistillation(nn.Module):
         sampled_tokens: int = 2048,
     ):
         super().__init__()
-        self.model = model
+        self.model: Any = model
         self.config = model.config
         self.num_masks = num_masks
         self.plain_weight = plain_weight
@@ -163,8 +164,7 @@ class MaskDistillation(nn.Module):
             previous = self.model.get_input_embeddings()(tokens)[of_slot]
         adapter = self.model.model.mask_adapter
         states = [hidden] if adapter.head is None else [hidden, adapter.head(hidden, previous)]
-        head: Any = self.model.lm_head
-        logits = (torch.cat(states) @ head.weight[candidates].T).float()
+        logits = (torch.cat(states) @ self.model.lm_head.weight[candidates].T).float()
         log_sums = (logits + shares).logsumexp(-1)
         targets, likeliest = teacher[of_slot], teacher.argmax(-1)[of_slot]
         # Σ p (log-sum − logit): the share of the base's mass on candidates counts, which is nearly all of it.

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from .streams import IGNORE_INDEX
 Answer = Mapping[str, Any]
 
 
-def load_answers(path: str | Path, max_length: int) -> list[dict[str, Any]]:
+def load_answers(path: str | PathLike[str], max_length: int) -> list[dict[str, Any]]:
     """The answers of a JSONL file that have at least two tokens and, with their prompt, at most `max_length`.
 
     Each line holds `prompt_ids` and `response_ids`, and may say whether the answer is `greedy`. A last line that was

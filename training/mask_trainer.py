@@ -11,7 +11,8 @@ import json
 import math
 import os
 import time
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,18 +137,22 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     args: MaskTrainingConfig
     model: MaskDistillation
-    loss_is_scaled_for_ga: bool | None = True  # type: ignore[assignment]
+    loss_is_scaled_for_ga: bool | None = True
+    lr_scheduler: Any
+    optimizer: Any
+    eval_dataset: Any
+    control: Any
 
     def __init__(
         self,
         model: WeDLMForCausalLM,
         args: MaskTrainingConfig,
-        answers: list[dict[str, Any]],
-        eval_answers: list[Answer] | None = None,
+        answers: Sequence[Answer],
+        eval_answers: Sequence[Answer] | None = None,
     ):
         collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed)
         self.budget = Budget()
-        self._sums: Counter[str] = Counter()
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._started = time.monotonic()
         self._seconds_before = 0.0
         super().__init__(
