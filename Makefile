@@ -24,8 +24,9 @@ types: $(INSTALLED)
 	@mkdir -p $(TYPED) && ln -sfn ../.. $(TYPED)/wedlm_hf
 	$(BIN)/mypy
 
+# A file's tests run in one process, which makes what they share once; tests/conftest.py says which files begin.
 unit: $(INSTALLED)
-	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadgroup
+	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

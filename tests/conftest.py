@@ -4,6 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 _HUB_CODE = tempfile.TemporaryDirectory(prefix="hub-code-")  # one for each test process; removed at exit
@@ -16,6 +17,13 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_MODULES_CACHE"] = _HUB_CODE.name
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests come first: where several processes share the files, none is left with a long one."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")

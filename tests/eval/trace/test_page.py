@@ -34,8 +34,6 @@ QUIET = [
     "--disable-sync",
 ]
 
-pytestmark = pytest.mark.xdist_group("browser")  # one browser for all of them
-
 
 def test_a_page_holds_the_trace_and_nothing_of_it_as_markup(recorded):
     prompt = "</script><script>alert(1)</script><!-- & \u2028 <b>"
