@@ -1,12 +1,11 @@
 """Saves that are cut off, by a kill or by a full disk, at every file: what was there before stays whole."""
 
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,14 +56,24 @@ def assert_resumes(folder: Path, whole) -> None:
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["checkpoint-4"]
 
 
+# Other processes are forked from one that has imported everything, which takes seconds, and has trained nothing:
+# autograd works in no child of a process that used it.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["test_training_saving"])
+
+
+def start(code: str, **names) -> multiprocessing.process.BaseProcess:
+    process = PROCESSES.Process(target=exec, args=(code, names), daemon=True)
+    process.start()
+    return process
+
+
 # A kill: the process that saves ends itself by SIGKILL, with one file half written.
 
 KILLED = """
-import os, signal, sys
+import os, signal
 from pathlib import Path
 import test_training_saving as tests
-
-point, folder = sys.argv[1], Path(sys.argv[2])
 
 def kill_in(owner, name, place):
     save = getattr(owner, name)
@@ -95,11 +104,9 @@ trainer.train()
 
 
 def run_and_be_killed(point: str, folder: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", KILLED, point, str(folder)], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == -signal.SIGKILL, result.stderr[-3000:]
+    process = start(KILLED, point=point, folder=folder)
+    process.join(300)
+    assert process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.slow
@@ -261,11 +268,8 @@ def test_a_folder_that_is_not_there_is_not_resumed(tmp_path):
 
 
 WAITING = """
-import sys, time
-from pathlib import Path
+import time
 import test_training_saving as tests
-
-folder = Path(sys.argv[1])
 
 class Wait(tests.TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
@@ -282,16 +286,16 @@ trainer.save_model()
 
 @pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_and_leaves_the_first_ones_saves_whole(tmp_path, whole):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", WAITING, str(tmp_path)], env=environment) as first:
-        while not (tmp_path / "saved").exists():
-            assert first.poll() is None
-            time.sleep(0.05)
-        second = trainer_on(tmp_path, **SETTINGS)
-        for write in (second.train, second.save_model, second.save_state):
-            with pytest.raises(OSError, match="Another run is writing into"):
-                write()
-        (tmp_path / "go").touch()
-    assert first.returncode == 0
+    first = start(WAITING, folder=tmp_path)
+    while not (tmp_path / "saved").exists():
+        assert first.is_alive()
+        time.sleep(0.05)
+    second = trainer_on(tmp_path, **SETTINGS)
+    for write in (second.train, second.save_model, second.save_state):
+        with pytest.raises(OSError, match="Another run is writing into"):
+            write()
+    (tmp_path / "go").touch()
+    first.join(300)
+    assert first.exitcode == 0
     assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), whole.model)
     assert_resumes(tmp_path, whole)
