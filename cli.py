@@ -91,7 +91,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, ImportError) as error:
             text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode("utf-8")
             typer.echo(f"Error: {text}", err=True)
             raise typer.Exit(2) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AddedToken, PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..generation.settings_wedlm import check_mask_token_id
 from .configuration_wedlm import WeDLMConfig
@@ -87,12 +87,11 @@ def convert(
     target = None if output_dir is None else Path(output_dir).absolute()
     if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise FileExistsError(f"The output folder must be new or empty, got {str(output_dir)!r}.")
+    source_config = read_source_config(source, revision, gguf_file)
+    if isinstance(source_config, WeDLMConfig):
+        raise ValueError(f"{os.fspath(source)!r} is a WeDLM checkpoint already: there is nothing to convert.")
     folder, gguf_file, name = _split(source, gguf_file)
-    if gguf_file is None:
-        config_dict, options = load_config_dict(folder, revision=revision), {}
-    else:
-        config_dict, options = load_gguf_config_dict(folder, gguf_file, revision), {"gguf_file": gguf_file}
-    source_config = read_family(config_dict, name)
+    options = {} if gguf_file is None else {"gguf_file": gguf_file}
     tokenizer = load_tokenizer(folder, revision=revision, **options)
     if gguf_file is not None:
         complete_tokenizer(tokenizer)
@@ -119,6 +118,23 @@ def convert(
     copied = len(model.state_dict()) - len(model.all_tied_weights_keys)
     missing, unexpected = tuple(info["missing_keys"]), tuple(info["unexpected_keys"])
     return Conversion(model, tokenizer, mask_token_id, mask_row, copied, missing, unexpected)
+
+
+def read_source_config(
+    source: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None
+) -> PreTrainedConfig:
+    """The config of a checkpoint that is a WeDLM one, or that [`convert`] can make one of; its weights are not read.
+
+    Raises:
+        OSError, ImportError, ValueError: as [`convert`].
+    """
+    folder, gguf_file, name = _split(source, gguf_file)
+    if gguf_file is not None:
+        return read_family(load_gguf_config_dict(folder, gguf_file, revision), name)
+    config_dict = load_config_dict(folder, revision=revision)
+    if config_dict.get("model_type") == WeDLMConfig.model_type:
+        return WeDLMConfig.from_dict(config_dict)
+    return read_family(config_dict, name)
 
 
 @contextmanager

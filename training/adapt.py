@@ -1,0 +1,344 @@
+"""`wedlm adapt`: a mask adapter for a model, from nothing but the model.
+
+Stages: convert, write the model's own answers, train the adapter on them, measure, write the model card. Everything
+is kept in the output folder as it is made, so that a run may be stopped at any moment: the same call goes on.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from ..modeling_wedlm.convert import convert, read_source_config
+from ..modeling_wedlm.loading import load_model, load_tokenizer
+from ..modeling_wedlm.mask_adapter_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
+from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
+from .answers import Answer, AnswerConfig, read_answers, read_prompts, write_answers
+from .mask_layout import load_answers
+from .mask_trainer import MaskAdapterTrainer, MaskTrainingConfig
+from .model_card import model_card
+from .progress import Progress
+from .saving import newest_complete_checkpoint, only_writer
+
+ANSWER_SHARE = 1 / 3  # of the minutes: answers are what a small budget lacks first
+ROWS_PER_TOKEN = 6  # mask rows that are trained for each token of an answer where the budget is in tokens
+HELD_OUT = 24  # greedy answers that are not trained on: acceptance is measured on them
+ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
+
+Measure = Callable[[WeDLMForCausalLM, PreTrainedTokenizerBase, Sequence[Sequence[int]]], dict[str, Any]]
+"""Measures AR and verified decoding of the prompts: a table for the model card (see [`model_card`])."""
+
+
+@dataclass(frozen=True)
+class AdaptConfig:
+    """What [`adapt`] is to do.
+
+    Args:
+        minutes: of work, over all calls; a third of them for answers.
+        tokens: of answers to write; training then takes six mask rows for each of them.
+        prompts: file of prompts (see [`read_prompts`]); by default they are drawn from the model.
+        revision: branch, tag or commit of a Hub id.
+        gguf_file: name of a GGUF file in the base's folder or Hub id.
+        rank: of the adapter's updates.
+        head_width: hidden units of its previous-token head.
+        device: such as `"cuda"`; by default a GPU if there is one.
+        seed: of prompts, sampled answers and training.
+
+    Raises:
+        ValueError: for no budget, and for one that is not positive.
+    """
+
+    minutes: float | None = None
+    tokens: int | None = None
+    prompts: Path | None = None
+    revision: str | None = None
+    gguf_file: str | None = None
+    rank: int = 64
+    head_width: int = 640
+    device: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.minutes is None and self.tokens is None:
+            raise ValueError("A budget is needed: `minutes` of work or `tokens` of answers.")
+        for name in ("minutes", "tokens"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"`{name}` must be greater than 0, got {value}.")
+
+    def identity(self, base: str) -> dict[str, Any]:
+        """What a run in a folder must agree on with the one that began it. The budget may grow."""
+        digest = None if self.prompts is None else hashlib.sha256(self.prompts.read_bytes()).hexdigest()
+        names = ("revision", "gguf_file", "rank", "head_width", "seed")
+        return {"base": base, "prompts": digest} | {name: getattr(self, name) for name in names}
+
+
+def adapt(
+    base: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    config: AdaptConfig,
+    *,
+    measure: Measure | None = None,
+    console: Console | None = None,
+) -> Path:
+    """Trains a mask adapter for a model on the model's own answers, going on with what `output_dir` holds already.
+
+    The base itself is only read. In the end `output_dir` holds `adapter_config.json`, `adapter_model.safetensors` and
+    the model card; beside them `base`, the WeDLM checkpoint that was made of a base of another kind, and `work`, which
+    may be deleted.
+
+    Args:
+        base: folder or Hub id of a WeDLM, Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 checkpoint, or a GGUF file.
+        output_dir: new, empty, or that of an earlier call with the same base.
+        config: budget and settings.
+        measure: makes the table of the model card; without it the card states tokens per forward alone.
+        console: shows progress and the time left.
+
+    Returns:
+        `output_dir`.
+
+    Raises:
+        FileExistsError: for an `output_dir` that holds something else.
+        OSError: for a base that cannot be read, a disk without room, and while another run writes into `output_dir`.
+        ValueError: for an unsupported base, unreadable prompts, and settings other than those of the run it goes on.
+    """
+    run = _Run(os.fspath(base), Path(output_dir), config, console or Console(stderr=True))
+    run.check()
+    with only_writer(run.work):
+        run.begin()
+        run.convert()
+        run.answer()
+        run.train()
+        run.finish(measure)
+    return run.out
+
+
+class _Run:
+    """The stages of [`adapt`]. Each looks at the disk for what it has done before."""
+
+    def __init__(self, base: str, out: Path, config: AdaptConfig, console: Console):
+        self.base, self.out, self.work, self.config, self.console = base, out, out / "work", config, console
+        self.plan_file, self.state_file = self.work / "adapt.json", self.work / "state.json"
+        self.answers, self.trained_on = self.work / "answers.jsonl", self.work / "training.jsonl"
+        self.held_out = self.work / "heldout.jsonl"
+        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.state: dict[str, Any] = {"answer_seconds": 0.0, "answered": False, "trained_for": None}
+
+    # Before any work.
+
+    def check(self) -> None:
+        """Raises for whatever would make the work be lost."""
+        self.prompts = None if self.config.prompts is None else read_prompts(self.config.prompts)
+        self.identity = self.config.identity(self.base)
+        if self.out.exists() and not self.out.is_dir():
+            raise FileExistsError(f"The output must be a folder, got the file {str(self.out)!r}.")
+        if self.plan_file.exists():
+            before = json.loads(self.plan_file.read_text(encoding="utf-8"))
+            if different := [name for name, value in self.identity.items() if before.get(name) != value]:
+                changes = ", ".join(f"{name}: {before.get(name)!r}, not {self.identity[name]!r}" for name in different)
+                raise ValueError(
+                    f"{str(self.out)!r} holds a run with other settings ({changes}): choose a new folder."
+                )
+        elif self.out.exists() and {path.name for path in self.out.iterdir()} - {"work"}:
+            raise FileExistsError(
+                f"The output folder must be new, empty, or of an earlier run, got {str(self.out)!r}."
+            )
+        source = read_source_config(self.base, self.config.revision, self.config.gguf_file)
+        self.is_wedlm = source.model_type == "wedlm"
+        self.base_path = self.base if self.is_wedlm else str(self.out / "base")
+        self._require_room(source)
+
+    def _require_room(self, source: Any) -> None:
+        """Raises `OSError` where the disk has no room for what will be written."""
+        needed = ROOM
+        if not self.is_wedlm and not (self.out / "base").exists():
+            embeddings = source.vocab_size * source.hidden_size * (1 if source.tie_word_embeddings else 2)
+            layer = source.hidden_size * (4 * source.hidden_size + 3 * source.intermediate_size)
+            bytes_each = 4 if self.config.gguf_file or self.base.lower().endswith(".gguf") else 2
+            needed += bytes_each * (embeddings + source.num_hidden_layers * layer)
+        place = next(folder for folder in (self.out.absolute(), *self.out.absolute().parents) if folder.exists())
+        if (free := shutil.disk_usage(place).free) < needed:
+            raise OSError(f"About {needed / 1e9:.1f} GB are needed, and {str(place)!r} has {free / 1e9:.1f} GB free.")
+
+    def begin(self) -> None:
+        """Writes down what this run is, or reads how far it has come."""
+        if self.state_file.exists():
+            self.state |= json.loads(self.state_file.read_text(encoding="utf-8"))
+        self.state.setdefault("dtype", _faster_dtype(self.device))
+        _write(self.plan_file, json.dumps(self.identity, indent=2) + "\n")
+
+    def save_state(self, **changes: Any) -> None:
+        """Keeps what the stages cannot see on the disk."""
+        self.state |= changes
+        _write(self.state_file, json.dumps(self.state, indent=2) + "\n")
+
+    # The stages.
+
+    def convert(self) -> None:
+        """A WeDLM checkpoint of the base, unless it is one."""
+        for left_over in self.out.glob(".base.*"):  # of a kill
+            shutil.rmtree(left_over, ignore_errors=True)
+        if self.is_wedlm or Path(self.base_path).exists():
+            return
+        self.console.print(f"[1/4] Converting {self.base} …", highlight=False, markup=False)
+        convert(self.base, self.base_path, revision=self.config.revision, gguf_file=self.config.gguf_file)
+
+    def load(self) -> tuple[WeDLMForCausalLM, PreTrainedTokenizerBase]:
+        """The base and its tokenizer."""
+        options = {"revision": self.config.revision} if self.is_wedlm else {}
+        model = load_model(self.base_path, dtype=getattr(torch, self.state["dtype"]), **options).to(self.device).eval()
+        return model, load_tokenizer(self.base_path, **options)
+
+    def answer(self) -> None:
+        """The model's own answers, and a few of them held out."""
+        if not self.state["answered"]:
+            model, tokenizer = self.load()
+            batch_size = 256 if self.device.type == "cuda" else 48
+            settings = AnswerConfig(batch_size=batch_size, seed=self.config.seed)
+            progress = Progress(self.console, "[2/4] The model's own answers")
+            clock = time.monotonic()
+            for count in write_answers(model, tokenizer, self.answers, self.prompts, settings):
+                seconds = self.state["answer_seconds"] + time.monotonic() - clock
+                clock = time.monotonic()
+                self.save_state(answer_seconds=seconds)
+                share = self._answer_share(count.tokens, seconds)
+                progress.show(share, f"{count.answers:,} answers, {count.tokens:,} tokens")
+                if share >= 1 and count.answers:
+                    break
+            progress.close()
+            self.save_state(answered=True)
+        if not self.trained_on.exists():
+            self._split()
+
+    def _answer_share(self, tokens: int, seconds: float) -> float:
+        """How much of the budget for answers is used; all of it as soon as one of its limits is reached."""
+        shares = [0.0]
+        if self.config.tokens is not None:
+            shares.append(tokens / self.config.tokens)
+        if self.config.minutes is not None:
+            shares.append(seconds / (60 * self.config.minutes * ANSWER_SHARE))
+        return min(1.0, max(shares))
+
+    def _split(self) -> None:
+        """Holds out some greedy answers, none of them to a prompt that is trained on."""
+        answers = read_answers(self.answers)
+        greedy = list(dict.fromkeys(tuple(answer["prompt_ids"]) for answer in answers if answer["greedy"]))
+        prompts = set(greedy[:: max(2, len(greedy) // HELD_OUT)][:HELD_OUT]) if len(greedy) > 1 else set()
+        parts: dict[bool, list[Answer]] = {True: [], False: []}
+        for answer in answers:
+            is_held_out = tuple(answer["prompt_ids"]) in prompts
+            if answer["greedy"] or not is_held_out:
+                parts[is_held_out].append(answer)
+        _write(self.held_out, "".join(json.dumps(answer) + "\n" for answer in parts[True]))
+        _write(self.trained_on, "".join(json.dumps(answer) + "\n" for answer in parts[False]))
+
+    def train(self) -> None:
+        """The adapter, from the newest checkpoint on."""
+        budget = {"minutes": self.config.minutes, "tokens": self.config.tokens}
+        if self.state["trained_for"] == budget:
+            return
+        args = self._training_config()
+        model, _ = self.load()
+        torch.manual_seed(self.config.seed)
+        model.add_mask_adapter(MaskAdapterSettings(rank=self.config.rank, head_width=self.config.head_width))
+        held_out: Any = read_answers(self.held_out)
+        trainer = MaskAdapterTrainer(model, args, load_answers(self.trained_on, 10**9), held_out)
+        progress = Progress(self.console, "[3/4] Training the mask adapter")
+        trainer.add_callback(_ShowProgress(trainer, progress))
+        folder = Path(str(args.output_dir))
+        has_checkpoint = any(folder.glob("checkpoint-*"))
+        trainer.train(resume_from_checkpoint=str(newest_complete_checkpoint(folder)) if has_checkpoint else None)
+        progress.close()
+        model.save_mask_adapter(self.work / "adapter")
+        self.save_state(
+            trained_for=budget, mask_rows=trainer.budget.mask_rows, training_seconds=trainer.budget.seconds
+        )
+
+    def _training_config(self) -> MaskTrainingConfig:
+        minutes, tokens = self.config.minutes, self.config.tokens
+        left = None if minutes is None else max(0.01, minutes - self.state["answer_seconds"] / 60)
+        is_gpu = self.device.type == "cuda"
+        return MaskTrainingConfig(
+            output_dir=str(self.work / "training"),
+            minutes=left,
+            mask_rows=None if tokens is None else ROWS_PER_TOKEN * tokens,
+            save_minutes=5.0 if left is None else min(5.0, max(0.2, left / 10)),
+            batch_slots=8192 if is_gpu else 640,
+            seed=self.config.seed,
+            disable_tqdm=True,
+            use_cpu=not is_gpu,
+        )
+
+    def finish(self, measure: Measure | None) -> None:
+        """The table, the model card, and the adapter where users look for it."""
+        table: dict[str, Any] = {}
+        if measure is not None:
+            self.console.print("[4/4] Measuring …", highlight=False, markup=False)
+            model, tokenizer = self.load()
+            model.load_mask_adapter(self.work / "adapter")
+            prompts = [answer["prompt_ids"] for answer in read_answers(self.held_out)]
+            table = measure(model, tokenizer, prompts) if prompts else {}
+        log = self.work / "training" / "log.jsonl"
+        entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        facts = {
+            "answers": len(read_answers(self.trained_on)),
+            "answer_tokens": sum(len(answer["response_ids"]) for answer in read_answers(self.trained_on)),
+            "held_out": len(read_answers(self.held_out)),
+            **{name: self.state[name] for name in ("mask_rows", "training_seconds", "answer_seconds")},
+            **{name: value for name, value in asdict(self.config).items() if name in ("rank", "head_width", "seed")},
+        }
+        card = model_card(self.base, None if self.is_wedlm else "base", facts, entries, table)
+        for name in (WEIGHTS_NAME, CONFIG_NAME):
+            shutil.copyfile(self.work / "adapter" / name, self.out / f".{name}")
+            os.replace(self.out / f".{name}", self.out / name)
+        _write(self.out / "README.md", card)
+
+
+class _ShowProgress(TrainerCallback):
+    """Shows how much of the budget is used."""
+
+    def __init__(self, trainer: MaskAdapterTrainer, progress: Progress):
+        self.trainer, self.progress, self.note = trainer, progress, ""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Keeps the newest numbers."""
+        if logs and "accepted" in logs:
+            self.note = f", {logs['accepted']:.2f} drafts accepted"
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Shows them."""
+        budget = self.trainer.budget
+        self.progress.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{self.note}")
+
+
+def _faster_dtype(device: torch.device) -> str:
+    """The dtype in which the device multiplies matrices faster: some CPUs compute in bfloat16, others imitate it."""
+    if device.type == "cuda":
+        return "bfloat16"
+    seconds = {}
+    for name in ("float32", "bfloat16"):
+        matrix = torch.randn(512, 1024, dtype=getattr(torch, name))
+        runs = []
+        for _ in range(5):
+            start = time.perf_counter()
+            matrix @ matrix.T
+            runs.append(time.perf_counter() - start)
+        seconds[name] = min(runs)
+    return min(seconds, key=lambda name: seconds[name])
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, file)
