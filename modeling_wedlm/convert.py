@@ -90,7 +90,7 @@ def convert(
     source_config = read_source_config(source, revision, gguf_file)
     if isinstance(source_config, WeDLMConfig):
         raise ValueError(f"{os.fspath(source)!r} is a WeDLM checkpoint already: there is nothing to convert.")
-    folder, gguf_file, name = _split(source, gguf_file)
+    folder, gguf_file, _ = _split(source, gguf_file)
     options = {} if gguf_file is None else {"gguf_file": gguf_file}
     tokenizer = load_tokenizer(folder, revision=revision, **options)
     if gguf_file is not None:

@@ -1,0 +1,244 @@
+"""`wedlm adapt`: from a base to an adapter, in one call or in many, and what is refused before any work."""
+
+import io
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tiny import EOS, LINES, PAD, VOCAB_SIZE, randomize, tiny_model, tiny_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.modeling_wedlm.loading import load_model
+from wedlm_hf.training import adapt as adapt_module
+from wedlm_hf.training.adapt import AdaptConfig, adapt
+from wedlm_hf.training.answers import read_answers
+from wedlm_hf.training.saving import only_writer
+
+SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
+
+
+def write_base(folder: Path) -> Path:
+    """A tiny Llama with a tokenizer."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        randomize(LlamaForCausalLM(config)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    (tmp_path / "prompts.txt").write_text("\n".join(line.strip().replace("\n", " ") for line in LINES))
+    return write_base(tmp_path / "llama")
+
+
+def run(tmp_path: Path, base: Any, name: str = "out", measure: Any = None, **settings: Any) -> tuple[Path, str]:
+    console = Console(file=io.StringIO(), width=200)
+    config = AdaptConfig(**{"tokens": 300, "prompts": tmp_path / "prompts.txt"} | SMALL | settings)
+    out = adapt(base, tmp_path / name, config, measure=measure, console=console)
+    return out, console.file.getvalue()
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_base_and_a_budget_make_an_adapter_its_base_and_a_card(tmp_path, base):
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    seen = {}
+
+    def measure(model: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
+        seen["prompts"] = prompts
+        return {"caption": "On a test machine.", "columns": ["decoder", "tokens/s"], "rows": [["AR", "1.0"]]}
+
+    out, shown = run(tmp_path, base, measure=measure)
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+    assert {file.name for file in out.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "README.md", "base", "work",
+    }  # fmt: skip
+    model = load_model(out / "base")
+    model.load_mask_adapter(out)
+    output = model.generate(torch.tensor([[5, 6, 7]]), strategy="wedlm", verification="exact", max_new_tokens=20)
+    assert torch.equal(output, load_model(out / "base").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20))
+    card = (out / "README.md").read_text()
+    for part in ("library_name: peft", "On a test machine.", "| AR | 1.0 |", "PeftModel.from_pretrained"):
+        assert part in card
+    answers = read_answers(out / "work" / "answers.jsonl")
+    assert sum(len(answer["response_ids"]) for answer in answers) >= 300
+    held_out = {tuple(prompt) for prompt in seen["prompts"]}
+    trained_on = {tuple(answer["prompt_ids"]) for answer in read_answers(out / "work" / "training.jsonl")}
+    assert held_out
+    assert not held_out & trained_on
+    for stage in ("[1/4] Converting", "[2/4] The model's own answers: 100%", "[3/4] Training the mask adapter: 100%"):
+        assert stage in shown
+
+
+def test_the_adapter_learns_something(tmp_path, base):
+    out, _ = run(tmp_path, base, tokens=600)
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["rank"], config["head_width"]) == (2, 8)
+    log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["mask_rows"] >= 6 * 600
+    untrained = load_model(out / "base")
+    torch.manual_seed(0)
+    untrained.add_mask_adapter()
+    trained = load_model(out / "base")
+    trained.load_mask_adapter(out)
+    assert not torch.equal(trained.model.mask_adapter.mask_embedding, untrained.model.mask_adapter.mask_embedding)
+
+
+@pytest.mark.parametrize("stage", ["convert", "answer", "_split", "train", "finish"])
+def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, stage, monkeypatch):
+    expected, _ = run(tmp_path, base, "whole")
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapt_module._Run, stage, stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, base)
+    out, _ = run(tmp_path, base)
+    assert weights(out) == weights(expected)
+    for name in ("answers.jsonl", "training.jsonl", "heldout.jsonl"):
+        assert (out / "work" / name).read_bytes() == (expected / "work" / name).read_bytes()
+
+
+def test_a_stop_between_two_batches_of_answers_loses_none_of_them(tmp_path, base, monkeypatch):
+    expected, _ = run(tmp_path, base, "whole")
+    write_answers = adapt_module.write_answers
+
+    def cut(*args: Any) -> Any:
+        stream = write_answers(*args)
+        yield next(stream)
+        yield next(stream)
+        with (tmp_path / "out" / "work" / "answers.jsonl").open("a") as file:
+            file.write('{"prompt_ids": [1,')  # as a kill in the middle of a write would leave it
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapt_module, "write_answers", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, base)
+    out, _ = run(tmp_path, base)
+    assert (out / "work" / "answers.jsonl").read_bytes() == (expected / "work" / "answers.jsonl").read_bytes()
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, base, monkeypatch):
+    out, _ = run(tmp_path, base)
+    before = weights(out)
+    monkeypatch.setattr(adapt_module, "MaskAdapterTrainer", None)
+    monkeypatch.setattr(adapt_module, "write_answers", None)
+    run(tmp_path, base)
+    assert weights(out) == before
+
+
+def test_a_larger_budget_trains_on(tmp_path, base):
+    out, _ = run(tmp_path, base)
+    before = weights(out)
+    run(tmp_path, base, tokens=500)
+    assert weights(out) != before
+    log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["mask_rows"] >= 6 * 500
+
+
+def test_a_wedlm_checkpoint_needs_no_conversion(tmp_path, base):
+    folder = tmp_path / "wedlm"
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    out, _ = run(tmp_path, folder)
+    assert not (out / "base").exists()
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(tmp_path: Path, base: Any, error: type[Exception], message: str, **settings: Any) -> None:
+    """Raises before any work: nothing is written."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=message):
+        run(tmp_path, base, **settings)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens": 0}, "`tokens` must be greater than 0, got 0"),
+        ({"minutes": 0.0}, "`minutes` must be greater than 0, got 0.0"),
+        ({"minutes": float("nan")}, "`minutes` must be greater than 0, got nan"),
+        ({"tokens": None}, "A budget is needed: `minutes` of work or `tokens` of answers"),
+    ],
+)
+def test_a_budget_of_nothing_is_refused(tmp_path, base, settings, message):
+    refused(tmp_path, base, ValueError, message, **settings)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\0"])
+def test_prompts_that_are_none_are_refused(tmp_path, base, content):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    refused(tmp_path, base, ValueError, "no prompt in|must be UTF-8 text, got a binary file")
+
+
+def test_prompts_that_are_not_there_are_refused(tmp_path, base):
+    refused(tmp_path, base, FileNotFoundError, "no.txt", prompts=tmp_path / "no.txt")
+
+
+def test_an_unsupported_base_is_refused(tmp_path, base):
+    GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "gpt2")
+    refused(tmp_path, tmp_path / "gpt2", ValueError, r"can be converted, got 'gpt2' in ")
+    refused(tmp_path, tmp_path / "nowhere", FileNotFoundError, "There is no checkpoint folder")
+
+
+def test_a_disk_without_room_is_refused(tmp_path, base, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    refused(tmp_path, base, OSError, r"About 1\.0 GB are needed, and '.*' has 0\.0 GB free\.")
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path, base):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    refused(tmp_path, base, FileExistsError, r"must be new, empty, or of an earlier run, got '.*out'\.")
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").touch()
+    refused(tmp_path, base, FileExistsError, "must be a folder, got the file")
+
+
+def test_other_settings_do_not_go_on_with_a_run(tmp_path, base):
+    run(tmp_path, base)
+    refused(tmp_path, base, ValueError, r"holds a run with other settings \(seed: 0, not 1\): choose a new", seed=1)
+    other = write_base(tmp_path / "other")
+    refused(tmp_path, other, ValueError, r"holds a run with other settings \(base: '.*llama', not '.*other'\)")
+
+
+def test_two_runs_at_once_are_refused(tmp_path, base, monkeypatch):
+    """The second one is told; the first goes on."""
+    convert = adapt_module._Run.convert
+    seen = []
+
+    def second(self: Any) -> None:
+        from filelock import FileLock
+
+        try:
+            FileLock(self.work / "_lock").acquire(blocking=False)
+        except Exception as error:
+            seen.append(type(error).__name__)
+        convert(self)
+
+    monkeypatch.setattr(adapt_module._Run, "convert", second)
+    out, _ = run(tmp_path, base)
+    assert seen == ["Timeout"]
+    with only_writer(out / "work"):
+        pass
+    assert isinstance(load_model(out / "base"), WeDLMForCausalLM)
