@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
 from ..modeling_wedlm.convert import convert, read_source_config
 from ..modeling_wedlm.loading import load_model, load_tokenizer
@@ -253,6 +253,7 @@ class _Run:
         held_out: Any = read_answers(self.held_out)
         trainer = MaskAdapterTrainer(model, args, load_answers(self.trained_on, 10**9), held_out)
         progress = Progress(self.console, "[3/4] Training the mask adapter")
+        trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
         trainer.add_callback(_ShowProgress(trainer, progress))
         folder = Path(str(args.output_dir))
         has_checkpoint = any(folder.glob("checkpoint-*"))

@@ -62,10 +62,11 @@ def model_card(
 def _curve(log: Sequence[dict[str, Any]]) -> str:
     """Tokens per forward against trained mask rows."""
     prefix = "eval_tokens_per_forward_branch_"
-    entries = [entry for entry in log if any(name.startswith(prefix) for name in entry)]
+    entries = {entry["mask_rows"]: entry for entry in log if f"{prefix}1" in entry}.values()
     if not entries:
         return ""
-    drafts = sorted(int(name.removeprefix(prefix)) for name in entries[-1] if name.startswith(prefix))
+    names = {name.removeprefix(prefix) for entry in entries for name in entry if name.startswith(prefix)}
+    drafts = sorted(int(name) for name in names if name.isdigit())
     columns = ["mask rows", *(f"{count} drafts" for count in drafts)]
     rows = [
         [f"{entry['mask_rows']:,}", *(f"{entry[prefix + str(count)]:.2f}" for count in drafts)] for entry in entries
