@@ -1,4 +1,5 @@
-# `make demo` shows the model at work, `make test` checks everything. The first call of either sets up .venv.
+# `make demo` shows a tiny model at work, `make real` a pretrained one, which it downloads (93 MB); `make test` checks
+# everything. The first call of any of them sets up .venv.
 # PYTHON=python3.12 picks another interpreter; PIP_EXTRA_INDEX_URL and pip's other variables apply as usual.
 
 PYTHON ?= python3
@@ -8,10 +9,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
 
-.PHONY: demo test lint types unit format clean
+.PHONY: demo real test lint types unit format clean
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
+
+real: $(INSTALLED)
+	$(BIN)/python examples/smollm2/demo.py
 
 test: lint types unit
 

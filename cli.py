@@ -303,6 +303,44 @@ def train(context: typer.Context) -> None:
     run_training(context.args)
 
 
+@app.command()
+def adapt(
+    base: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
+    output_dir: Annotated[Path, typer.Argument(help="Folder for the adapter; new, empty, or of a run to go on with.")],
+    minutes: Annotated[float | None, typer.Option(help="Budget: minutes of work, over all runs.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Budget: tokens of answers that the model writes.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts, one a line or JSON lines; default: the model writes its own.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in that folder or Hub id.")] = None,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the updates.")] = 64,
+    head_width: Annotated[int, typer.Option(min=0, help="Hidden units of the previous-token head; 0 for none.")] = 640,
+    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts, sampled answers and training.")] = 0,
+) -> None:
+    """Train a mask adapter: any AR model's own text in fewer forwards, from nothing but the model.
+
+    May be stopped at any moment: the same command goes on. Needs a budget, --minutes or --tokens.
+    """
+    import torch
+
+    from .eval.adapter_table import measure_adapter
+    from .training.adapt import AdaptConfig
+    from .training.adapt import adapt as train_adapter
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = AdaptConfig(minutes, tokens, prompts, revision, gguf_file, rank, head_width, device, seed)
+    try:
+        train_adapter(base, output_dir, config, measure=measure_adapter, console=_console(stderr=True))
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here.", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(f"The adapter and its model card are in {output_dir}.")
+
+
 def _check_trace_options(context: typer.Context) -> None:
     """Raises `ValueError` for options of `wedlm trace` that have no meaning beside the others."""
     given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}

@@ -130,7 +130,7 @@ class _Run:
         self.plan_file, self.state_file = self.work / "adapt.json", self.work / "state.json"
         self.answers, self.trained_on = self.work / "answers.jsonl", self.work / "training.jsonl"
         self.held_out = self.work / "heldout.jsonl"
-        self.device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = _device(config.device)
         self.state: dict[str, Any] = {"answer_seconds": 0.0, "answered": False, "trained_for": None}
 
     # Before any work.
@@ -319,6 +319,16 @@ class _ShowProgress(TrainerCallback):
         """Shows them."""
         budget = self.trainer.budget
         self.progress.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{self.note}")
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of this name, by default a GPU if there is one. Raises `ValueError` for one that is not there."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name).cpu()  # the device `meta` has no data to copy
+    except (RuntimeError, NotImplementedError, AssertionError) as error:
+        raise ValueError(f"The device {name!r} is not available: {error}") from error
+    return torch.device(name)
 
 
 def _faster_dtype(device: torch.device) -> str:

@@ -201,6 +201,10 @@ def test_an_unsupported_base_is_refused(tmp_path, base):
     refused(tmp_path, tmp_path / "nowhere", FileNotFoundError, "There is no checkpoint folder")
 
 
+def test_a_device_that_is_not_there_is_refused(tmp_path, base):
+    refused(tmp_path, base, ValueError, "The device 'abacus' is not available", device="abacus")
+
+
 def test_a_disk_without_room_is_refused(tmp_path, base, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     refused(tmp_path, base, OSError, r"About 1\.0 GB are needed, and '.*' has 0\.0 GB free\.")

