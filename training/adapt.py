@@ -297,7 +297,7 @@ class _Run:
             **{name: self.state[name] for name in ("mask_rows", "training_seconds", "answer_seconds")},
             **{name: value for name, value in asdict(self.config).items() if name in ("rank", "head_width", "seed")},
         }
-        card = model_card(self.base, None if self.is_wedlm else "base", facts, entries, table)
+        card = model_card(self.base, None if self.is_wedlm else self.base_path, str(self.out), facts, entries, table)
         for name in (WEIGHTS_NAME, CONFIG_NAME):
             shutil.copyfile(self.work / "adapter" / name, self.out / f".{name}")
             os.replace(self.out / f".{name}", self.out / name)

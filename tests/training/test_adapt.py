@@ -12,8 +12,10 @@ import torch
 from rich.console import Console
 from tiny import EOS, LINES, PAD, VOCAB_SIZE, randomize, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.cli import app
 from wedlm_hf.modeling_wedlm.loading import load_model
 from wedlm_hf.training import adapt as adapt_module
 from wedlm_hf.training.adapt import AdaptConfig, adapt
@@ -115,7 +117,7 @@ def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, stage, monke
 
 
 def test_a_stop_between_two_batches_of_answers_loses_none_of_them(tmp_path, base, monkeypatch):
-    expected, _ = run(tmp_path, base, "whole")
+    expected, _ = run(tmp_path, base, "whole", tokens=1500)
     write_answers = adapt_module.write_answers
 
     def cut(*args: Any) -> Any:
@@ -129,8 +131,8 @@ def test_a_stop_between_two_batches_of_answers_loses_none_of_them(tmp_path, base
     with monkeypatch.context() as patched:
         patched.setattr(adapt_module, "write_answers", cut)
         with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, base)
-    out, _ = run(tmp_path, base)
+            run(tmp_path, base, tokens=1500)
+    out, _ = run(tmp_path, base, tokens=1500)
     assert (out / "work" / "answers.jsonl").read_bytes() == (expected / "work" / "answers.jsonl").read_bytes()
 
 
@@ -189,6 +191,28 @@ def test_a_budget_of_nothing_is_refused(tmp_path, base, settings, message):
 def test_prompts_that_are_none_are_refused(tmp_path, base, content):
     (tmp_path / "prompts.txt").write_bytes(content)
     refused(tmp_path, base, ValueError, "no prompt in|must be UTF-8 text, got a binary file")
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path, base):
+    for words, message in (
+        ([], "Error: A budget is needed: `minutes` of work or `tokens` of answers.\n"),
+        (["--tokens", "0"], "Error: `tokens` must be greater than 0, got 0.\n"),
+        (["--minutes", "1", "--prompts", str(tmp_path / "no.txt")], "No such file or directory"),
+    ):
+        result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words])
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
+    words = ["--tokens", "200", "--rank", "2", "--head-width", "0", "--device", "cpu"]
+    prompts = ["--prompts", str(tmp_path / "prompts.txt")]
+    result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words, *prompts])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"The adapter and its model card are in {tmp_path / 'out'}.\n"
+    assert "| decoder | tokens per forward |" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_prompts_that_are_not_there_are_refused(tmp_path, base):
