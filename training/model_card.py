@@ -35,8 +35,8 @@ def model_card(
         table: what was measured: `caption`, `columns` and `rows`; may be empty.
     """
     made = (
-        f"`{converted}` is that base as a WeDLM checkpoint, its weights unchanged; `wedlm convert {base} FOLDER` makes "
-        "it again, so it need not be uploaded with the adapter."
+        f"`{converted}` is that base as a WeDLM checkpoint, its weights unchanged; `wedlm convert {base} FOLDER` "
+        "makes it again, so it need not be uploaded with the adapter."
         if converted
         else "The base is a WeDLM checkpoint itself."
     )
