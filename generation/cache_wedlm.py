@@ -3,6 +3,8 @@
 `B` rows, `H` key/value heads, `C` capacity, `Q` slots of a forward, `D` head width.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,8 @@ class WindowLayer(CacheLayerMixin):
         """Stores `(A, H, Q, D)` for the A rows in use and returns what they may attend to, `(A, H, end, D)`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if (key_states.dtype, value_states.dtype) != (self._keys.dtype, self._values.dtype):  # autocast began or ended
+            self._keys, self._values = self._keys.to(key_states.dtype), self._values.to(value_states.dtype)
         if write.end > self._keys.shape[2]:
             capacity = max(write.end, 2 * self._keys.shape[2], self.cache.capacity or SMALLEST_CAPACITY)
             self._keys, self._values = _grown(self._keys, capacity), _grown(self._values, capacity)
@@ -146,40 +150,44 @@ class WindowCache(Cache):
         """The caller's row that each buffer row in use holds."""
         return self._rows[: self._in_use]
 
-    def open(self, prompts: list[list[int]], device: torch.device) -> None:
-        """Gets ready for a call: each row keeps the slots that hold the beginning of its prompt, but for the prompt's
-        last token, whose AR row may be needed.
+    def open(self, prompts: list[list[int]] | None, device: torch.device) -> None:
+        """Gets ready for a call: each row keeps what is known to be the beginning of its prompt, and not the prompt's
+        last token, whose AR row may be needed. What was cached without saying which tokens is computed anew.
 
         Args:
-            prompts: the tokens of each row; -1 behind embeddings.
+            prompts: the tokens of each row; -1 behind embeddings. `None` where nobody knows: then all is kept.
             device: of the tokens.
 
         Raises:
             ValueError: if the cache holds another number of rows, or tokens that are not the first ones of a prompt.
         """
-        if any(self.lengths) and len(self.lengths) != len(prompts):
-            raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
-        if len(self.lengths) != len(prompts):
+        if prompts is not None:
             self._set_up(len(prompts), device)
+            self.lengths = self._known_lengths(prompts)
+        self._opened = list(self.lengths)
+
+    def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
+        lengths = []
         for row, (prompt, cached) in enumerate(zip(prompts, self.lengths, strict=True)):
-            if cached > len(prompt) or not self._may_hold(row, prompt[:cached]):
+            known = self.token_ids[row, :cached].tolist()
+            known = known[: known.index(-1)] if -1 in known else known
+            if known != prompt[: len(known)]:
                 raise ValueError(
                     f"The cache does not belong to the prompt: row {row} of `past_key_values` holds {cached} tokens "
                     "that are not the first ones of that prompt."
                 )
-        self.lengths = [min(cached, len(prompt) - 1) for prompt, cached in zip(prompts, self.lengths, strict=True)]
-        self._opened = list(self.lengths)
+            lengths.append(min(len(known), len(prompt) - 1))
+        return lengths
 
     def _set_up(self, batch_size: int, device: torch.device) -> None:
-        self.reset()
-        self.lengths = [0] * batch_size
-        self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
+        if any(self.lengths) and len(self.lengths) != batch_size:
+            raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
+        if len(self.lengths) != batch_size:
+            self.reset()
+            self.lengths = [0] * batch_size
+            self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
         self._rows = list(range(batch_size))
         self._in_use = batch_size
-
-    def _may_hold(self, row: int, tokens: list[int]) -> bool:
-        known = self.token_ids[row, : len(tokens)].tolist()
-        return all(token in (expected, -1) for token, expected in zip(known, tokens, strict=True))
 
     def plan(self, counts: list[int], slots: torch.Tensor, input_ids: torch.Tensor) -> CacheWrite:
         """Says where the next forward writes.
@@ -226,6 +234,8 @@ class WindowCache(Cache):
 
     def roll_back(self) -> None:
         """Ends a call that failed: the cache holds what it held of the prompts, so the call can be made again."""
+        if not self.lengths:
+            return  # it was interrupted while rows moved
         self.close()
         self.lengths = list(self._opened)
         # The forward may have left NaN behind the committed slots, and masked attention still multiplies it by 0.
@@ -236,11 +246,22 @@ class WindowCache(Cache):
                     layer._values[row, :, length:] = 0
 
     def _swap(self, row: int, other: int) -> None:
-        for layer in self.layers:
-            layer.swap(row, other)
-        self.token_ids[[row, other]] = self.token_ids[[other, row]]
-        for per_row in (self.lengths, self._rows):
-            per_row[row], per_row[other] = per_row[other], per_row[row]
+        with self._moving_rows():
+            for layer in self.layers:
+                layer.swap(row, other)
+            self.token_ids[[row, other]] = self.token_ids[[other, row]]
+            for per_row in (self.lengths, self._rows):
+                per_row[row], per_row[other] = per_row[other], per_row[row]
+
+    @contextmanager
+    def _moving_rows(self) -> Iterator[None]:
+        """Rows move layer by layer: an exception in between (no memory, Ctrl-C) leaves an empty cache, not a mixed
+        one."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     # --- the interface of transformers -------------------------------------------------------------------------------
 
@@ -257,10 +278,7 @@ class WindowCache(Cache):
         """Outside of a step: all of a forward is kept at once. The first layer to see it updates the lengths."""
         if layer_idx == 0:
             batch_size, _, width, _ = key_states.shape
-            if any(self.lengths) and len(self.lengths) != batch_size:
-                raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
-            if len(self.lengths) != batch_size:
-                self._set_up(batch_size, key_states.device)
+            self._set_up(batch_size, key_states.device)
             if min(self.lengths) != max(self.lengths):
                 raise ValueError(
                     f"Only `strategy='wedlm'` can go on from a cache whose rows differ in length, got {self.lengths}."
@@ -281,10 +299,11 @@ class WindowCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order."""
-        for layer in self.layers:
-            layer.select(indices)
-        self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
-        self.lengths = torch.tensor(self.lengths)[indices.cpu()].tolist()
+        with self._moving_rows():
+            for layer in self.layers:
+                layer.select(indices)
+            self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
+            self.lengths = [self.lengths[index] for index in indices.tolist()]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times."""

@@ -1,6 +1,7 @@
 """`model.generate(..., strategy="wedlm")`: how parallel decoding plugs into transformers' `generate`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,18 +132,18 @@ class WeDLMGenerationMixin(GenerationMixin):
     ) -> Any:
         settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         if settings.strategy == "ar":
-            _check_ar_inputs(model_kwargs)
-            output = super()._sample(  # type: ignore[misc]
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                **model_kwargs,
-            )
-            _remember_ar_tokens(output, model_kwargs)
-            return output
+            with _ar_call(input_ids, model_kwargs) as remember:
+                return remember(
+                    super()._sample(  # type: ignore[misc]
+                        input_ids,
+                        logits_processor,
+                        stopping_criteria,
+                        generation_config,
+                        synced_gpus,
+                        streamer,
+                        **model_kwargs,
+                    )
+                )
         cache = model_kwargs.get("past_key_values")
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
@@ -212,19 +213,32 @@ def _check_options(strategy: str, generation_config: GenerationConfig) -> None:
             )
 
 
-def _check_ar_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for what AR decoding cannot do on a [`WindowCache`]."""
-    is_window_cache = isinstance(model_kwargs.get("past_key_values"), WindowCache)
+@contextmanager
+def _ar_call(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
+    """AR decoding on a [`WindowCache`], if that is what it runs on: the cache must belong to the prompt, learns the
+    tokens that were appended (yields a function that tells it, and returns the call's output), and is rolled back if
+    the call fails. Raises `ValueError` for padded prompts."""
+    cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
+    if not isinstance(cache, WindowCache):
+        yield lambda output: output
+        return
     mask = model_kwargs.get("attention_mask")  # newer versions of transformers drop one that is all ones
-    if is_window_cache and mask is not None and not bool(mask.all()):
+    if mask is not None and not bool(mask.all()):
         raise ValueError("AR decoding goes on from a `WindowCache` only without padding in the prompts.")
+    prompts = input_ids if embeds is None else input_ids.new_full(embeds.shape[:2], -1)
+    is_whole = mask is None or mask.shape == prompts.shape  # the mask may say that only new tokens are handed on
+    cache.open(prompts.tolist() if is_whole else None, input_ids.device)
 
+    def remember(output: Any) -> Any:
+        if embeds is None and is_whole:
+            cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+        return output
 
-def _remember_ar_tokens(output: Any, model_kwargs: dict[str, Any]) -> None:
-    """Tells a [`WindowCache`] which tokens AR decoding appended, so that it knows the prompts that it fits."""
-    cache = model_kwargs.get("past_key_values")
-    if isinstance(cache, WindowCache) and model_kwargs.get("inputs_embeds") is None:
-        cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+    try:
+        yield remember
+    except BaseException:
+        cache.roll_back()
+        raise
 
 
 def _check_inputs(

@@ -102,14 +102,7 @@ class FillRule:
         settings, is_mask = self.settings, order.slots >= 0
         entropy = token_entropy(logits)
         # Slot 0 is a mask: a slot's number is its distance to the leftmost mask.
-        chosen = select_masks(
-            entropy,
-            order.slots,
-            is_mask,
-            settings.entropy_threshold,
-            settings.distance_penalty,
-            settings.entropy_budget,
-        )
+        chosen = select_masks(entropy, order.slots, is_mask, settings.entropy_threshold, settings.distance_penalty)
         choice = self.sampler.choose(logits, order)
         is_broken = (entropy.isnan() & is_mask) | (chosen & (choice.tokens < 0))
         return Selection(choice.tokens, chosen, is_mask, is_broken, entropy, choice)

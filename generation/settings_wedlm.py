@@ -45,8 +45,6 @@ class WeDLMGenerationSettings:
         entropy_threshold: τ, nats; masks whose adjusted entropy H + λ·d lies below it are filled (engine: 0.4). Under
             verification: masks with H < τ become drafts.
         distance_penalty: λ, nats per position from the leftmost mask (engine: 0.02).
-        entropy_budget: nats; instead of τ, fill the masks of least adjusted entropy whose sum stays within it (a
-            bound on what the fills of one step can say about each other, arXiv 2505.24857).
         verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR
             head. `"typical"`: drafts are kept where the AR head finds them plausible, p ≥ min(ε, δ·exp(−H)) (arXiv
             2401.10774); the token after them is the AR head's own.
@@ -68,7 +66,6 @@ class WeDLMGenerationSettings:
     window_size: int = 16
     entropy_threshold: float = 0.4
     distance_penalty: float = 0.02
-    entropy_budget: float | None = None
     verification: str = "none"
     acceptance_epsilon: float = 0.09
     acceptance_delta: float = 0.3
@@ -85,14 +82,13 @@ class WeDLMGenerationSettings:
         for name in (
             "entropy_threshold",
             "distance_penalty",
-            "entropy_budget",
             "acceptance_epsilon",
             "acceptance_delta",
             "slot_cost",
         ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is None and name in ("entropy_budget", "slot_cost"):
+            if value is None and name == "slot_cost":
                 continue
             if not is_number or math.isnan(value) or value < 0:
                 raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
@@ -118,11 +114,6 @@ class WeDLMGenerationSettings:
     def check_together(self, given: Collection[str]) -> None:
         """Raises `ValueError` for a field that was given for this call and has no meaning beside the others. (Stored
         ones are for the calls in which they have.)"""
-        if "entropy_budget" in given and self.entropy_budget is not None and self.verification != "none":
-            raise ValueError(
-                f"`entropy_budget` limits the fills of unverified decoding, got `verification={self.verification!r}`: "
-                "`entropy_threshold` limits its drafts."
-            )
         if "adaptive_window" in given and self.adaptive_window and self.strategy == "block":
             raise ValueError(
                 "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have one "

@@ -135,16 +135,14 @@ def test_each_setting_has_an_option(wedlm):
     short = ("generate", "1, 2, 3", "--max-new-tokens", 12, "--no-compare")
     wide = ("--window-size", 8, "--entropy-threshold", 0)
     adapting = ("--set", "adaptive_window=true", "--set", "slot_cost=9")
-    slow, budget, adaptive = (
-        int(table_of(wedlm(*short, *options)[1])["forwards"][0])
-        for options in (wide, (*wide, "--set", "entropy_budget=100"), (*wide, *adapting))
+    slow, adaptive = (
+        int(table_of(wedlm(*short, *options)[1])["forwards"][0]) for options in (wide, (*wide, *adapting))
     )
-    assert budget < slow
     assert adaptive >= slow
     accepted = ("--verification", "typical", "--set", "acceptance_epsilon=0", "--set", "acceptance_delta=0")
     typical = int(table_of(wedlm(*short, *accepted, "--window-size", 8, "--entropy-threshold", 100)[1])["forwards"][0])
     assert typical < slow
-    for name in ("acceptance_epsilon", "slot_cost", "entropy_budget"):
+    for name in ("acceptance_epsilon", "slot_cost"):
         assert wedlm(*short, "--set", f"{name}=-1")[0] == 2
 
 

@@ -24,6 +24,7 @@ from transformers import (
 from transformers.generation import EosTokenCriteria
 
 from wedlm_hf.generation import WeDLMGenerationSettings, WindowCache
+from wedlm_hf.generation.cache_wedlm import WindowLayer
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 
 PROMPT = torch.tensor([[20, 40, 9, 31, 77]])
@@ -712,3 +713,138 @@ def test_a_window_forward_in_the_cache_equals_one_without(model):
             torch.tensor([tokens]), position_ids=torch.tensor([positions]), past_key_values=cache, use_cache=True
         ).logits[0]
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+# --- caches whose tokens nobody knows, and calls that break off ------------------------------------------------------
+
+
+OTHER = torch.tensor([[86, 54, 31, 9, 12, 77, 60, 61, 62, 63, 64, 65, 66]])
+
+
+def interrupted_ar_call(model, cache):
+    class Interrupting(Recorder):
+        def put(self, value):
+            super().put(value)
+            if len(self.puts) == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(PROMPT, max_new_tokens=20, past_key_values=cache, streamer=Interrupting())
+
+
+def plain_forward(model, cache):
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache, use_cache=True)
+
+
+def ar_call_on_embeddings(model, cache):
+    embeds = model.get_input_embeddings()(PROMPT)
+    model.generate(inputs_embeds=embeds, max_new_tokens=6, past_key_values=cache)
+
+
+def forward_that_broke_off(model, cache):
+    def fail(*args):
+        raise MemoryError
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        plain_forward(model, cache)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [interrupted_ar_call, plain_forward, ar_call_on_embeddings, forward_that_broke_off],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("options", [{"max_new_tokens": 20}, FAST, EXACT], ids=["ar", "wedlm", "exact"])
+def test_a_cache_of_unknown_tokens_takes_no_part_in_another_prompts_answer(model, fill, options):
+    cache = WindowCache()
+    fill(model, cache)
+    warm = model.generate(OTHER, **options, past_key_values=cache)
+    assert warm.tolist() == model.generate(OTHER, **options).tolist()
+
+
+def test_an_interrupted_ar_call_leaves_what_the_cache_held(model):
+    cache = WindowCache()
+    first = model.generate(PROMPT, max_new_tokens=3, past_key_values=cache)
+    turn = torch.cat([first, torch.tensor([[50, 51]])], dim=1)
+
+    def fail(*args):
+        raise MemoryError
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        model.generate(turn, max_new_tokens=5, past_key_values=cache)
+    handle.remove()
+    assert cache.lengths == [7]
+    warm = model.generate(turn, max_new_tokens=8, past_key_values=cache)
+    assert warm.tolist() == model.generate(turn, max_new_tokens=8).tolist()
+
+
+def test_ar_decoding_refuses_a_cache_of_another_prompt(model):
+    cache = WindowCache()
+    model.generate(PROMPT, max_new_tokens=3, past_key_values=cache)
+    with pytest.raises(ValueError, match="The cache does not belong to the prompt"):
+        model.generate(OTHER, max_new_tokens=3, past_key_values=cache)
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_an_exception_while_rows_are_swapped_mixes_no_rows(model, options, monkeypatch):
+    prompts = torch.tensor([[20, 40, 9], [31, 77, 5], [86, 54, 31]])
+    inputs = options | {"input_ids": prompts, "eos_token_id": [75, 169, 40, 107, 151, 166, 227]}
+    expected = model.generate(**inputs)
+    cache, swaps = WindowCache(), []
+    swap = WindowLayer.swap
+
+    def failing(layer, row, other):
+        swaps.append(layer)
+        if len(swaps) == 2:  # the second layer of the first swap
+            raise MemoryError
+        swap(layer, row, other)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WindowLayer, "swap", failing)
+        with pytest.raises(MemoryError):
+            model.generate(**inputs, past_key_values=cache)
+    assert model.generate(**inputs, past_key_values=cache).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("options", [FAST, FAST | {"strategy": "block"}, EXACT])
+def test_an_answer_may_be_allowed_to_be_longer_than_memory(model, options):
+    free = tail(model.generate(PROMPT, **options))
+    ends = [free[9]]
+    expected = model.generate(PROMPT, **(options | {"max_new_tokens": 200}), eos_token_id=ends)
+    huge = model.generate(
+        PROMPT, **(options | {"max_new_tokens": 10**10}), eos_token_id=ends, return_dict_in_generate=True
+    )
+    assert huge.sequences.tolist() == expected.tolist()
+
+
+def test_scores_are_kept_in_float32_whatever_the_default_dtype(model):
+    options = EXACT | {"do_sample": True, "return_dict_in_generate": True}
+    torch.manual_seed(0)
+    expected = model.generate(PROMPT, **options)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(0)
+        output = model.generate(PROMPT, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert output.sequences.tolist() == expected.sequences.tolist()
+    assert output.log_probs.dtype == torch.float32
+    torch.testing.assert_close(output.log_probs, expected.log_probs)
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_a_cache_that_was_filled_under_autocast_goes_on_without_it_and_back(model, options):
+    options = options | {"return_dict_in_generate": True}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model.generate(PROMPT, **options)
+    for _ in range(2):
+        turn = torch.cat([output.sequences, torch.tensor([[50, 51]])], dim=1)
+        output = model.generate(turn, **options, past_key_values=output.past_key_values)
+        assert output.sequences[:, : turn.shape[1]].tolist() == turn.tolist()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            turn = torch.cat([output.sequences, torch.tensor([[52]])], dim=1)
+            output = model.generate(turn, **options, past_key_values=output.past_key_values)

@@ -1,8 +1,8 @@
-"""Scores, logits and log-probabilities; typical acceptance; the entropy budget; samples that a seed decides."""
+"""Scores, logits and log-probabilities; typical acceptance; samples that a seed decides."""
 
 import pytest
 import torch
-from oracle import causal_forward, decode, decode_typical, least_typical
+from oracle import causal_forward, decode_typical, least_typical
 from test_generation import ENDS, LIMIT, generate, padded, prompts_of
 from tiny import EOS, MASK, PAD, tiny_model
 
@@ -102,19 +102,6 @@ def test_typical_acceptance_equals_the_oracle(model, epsilon, delta, window_size
         assert kept == 0
     if delta == 0.0:
         assert kept > 0
-
-
-@pytest.mark.parametrize("strategy", ["wedlm", "block"])
-@pytest.mark.parametrize("budget", [0.0, 0.5, 2.0, 10.0])
-@pytest.mark.parametrize("lam", [0.0, 0.1])
-def test_the_entropy_budget_equals_the_oracle(model, strategy, budget, lam):
-    prompts = prompts_of(SHORT_AND_LONG)
-    options = {"strategy": strategy, "window_size": 8, "entropy_budget": budget, "distance_penalty": lam}
-    output, rows = generate(model, prompts, **options)
-    arguments = {"window_size": 8, "tau": 0.0, "lam": lam, "limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}
-    expected = [decode(model, prompt, **arguments, block=strategy == "block", budget=budget) for prompt in prompts]
-    assert rows == [tokens for tokens, _, _ in expected]
-    assert output.stats.forwards.tolist() == [forwards for _, forwards, _ in expected]
 
 
 def test_a_seed_decides_exact_samples_whatever_the_window_and_the_rows_behind(model):

@@ -17,7 +17,6 @@ SETTINGS = {
     "greedy": {"entropy_threshold": 1.5},
     "sampled": {"entropy_threshold": 1.5, "do_sample": True, "temperature": 1.3},
     "one at a time": {"entropy_threshold": 0.0, "distance_penalty": 0.3},
-    "budget": {"entropy_budget": 4.0},
     "adaptive": {"adaptive_window": True, "slot_cost": 9.0, "entropy_threshold": 1.0},
     "block": {"strategy": "block", "entropy_threshold": 1.5},
     "exact": {"verification": "exact", "entropy_threshold": 3.0, "adaptive_window": False},
