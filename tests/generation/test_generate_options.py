@@ -792,9 +792,12 @@ def test_ar_decoding_refuses_a_cache_of_another_prompt(model):
 @pytest.mark.parametrize("options", [FAST, EXACT])
 def test_an_exception_while_rows_are_swapped_mixes_no_rows(model, options, monkeypatch):
     prompts = torch.tensor([[20, 40, 9], [31, 77, 5], [86, 54, 31]])
-    inputs = options | {"input_ids": prompts, "eos_token_id": [75, 169, 40, 107, 151, 166, 227]}
+    first = model.generate(prompts, **(options | {"max_new_tokens": 4}), return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, torch.tensor([[50], [51], [52]])], dim=1)
+    free = model.generate(turn, **options)[:, turn.shape[1] :].tolist()
+    inputs = options | {"input_ids": turn, "eos_token_id": [free[0][3], free[1][7]]}
     expected = model.generate(**inputs)
-    cache, swaps = WindowCache(), []
+    cache, swaps = first.past_key_values, []
     swap = WindowLayer.swap
 
     def failing(layer, row, other):
