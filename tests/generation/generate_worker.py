@@ -1,4 +1,4 @@
-"""What `test_generate_distributed.py` runs in two processes: `generate_worker.py CHECKPOINT FOLDER SCENARIO`."""
+"""What `test_generate_distributed.py` runs in two processes: `generate_worker.py CHECKPOINT FOLDER`."""
 
 import json
 import sys
@@ -26,25 +26,33 @@ def decode(model, strategy, **options):
     return model.generate(**inputs, **STRATEGIES[strategy], **options).tolist()
 
 
-def main(checkpoint, folder, scenario):
+def main(checkpoint, folder):
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
-    result = {}
-    for strategy in STRATEGIES:
-        if scenario == "tp":
-            model = WeDLMForCausalLM.from_pretrained(checkpoint, tp_plan="auto")
-            result[strategy] = {"tokens": decode(model, strategy, max_new_tokens=16)}
-        else:
-            model = tiny_model()
-            forwards = []
-            model.register_forward_pre_hook(lambda *_, counted=forwards: counted.append(1))
-            # Stands for the collective operations of a sharded model: it hangs where not all processes take part.
-            model.register_forward_pre_hook(lambda *_: torch.distributed.barrier())
-            tokens = decode(model, strategy, max_new_tokens=LIMITS[rank], synced_gpus=True)
-            result[strategy] = {"tokens": tokens, "forwards": len(forwards)}
-    (Path(folder) / f"{scenario}-{rank}.json").write_text(json.dumps(result))
+    for scenario, run in SCENARIOS.items():
+        result = {strategy: run(checkpoint, strategy, rank) for strategy in STRATEGIES}
+        (Path(folder) / f"{scenario}-{rank}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
 
+
+def synced(checkpoint, strategy, rank):
+    """Answers of different lengths, that end together."""
+    model = tiny_model()
+    forwards = []
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    # Stands for the collective operations of a sharded model: it hangs where not all processes take part.
+    model.register_forward_pre_hook(lambda *_: torch.distributed.barrier())
+    tokens = decode(model, strategy, max_new_tokens=LIMITS[rank], synced_gpus=True)
+    return {"tokens": tokens, "forwards": len(forwards)}
+
+
+def tensor_parallel(checkpoint, strategy, rank):
+    """Answers of one model, whose weights are shared out."""
+    model = WeDLMForCausalLM.from_pretrained(checkpoint, tp_plan="auto")
+    return {"tokens": decode(model, strategy, max_new_tokens=16)}
+
+
+SCENARIOS = {"synced": synced, "tp": tensor_parallel}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
