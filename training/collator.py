@@ -81,17 +81,7 @@ class DataCollatorForDualStreamMasking:
     def __post_init__(self) -> None:
         # In shared memory: persistent data workers see a new epoch too.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        for name in ("block_size", "num_eos", "num_copies"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"`{name}` must be an integer of at least 1, got {value}.")
-        if not 0 <= self.ar_weight < math.inf:
-            raise ValueError(f"`ar_weight` must be a number of at least 0, got {self.ar_weight}.")
-        if not 0 <= self.suffix_probability <= 1:
-            raise ValueError(f"`suffix_probability` must lie in [0, 1], got {self.suffix_probability}.")
-        for name, choices in (("ratio_sampler", get_args(RatioSampler)), ("loss_weighting", get_args(LossWeighting))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
+        check_settings(self)
         for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
             if getattr(self.tokenizer, name) is None:
                 raise ValueError(f"The tokenizer has no `{name}`, which dual-stream masking needs.")
@@ -183,6 +173,25 @@ class DataCollatorForDualStreamMasking:
             digest = hashlib.blake2b(tokens[8 * start : 8 * (start + size)], digest_size=8, salt=epoch, key=seed)
             keys.append(int.from_bytes(digest.digest(), "little", signed=True))
         return keys
+
+
+def check_settings(settings: Any) -> None:
+    """Checks the settings of [`DataCollatorForDualStreamMasking`], of it or of a config that has the same fields.
+
+    Raises:
+        ValueError: for a value out of range, naming the field, the value and what is allowed.
+    """
+    for name in ("block_size", "num_eos", "num_copies"):
+        value = getattr(settings, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"`{name}` must be an integer of at least 1, got {value}.")
+    if not isinstance(settings.ar_weight, int | float) or not 0 <= settings.ar_weight < math.inf:
+        raise ValueError(f"`ar_weight` must be a number of at least 0, got {settings.ar_weight}.")
+    if not isinstance(settings.suffix_probability, int | float) or not 0 <= settings.suffix_probability <= 1:
+        raise ValueError(f"`suffix_probability` must lie in [0, 1], got {settings.suffix_probability}.")
+    for name, choices in (("ratio_sampler", get_args(RatioSampler)), ("loss_weighting", get_args(LossWeighting))):
+        if getattr(settings, name) not in choices:
+            raise ValueError(f"`{name}` must be one of {choices}, got {getattr(settings, name)!r}.")
 
 
 def read_tokens(examples: Sequence[Mapping[str, Any]]) -> Tokens:

@@ -126,8 +126,9 @@ def check_template(tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> 
     template = tokenizer.chat_template
     if args.chat_template_path is not None:
         path = Path(args.chat_template_path)
-        if not path.is_file():
-            return  # another tokenizer's template, which the parent fetches
+        if not path.is_file():  # another tokenizer's template, which the parent fetches
+            load_tokenizer(args.chat_template_path)
+            return
         template = path.read_text(encoding="utf-8")
     if template is not None and has_generation_markers(template):
         return

@@ -1,5 +1,6 @@
 """Settings of [`WeDLMSFTTrainer`]."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,23 @@ from typing import Any
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
-from .collator import LossWeighting
+from .collator import LossWeighting, check_settings
 from .masking import RatioSampler
 
 CHATML = Path(__file__).with_name("chat_template.jinja")
+
+# Least values of settings that the parents take as they are.
+_LEAST = {
+    "eval_decoding_samples": 0,
+    "eval_decoding_tokens": 0,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0,
+    "max_grad_norm": 0,
+    "num_train_epochs": 0,
+    "per_device_eval_batch_size": 1,
+    "per_device_train_batch_size": 1,
+    "weight_decay": 0,
+}
 
 
 @dataclass
@@ -69,10 +83,15 @@ class WeDLMSFTConfig(SFTConfig):
             self.chat_template_path = str(CHATML)
         if self.bf16 is None and not is_torch_bf16_gpu_available():
             self.bf16 = False  # TRL's default is on wherever training runs
+        for name, least in _LEAST.items():  # the parent divides by some of them and compares others, whatever they are
+            value = getattr(self, name)
+            if name == "max_grad_norm" and value is None:
+                continue
+            if not isinstance(value, int | float) or not least <= value < math.inf:
+                raise ValueError(f"`{name}` must be a number of at least {least}, got {value}.")
+        if not self.num_train_epochs and self.max_steps < 1:
+            raise ValueError("Without `max_steps`, `num_train_epochs` must be more than 0, got 0.")
         super().__post_init__()
-        for name in ("eval_decoding_samples", "eval_decoding_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
         refused: dict[str, tuple[Any, str]] = {
             "loss_type": ("nll", "the loss is that of dual-stream training"),
             "label_smoothing_factor": (0.0, "the loss is that of dual-stream training"),
@@ -92,3 +111,4 @@ class WeDLMSFTConfig(SFTConfig):
             raise ValueError(
                 f"`max_length` must be at least 2 (a prompt and a token to learn), got {self.max_length}."
             )
+        check_settings(self)

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
@@ -18,8 +19,21 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .data import load
+from .saving import only_writer
 from .sft_config import WeDLMSFTConfig
 from .sft_trainer import WeDLMSFTTrainer
+
+# What is wrong with a request or with a machine, not with this program.
+_EXPECTED = (
+    OSError,
+    ValueError,
+    TypeError,
+    FloatingPointError,
+    ImportError,
+    SafetensorError,
+    TemplateError,
+    torch.OutOfMemoryError,
+)
 
 
 @dataclass
@@ -49,30 +63,21 @@ def run(data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig) -> WeDLMSFTT
     """Loads data and model, trains, evaluates, saves; returns the trainer.
 
     Raises:
-        OSError: for files that cannot be read or written.
+        OSError: for files that cannot be read or written, and while another run writes into the output folder.
         ValueError: for settings or data that cannot be trained on.
         FloatingPointError: for a loss that is not finite.
     """
     if model.model_name_or_path is None:
-        raise ValueError("`model_name_or_path` is required: a folder or Hub id of a WeDLM or Qwen checkpoint.")
-    if Path(str(args.output_dir)).is_file():
-        raise ValueError(f"`output_dir` must be a folder, got the file {args.output_dir!r}.")
+        raise ValueError("`model_name_or_path` is required: a folder or Hub id of a checkpoint.")
+    if not args.output_dir or Path(args.output_dir).is_file():
+        raise ValueError(f"`output_dir` must be a folder, got {args.output_dir!r}.")
     if data.streaming and args.max_steps < 1:
         raise ValueError(f"`streaming` needs `max_steps`: a stream has no length. Got {args.max_steps}.")
-    train_dataset = load(data.dataset, data.dataset_split, config_name=data.dataset_config, streaming=data.streaming)
-    eval_dataset = None
-    if data.eval_dataset is not None:
-        eval_dataset = load(data.eval_dataset, data.eval_split)
-    elif data.eval_share:
-        parts = train_dataset.train_test_split(test_size=data.eval_share, seed=args.seed)
-        train_dataset, eval_dataset = parts["train"], parts["test"]
-    settings = {
-        "revision": None if model.model_revision == "main" else model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    }
-    stated: Any = args.model_init_kwargs or {}
-    args.model_init_kwargs = {**{name: value for name, value in settings.items() if value is not None}, **stated}
+    output, is_writer = Path(args.output_dir), args.process_index == 0
+    with only_writer(output, is_writer and output.exists()):
+        pass  # refused before any work
+    train_dataset, eval_dataset = _datasets(data, args.seed)
+    args.model_init_kwargs = _model_settings(model) | (args.model_init_kwargs or {})  # type: ignore[operator]
     if model.use_peft and model.lora_target_modules is None:
         model.lora_target_modules = "all-linear"  # type: ignore[assignment]
     trainer = WeDLMSFTTrainer(
@@ -83,15 +88,37 @@ def run(data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig) -> WeDLMSFTT
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
-    trainer.train(_resume_from(args))
-    metrics = trainer.evaluate() if eval_dataset is not None else {}
-    trainer.save_model()
-    trainer.save_state()
+    with only_writer(output, is_writer):
+        trainer.train(_resume_from(args))
+        metrics = trainer.evaluate() if eval_dataset is not None else {}
+        trainer.save_model()
+        trainer.save_state()
     if trainer.is_world_process_zero():
         summarize(trainer, metrics)
     if args.push_to_hub:
         trainer.push_to_hub()
     return trainer
+
+
+def _datasets(data: DataConfig, seed: int) -> tuple[Any, Any]:
+    """What to train on, and what to evaluate on, if anything."""
+    train = load(data.dataset, data.dataset_split, config_name=data.dataset_config, streaming=data.streaming)
+    if data.eval_dataset is not None:
+        return train, load(data.eval_dataset, data.eval_split)
+    if data.eval_share:
+        parts = train.train_test_split(test_size=data.eval_share, seed=seed)
+        return parts["train"], parts["test"]
+    return train, None
+
+
+def _model_settings(model: ModelConfig) -> dict[str, Any]:
+    """The keywords of `from_pretrained` that were given."""
+    settings = {
+        "revision": None if model.model_revision == "main" else model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _resume_from(args: WeDLMSFTConfig) -> str | bool | None:
@@ -125,18 +152,41 @@ def summarize(trainer: WeDLMSFTTrainer, metrics: dict[str, float]) -> None:
     Console().print(table)
 
 
+class _Parser(TrlParser):
+    """Raises what argparse would print below two screens of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises `ValueError` with the message."""
+        raise ValueError(f"{message}. `wedlm train --help` lists the settings.")
+
+
+def _parse(words: Sequence[str]) -> tuple[DataConfig, WeDLMSFTConfig, ModelConfig]:
+    """Settings of the recipe and of the command line. Raises `ValueError` for what cannot be read as such."""
+    recipe = [] if not words or words[0].startswith("-") else ["--config"]
+    kinds: Any = (DataConfig, WeDLMSFTConfig, ModelConfig)
+    parser = _Parser(kinds, prog="wedlm train [recipe.yaml]", allow_abbrev=False)
+    try:
+        data, args, model = parser.parse_args_and_config([*recipe, *words])
+    except OSError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The recipe is not UTF-8: {error}.") from None
+    except Exception as error:  # PyYAML's, and what settings of a wrong type run into
+        raise ValueError(str(error)) from error
+    return data, args, model
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: `[recipe.yaml] [--setting value …]`."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--config")
-    kinds: Any = (DataConfig, WeDLMSFTConfig, ModelConfig)
-    parser = TrlParser(kinds, prog="wedlm train [recipe.yaml]", allow_abbrev=False)
     try:
-        run(*parser.parse_args_and_config(words))
-    except (OSError, ValueError, TypeError, FloatingPointError, ImportError, SafetensorError, TemplateError) as error:
-        print(f"Error: {error}", file=sys.stderr)
+        run(*_parse(sys.argv[1:] if arguments is None else arguments))
+    except _EXPECTED as error:
+        message = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode("utf-8")
+        print(f"Error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from tiny import stock_twin, tiny_model, tiny_tokenizer
 from trl import ModelConfig, TrlParser
 
 from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.training import train
 from wedlm_hf.training.data import load
 from wedlm_hf.training.sft_config import WeDLMSFTConfig
 from wedlm_hf.training.sft_trainer import COLLATOR_FIELDS
@@ -139,6 +140,70 @@ def test_a_wrong_request_is_told_in_one_line(words, message, capsys):
         main([*words, "--use_cpu", "true", "--bf16", "false"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"Error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        ("gradient_accumulation_steps", "0", "`gradient_accumulation_steps` must be a number of at least 1, got 0."),
+        ("per_device_train_batch_size", "0", "`per_device_train_batch_size` must be a number of at least 1, got 0."),
+        ("learning_rate", "nan", "`learning_rate` must be a number of at least 0, got nan."),
+        ("learning_rate", "fast", "argument --learning_rate/--learning-rate: invalid float value: 'fast'."),
+        ("num_train_epochs", "0", "Without `max_steps`, `num_train_epochs` must be more than 0, got 0."),
+        ("weight_decay", "inf", "`weight_decay` must be a number of at least 0, got inf."),
+        ("ar_weight", "nan", "`ar_weight` must be a number of at least 0, got nan."),
+        ("suffix_probability", "2", "`suffix_probability` must lie in [0, 1], got 2.0."),
+        ("num_copies", "0", "`num_copies` must be an integer of at least 1, got 0."),
+        ("output_dir", "", "`output_dir` must be a folder, got ''."),
+        ("dataset", "", "`dataset` must be a file, a folder or a Hub id, got an empty text."),
+    ],
+)
+def test_a_setting_out_of_range_is_told_in_one_line_before_any_work(setting, value, message, capsys):
+    words = ["--dataset", "x.jsonl", "--model_name_or_path", "m", "--use_cpu", "true", "--bf16", "false"]
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, f"--{setting}", value])
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"Error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1,\nb", "while parsing a flow sequence"),
+        (b"\tlearning_rate: 3", "while scanning for the next token"),
+        (b"a: *x", "found undefined alias 'x'"),
+        (b'!!python/object/apply:os.system ["touch run"]', "could not determine a constructor for the tag"),
+        (b"- a", "must contain a YAML mapping."),
+        (b"hello", "must contain a YAML mapping."),
+        (b"", "must contain a YAML mapping."),
+        (b"\xff\xfe\x00", "The recipe is not UTF-8: "),
+        (b"learning_rate: null", "`learning_rate` must be a number of at least 0, got None."),
+        (b"learning_rate: fast", "invalid float value: 'fast'"),
+    ],
+)
+def test_a_bad_recipe_is_told_in_one_line_and_runs_nothing(tmp_path, monkeypatch, content, message, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_bytes(content)
+    words = ["--dataset", "x.jsonl", "--model_name_or_path", "m", "--use_cpu", "true", "--bf16", "false"]
+    with pytest.raises(SystemExit) as exit_:
+        main(["recipe.yaml", *words])
+    assert exit_.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("Error: ") and message in line
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_ctrl_c_says_how_to_go_on(monkeypatch, capsys):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "run", interrupt)
+    with pytest.raises(SystemExit) as exit_:
+        main(["--dataset", "x.jsonl", "--use_cpu", "true", "--bf16", "false"])
+    assert exit_.value.code == 130
+    said = "Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_an_unknown_setting_of_a_recipe_is_told(tmp_path, capsys):
