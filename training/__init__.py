@@ -1,4 +1,4 @@
-"""Dual-stream training: masking, the collator, new masks every epoch, trainers, log-probabilities of responses.
+"""Dual-stream training: the collator, new masks every epoch, trainers, log-probabilities of responses.
 
 The names below are looked up on first use. The trainers need the packages of `pip install "wedlm-hf[train]"`; all else
 needs only torch and transformers.
@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from .callback import DynamicMaskingCallback
     from .collator import DataCollatorForDualStreamMasking
     from .log_probs import ResponseLogProbs, response_log_probs
-    from .masking import draw_noise, mask_blocks, reorder_blocks, sample_masked_counts
     from .saving import AtomicSaveTrainer
     from .sft_config import WeDLMSFTConfig
     from .sft_trainer import WeDLMSFTTrainer
@@ -24,11 +23,7 @@ _HOME = {
     "ResponseLogProbs": "log_probs",
     "WeDLMSFTConfig": "sft_config",
     "WeDLMSFTTrainer": "sft_trainer",
-    "draw_noise": "masking",
-    "mask_blocks": "masking",
-    "reorder_blocks": "masking",
     "response_log_probs": "log_probs",
-    "sample_masked_counts": "masking",
     "train_tokenizer": "tokenizer",
 }
 
@@ -39,11 +34,7 @@ __all__ = [
     "ResponseLogProbs",
     "WeDLMSFTConfig",
     "WeDLMSFTTrainer",
-    "draw_noise",
-    "mask_blocks",
-    "reorder_blocks",
     "response_log_probs",
-    "sample_masked_counts",
     "train_tokenizer",
 ]
 

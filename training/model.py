@@ -50,11 +50,43 @@ def check_base(name: str) -> None:
         )
 
 
+def prepare_model(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
+    args: WeDLMSFTConfig,
+    init_kwargs: dict[str, Any] | None,
+    peft_config: Any,
+    quantization_config: Any,
+) -> tuple[Any, PreTrainedTokenizerBase, Any]:
+    """Model, tokenizer and PEFT config to train with: loaded or converted where the model is a name, and checked.
+
+    Raises:
+        OSError: for what cannot be loaded.
+        ValueError: for what cannot be trained, or does not belong together.
+    """
+    if peft_config is not None:
+        check_base(model if isinstance(model, str) else str(model.config.name_or_path or ""))
+    if isinstance(model, str):
+        model, tokenizer = load_model(model, args, tokenizer, init_kwargs, quantization_config)
+    elif tokenizer is None:
+        tokenizer = load_tokenizer(str(model.config.name_or_path or ""))
+    check_vocabulary(model, tokenizer, args)
+    if args.assistant_only_loss:
+        check_template(tokenizer, args)
+    if peft_config is not None and mask_row_is_new(model, tokenizer):
+        peft_config = with_mask_row(peft_config, int(tokenizer.mask_token_id))
+    return model, tokenizer, peft_config
+
+
 def load_model(
-    name: str, args: WeDLMSFTConfig, tokenizer: PreTrainedTokenizerBase | None, quantization_config: Any
+    name: str,
+    args: WeDLMSFTConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    init_kwargs: dict[str, Any] | None,
+    quantization_config: Any,
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model and its tokenizer; a Qwen checkpoint is converted."""
-    settings: dict[str, Any] = {**(args.model_init_kwargs or {})}  # type: ignore[dict-item]
+    settings: dict[str, Any] = {**(init_kwargs or {})}
     revision = settings.get("revision")
     dtype = settings.pop("dtype", "float32")
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype

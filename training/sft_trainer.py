@@ -1,7 +1,6 @@
 """Supervised fine-tuning, instruction tuning and adaptation from AR on TRL's `SFTTrainer`."""
 
 import copy
-import logging
 import math
 import os
 import time
@@ -14,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.logging import get_logger
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
@@ -25,25 +22,15 @@ from trl import SFTTrainer
 from trl.data_utils import pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
-from ..modeling_wedlm.loading import load_tokenizer
 from .callback import DynamicMaskingCallback, refuse_context_parallelism
 from .collator import DataCollatorForDualStreamMasking
-from .examples import DataReport, Outcome, first_example, fit_example, is_chat, kind_of, read_example
+from .examples import first_example
 from .metrics import divide, evaluation_sums, prompt_of, tokens_per_forward
-from .model import (
-    check_base,
-    check_template,
-    check_vocabulary,
-    load_model,
-    mask_row_is_new,
-    prepare_quantized,
-    with_mask_row,
-)
+from .model import prepare_model, prepare_quantized
+from .preparation import Preparation, check_stops
 from .saving import AtomicSaveTrainer, check_resumable, newest_complete_checkpoint
 from .sft_config import WeDLMSFTConfig
 from .streams import IGNORE_INDEX
-
-logger = get_logger(__name__)
 
 COLLATOR_FIELDS = (
     "block_size", "num_eos", "ar_weight", "ratio_sampler", "suffix_probability", "num_copies", "loss_weighting",
@@ -107,38 +94,30 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             raise TypeError(f"`args` must be a WeDLMSFTConfig, got {type(args).__name__}.")
         if train_dataset is None:
             raise ValueError("`train_dataset` is required.")
-        self.data_reports: dict[str, DataReport] = {}
-        self._outcomes: dict[str, torch.Tensor] = {}
-        example = first_example(train_dataset, "train")
-        if args.assistant_only_loss is None:  # a formatting function makes text of chats
-            args.assistant_only_loss = formatting_func is None and is_chat(example, args.dataset_text_field)
+        self._preparation = Preparation(args)
+        self.data_reports = self._preparation.reports
+        first_example(train_dataset, "train")
         if formatting_func is None:
-            read_example(example, 0, **_reading("train", example, args))  # refused before any weights are read
-
-        if peft_config is not None:
-            check_base(model if isinstance(model, str) else str(model.config.name_or_path or ""))
-        init_kwargs = args.model_init_kwargs
+            self._preparation.check_first(train_dataset, "train")  # before any weights are read
+        else:
+            args.assistant_only_loss = bool(args.assistant_only_loss)  # it makes text of chats
+        init_kwargs: Any = args.model_init_kwargs
         if isinstance(model, str):
-            model, processing_class = load_model(model, args, processing_class, quantization_config)
-            args.model_init_kwargs = None  # honoured: the parent would warn that it ignores them
-        elif processing_class is None:
-            processing_class = load_tokenizer(str(model.config.name_or_path or ""))
-        check_vocabulary(model, processing_class, args)
+            args.model_init_kwargs = None  # honoured here: the parent would warn that it ignores them
+        model, processing_class, peft_config = prepare_model(
+            model, processing_class, args, init_kwargs, peft_config, quantization_config
+        )
+        embeddings: Any = model.get_input_embeddings()
+        self._vocab_size = int(embeddings.weight.shape[0])
         collator = DataCollatorForDualStreamMasking(
             processing_class, **{name: getattr(args, name) for name in COLLATOR_FIELDS}
         )
-        if args.assistant_only_loss:
-            check_template(processing_class, args)
-        if peft_config is not None and mask_row_is_new(model, processing_class):
-            peft_config = with_mask_row(peft_config, processing_class.mask_token_id)
-        embeddings: Any = model.get_input_embeddings()
-        self._vocab_size = int(embeddings.weight.shape[0])
         if formatting_func is None:  # TRL judges the first example: it must see what is trained on
-            train_dataset = self._read(train_dataset, "train", args)
+            train_dataset = self._preparation.read(train_dataset, "train")
             if isinstance(eval_dataset, dict):
-                eval_dataset = {name: self._read(dataset, name, args) for name, dataset in eval_dataset.items()}
+                eval_dataset = {name: self._preparation.read(data, name) for name, data in eval_dataset.items()}
             elif eval_dataset is not None:
-                eval_dataset = self._read(eval_dataset, "eval", args)
+                eval_dataset = self._preparation.read(eval_dataset, "eval")
         super().__init__(
             model,
             args,
@@ -163,83 +142,32 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
 
     # Data.
 
-    def _read(self, dataset: Any, name: str, args: WeDLMSFTConfig) -> Any:
-        """Checks each example, leaves it the columns of its kind, and drops conversations without a turn to learn."""
-        example = first_example(dataset, name)
-        reading = _reading(name, example, args)
-        read_example(example, 0, **reading)
-        with PartialState().main_process_first():
-            how = {"desc": f"Reading {name} dataset", "num_proc": args.dataset_num_proc} if _is_map(dataset) else {}
-            dataset = dataset.map(
-                read_example, with_indices=True, fn_kwargs=reading, remove_columns=list(example), **how
-            )
-            return self._drop(dataset, name, is_last=False)
-
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
         """Tokenises as the parent does, then shortens, drops and counts, then packs."""
-        whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
-        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
-        columns = set(first_example(dataset, dataset_name))
-        if "seq_lengths" in columns:  # packed by its owner
-            return dataset.remove_columns("outcome") if "outcome" in columns else dataset
-
-        splits = packing and args.packing_strategy == "bfd_split"
         has_responses = args.assistant_only_loss or self.completion_only_loss
-        if splits and has_responses:
+        if packing and args.packing_strategy == "bfd_split" and has_responses:
             raise ValueError(
                 "`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': an answer without its "
                 "question cannot be learnt."
             )
         if packing and args.max_length is None:
             raise ValueError("`packing=True` needs a `max_length`, got None.")
-        fitting = {
-            "tokenizer": processing_class,
-            "max_length": None if splits else args.max_length,
-            "vocab_size": self._vocab_size,
-        }
-        with PartialState().main_process_first():
-            how = (
-                {"desc": f"Fitting {dataset_name} dataset", "num_proc": args.dataset_num_proc}
-                if _is_map(dataset)
-                else {}
-            )
-            unneeded = sorted(columns - {"input_ids", "labels"})
-            dataset = dataset.map(fit_example, fn_kwargs=fitting, remove_columns=unneeded, **how)
-            if has_responses and _is_map(dataset):
-                _check_stops(dataset, dataset_name, processing_class.eos_token)
-            dataset = self._drop(dataset, dataset_name, is_last=True).select_columns(["input_ids", "labels"])
-        if args.shuffle_dataset:
-            dataset = dataset.shuffle(seed=args.seed)
+        whole = copy.copy(args)
+        whole.max_length, whole.shuffle_dataset = None, False
+        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
+        columns = first_example(dataset, dataset_name)
+        if "seq_lengths" in columns:  # packed by its owner
+            return dataset.remove_columns("outcome") if "outcome" in columns else dataset
+        dataset = self._preparation.fit(dataset, dataset_name, processing_class, self._vocab_size)
+        if has_responses and isinstance(dataset, Dataset):
+            check_stops(dataset, dataset_name, processing_class.eos_token)
+        dataset = dataset.select_columns(["input_ids", "labels"])
         if packing:
+            dataset = dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
-        return dataset.shuffle(seed=args.seed) if packing and args.shuffle_dataset else dataset
-
-    def _drop(self, dataset: Any, name: str, *, is_last: bool) -> Any:
-        """Leaves out what cannot be trained on, and counts it; the last time, counts and reports what is left, too."""
-        if name not in self._outcomes:
-            self._outcomes[name] = torch.zeros(len(Outcome), dtype=torch.int64).share_memory_()
-        counts = self._outcomes[name]
-        if not _is_map(dataset):
-            return dataset.filter(_count_and_keep, fn_kwargs={"counts": counts, "count_kept": is_last})
-        outcomes = torch.tensor(dataset["outcome"], dtype=torch.int64)
-        is_kept = torch.tensor([outcome.is_kept for outcome in Outcome])[outcomes]
-        counts += torch.bincount(outcomes if is_last else outcomes[~is_kept], minlength=len(counts))
-        dataset = dataset.filter(lambda outcome: Outcome(outcome).is_kept, input_columns="outcome")
-        if is_last or not len(dataset):
-            self._report(name)
-        return dataset
-
-    def _report(self, name: str) -> None:
-        """Reports the outcomes of a dataset. Raises `ValueError` where nothing is left of it."""
-        report = DataReport(name, Counter(dict(enumerate(self._outcomes.pop(name).tolist()))))
-        self.data_reports[name] = report
-        if not report.kept:
-            raise ValueError(f"There is nothing to train on. {str(report).capitalize()}.")
-        is_whole = report.outcomes.total() == report.outcomes[Outcome.WHOLE]
-        logger.log(logging.INFO if is_whole else logging.WARNING, str(report))
+        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """The parent's, with fixed uniform masks."""
@@ -402,8 +330,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             raise PermissionError(f"`output_dir` cannot be written to: {str(self.args.output_dir)!r}.")
         self._log_time = time.perf_counter()
         output = super().train(resume_from_checkpoint, *args, **kwargs)
-        for name in list(self._outcomes):  # of streams
-            self._report(name)
+        self._preparation.report_streams()
         return output
 
 
@@ -415,37 +342,3 @@ _EVALUATION: dict[str, Any] = {
     "num_eos": 1,
     "ar_weight": 1.0,
 }
-
-
-def _is_map(dataset: Any) -> bool:
-    return isinstance(dataset, Dataset)
-
-
-def _reading(name: str, example: Any, args: WeDLMSFTConfig) -> dict[str, Any]:
-    """The keywords of [`read_example`] for a dataset, by its first example."""
-    return {
-        "name": name,
-        "kind": kind_of(example, args.dataset_text_field),
-        "text_field": args.dataset_text_field,
-        "needs_assistant": bool(args.assistant_only_loss),
-    }
-
-
-def _count_and_keep(example: Any, counts: torch.Tensor, count_kept: bool) -> bool:
-    """For a stream: its counts are shared with the data workers, which read it."""
-    outcome = Outcome(example["outcome"])
-    if count_kept or not outcome.is_kept:
-        counts[outcome] += 1
-    return outcome.is_kept
-
-
-def _check_stops(dataset: Dataset, name: str, eos_token: Any) -> None:
-    """Raises `ValueError` where whole responses never end in the end token."""
-    stops = [
-        stops for stops, outcome in zip(dataset["stops"], dataset["outcome"], strict=True) if outcome == Outcome.WHOLE
-    ]
-    if stops and not any(stops):
-        raise ValueError(
-            f"No response of the {name} dataset ends in the end token {eos_token!r}: the model would never learn to "
-            "stop. Pass the token that ends them as `eos_token` (for ChatML: '<|im_end|>')."
-        )
