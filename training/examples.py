@@ -171,8 +171,13 @@ def _check_tokens(example: Mapping[str, Any], where: str) -> None:
     if example.get("document_ids") is not None:
         raise ValueError(f"{where}: say the lengths of packed documents by `seq_lengths`, not by `document_ids`.")
     for column in _MARKS:
-        if example.get(column) is not None and len(example[column]) != len(tokens):
-            counts = f"{len(example[column])} and {len(tokens)} entries"
+        marks = example.get(column)
+        if marks is None:
+            continue
+        if not hasattr(marks, "__len__"):
+            raise ValueError(f"{where}: `{column}` must be a list, got {marks!r:.80}.")
+        if len(marks) != len(tokens):
+            counts = f"{len(marks)} and {len(tokens)} entries"
             raise ValueError(f"{where}: `{column}` must be as long as `input_ids`, got {counts}.")
 
 

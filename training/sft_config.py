@@ -88,7 +88,7 @@ class WeDLMSFTConfig(SFTConfig):
             if name == "max_grad_norm" and value is None:
                 continue
             if not isinstance(value, int | float) or not least <= value < math.inf:
-                raise ValueError(f"`{name}` must be a number of at least {least}, got {value}.")
+                raise ValueError(f"`{name}` must be at least {least}, got {value}.")
         if not self.num_train_epochs and self.max_steps < 1:
             raise ValueError("Without `max_steps`, `num_train_epochs` must be more than 0, got 0.")
         super().__post_init__()

@@ -145,12 +145,12 @@ def test_a_wrong_request_is_told_in_one_line(words, message, capsys):
 @pytest.mark.parametrize(
     ("setting", "value", "message"),
     [
-        ("gradient_accumulation_steps", "0", "`gradient_accumulation_steps` must be a number of at least 1, got 0."),
-        ("per_device_train_batch_size", "0", "`per_device_train_batch_size` must be a number of at least 1, got 0."),
-        ("learning_rate", "nan", "`learning_rate` must be a number of at least 0, got nan."),
+        ("gradient_accumulation_steps", "0", "`gradient_accumulation_steps` must be at least 1, got 0."),
+        ("per_device_train_batch_size", "0", "`per_device_train_batch_size` must be at least 1, got 0."),
+        ("learning_rate", "nan", "`learning_rate` must be at least 0, got nan."),
         ("learning_rate", "fast", "argument --learning_rate/--learning-rate: invalid float value: 'fast'."),
         ("num_train_epochs", "0", "Without `max_steps`, `num_train_epochs` must be more than 0, got 0."),
-        ("weight_decay", "inf", "`weight_decay` must be a number of at least 0, got inf."),
+        ("weight_decay", "inf", "`weight_decay` must be at least 0, got inf."),
         ("ar_weight", "nan", "`ar_weight` must be a number of at least 0, got nan."),
         ("suffix_probability", "2", "`suffix_probability` must lie in [0, 1], got 2.0."),
         ("num_copies", "0", "`num_copies` must be an integer of at least 1, got 0."),
@@ -178,7 +178,7 @@ def test_a_setting_out_of_range_is_told_in_one_line_before_any_work(setting, val
         (b"hello", "must contain a YAML mapping."),
         (b"", "must contain a YAML mapping."),
         (b"\xff\xfe\x00", "The recipe is not UTF-8: "),
-        (b"learning_rate: null", "`learning_rate` must be a number of at least 0, got None."),
+        (b"learning_rate: null", "`learning_rate` must be at least 0, got None."),
         (b"learning_rate: fast", "invalid float value: 'fast'"),
     ],
 )
