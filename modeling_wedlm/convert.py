@@ -19,7 +19,7 @@ from ..generation.settings_wedlm import check_mask_token_id
 from .configuration_wedlm import WeDLMConfig
 from .families import read_family, wedlm_config
 from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model
-from .loading import load_config_dict, load_model, load_tokenizer
+from .loading import load_config_dict, load_model, load_tokenizer, reading
 from .modeling_wedlm import WeDLMForCausalLM
 
 MASK_TOKEN = "<|mask|>"
@@ -97,7 +97,8 @@ def convert(
         complete_tokenizer(tokenizer)
     used = sorted(set(tokenizer.get_vocab().values()))
     mask_token_id = _add_mask_token(tokenizer, mask_token)
-    config = wedlm_config(source_config, mask_token_id)
+    with reading(f"The config of {os.fspath(source)!r}"):
+        config = wedlm_config(source_config, mask_token_id)
     model, info = _load_weights(folder, revision, gguf_file, config)
     if gguf_file is not None:
         model.generation_config.eos_token_id = end_token_ids(tokenizer)
@@ -132,9 +133,10 @@ def read_source_config(
     if gguf_file is not None:
         return read_family(load_gguf_config_dict(folder, gguf_file, revision), name)
     config_dict = load_config_dict(folder, revision=revision)
-    if config_dict.get("model_type") == WeDLMConfig.model_type:
-        return WeDLMConfig.from_dict(config_dict)
-    return read_family(config_dict, name)
+    with reading(f"The config of {name!r}"):
+        if config_dict.get("model_type") == WeDLMConfig.model_type:
+            return WeDLMConfig.from_dict(config_dict)
+        return read_family(config_dict, name)
 
 
 @contextmanager

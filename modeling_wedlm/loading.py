@@ -9,6 +9,7 @@ Every command and library call of ours loads through here, so that all of them
 - raise `OSError` or `ValueError` that says what is damaged, whatever the reading of it raised.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants, get_session, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -84,14 +86,13 @@ def load_config_dict(source: str | os.PathLike[str], *, revision: str | None = N
     """What config.json of a checkpoint of any model type says.
 
     Raises:
-        OSError: as [`find_checkpoint`], and for a file that is no JSON.
-        ValueError: for JSON that is not an object.
+        OSError: as [`find_checkpoint`].
+        ValueError: for a file that holds no JSON object.
     """
     options = find_checkpoint(source, revision=revision)
-    with _named(f"The config of {os.fspath(source)!r}"):
-        config_dict: Any = PreTrainedConfig.get_config_dict(source, **options)[0]
-        if not isinstance(config_dict, dict):
-            raise ValueError(f"{CONFIG_FILE} of {os.fspath(source)!r} holds no JSON object.")
+    _check_json(Path(source), CONFIG_FILE)
+    with reading(f"The config of {os.fspath(source)!r}"):
+        config_dict: dict[str, Any] = PreTrainedConfig.get_config_dict(source, **options)[0]
     return config_dict
 
 
@@ -119,8 +120,12 @@ def load_tokenizer(
         )
         if not any(files):
             raise FileNotFoundError(f"{name!r} has no {' or '.join(TOKENIZER_FILES)}: a tokenizer is missing.")
-    with _named(f"The tokenizer of {name!r}"):
+    _check_json(Path(name, subfolder), "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    with reading(f"The tokenizer of {name!r}"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, **found | options)
+        tokenizer("?", verbose=False)
+    with reading(f"The chat template of {name!r}"):
+        _try_chat_template(tokenizer)
     return tokenizer
 
 
@@ -145,13 +150,53 @@ def load_model(
     """
     subfolder, file = options.pop("subfolder", ""), options.get("gguf_file") or CONFIG_FILE
     found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=file)
-    with _named(f"The checkpoint {os.fspath(source)!r}"):
-        return WeDLMForCausalLM.from_pretrained(source, dtype=dtype, **found | {"use_safetensors": True} | options)
+    # A generation config that is no JSON would be taken for one that is not there.
+    _check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
+    with reading(f"The checkpoint {os.fspath(source)!r}"):
+        loaded = WeDLMForCausalLM.from_pretrained(source, dtype=dtype, **found | {"use_safetensors": True} | options)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            _check_token_ids(name, getattr(model.generation_config, name))
+    return loaded
+
+
+def _check_json(folder: Path, *names: str) -> None:
+    """Raises `ValueError` for files of these names in a folder that hold no JSON object."""
+    for path in (folder / name for name in names):
+        if not path.is_file():
+            continue
+        try:
+            is_object = isinstance(json.loads(path.read_bytes()), dict)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{str(path)!r} is no JSON: {error}.") from error
+        if not is_object:
+            raise ValueError(f"{str(path)!r} must hold a JSON object.")
+
+
+def _try_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Render a short chat, so that a damaged template is found here and not after hours of work."""
+    if isinstance(tokenizer.chat_template, str):
+        chat = [{"role": "user", "content": "?"}]
+        try:
+            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except (TemplateSyntaxError, UndefinedError):
+            raise
+        except TemplateError:
+            pass  # by its own rules, this chat is none
+
+
+def _check_token_ids(name: str, value: Any) -> None:
+    """Raises `ValueError` for what a generation config cannot have as `bos_token_id` and so on."""
+    ids = value if isinstance(value, list) else [value]
+    if any(not isinstance(one, int) or isinstance(one, bool) for one in ids if value is not None):
+        raise ValueError(
+            f"`{name}` of generation_config.json must be an integer or a list of integers, got {value!r}."
+        )
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Turns what the reading of a damaged file raises into a `ValueError` that names the file's owner."""
+def reading(what: str) -> Iterator[None]:
+    """Turns whatever the reading of a damaged file raises into a `ValueError` of one line that says `what` is read."""
     try:
         yield
     except OSError:
@@ -161,6 +206,10 @@ def _named(what: str) -> Iterator[None]:
             raise ValueError(
                 f"{what} needs Python code of its own, which is not run unless you pass `trust_remote_code=True`."
             ) from error
+        if "ignore_mismatched_sizes" in str(error):
+            raise ValueError(
+                f"{what} has weights of other shapes than its config states; see the report above."
+            ) from error
         if type(error) is ValueError:  # subclasses, such as those of JSON and Unicode, do not say where
             raise
-        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}") from error

@@ -89,7 +89,7 @@ def test_a_hub_id_that_is_not_cached_fails_at_once_without_a_connection(load, mo
 
 
 @pytest.mark.slow
-def test_a_cached_hub_id_loads_at_once_without_a_connection(original, tmp_path):
+def test_without_a_connection_a_cached_hub_id_loads_and_another_fails_at_once(original, tmp_path):
     repository = tmp_path / "models--someone--tiny"
     shutil.copytree(original, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()
@@ -99,10 +99,16 @@ import time
 from wedlm_hf.modeling_wedlm.loading import load_config_dict, load_model, load_tokenizer
 start = time.monotonic()
 print(load_config_dict("someone/tiny")["model_type"], load_tokenizer("someone/tiny").mask_token)
-print(type(load_model("someone/tiny")).__name__, time.monotonic() - start < 5)
+print(type(load_model("someone/tiny")).__name__, time.monotonic() - start < 10)
+start = time.monotonic()
+try:
+    load_model("nobody/nothing")
+except OSError as error:
+    print(error, time.monotonic() - start < 10)
 """
-    done = python(code, HF_HUB_CACHE=str(tmp_path), HF_ENDPOINT=NOWHERE)
-    assert done.stdout == "wedlm <|mask|>\nWeDLMForCausalLM True\n", done.stderr
+    done = python(code, HF_HUB_CACHE=str(tmp_path), HF_ENDPOINT=NOWHERE, HF_HUB_OFFLINE="0")
+    assert done.stdout.startswith("wedlm <|mask|>\nWeDLMForCausalLM True\n'nobody/nothing' is no folder"), done.stderr
+    assert done.stdout.endswith(f"and {NOWHERE} cannot be reached. True\n")
 
 
 @pytest.mark.parametrize("load", LOADERS)
