@@ -2,6 +2,8 @@
 
 Importing this package registers `model_type: wedlm` with the Auto classes."""
 
+import sys
+
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_wedlm import WeDLMConfig
@@ -14,5 +16,17 @@ AutoModel.register(WeDLMConfig, WeDLMModel, exist_ok=True)
 AutoModelForCausalLM.register(WeDLMConfig, WeDLMForCausalLM, exist_ok=True)
 
 WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
+
+
+def _register_with_peft() -> None:
+    """Makes PEFT know mask adapters, where it is imported: importing it here would cost every command seconds."""
+    if "peft" in sys.modules:
+        from .mask_adapter_peft import register
+
+        register()
+
+
+_register_with_peft()
+WeDLMModel._on_construction = staticmethod(_register_with_peft)
 
 __all__ = ["Conversion", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel", "convert"]

@@ -1,8 +1,9 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -124,11 +125,16 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
     """Identical to [`Qwen3Model`] except for its attention, and that the mask follows physical order, whatever
     `position_ids` say, or is the dual-stream mask of training."""
 
+    # Set where the package is installed (see mask_adapter_peft.py); absent in the files that travel with a checkpoint.
+    _on_construction: ClassVar[Callable[[], None] | None] = None
+
     def __init__(self, config: WeDLMConfig):
         super().__init__(config)
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = WeDLMAttention(config, layer_idx)
         self.mask_adapter: MaskAdapter | None = None
+        if type(self)._on_construction is not None:
+            type(self)._on_construction()
         self.post_init()
 
     def forward(

@@ -2,14 +2,18 @@
 
 import copy
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny import MASK, tiny_model
+from tiny import MASK, stock_twin, tiny_model
 from transformers import DynamicCache
 
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
@@ -242,7 +246,7 @@ def test_bad_adapters_are_refused(tmp_path: Path) -> None:
     config.write_text("{")
     with pytest.raises(OSError, match="is damaged"):
         model.load_mask_adapter(tmp_path)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="nowhere"):
         model.load_mask_adapter(tmp_path / "nowhere")
 
 
@@ -277,3 +281,115 @@ def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
         twin.model.mask_adapter.up["o_proj"].zero_()
         assert torch.equal(model(IDS, slot_mask=2).logits, expected)
         assert not torch.equal(twin(IDS, slot_mask=2).logits, expected)
+
+
+# PEFT.
+
+TASK = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def test_peft_loads_and_saves_it(tmp_path: Path) -> None:
+    adapted = with_adapter(tiny_model())
+    adapted.save_mask_adapter(tmp_path / "ours")
+    loaded = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "ours"))
+    with torch.no_grad():
+        expected = adapted(IDS, slot_mask=2).logits
+        torch.testing.assert_close(loaded(input_ids=IDS, slot_mask=2).logits, expected)
+        assert torch.equal(loaded(input_ids=IDS).logits, tiny_model()(IDS).logits)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    loaded.save_pretrained(tmp_path / "peft")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "peft"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    again = tiny_model()
+    again.load_adapter(str(tmp_path / "peft"))
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS, slot_mask=2).logits, expected)
+
+
+def test_peft_makes_a_new_one_to_train(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    config = PeftConfig.from_pretrained(str(tmp_path))
+    config.inference_mode = False
+    model = get_peft_model(tiny_model(), config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all("mask_adapter" in name for name in trained)
+
+
+def test_it_cannot_be_merged(tmp_path: Path) -> None:
+    model = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path)))
+    for merge in ("merge_and_unload", "merge_adapter"):
+        with pytest.raises(ValueError, match="cannot be merged: it acts on mask rows alone"):
+            getattr(model, merge)()
+    with torch.no_grad():
+        assert torch.equal(model.unload()(IDS).logits, tiny_model()(IDS).logits)
+
+
+@pytest.mark.parametrize("mask_first", [True, False])
+def test_it_stands_beside_a_task_lora_on_all_rows(tmp_path: Path, mask_first: bool) -> None:
+    saved_adapter(tmp_path)
+    torch.manual_seed(0)
+    task = get_peft_model(tiny_model(), TASK)
+    with torch.no_grad():
+        expected = task(input_ids=IDS).logits
+    task.save_pretrained(tmp_path / "task")
+    base = tiny_model()
+    both: Any
+    if mask_first:
+        base.load_adapter(tmp_path)
+        both = PeftModel.from_pretrained(base, str(tmp_path / "task"))
+    else:
+        both = PeftModel.from_pretrained(PeftModel.from_pretrained(base, str(tmp_path / "task")), str(tmp_path))
+    with torch.no_grad():
+        actual = both(input_ids=IDS, slot_mask=2).logits
+        assert torch.equal(both(input_ids=IDS).logits, expected)
+    assert torch.equal(actual[:, :5], expected[:, :5])
+    assert not torch.isclose(actual[:, 5:], expected[:, 5:]).all(-1).any()
+    if mask_first:  # the task's LoRA can be merged; the mask adapter stays what it was
+        with torch.no_grad():
+            merged = both.merge_and_unload()(input_ids=IDS, slot_mask=2).logits
+        torch.testing.assert_close(merged, actual, atol=1e-4, rtol=1e-4)
+
+
+def test_peft_refuses_other_bases(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    with pytest.raises(ValueError, match="the weights differ"):
+        PeftModel.from_pretrained(tiny_model(seed=5), str(tmp_path))
+    with pytest.raises(ValueError, match="needs a WeDLM model"):
+        PeftModel.from_pretrained(stock_twin(tiny_model()), str(tmp_path))
+
+
+def test_peft_alone_does_not_apply_it(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    stock_twin(tiny_model()).save_pretrained(tmp_path / "stock")
+    script = (
+        "from peft import PeftModel; from transformers import AutoModelForCausalLM\n"
+        "import sys; model = AutoModelForCausalLM.from_pretrained(sys.argv[2])\n"
+        "PeftModel.from_pretrained(model, sys.argv[1])"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), str(tmp_path / "stock")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert "MASK_ADAPTER" in result.stderr
+
+
+def test_the_files_of_a_checkpoint_load_it_without_peft(tmp_path: Path) -> None:
+    adapted = with_adapter(tiny_model())
+    adapted.save_mask_adapter(tmp_path / "adapter")
+    adapted.save_pretrained(tmp_path / "base")
+    script = (
+        "import sys; sys.modules['peft'] = None; sys.modules['wedlm_hf'] = None\n"
+        "import torch; from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "model.load_mask_adapter(sys.argv[2])\n"
+        "with torch.no_grad(): logits = model(torch.tensor([[5, 6, 7, 3]]), slot_mask=1).logits\n"
+        "print(float(logits[0, -1].double().sum()))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "base"), str(tmp_path / "adapter")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    with torch.no_grad():
+        expected = adapted(torch.tensor([[5, 6, 7, 3]]), slot_mask=1).logits[0, -1].double().sum()
+    assert float(result.stdout.split()[-1]) == pytest.approx(float(expected), rel=1e-4)

@@ -1,14 +1,20 @@
 """Training of mask adapters: layout, loss, trainer."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import MASK, tiny_model
+from safetensors.torch import load_file
+from tiny import EOS, MASK, tiny_model
+from transformers import TrainerCallback
 
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 from wedlm_hf.training.mask_distillation import MaskDistillation
-from wedlm_hf.training.mask_layout import AnswerBatches, DataCollatorForMaskRuns
+from wedlm_hf.training.mask_evaluation import measure_acceptance
+from wedlm_hf.training.mask_layout import AnswerBatches, DataCollatorForMaskRuns, load_answers
+from wedlm_hf.training.mask_trainer import MaskAdapterTrainer, MaskTrainingConfig, train_mask_adapter
 
 K = 4
 
@@ -110,9 +116,10 @@ def test_sampled_candidates_stand_for_the_whole_vocabulary() -> None:
     for parameter in model.model.mask_adapter.parameters():
         parameter.data *= 0.05  # so that tokens are unlikely by themselves, as in a large vocabulary
     batch = batch_of(answers(3))
-    exact = float(MaskDistillation(model, num_masks=K, top_tokens=318, sampled_tokens=1)(**batch)["loss"])
+    exact = float(MaskDistillation(model, num_masks=K, top_tokens=318, sampled_tokens=1)(**batch)["loss"].detach())
     sampled = MaskDistillation(model, num_masks=K, top_tokens=16, sampled_tokens=80)
-    estimates = torch.tensor([sampled(**batch | {"noise_key": torch.tensor(key)})["loss"] for key in range(20)])
+    losses = [sampled(**batch | {"noise_key": torch.tensor(key)})["loss"].detach() for key in range(20)]
+    estimates = torch.stack(losses)
     assert float(estimates.mean()) == pytest.approx(exact, rel=0.05)
     with torch.no_grad():
         _, candidates, shares = sampled._teacher(torch.randn(5, 32), 0)
@@ -154,3 +161,131 @@ def test_batches_hold_every_answer_once() -> None:
     members = sorted(index for batch in batches.batches for index in batch)
     assert members == list(range(30))
     assert len(batches) > 5
+
+
+def config(folder: Path, **settings: Any) -> MaskTrainingConfig:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder), "mask_rows": 600, "num_masks": K, "cut_stride": 3, "batch_slots": 40,
+        "save_minutes": 1e9, "warmup_steps": 2, "logging_steps": 2, "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    return MaskTrainingConfig(**defaults | settings)
+
+
+class StopAt(TrainerCallback):
+    """Saves and stops after some steps, as a stop by hand does."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def trained(folder: Path, stop_at: int | None = None, resume: bool = False, **settings: Any) -> MaskAdapterTrainer:
+    model = tiny_model()
+    torch.manual_seed(0)
+    model.add_mask_adapter(MaskAdapterSettings(rank=4, head_width=8))
+    trainer = MaskAdapterTrainer(model, config(folder, **settings), answers(12))
+    if stop_at is not None:
+        trainer.add_callback(StopAt(stop_at))
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def weights_of(trainer: MaskAdapterTrainer) -> dict[str, torch.Tensor]:
+    return trainer.model.model.model.mask_adapter.state_dict()
+
+
+def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole")
+    steps = whole.state.global_step
+    assert steps > 8 and (whole.state.epoch or 0) > 1  # so that the epoch changes behind the stop
+    trained(tmp_path / "parts", stop_at=3)
+    resumed = trained(tmp_path / "parts", resume=True)
+    assert resumed.state.global_step == steps
+    assert resumed.budget.mask_rows == whole.budget.mask_rows
+    for name, expected in weights_of(whole).items():
+        assert torch.equal(weights_of(resumed)[name], expected), name
+
+
+def test_the_budget_of_mask_rows_is_kept_and_the_learning_rate_follows_it(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, mask_rows=300)
+    assert 300 <= trainer.budget.mask_rows < 300 + 60
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert rates[-1] == pytest.approx(1e-3 * 0.05, rel=0.5)
+    assert {"loss", "accepted", "accepted_plain", "accuracy", "mask_rows", "minutes"} <= lines[0].keys()
+    assert len(lines[0]["accuracy"]) == K
+
+
+def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path) -> None:
+    some = answers(6)
+    batches = [batch_of(some[:2]), batch_of(some[2:])]
+    model = adapted_model()
+    distillation = MaskDistillation(model, num_masks=K, top_tokens=318, sampled_tokens=1)
+    weights = [float(((batch["labels"] != -100) * distillation.depth_weights).sum()) for batch in batches]
+    parts = sum(distillation(**batch, num_items_in_batch=sum(weights))["loss"] for batch in batches)
+    whole = distillation(**batch_of(some))["loss"]
+    assert float(parts.detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
+
+
+def test_a_trained_adapter_drafts_what_the_model_says(tmp_path: Path) -> None:
+    """Greedy answers of the model itself; what it learns by heart must be accepted, and real decoding agree."""
+    model = tiny_model()
+    with torch.no_grad():
+        data = []
+        for prompt in torch.randint(4, 300, (4, 5), generator=torch.Generator().manual_seed(3)):
+            ids = model.generate(prompt[None], max_new_tokens=16, do_sample=False, eos_token_id=EOS)[0].tolist()
+            data.append({"prompt_ids": ids[:5], "response_ids": ids[5:], "greedy": True})
+    model.add_mask_adapter(MaskAdapterSettings(rank=16, head_width=64))
+    args = config(tmp_path, mask_rows=24_000, learning_rate=1e-2, cut_stride=1, batch_slots=400)
+    trainer = MaskAdapterTrainer(model, args, data, data)
+    before = measure_acceptance(trainer.model, data)
+    trainer.train()
+    after = measure_acceptance(trainer.model, data)
+    assert after.tokens == sum(len(answer["response_ids"]) for answer in data)
+    assert after.tokens_per_forward()["branch"][3] > 1.5 * before.tokens_per_forward()["branch"][3]
+    assert after.tokens_per_forward()["branch"][3] >= after.tokens_per_forward()["chain"][3]
+
+
+def test_the_whole_way_from_a_checkpoint_and_a_file(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    lines = [json.dumps(answer) for answer in answers(8)]
+    (tmp_path / "answers.jsonl").write_text("\n".join([*lines, '{"prompt_ids": [1']))  # cut off while written
+    small = MaskAdapterSettings(rank=4, head_width=8)
+    out = tmp_path / "out"
+    for rows in (200, 300):  # the second call goes on where the first one ended
+        args = config(out, mask_rows=rows, save_minutes=1e-6)
+        trainer = train_mask_adapter(
+            tmp_path / "base", tmp_path / "answers.jsonl", args, small, tmp_path / "answers.jsonl", dtype="float32"
+        )
+    assert trainer.budget.mask_rows >= 300
+    logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert any("eval_tokens_per_forward_branch_3" in line for line in logged)
+    model = tiny_model()
+    model.load_mask_adapter(out)
+    assert model.has_mask_adapter
+    assert load_file(out / "adapter_model.safetensors").keys() == {
+        "base_model.model.model.mask_adapter." + name for name in weights_of(trainer)
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"mask_rows": None}, "needs a budget"), ({"mask_rows": 0}, "`mask_rows` must be more than 0, got 0"),
+     ({"minutes": 0.0}, "`minutes` must be more than 0"), ({"num_masks": 0}, "`num_masks`")],
+)  # fmt: skip
+def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+def test_files_without_answers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text("")
+    with pytest.raises(ValueError, match="holds no answer"):
+        load_answers(path, 100)
+    path.write_text('{"text": "hello"}\n\n')
+    with pytest.raises(ValueError, match=r"Line 1 of .* `prompt_ids` and `response_ids`"):
+        load_answers(path, 100)
