@@ -34,7 +34,7 @@ class MaskAdapterConfig(PeftConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.peft_type = MaskAdapterPeftType.MASK_ADAPTER  # type: ignore[assignment]
+        self.peft_type = MaskAdapterPeftType.MASK_ADAPTER
         self.task_type = "CAUSAL_LM"
 
 
@@ -103,7 +103,9 @@ class MaskAdapterTuner(BaseTuner):
     # What PEFT saves and loads: the adapter's own state dict, without the adapter's name in the keys.
 
     @classmethod
-    def _get_adapter_state_dict(cls, model: Any, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def _get_adapter_state_dict(  # type: ignore[override]
+        cls, model: Any, state_dict: dict[str, Any], **kwargs: Any
+    ) -> dict[str, Any]:
         return {KEY_PREFIX + name: state_dict[key] for key, name in _keys(state_dict)}
 
     @classmethod
@@ -111,7 +113,9 @@ class MaskAdapterTuner(BaseTuner):
         return key
 
     @classmethod
-    def _remap_adapter_state_dict_for_load(cls, model: Any, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def _remap_adapter_state_dict_for_load(  # type: ignore[override]
+        cls, model: Any, state_dict: dict[str, Any], **kwargs: Any
+    ) -> Any:
         places = {name: key for key, name in _keys(model.state_dict())}
         return {places.get(key.removeprefix(KEY_PREFIX), key): value for key, value in state_dict.items()}
 

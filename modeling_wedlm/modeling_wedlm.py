@@ -133,8 +133,8 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = WeDLMAttention(config, layer_idx)
         self.mask_adapter: MaskAdapter | None = None
-        if type(self)._on_construction is not None:
-            type(self)._on_construction()
+        if (announce := type(self)._on_construction) is not None:
+            announce()
         self.post_init()
 
     def forward(
