@@ -372,7 +372,7 @@ def _rule(
         bool(generation_config.do_sample),
         request.mask_token_id,
         request.criteria_ids,
-        ahead=min(settings.window_size, request.limit) + 1,
+        lookahead=min(settings.window_size, request.limit) + 1,
     )
     if settings.verification != "none":
         return VerifyRule(settings, sampler, request.end_tokens)
