@@ -281,7 +281,7 @@ def main(
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
     # Loading marks a tokenizer as loaded: saved once more, it stays the same through any later save.
-    AutoTokenizer.from_pretrained(output_dir).save_pretrained(output_dir)
+    AutoTokenizer.from_pretrained(output_dir, trust_remote_code=False).save_pretrained(output_dir)
 
 
 if __name__ == "__main__":
