@@ -25,9 +25,10 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from trl import DPOConfig, DPOTrainer
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.eval.measure import load, measure, pad_left
+from wedlm_hf.eval.measure import measure, pad_left
 from wedlm_hf.eval.prompts import LONGEST_ANSWER, encode, encode_prompt
 from wedlm_hf.eval.tasks import Sample, generate_samples, is_correct, to_prompt
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 from wedlm_hf.training.log_probs import response_log_probs
 
@@ -147,7 +148,7 @@ def main(
     """Roll out, make pairs, train, and compare."""
     set_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load(model_name, device, "float32")
+    model, tokenizer = load_model(model_name, dtype="float32").to(device).eval(), load_tokenizer(model_name)
     report(model, tokenizer, held_out, "before")
     samples = [sample for task in TASKS for sample in islice(generate_samples(task, prompts, seed, "train"), prompts)]
     pairs = preferences(samples, rollouts(model, tokenizer, samples, count))

@@ -8,15 +8,16 @@ import torch
 from oracle import decode, decode_ar
 
 from wedlm_hf.cli import NANO
-from wedlm_hf.eval.measure import load, measure
+from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.prompts import encode, encode_prompt
 from wedlm_hf.eval.tasks import TASKS, generate_samples, to_prompt
 from wedlm_hf.modeling_wedlm.hub import hub_files
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def nano():
-    return load(NANO)
+    return load_model(NANO).eval(), load_tokenizer(NANO)
 
 
 def prompts(tokenizer, seed=3):
