@@ -387,7 +387,7 @@ def _rule_and_pacer(
         request.mask_token_id,
         request.criteria_ids,
         # Drafts, and those of the branch behind the last of them.
-        ahead=2 * MOST_DRAFTS + 2 if has_branches else largest + 1,
+        lookahead=2 * MOST_DRAFTS + 2 if has_branches else largest + 1,
     )
     if has_branches:
         branches = _branch_pacer(model, settings, request)

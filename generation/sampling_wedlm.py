@@ -77,29 +77,29 @@ class PositionNoise:
     Args:
         batch_size: B.
         vocab_size: V.
-        ahead: positions beyond a row's new tokens that a step may ask for.
+        lookahead: positions beyond a row's new tokens that a step may ask for.
         device: of the noise.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, ahead: int, device: torch.device):
+    def __init__(self, batch_size: int, vocab_size: int, lookahead: int, device: torch.device):
         # From torch's global seed. Each row has a stream of its own, read in order.
         seeds = torch.randint(2**63 - 1, (batch_size,)).tolist()
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        self.size = (ahead // NOISE_CHUNK + 2) * NOISE_CHUNK
+        self.size = (lookahead // NOISE_CHUNK + 2) * NOISE_CHUNK
         self.buffer = torch.empty(batch_size, self.size, vocab_size, dtype=torch.float32, device=device)
         self.drawn = [0] * batch_size
 
-    def at(self, rows: list[int], offsets: torch.Tensor, first: list[int], ahead: int) -> torch.Tensor:
+    def at(self, rows: list[int], offsets: torch.Tensor, first: list[int], lookahead: int) -> torch.Tensor:
         """Noise `(A, M, V)` float32 of positions.
 
         Args:
             rows: the call's row that each entry is.
             offsets: `(A, M)` int64, positions; arbitrary noise for those that are not in the range below.
             first: first position that each row may still ask for.
-            ahead: how many from there on.
+            lookahead: how many from there on.
         """
         for row, start in zip(rows, first, strict=True):
-            while self.drawn[row] < start + ahead:
+            while self.drawn[row] < start + lookahead:
                 column = self.drawn[row] % self.size
                 self.buffer[row, column : column + NOISE_CHUNK].exponential_(generator=self.generators[row])
                 self.drawn[row] += NOISE_CHUNK
@@ -115,7 +115,7 @@ class TokenSampler:
         do_sample: draw from the processed distribution; otherwise its argmax.
         mask_token_id: never chosen: its logit counts as −∞.
         prompt_ids: `(B, P)` int64, the padded prompts, which processors see too.
-        ahead: positions beyond a row's new tokens that may be asked for.
+        lookahead: positions beyond a row's new tokens that may be asked for.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class TokenSampler:
         do_sample: bool,
         mask_token_id: int,
         prompt_ids: torch.Tensor,
-        ahead: int,
+        lookahead: int,
     ):
         self.processors: Any = processors
         length = SCORE_PROCESSORS + LENGTH_PROCESSORS
@@ -134,7 +134,7 @@ class TokenSampler:
         self.do_sample = do_sample
         self.mask_token_id = mask_token_id
         self.prompt_ids = prompt_ids
-        self.ahead = ahead
+        self.lookahead = lookahead
         self.is_argmax = not do_sample and not self.processors  # of the raw logits but MASK's
         self.noise: PositionNoise | None = None
 
@@ -225,7 +225,7 @@ class TokenSampler:
                 scores = processor(tokens, scores)
         if self.noise is None:
             return scores.argmax(-1, keepdim=True)
-        noise = self.noise.at(order.rows, offsets[:, None], order.first, self.ahead)[:, 0]
+        noise = self.noise.at(order.rows, offsets[:, None], order.first, self.lookahead)[:, 0]
         return (torch.softmax(scores, dim=-1) / noise.gather(1, tokens)).argmax(-1, keepdim=True)
 
     def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor:
@@ -248,9 +248,9 @@ class TokenSampler:
             best, tokens = scores.max(-1)
             return tokens.masked_fill(best == float("-inf"), -1)
         if self.noise is None:
-            self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.ahead, scores.device)
+            self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.lookahead, scores.device)
         probabilities = torch.softmax(scores, dim=-1)
-        tokens = (probabilities / self.noise.at(rows, offsets, first, self.ahead)).argmax(-1)
+        tokens = (probabilities / self.noise.at(rows, offsets, first, self.lookahead)).argmax(-1)
         return tokens.masked_fill(probabilities[..., 0].isnan(), -1)
 
 

@@ -851,3 +851,23 @@ def test_a_cache_that_was_filled_under_autocast_goes_on_without_it_and_back(mode
         with torch.autocast("cpu", dtype=torch.bfloat16):
             turn = torch.cat([output.sequences, torch.tensor([[52]])], dim=1)
             output = model.generate(turn, **options, past_key_values=output.past_key_values)
+
+
+# --- settings that are stored for another decoder --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [{}, {"verification": "exact"}])
+@pytest.mark.parametrize("given", [{}, {"window_size": 3}])
+def test_a_stored_window_counts_for_the_verification_that_is_stored(stored, given):
+    """Weights whose drafts are always right: the widest forward tells how far the window may grow."""
+    model = storing(stored | {"strategy": "wedlm", "window_size": 2, "entropy_threshold": 0.5})
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.model.norm.weight.zero_()
+        model.model.norm.weight[0] = 1.0
+        model.model.embed_tokens.weight[:, 0] = 100.0
+        model.lm_head.weight[50, 0] = 10.0
+    options = {"verification": "exact", "max_new_tokens": 200, "slot_cost": 0.0}
+    output = model.generate(PROMPT, **options, **given, return_dict_in_generate=True, output_trace=True)
+    masks = max(int(step.is_mask.sum()) for step in output.trace)
+    assert masks == given.get("window_size", 2 if stored else 32)
