@@ -205,7 +205,12 @@ def compare(
                 tokens, seconds = sum(len(each.tokens) for each in decodings), sum(each.seconds for each in decodings)
                 rows.append({"decoder": name, "batch": start, "repeat": repeat, "tokens": tokens, "seconds": seconds})
     table = pd.DataFrame(rows).query("repeat >= 0")
-    sums = table.groupby(["decoder", "batch"], sort=False)[["tokens", "seconds"]].median().groupby(level=0).sum()
+    sums = (
+        table.groupby(["decoder", "batch"], sort=False)[["tokens", "seconds"]]
+        .median()
+        .groupby(level=0, sort=False)
+        .sum()
+    )
     speeds = (sums["tokens"] / sums["seconds"]).rename("tokens/s")
     return pd.DataFrame({"tokens/s": speeds, "speed against AR": speeds / speeds[AR]})
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import AR, EXACT, WEDLM, Options
-from .measure import ForwardCounter, agreeing_tokens, decode, endless, measure
+from .measure import ForwardCounter, agreeing_tokens, decode, measure, without_end_token
 from .prompts import LONGEST_ANSWER, Prompt, split_prompts
 from .sweep import Grid, configured, pick
 from .table import per_prompt
@@ -114,7 +114,7 @@ def measure_slot_cost(model: WeDLMForCausalLM, prompt: Sequence[int]) -> SlotCos
     What a slot costs outside the forward (its entropy, the choice of its token) counts as well.
     """
     steps: list[tuple[int, float]] = []
-    with endless(model):
+    with without_end_token(model):
         for repeat, window in itertools.product(range(COST_REPEATS + 1), COST_WINDOWS):
             options = {**configured(WEDLM, window, 0.0, 0.0), "max_new_tokens": COST_TOKENS, "do_sample": False}
             with ForwardCounter(model) as counter:

@@ -12,11 +12,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import asdict, dataclass, replace
-from statistics import median
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,12 +26,11 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_wedlm import WeDLMForCausalLM
-from ..modeling_wedlm.loading import load_model, load_tokenizer
-from .decoders import Options as Options
-from .prompts import LONGEST_ANSWER as LONGEST_ANSWER
-from .prompts import Prompt, answer_limit
-from .prompts import encode as encode
-from .prompts import encode_text as encode_text
+from .decoders import Options
+from .prompts import LONGEST_ANSWER, Prompt, answer_limit
+
+WORK_PER_THREAD = 300_000_000
+"""Multiplications of a forward, about 10 ms of a core: with less to do, a thread is not worth waiting for."""
 
 Row = dict[str, Any]
 """One row of the table of measurements."""
@@ -125,96 +123,6 @@ class Decoding:
     token_instances: int
     seconds: float
     forward_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Score:
-    """Sums over prompts. Scores add up.
-
-    Attributes:
-        prompts: how many.
-        correct: prompts with a right answer.
-        agreeing: prompts whose new tokens are those of the reference setting.
-        new_tokens, forwards, token_instances, seconds, forward_seconds: sums over [`Decoding`]s.
-    """
-
-    prompts: int = 0
-    correct: int = 0
-    agreeing: int = 0
-    new_tokens: int = 0
-    forwards: int = 0
-    token_instances: int = 0
-    seconds: float = 0.0
-    forward_seconds: float = 0.0
-
-    def __add__(self, other: Score) -> Score:
-        mine, theirs = asdict(self), asdict(other)
-        return Score(**{name: mine[name] + theirs[name] for name in mine})
-
-    @property
-    def accuracy(self) -> float:
-        """Share of right answers."""
-        return self.correct / max(1, self.prompts)
-
-    @property
-    def agreement(self) -> float:
-        """Share of answers that are the reference's, token for token."""
-        return self.agreeing / max(1, self.prompts)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """New tokens / forwards."""
-        return self.new_tokens / max(1, self.forwards)
-
-    @property
-    def prefix_cacheability(self) -> float:
-        """New tokens / tokens processed after the prompt; at most 1, for an answer's last token is never processed."""
-        return min(1.0, self.new_tokens / max(1, self.token_instances))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens / wall clock."""
-        return self.new_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def own_cost(self) -> float | None:
-        """Time outside the model's forward / time inside it; `None` where the latter is not known."""
-        return self.seconds / self.forward_seconds - 1 if self.forward_seconds else None
-
-    @classmethod
-    def of(cls, decoding: Decoding, *, correct: bool = False, agrees: bool = False) -> Score:
-        """The score of one prompt."""
-        counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances)
-        return cls(1, int(correct), int(agrees), *counts, decoding.seconds, decoding.forward_seconds)
-
-    def to_dict(self) -> dict[str, float]:
-        """The sums, and the ratios that follow from them."""
-        ratios = ["accuracy", "agreement", "tokens_per_forward", "prefix_cacheability", "tokens_per_second"]
-        ratios += ["own_cost"] if self.own_cost is not None else []
-        return asdict(self) | {name: round(getattr(self, name), 4) for name in ratios}
-
-
-def pooled(scores: Mapping[str, Score]) -> Score:
-    """The score over the prompts of all tasks."""
-    return sum(scores.values(), Score())
-
-
-def load(
-    checkpoint: str | os.PathLike[str], device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
-) -> tuple[WeDLMForCausalLM, PreTrainedTokenizerBase]:
-    """A checkpoint's model, in evaluation mode, and its tokenizer, without progress bars.
-
-    Args:
-        checkpoint: folder or Hub id.
-        device: where the model goes.
-        dtype: of the weights; `"auto"` is the checkpoint's own.
-
-    Raises:
-        OSError: for files that are missing or damaged.
-        ValueError: for a checkpoint of another model type, and for weights that do not fit.
-    """
-    transformers.utils.logging.disable_progress_bar()
-    return load_model(checkpoint, dtype=dtype).to(device).eval(), load_tokenizer(checkpoint)
 
 
 def pad_left(
@@ -375,41 +283,9 @@ def seconds_to_first_token(
     return now(model) - start
 
 
-Decoder = Callable[[Sequence[list[int]]], list[Decoding]]
-"""Decodes prompts together."""
-
-
-def take_turns(
-    decoders: Mapping[str, Decoder], batches: Sequence[Sequence[list[int]]], *, repeats: int = 1, title: str = ""
-) -> Iterator[list[dict[str, list[Decoding]]]]:
-    """Decode batches of prompts with every decoder in turn, A B A B …, after a warm-up.
-
-    Args:
-        decoders: by name.
-        batches: tokens of the prompts that are decoded together.
-        repeats: how often each batch is decoded by each decoder.
-        title: shown with a progress bar on standard error, if any.
-
-    Yields:
-        for each batch its runs: the decodings of each decoder.
-    """
-    for decoder in decoders.values():
-        decoder(batches[0])
-    for batch in track(batches, title, console=Console(stderr=True), disable=not title):
-        yield [{name: decoder(batch) for name, decoder in decoders.items()} for _ in range(repeats)]
-
-
-def typical(runs: Sequence[list[Decoding]]) -> list[Decoding]:
-    """The first of several runs of one decoder over one batch, with the medians of their times."""
-    medians = {
-        name: median(getattr(run[0], name) for run in runs) for name in ("seconds", "forward_seconds")
-    }  # rows share a batch's time equally
-    return [replace(decoding, **medians) for decoding in runs[0]]
-
-
 @contextmanager
-def endless(model: WeDLMForCausalLM) -> Iterator[None]:
-    """No end token inside the block, so that answers are as long as they may be."""
+def without_end_token(model: WeDLMForCausalLM) -> Iterator[None]:
+    """Answers inside the block are as long as they may be."""
     saved: Any = model.generation_config
     model.generation_config = copy(saved)
     model.generation_config.eos_token_id = None
@@ -538,6 +414,20 @@ def batches_of_tasks(tasks: Sequence[str], batch_size: int) -> list[list[int]]:
     return [
         group[start : start + batch_size] for group in by_task.values() for start in range(0, len(group), batch_size)
     ]
+
+
+def default_threads(model: torch.nn.Module, rows: int = 16) -> int:
+    """CPU threads for forwards of so many rows in all: as many as have work.
+
+    Threads wait for each other after every operation. Where one has little to do, that wait is longer than the work,
+    the more so on cores that are busy with something else: a model of 2M parameters loses most of its speed to it.
+
+    Args:
+        model: whose parameters are the work of a row.
+        rows: of a forward; a decoder's window by default.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return max(1, min(torch.get_num_threads(), parameters * rows // WORK_PER_THREAD))
 
 
 def _until_end(tokens: list[int], end_tokens: int | list[int] | None) -> list[int]:

@@ -109,7 +109,7 @@ class LoadingOptions:
 
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: as many as have work.")] = None
 
     def prepare(self) -> str:
         """Sets the number of CPU threads and returns the device. Raises `ValueError` for one that is not there."""
@@ -135,13 +135,19 @@ class LoadingOptions:
         if self.dtype not in dtypes:
             raise ValueError(f"`--dtype` must be one of {', '.join(dtypes)}, got {self.dtype!r}.")
         device = self.prepare()
+        import torch
         from transformers.utils.logging import disable_progress_bar
 
         from ..modeling_wedlm.loading import load_model, load_tokenizer
 
         disable_progress_bar()
         source = str(NANO) if checkpoint is None else checkpoint
-        return load_model(source, dtype=self.dtype).to(device).eval(), load_tokenizer(source)
+        model = load_model(source, dtype=self.dtype).to(device).eval()
+        if self.threads is None:
+            from .measure import default_threads
+
+            torch.set_num_threads(default_threads(model))
+        return model, load_tokenizer(source)
 
 
 def has_no_chat_template(tokenizer: Any, checkpoint: str | None) -> bool:

@@ -93,7 +93,7 @@ def pick(summary: pd.DataFrame, max_loss: float, by: str) -> list[Any]:
     Returns:
         names of settings.
     """
-    good = summary[summary["loss"].round(9) <= max_loss]
+    good = summary[summary["loss"] <= max_loss + 1e-9]  # but for rounding
     return list(good.sort_values(by, ascending=False, kind="stable").index)
 
 

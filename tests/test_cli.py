@@ -9,6 +9,7 @@ from typing import Annotated
 
 import pytest
 import typer
+from nano_tasks import TASKS
 from rich.console import Console
 from tiny import MASK, tiny_model, tiny_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -18,7 +19,6 @@ from wedlm_hf import WeDLMForCausalLM, __version__, cli
 from wedlm_hf.eval import options
 from wedlm_hf.eval import prompts as prompting
 from wedlm_hf.eval.measure import Decoding, ForwardCounter
-from wedlm_hf.eval.tasks import TASKS
 from wedlm_hf.eval.trace import answers
 from wedlm_hf.eval.trace.answers import AnswerStreamer, compare, comparison_table
 from wedlm_hf.eval.trace.record import Request

@@ -5,10 +5,10 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
+from nano_tokenizer import train_tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
-from wedlm_hf.training.tokenizer import train_tokenizer
 
 VOCAB_SIZE = 320  # more rows than the tokenizer has tokens, as in the published checkpoints
 PAD, START, EOS, MASK = 0, 1, 2, 3  # the ids that `train_tokenizer` gives to its special tokens

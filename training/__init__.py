@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from .saving import AtomicSaveTrainer
     from .sft_config import WeDLMSFTConfig
     from .sft_trainer import WeDLMSFTTrainer
-    from .tokenizer import train_tokenizer
 
 _HOME = {
     "AtomicSaveTrainer": "saving",
@@ -24,7 +23,6 @@ _HOME = {
     "WeDLMSFTConfig": "sft_config",
     "WeDLMSFTTrainer": "sft_trainer",
     "response_log_probs": "log_probs",
-    "train_tokenizer": "tokenizer",
 }
 
 __all__ = [
@@ -35,7 +33,6 @@ __all__ = [
     "WeDLMSFTConfig",
     "WeDLMSFTTrainer",
     "response_log_probs",
-    "train_tokenizer",
 ]
 
 

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from ..modeling_wedlm.loading import load_model
 from ..modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings, read_weights
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .mask_distillation import MaskDistillation
@@ -304,7 +305,7 @@ def train_mask_adapter(
     Returns:
         The trainer; the finished adapter, in `dtype`, is in `args.output_dir` where the budget is used up.
     """
-    model = WeDLMForCausalLM.from_pretrained(base, dtype=dtype).eval()
+    model = load_model(base, dtype=dtype).eval()
     torch.manual_seed(args.seed)
     model.add_mask_adapter(settings)
     trainer = MaskAdapterTrainer(

@@ -272,7 +272,6 @@ def same_sentence(numbers: Numbers) -> str:
 def setup(about: Mapping[str, Any]) -> str:
     """How the numbers of the summary came about, in one paragraph."""
     settings, machine, data, timing = (about[name] for name in ("settings", "environment", "data", "timing"))
-    wide = about["verified_settings"]
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     place = f"{threads} of {machine['processor']}" if machine["device"] == "cpu" else machine["device"]
     counts = sorted(set(data["counts"]["headline"].values()))
@@ -280,8 +279,7 @@ def setup(about: Mapping[str, Any]) -> str:
     quality = "" if data["has_answers"] else "Agreement with AR: share of tokens that AR would have chosen too. "
     return (
         f"Settings: window {settings['window_size']}, τ = {settings['entropy_threshold']:g}, "
-        f"λ = {settings['distance_penalty']:g}; with verification window {wide['window_size']}, "
-        f"τ = {wide['entropy_threshold']:g}; greedy. "
+        f"λ = {settings['distance_penalty']:g}; with verification the library's defaults; greedy. "
         f"{quality}Quality: {count} prompts of each task of {data['source']} that no setting was picked on. "
         f"Speed: at most {timing['timed']} of them per task, one at a time, the decoders in turn, "
         f"median of {timing['repeats']}, {place}, {machine['dtype']}, "

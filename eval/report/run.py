@@ -32,9 +32,6 @@ from .pieces import Measurement, Part
 from .request import MANAGED, ReportRequest
 from .store import Store
 
-# Verified decoding loses nothing to wide windows and bold drafts; the stored settings are for unverified decoding.
-WIDE: Options = {"window_size": 16, "entropy_threshold": 0.8}
-
 
 def run(
     request: ReportRequest,
@@ -96,7 +93,6 @@ def run(
             "notes": _notes(request, model, encoded, [*tuning, *others]),
         },
         "settings": settings,
-        "verified_settings": WIDE,
         "common_settings": request.common_settings,
         "timing": decides["measuring"],
         "max_loss": request.max_loss,
@@ -119,7 +115,7 @@ def _headline(decoders: Sequence[str], settings: Mapping[str, Any]) -> dict[str,
         if decoder in (BLOCK, WEDLM) and decoder in decoders:
             made[decoder] = configured(decoder, *(settings[name] for name in FIELDS))
         elif decoder in (TYPICAL, EXACT) and decoder in decoders:
-            made[decoder] = {**DECODERS[decoder], **WIDE}
+            made[decoder] = DECODERS[decoder]  # needs no settings: the stored ones are for unverified decoding
     return made
 
 

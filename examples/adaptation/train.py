@@ -13,6 +13,7 @@ Hardware: a CPU core takes two minutes.
 """
 
 import random
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,10 @@ from transformers import (
     set_seed,
 )
 
-from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer, train_tokenizer
+from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer
+
+sys.path.append(str(Path(__file__).parents[1] / "wedlm-nano"))
+from nano_tokenizer import train_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -11,6 +11,7 @@ bound under masks that policy and reference share. Against the paper, which stop
 Hardware: a few minutes on two CPU cores; any GPU works too.
 """
 
+import sys
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
@@ -25,13 +26,16 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from trl import DPOConfig, DPOTrainer
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.eval.measure import load, measure, pad_left
-from wedlm_hf.eval.prompts import LONGEST_ANSWER, encode, encode_prompt
-from wedlm_hf.eval.tasks import Sample, generate_samples, is_correct, to_prompt
+from wedlm_hf.eval.measure import measure, pad_left
+from wedlm_hf.eval.prompts import LONGEST_ANSWER, Prompt, encode, encode_prompt
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 from wedlm_hf.training.log_probs import response_log_probs
 
 NANO = Path(__file__).parents[1] / "wedlm-nano"
+sys.path.append(str(NANO))
+from nano_tasks import generate_samples  # noqa: E402
+
 TASKS = ("counting", "sorting")
 BOLD = {
     "strategy": "wedlm",
@@ -95,7 +99,7 @@ class WeDLMDPOTrainer(DPOTrainer):
 
 
 def rollouts(
-    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], count: int
+    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, samples: list[Prompt], count: int
 ) -> list[list[str]]:
     """`count` answers to each sample, by sampling with the bold decoder."""
     generator: Any = model
@@ -109,11 +113,11 @@ def rollouts(
     return answers
 
 
-def preferences(samples: list[Sample], answers: list[list[str]]) -> Dataset:
+def preferences(samples: list[Prompt], answers: list[list[str]]) -> Dataset:
     """A right and a wrong answer to each prompt that got both."""
     pairs: dict[str, list[Any]] = {"prompt": [], "chosen": [], "rejected": []}
     for sample, texts in zip(samples, answers, strict=True):
-        right = [text for text in texts if is_correct(sample, text)]
+        right = [text for text in texts if sample.is_right(text)]
         wrong = [text for text in texts if text not in right]
         if right and wrong:
             pairs["prompt"].append(sample.messages)
@@ -127,7 +131,7 @@ def preferences(samples: list[Sample], answers: list[list[str]]) -> Dataset:
 def report(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: int, title: str) -> None:
     """Prints right answers and tokens per forward on held-out prompts."""
     held_out = [sample for task in TASKS for sample in generate_samples(task, prompts, seed=7, split="heldout")]
-    encoded = [encode_prompt(model, tokenizer, to_prompt(sample)) for sample in held_out]
+    encoded = [encode_prompt(model, tokenizer, sample) for sample in held_out]
     rows = pd.DataFrame(measure(model.eval(), tokenizer, encoded, SETTINGS))
     for name, own in rows.groupby("decoder", sort=False):
         tokens_per_forward = own["new_tokens"].sum() / own["forwards"].sum()
@@ -147,7 +151,7 @@ def main(
     """Roll out, make pairs, train, and compare."""
     set_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load(model_name, device, "float32")
+    model, tokenizer = load_model(model_name, dtype="float32").to(device).eval(), load_tokenizer(model_name)
     report(model, tokenizer, held_out, "before")
     samples = [sample for task in TASKS for sample in islice(generate_samples(task, prompts, seed, "train"), prompts)]
     pairs = preferences(samples, rollouts(model, tokenizer, samples, count))

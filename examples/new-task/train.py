@@ -13,6 +13,7 @@ Hardware: two CPU cores with bf16 instructions take about two minutes; any GPU w
 """
 
 import random
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -27,41 +28,44 @@ from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.eval.tasks import TASKS, Sample, generate_samples, is_heldout
+from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer
 
 NANO = Path(__file__).parents[1] / "wedlm-nano"
+sys.path.append(str(NANO))
+from nano_tasks import TASKS, generate_samples, is_heldout  # noqa: E402
+
 WORDS = (
     "black blue brown green grey pink red white yellow cat dog duck goat hamster horse parrot rabbit bag bike boat "
     "car chair coat cup hat kite lamp phone table bread cake cheese fish pasta rice salad soup"
 ).split()
 
 
-def samples(seed: int, split: str) -> Iterator[Sample]:
+def samples(seed: int, split: str) -> Iterator[Prompt]:
     """Endless samples of the new task: three to six words, listed backwards."""
     rng = random.Random(seed)
     while True:
         words = rng.sample(WORDS, rng.randint(3, 6))
         prompt = f"List backwards: {', '.join(words)}"
         if is_heldout(prompt) == (split == "heldout"):
-            yield Sample("backwards", [{"role": "user", "content": prompt}], ", ".join(reversed(words)))
+            yield Prompt.of(prompt, task="backwards", answers=(", ".join(reversed(words)),))
 
 
-def old_samples(count: int, seed: int, split: str) -> Iterator[Sample]:
+def old_samples(count: int, seed: int, split: str) -> Iterator[Prompt]:
     """The same number of samples of each task that the model knows."""
     for task in TASKS:
         yield from generate_samples(task, count // len(TASKS), seed, split=split)
 
 
-def dataset(samples: Iterator[Sample]) -> Dataset:
+def dataset(samples: Iterator[Prompt]) -> Dataset:
     """Chat data."""
-    turns = [[*sample.messages, {"role": "assistant", "content": sample.answer}] for sample in samples]
+    turns = [[*sample.messages, {"role": "assistant", "content": sample.answers[0]}] for sample in samples]
     return Dataset.from_dict({"messages": turns})
 
 
 @torch.no_grad()
 def exact_match(
-    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], strategy: str
+    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, samples: list[Prompt], strategy: str
 ) -> tuple[float, float]:
     """Share of answers that are exactly the wanted ones, and tokens per forward."""
     right = new_tokens = forwards = 0
@@ -77,7 +81,7 @@ def exact_match(
         output = model.generate(**inputs, strategy=strategy, max_new_tokens=128, return_dict_in_generate=True)
         answers = output.sequences[:, inputs["input_ids"].shape[1] :]
         texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-        right += sum(text.strip() == sample.answer for text, sample in zip(texts, batch, strict=True))
+        right += sum(text.strip() == sample.answers[0] for text, sample in zip(texts, batch, strict=True))
         if strategy == "wedlm":
             new_tokens += int(output.stats.new_tokens.sum())
             forwards += int(output.stats.forwards.sum())
@@ -85,7 +89,7 @@ def exact_match(
 
 
 def evaluate(
-    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, sets: dict[str, list[Sample]]
+    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, sets: dict[str, list[Prompt]]
 ) -> dict[str, float]:
     """Exact match on held-out prompts by both decoders, and tokens per forward."""
     model.eval()
@@ -100,8 +104,8 @@ def evaluate(
 
 def fine_tune(
     output_dir: Path,
-    rows: list[Sample],
-    sets: dict[str, list[Sample]],
+    rows: list[Prompt],
+    sets: dict[str, list[Prompt]],
     *,
     lora: bool,
     steps: int,

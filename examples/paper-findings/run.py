@@ -14,6 +14,7 @@ was stopped. Writes results.json, results.md and results.png; `--draw-only` make
 
 import json
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,11 +41,13 @@ from transformers.utils import logging
 
 from wedlm_hf.eval.files import write_text, written_whole
 from wedlm_hf.eval.measure import pad_left
-from wedlm_hf.eval.tasks import is_heldout
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, modeling_wedlm
 from wedlm_hf.modeling_wedlm.dual_stream_wedlm import dual_stream_mask_function
 from wedlm_hf.training import DataCollatorForDualStreamMasking
-from wedlm_hf.training.tokenizer import train_tokenizer
+
+sys.path.append(str(Path(__file__).parents[1] / "wedlm-nano"))
+from nano_tasks import is_heldout
+from nano_tokenizer import train_tokenizer
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

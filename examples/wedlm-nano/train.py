@@ -1,7 +1,7 @@
 """Trains wedlm-nano from scratch with plain `transformers.Trainer`, on text that this script generates.
 
 What it does: builds a byte-level BPE tokenizer and a 1.9M-parameter WeDLM, and minimises the joint dual-stream + AR
-loss on an endless stream of synthetic chat samples (`wedlm_hf.eval.tasks`, training split). Against the paper: the
+loss on an endless stream of synthetic chat samples (nano_tasks.py, training split). Against the paper: the
 model starts from random weights rather than from an AR checkpoint, and most blocks use suffix masks, which a small
 model decodes from better.
 
@@ -19,6 +19,8 @@ from typing import Annotated
 
 import torch
 import typer
+from nano_tasks import TASKS, generate_samples
+from nano_tokenizer import train_tokenizer
 from torch.utils.data import IterableDataset
 from transformers import (
     AutoTokenizer,
@@ -29,10 +31,8 @@ from transformers import (
     set_seed,
 )
 
-from wedlm_hf.eval.tasks import TASKS, generate_samples
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 from wedlm_hf.training.collator import DataCollatorForDualStreamMasking
-from wedlm_hf.training.tokenizer import train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class ChatSampleStream(IterableDataset):
             (task,) = rng.choices(list(mixture), weights=list(mixture.values()))
             sample = next(streams[task])
             encoded = self.tokenizer.apply_chat_template(
-                [*sample.messages, {"role": "assistant", "content": sample.answer}],
+                [*sample.messages, {"role": "assistant", "content": sample.answers[0]}],
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
@@ -185,7 +185,7 @@ def build_tokenizer(vocab_size: int, seed: int) -> PreTrainedTokenizerBase:
         for task in TASKS
         for sample in islice(generate_samples(task, ENDLESS, seed, split="train"), VOCABULARY_SAMPLES_PER_TASK)
     )
-    return train_tokenizer((f"{sample.prompt}\n{sample.answer}" for sample in samples), vocab_size)
+    return train_tokenizer((f"{sample.text}\n{sample.answers[0]}" for sample in samples), vocab_size)
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase) -> WeDLMForCausalLM:
@@ -281,7 +281,7 @@ def main(
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
     # Loading marks a tokenizer as loaded: saved once more, it stays the same through any later save.
-    AutoTokenizer.from_pretrained(output_dir).save_pretrained(output_dir)
+    AutoTokenizer.from_pretrained(output_dir, trust_remote_code=False).save_pretrained(output_dir)
 
 
 if __name__ == "__main__":

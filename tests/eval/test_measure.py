@@ -12,12 +12,11 @@ from wedlm_hf.eval.files import written_whole
 from wedlm_hf.eval.measure import (
     Decoding,
     ForwardCounter,
-    Score,
     agreeing_tokens,
     answer_entropy,
     decode,
+    default_threads,
     measure,
-    pooled,
     seconds_to_first_token,
 )
 from wedlm_hf.eval.prompts import Prompt
@@ -91,22 +90,6 @@ def test_an_empty_prompt_gets_the_error_of_generate(model, tokenizer):
         decode(model, tokenizer, [[]], FAST)
 
 
-def test_scores_add_up_and_ratios_follow_from_sums():
-    first = Score.of(Decoding([1] * 9, "", 3, 12, 0.5), correct=True, agrees=True)
-    second = Score.of(Decoding([1] * 3, "", 1, 3, 0.25))
-    total = pooled({"counting": first, "chat": second})
-    assert total == Score(2, 1, 1, 12, 4, 15, 0.75)
-    assert (total.accuracy, total.agreement, total.tokens_per_forward) == (0.5, 0.5, 3.0)
-    assert (total.prefix_cacheability, total.tokens_per_second) == (0.8, 16.0)
-    assert total.to_dict()["tokens_per_second"] == 16.0
-    assert Score().accuracy == Score().tokens_per_forward == Score().tokens_per_second == 0
-
-
-def test_prefix_cacheability_of_ar_is_one(model, tokenizer):
-    (decoding,) = decode(model, tokenizer, PROMPTS[:1], AR)
-    assert Score.of(decoding).prefix_cacheability == 1
-
-
 def test_the_counter_takes_the_time_between_start_and_end_of_each_forward(model, monkeypatch):
     ticks = iter(range(100))
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
@@ -133,6 +116,16 @@ def test_sampled_decodings_are_a_function_of_the_seed(model):
     options = {**FAST, "do_sample": True, "temperature": 1.0}
     first, second, other = (decode(model, None, PROMPTS, options, seed=seed) for seed in (1, 1, 2))
     assert [d.tokens for d in first] == [d.tokens for d in second] != [d.tokens for d in other]
+
+
+def test_a_small_model_gets_one_thread_and_a_large_one_all(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    sizes = {"nano": 1_900_000, "SmolLM2": 135_000_000, "7B": 7_000_000_000}
+    with torch.device("meta"):
+        models = {name: torch.nn.Linear(size, 1, bias=False) for name, size in sizes.items()}
+    assert {name: default_threads(model) for name, model in models.items()} == {"nano": 1, "SmolLM2": 7, "7B": 8}
+    assert default_threads(models["SmolLM2"], rows=1) == 1
+    assert default_threads(models["nano"], rows=1000) == 6
 
 
 # --- what the AR head says ----------------------------------------------------------------------------------------

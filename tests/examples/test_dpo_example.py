@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import EOS, MASK, START, tiny_model, tiny_tokenizer
 
-from wedlm_hf.eval.tasks import Sample
+from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 from wedlm_hf.training.log_probs import response_log_probs
 
@@ -104,7 +104,7 @@ def test_another_loss_is_refused(tmp_path):
 
 def test_pairs_are_made_of_a_right_and_a_wrong_answer():
     samples = [
-        Sample("counting", [{"role": "user", "content": f"Count from 1 to {last} by 1."}], answer)
+        Prompt.of(f"Count from 1 to {last} by 1.", task="counting", answers=(answer,))
         for last, answer in ((3, "1, 2, 3"), (4, "1, 2, 3, 4"), (2, "1, 2"))
     ]
     answers = [["1, 2", "1, 2, 3", "1"], ["1, 2, 3, 4", "1, 2, 3, 4"], ["2", "1"]]

@@ -5,18 +5,19 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from nano_tasks import TASKS, generate_samples
 from oracle import decode, decode_ar
 
 from wedlm_hf.cli import NANO
-from wedlm_hf.eval.measure import load, measure
+from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.prompts import encode, encode_prompt
-from wedlm_hf.eval.tasks import TASKS, generate_samples, to_prompt
 from wedlm_hf.modeling_wedlm.hub import hub_files
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")
 def nano():
-    return load(NANO)
+    return load_model(NANO).eval(), load_tokenizer(NANO)
 
 
 def prompts(tokenizer, seed=3):
@@ -78,7 +79,7 @@ def test_verified_decoding_equals_ar_decoding_on_trained_weights(nano):
 def test_it_answers_held_out_prompts_in_parallel_with_its_stored_settings(nano):
     model, tokenizer = nano
     samples = [
-        encode_prompt(model, tokenizer, to_prompt(sample))
+        encode_prompt(model, tokenizer, sample)
         for task in ("counting", "arithmetic", "sorting", "json")
         for sample in generate_samples(task, 15, 4, "heldout")
     ]

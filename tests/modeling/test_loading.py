@@ -1,5 +1,6 @@
 """Loading runs no code of a checkpoint, waits for no Hub that is not there, and its errors are clear."""
 
+import ast
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import torch
 from huggingface_hub import constants
 from tiny import MASK, tiny_model, tiny_tokenizer
 
+from wedlm_hf.modeling_wedlm import loading
 from wedlm_hf.modeling_wedlm.loading import find_checkpoint, load_config_dict, load_model, load_tokenizer
 
 NOWHERE = "http://127.0.0.1:9"  # refuses connections
@@ -148,3 +150,15 @@ def test_pickled_weights_are_never_read(checkpoint):
     torch.save(tiny_model().state_dict(), checkpoint / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         load_model(checkpoint)
+
+
+def test_every_other_module_loads_through_this_one():
+    package = Path(loading.__file__).parents[1]
+    allowed = {"loading.py", "gguf.py"}  # the latter with the arguments that `find_checkpoint` gives
+    for folder in ("modeling_wedlm", "generation", "training", "eval", "."):
+        for file in (package / folder).glob("*.py" if folder == "." else "**/*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained"):
+                    is_parent = ast.unparse(node.func).startswith("super()")
+                    reads_nothing = node.args and ast.unparse(node.args[0]) == "None"
+                    assert is_parent or reads_nothing or file.name in allowed, f"{file}:{node.lineno}"

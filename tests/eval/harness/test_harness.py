@@ -21,9 +21,10 @@ from wedlm_hf.eval.harness import WeDLMHarnessLM, evaluate
 from wedlm_hf.eval.harness import run as harness
 from wedlm_hf.eval.harness.likelihood import block_elbo
 from wedlm_hf.eval.harness.run import TASKS_FOLDER
-from wedlm_hf.eval.measure import decode, load, measure
+from wedlm_hf.eval.measure import decode, measure
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode, encode_prompt, read_tasks
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 TASKS = ("counting", "arithmetic", "sorting", "json", "chat", "python")
 GROUP = [f"wedlm_nano_{task}" for task in TASKS]
@@ -33,7 +34,7 @@ PROMPTS = {task: [prompt for prompt in read_tasks(NANO) if prompt.task == task][
 
 @pytest.fixture(scope="module")
 def nano():
-    return load(NANO)
+    return load_model(NANO).eval(), load_tokenizer(NANO)
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +203,7 @@ def test_an_automatic_batch_size_is_looked_for_once(manager, monkeypatch, capsys
 def test_a_lora_adapter_decodes(nano, manager, tmp_path):
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(load(NANO)[0], LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2))
+    model = get_peft_model(load_model(NANO), LoraConfig(target_modules="all-linear", init_lora_weights=False, r=2))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:

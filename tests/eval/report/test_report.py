@@ -128,9 +128,9 @@ def test_counts_are_those_of_decoding_each_prompt_alone(made):
     _, prompts = split_prompts(read_prompts("data.jsonl", DATA), 1, 2)
     limits = {"max_new_tokens": 6, "do_sample": False}
     stored = {"strategy": "wedlm", **limits}
-    wide = {**stored, "verification": "exact", "window_size": 16, "entropy_threshold": 0.8}
+    exact = {**stored, "verification": "exact"}
     report = read(made[0])
-    for name, options in {"ar": {"strategy": "ar", **limits}, "wedlm": stored, "wedlm+exact": wide}.items():
+    for name, options in {"ar": {"strategy": "ar", **limits}, "wedlm": stored, "wedlm+exact": exact}.items():
         alone = [decode(model, tokenizer, [encode(tokenizer, p.messages)], options)[0] for p in prompts]
         row = by_decoder(report)[name]
         tokens, forwards = sum(len(d.tokens) for d in alone), sum(d.forwards for d in alone)

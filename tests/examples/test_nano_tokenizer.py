@@ -3,14 +3,13 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nano_tasks import TASKS, generate_samples
+from nano_tokenizer import SPECIAL_TOKENS, train_tokenizer
 from transformers import AutoTokenizer
-
-from wedlm_hf.eval.tasks import TASKS, generate_samples
-from wedlm_hf.training.tokenizer import SPECIAL_TOKENS, train_tokenizer
 
 
 def task_texts(count: int = 300) -> list[str]:
-    return [text for task in TASKS for s in generate_samples(task, count, 0) for text in (s.prompt, s.answer)]
+    return [text for task in TASKS for s in generate_samples(task, count, 0) for text in (s.text, s.answers[0])]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +114,7 @@ def test_a_loaded_tokenizer_behaves_like_the_trained_one(tokenizer, tmp_path):
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_every_sample_of_the_tasks_fits_into_384_tokens(tokenizer, task, split):
     for sample in generate_samples(task, 500, 5, split):
-        turns = [*sample.messages, {"role": "assistant", "content": sample.answer}]
+        turns = [*sample.messages, {"role": "assistant", "content": sample.answers[0]}]
         assert len(tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]) <= 384
 
 

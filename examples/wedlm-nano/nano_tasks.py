@@ -17,27 +17,27 @@ The held-out split of `python` holds generated functions only, because it must b
 training split also draws about three samples in ten from the sources of the standard library of the Python that runs
 it; those differ a little between Python versions.
 
-    python -m wedlm_hf.eval.tasks --count 200 --seed 1 --split heldout --output DIR
+Run as a script it writes held-out prompts as `wedlm report` reads them: those of tasks.jsonl, which lies beside it.
+
+    python examples/wedlm-nano/nano_tasks.py --count 130 --seed 2 --output examples/wedlm-nano/tasks.jsonl
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
 import functools
 import json
-import os
 import random
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from .files import written_whole
-from .prompts import Prompt
-from .python_code import generated_function, stdlib_functions
+import typer
+from nano_python import generated_function, stdlib_functions
+
+from wedlm_hf.eval.files import write_text
+from wedlm_hf.eval.prompts import Prompt
 
 SPLITS = ("train", "heldout")
 HELDOUT_BUCKETS = 16
@@ -62,32 +62,24 @@ _ITEMS = "apples books cards coins eggs marbles nuts pens shells stamps stones t
 _SORT_WORDS = sorted(_COLORS + _PETS + _THINGS + _FOODS)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One chat sample.
-
-    `messages` are `{"role": ..., "content": ...}` turns that alternate user and assistant and end with the user;
-    `answer` is the whole wanted reply, its working included.
-    """
-
-    task: str
-    messages: list[dict[str, str]]
-    answer: str
-
-    @property
-    def prompt(self) -> str:
-        """Text of every turn before the answer; decides the split."""
-        return "\n".join(message["content"] for message in self.messages)
+MATCHES = {"arithmetic": "number", "json": "json"}
+"""How replies are compared with the answer; those of the other tasks must be equal to it."""
 
 
-def _sample(task: str, prompt: str, answer: str) -> Sample:
-    return Sample(task, [{"role": "user", "content": prompt}], answer)
+def _sample(task: str, prompt: str, answer: str) -> Prompt:
+    return _conversation(task, [{"role": "user", "content": prompt}], answer)
+
+
+def _conversation(task: str, messages: list[dict[str, str]], answer: str) -> Prompt:
+    """Turns alternate user and assistant and end with the user; the answer is the whole wanted reply, its working
+    included. The text of all turns decides the split."""
+    return Prompt(messages, task, (answer,), MATCHES.get(task, "exact"))
 
 
 # --- counting -------------------------------------------------------------------------------------
 
 
-def make_counting(rng: random.Random) -> Sample:
+def make_counting(rng: random.Random) -> Prompt:
     """4 to 20 terms between 0 and 999 with a step of 1, 2, 3, 4, 5 or 10, up or down."""
     step = rng.choice((1, 2, 3, 4, 5, 10))
     limit = rng.choice((99, 999))
@@ -122,7 +114,7 @@ _GAINS = ("{who} buys {n} more.", "{who} finds {n} more.", "{who} gets {n} from 
 _LOSSES = ("{who} sells {n}.", "{who} loses {n}.", "{who} gives {n} to {other}.", "{other} takes {n} of them.")
 
 
-def make_arithmetic(rng: random.Random) -> Sample:
+def make_arithmetic(rng: random.Random) -> Prompt:
     """A story of one or two operations on numbers below 1000, worked column by column."""
     who, other = rng.sample(list(_NAMES), 2)
     items = rng.choice(_ITEMS)
@@ -197,7 +189,7 @@ def _work(lines: list[str], left: int, operator: str, right: int) -> None:
 # --- sorting --------------------------------------------------------------------------------------
 
 
-def make_sorting(rng: random.Random) -> Sample:
+def make_sorting(rng: random.Random) -> Prompt:
     """Distinct numbers from 1 to 99 in either order, or distinct words in the order of the alphabet or its reverse."""
     down = rng.random() < 0.5
     values: list[int] | list[str]
@@ -224,7 +216,7 @@ def make_sorting(rng: random.Random) -> Sample:
 # --- json -----------------------------------------------------------------------------------------
 
 
-def make_json(rng: random.Random) -> Sample:
+def make_json(rng: random.Random) -> Prompt:
     """Facts about a person, a product or an event in any order; the object's keys follow one fixed order."""
     record, sentences = rng.choice((_person, _person, _product, _event))(rng)
     order = rng.choice(("Write these facts as JSON: ", "Turn this text into JSON: ", "Give me JSON for this: "))
@@ -354,7 +346,7 @@ _RELATIONS = (
 _NOTED = "Thank you, I will remember that."
 
 
-def make_chat(rng: random.Random) -> Sample:
+def make_chat(rng: random.Random) -> Prompt:
     """Two to five facts and a question in one turn, or a second turn that asks; one sample in twelve is a greeting."""
     if rng.random() < 1 / 12:
         return _greeting(rng)
@@ -380,7 +372,7 @@ def make_chat(rng: random.Random) -> Sample:
         turns = [f"{text} {question}", answer, second_question]
         answer = second_answer
     roles = ("user", "assistant", "user")
-    return Sample("chat", [{"role": r, "content": c} for r, c in zip(roles, turns, strict=True)], answer)
+    return _conversation("chat", [{"role": r, "content": c} for r, c in zip(roles, turns, strict=True)], answer)
 
 
 def _question(
@@ -396,7 +388,7 @@ def _question(
     return question.format(n=name, v=value), answer.format(n=name, v=value)
 
 
-def _greeting(rng: random.Random) -> Sample:
+def _greeting(rng: random.Random) -> Prompt:
     hello = rng.choice(("Hello", "Hi", "Good morning", "Good evening", "Hey"))
     name = rng.choice(list(_NAMES))
     prompt, answer = rng.choice(
@@ -422,7 +414,7 @@ def _greeting(rng: random.Random) -> Sample:
 _PYTHON_ORDER = "Complete this Python code:\n"
 
 
-def make_python(rng: random.Random, stdlib_share: float = 0.0) -> Sample:
+def make_python(rng: random.Random, stdlib_share: float = 0.0) -> Prompt:
     """A function or class header with its docstring; the answer is the indented body.
 
     `stdlib_share` is the probability of a function from the standard library's sources instead of a generated one.
@@ -436,7 +428,7 @@ def make_python(rng: random.Random, stdlib_share: float = 0.0) -> Sample:
 
 # --- sets of samples ------------------------------------------------------------------------------
 
-TASKS: dict[str, Callable[[random.Random], Sample]] = {
+TASKS: dict[str, Callable[[random.Random], Prompt]] = {
     "counting": make_counting,
     "arithmetic": make_arithmetic,
     "sorting": make_sorting,
@@ -444,7 +436,7 @@ TASKS: dict[str, Callable[[random.Random], Sample]] = {
     "chat": make_chat,
     "python": make_python,
 }
-_TRAIN_TASKS: dict[str, Callable[[random.Random], Sample]] = {
+_TRAIN_TASKS: dict[str, Callable[[random.Random], Prompt]] = {
     **TASKS,
     "python": functools.partial(make_python, stdlib_share=0.3),
 }
@@ -455,7 +447,7 @@ def is_heldout(prompt: str) -> bool:
     return zlib.crc32(prompt.encode("utf-8")) % HELDOUT_BUCKETS == 0
 
 
-def generate_samples(task: str, count: int, seed: int, split: str = "train") -> Iterator[Sample]:
+def generate_samples(task: str, count: int, seed: int, split: str = "train") -> Iterator[Prompt]:
     """Yield `count` samples of `task`, the same ones for the same arguments.
 
     Samples of the split "heldout" have pairwise different prompts, none of which the split "train" can ever hold.
@@ -473,89 +465,43 @@ def generate_samples(task: str, count: int, seed: int, split: str = "train") -> 
     return _generate(task, count, seed, split)
 
 
-def _generate(task: str, count: int, seed: int, split: str) -> Iterator[Sample]:
+def _generate(task: str, count: int, seed: int, split: str) -> Iterator[Prompt]:
     rng = random.Random(f"{task}/{split}/{seed}")
     make = (_TRAIN_TASKS if split == "train" else TASKS)[task]
     seen: set[str] = set()
     for produced in range(count):
         for _ in range(_MAX_REJECTIONS):
             sample = make(rng)
-            if is_heldout(sample.prompt) == (split == "heldout") and sample.prompt not in seen:
+            if is_heldout(sample.text) == (split == "heldout") and sample.text not in seen:
                 break
         else:
             raise ValueError(
                 f"task {task!r} has no more than about {produced} different held-out prompts, got {count}"
             )
         if split == "heldout":
-            seen.add(sample.prompt)
+            seen.add(sample.text)
         yield sample
 
 
-def is_correct(sample: Sample, text: str) -> bool:
-    """Score a model's reply.
-
-    `counting`, `sorting` and `chat` want the exact answer, surrounding white space aside; `json` an equal object;
-    `arithmetic` the right number on a last line `Answer: N`, whatever the working; `python` asks only that the code
-    with the reply appended parses, because a body has many right forms.
-    """
-    if sample.task == "arithmetic":
-        lines = (reply.strip().split("\n")[-1] for reply in (sample.answer, text))
-        want, have = (re.fullmatch(r"Answer: (\d{1,9})", line.strip()) for line in lines)
-        return want is not None and have is not None and int(want[1]) == int(have[1])
-    if sample.task == "json":
-        try:
-            wanted, got = (json.dumps(json.loads(reply), sort_keys=True) for reply in (sample.answer, text))
-        except (ValueError, RecursionError):
-            return False
-        return got == wanted  # as text, for True == 1 in Python
-    if sample.task == "python":
-        code = sample.messages[-1]["content"].removeprefix(_PYTHON_ORDER)
-        try:
-            ast.parse(f"{code}\n{text}\n")
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # null bytes, endless nesting
-            return False
-        return bool(text.strip())
-    return text.strip() == sample.answer.strip()
+def as_row(sample: Prompt) -> dict[str, Any]:
+    """As `wedlm report` reads it: `task`, `prompt` or `messages`, `answer`, and `match` where that is not exact."""
+    first, *others = sample.messages
+    turns = {"messages": list(sample.messages)} if others else {"prompt": first["content"]}
+    match = {"match": sample.match} if sample.match != "exact" else {}
+    return {"task": sample.task, **turns, "answer": sample.answers[0], **match}
 
 
-MATCHES = {"arithmetic": "number", "json": "json"}  # the others: exact
-
-
-def to_prompt(sample: Sample) -> Prompt:
-    """The sample as what is measured."""
-    return Prompt(sample.messages, sample.task, (sample.answer,), MATCHES.get(sample.task, "exact"))
-
-
-def write_jsonl(path: str | os.PathLike[str], samples: Iterable[Sample]) -> int:
-    """Write rows `{"task", "messages", "answer"}` and return their number; the file appears whole or not at all."""
-    rows = 0
-    with written_whole(path) as unfinished, open(unfinished, "w", encoding="utf-8", newline="\n") as file:
-        for sample in samples:
-            row = {"task": sample.task, "messages": sample.messages, "answer": sample.answer}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            rows += 1
-    return rows
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Write one JSONL file a task: `<output>/<task>.jsonl`."""
-    parser = argparse.ArgumentParser(prog="python -m wedlm_hf.eval.tasks", description=main.__doc__)
-    parser.add_argument("--count", type=int, default=200, help="samples of each task")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--split", default="heldout", help=" or ".join(SPLITS))
-    parser.add_argument("--task", action="append", help="a task to write; may be repeated; default: all")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    options = parser.parse_args(arguments)
-    try:
-        sets = {
-            task: generate_samples(task, options.count, options.seed, options.split) for task in options.task or TASKS
-        }
-        for task, samples in sets.items():
-            rows = write_jsonl(options.output / f"{task}.jsonl", samples)
-            print(f"{options.output / f'{task}.jsonl'}: {rows} samples")
-    except ValueError as error:
-        parser.error(str(error))
+def main(
+    output: Annotated[Path, typer.Option(help="JSONL file to write.")],
+    count: Annotated[int, typer.Option(min=1, help="Samples of each task.")] = 130,
+    seed: int = 2,
+    split: Annotated[str, typer.Option(help=" or ".join(SPLITS))] = "heldout",
+) -> None:
+    """Write samples of every task as JSON lines."""
+    rows = [as_row(sample) for task in TASKS for sample in generate_samples(task, count, seed, split)]
+    write_text(output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"{output}: {len(rows)} samples")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

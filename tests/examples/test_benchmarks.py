@@ -1,0 +1,131 @@
+"""The scripts in `benchmarks/`: what they measure, on tiny models and with an engine that stands for vLLM's."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import EOS, MASK, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from wedlm_hf.eval.decoders import DECODERS
+
+PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
+
+
+def script(name):
+    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+random_weights, vllm_baseline = script("random_weights"), script("vllm_baseline")
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_model()
+    model.generation_config.suppress_tokens = [MASK]
+    return model
+
+
+def test_random_models_have_the_sizes_that_their_names_say():
+    for shape, millions in (("qwen3-0.6b", 596), ("86m", 86)):
+        sizes = random_weights.SHAPES[shape]
+        hidden, layers, heads = sizes["hidden_size"], sizes["num_hidden_layers"], sizes["num_attention_heads"]
+        attention = hidden * sizes["head_dim"] * 2 * (heads + sizes["num_key_value_heads"])
+        weights = sizes["vocab_size"] * hidden + layers * (attention + 3 * hidden * sizes["intermediate_size"])
+        assert round(weights / 1e6) == millions
+
+
+@pytest.fixture(scope="module")
+def random_model():
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return random_weights.random_model({**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8})
+
+
+def test_random_weights_are_measured_by_batch_size_and_decoder(random_model):
+    table = random_weights.by_batch_size(random_model, [1, 2], 4, repeats=1)
+    assert list(table.index) == [(size, name) for size in (1, 2) for name in DECODERS]
+    assert (table["own cost"] > 0).all() and (table["tokens/s"] > 0).all()
+    assert table.loc[(2, "ar"), "tokens per forward"] == 1
+
+
+def test_steps_of_long_answers_are_measured(random_model):
+    table = random_weights.by_length(random_model, (8, 40), repeats=1)
+    assert sorted(table.index) == sorted((name, n) for n in (8, 40) for name in ("ar", "wedlm", "wedlm+exact"))
+    assert (table["ms a step"] > table["in the forward"]).all()
+    assert table.loc[("ar", 40), "slots"] == 1
+    assert table.loc[("ar", 40), "peak MiB"] >= table.loc[("ar", 8), "peak MiB"] > 0
+
+
+# --- vLLM ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("style", "stock"), [("qwen3", Qwen3ForCausalLM), ("qwen2.5", Qwen2ForCausalLM)])
+def test_an_exported_checkpoint_is_a_stock_one_with_the_same_logits(tmp_path, style, stock):
+    model = tiny_model(style)
+    vllm_baseline.export_stock(model, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is stock
+    assert loaded.generation_config.eos_token_id == EOS
+    ids = torch.tensor(PROMPTS[:1])
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+    assert not list(tmp_path.glob("*.py"))
+
+
+def test_a_model_that_no_stock_class_can_hold_is_not_exported(tmp_path):
+    with pytest.raises(ValueError, match="No stock model has `qk_norm=False` and `attention_bias=False`"):
+        vllm_baseline.export_stock(tiny_model("qwen2.5", attention_bias=False), tmp_path)
+
+
+FAKE_VLLM = """
+import json, os, pathlib, sys
+from types import SimpleNamespace
+__version__ = "0.0"
+print("a line that is no answer")
+class LLM:
+    def __init__(self, **keywords):
+        config = json.loads((pathlib.Path(keywords["model"]) / "config.json").read_text())
+        if config["model_type"] != "qwen3" or keywords["max_model_len"] == 13:
+            raise RuntimeError("no such model")
+        assert keywords["dtype"] == "float32" and not keywords["enable_prefix_caching"]
+    def generate(self, prompts, sampling, use_tqdm):
+        answers = [prompt["prompt_token_ids"][::-1][:sampling.max_tokens] for prompt in prompts]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=answer)]) for answer in answers]
+SamplingParams = SimpleNamespace
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path, monkeypatch):
+    """A module `vllm` for the worker, whose engine answers with the prompt backwards."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def test_vllm_takes_turns_in_a_process_of_its_own(model, fake_vllm):
+    with vllm_baseline.VllmDecoder(model, tiny_tokenizer(), max_new_tokens=2, longest=64) as vllm:
+        assert vllm.version == "0.0"
+        assert [decoding.tokens for decoding in vllm(PROMPTS[:2])] == [[77, 31], [13, 12]]
+        table = vllm_baseline.compare(
+            model, tiny_tokenizer(), PROMPTS, vllm, max_new_tokens=2, batch_size=3, repeats=1
+        )
+    assert list(table.index) == [*DECODERS, "vllm ar"]
+    assert table.loc["ar", "speed against AR"] == 1 and (table > 0).all().all()
+    assert vllm._process.returncode is not None
+
+
+def test_an_engine_that_does_not_start_says_why(model, fake_vllm):
+    with pytest.raises(ValueError, match="vLLM stopped: RuntimeError: no such model"):
+        vllm_baseline.VllmDecoder(model, None, max_new_tokens=2, longest=13)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm_the_error_says_how_to_get_it(model):
+    with pytest.raises(ValueError, match=r"There is no vLLM: No module named 'vllm'\. Install it .*--vllm-python"):
+        vllm_baseline.VllmDecoder(model, None, max_new_tokens=2, longest=64)
