@@ -5,20 +5,14 @@ Imports of torch and of what needs it stand inside the functions: they take seco
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from copy import copy
-from dataclasses import is_dataclass
-from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
-from typer.models import OptionInfo
 
 from .eval.options import (
     NANO,
@@ -29,53 +23,16 @@ from .eval.options import (
     has_no_chat_template,
     parse_numbers,
     read_text,
+    with_options,
 )
 from .eval.report.request import ReportRequest
+from .training.adapt_config import AdaptConfig
 
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
 
 CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]
-
-
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Makes a command of a function that has parameters of dataclass types: their fields become its options.
-
-    A field is `Annotated[type, typer.Option(…)]`, as a parameter would be. The first line of the dataclass's docstring
-    is the title of their panel in `--help`.
-    """
-    parameters: list[inspect.Parameter] = []
-    groups: dict[str, Any] = {}
-    for parameter in inspect.signature(command, eval_str=True).parameters.values():
-        group: Any = parameter.annotation
-        if isinstance(group, type) and is_dataclass(group):
-            groups[parameter.name] = group
-            parameters += [_in_panel(field, group) for field in _fields(group)]
-        else:
-            parameters.append(parameter)
-
-    @wraps(command)
-    def run(**values: Any) -> None:
-        for name, kind in groups.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in _fields(kind)})
-        command(**values)
-
-    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-    run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]  # where typer looks
-    return run
-
-
-def _fields(group: type) -> list[inspect.Parameter]:
-    return list(inspect.signature(group, eval_str=True).parameters.values())
-
-
-def _in_panel(field: inspect.Parameter, group: type) -> inspect.Parameter:
-    kind, info = get_args(field.annotation)
-    info = copy(info)
-    if isinstance(info, OptionInfo):
-        info.rich_help_panel = (group.__doc__ or "").partition("\n")[0].rstrip(".")
-    return field.replace(annotation=Annotated[kind, info])
 
 
 class _Commands(TyperGroup):
@@ -130,7 +87,7 @@ def _options(
     pass
 
 
-@app.command()
+@app.command(epilog="Example: wedlm convert Qwen/Qwen2.5-0.5B my-wedlm")
 def convert(
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
     output_dir: Annotated[Path, typer.Argument(help="Folder to write to; new or empty.")],
@@ -147,7 +104,7 @@ def convert(
     typer.echo(f"{output_dir}: {conversion}")
 
 
-@app.command()
+@app.command(epilog="Example: wedlm generate 'Count from 5 to 50 by 5.' --verification exact --set top_k=20")
 @with_options
 def generate(
     prompts: PromptOptions,
@@ -167,7 +124,7 @@ def generate(
     compare_decoders(loaded, tokenizer, Request(texts, keywords, compare, raw, decoding.seed), _console())
 
 
-@app.command()
+@app.command(epilog="Example: wedlm trace 'Count down from 97 to 61 by 4.' --output page.html")
 @with_options
 def trace(
     context: typer.Context,
@@ -229,7 +186,7 @@ def trace(
             typer.echo(path)
 
 
-@app.command()
+@app.command(epilog="Example: wedlm calibrate my-wedlm --file prompts.txt --agreement 0.99 --write")
 @with_options
 def calibrate(
     loading: LoadingOptions,
@@ -274,7 +231,7 @@ def calibrate(
         write_settings(Path(model), found.settings)
 
 
-@app.command()
+@app.command(epilog="Example: wedlm report my-wedlm --file data.jsonl")
 @with_options
 def report(request: ReportRequest, loading: LoadingOptions) -> None:
     """One page on speed and quality against AR decoding, by a sweep over the settings; can be stopped and resumed."""
@@ -303,22 +260,13 @@ def train(context: typer.Context) -> None:
     run_training(context.args)
 
 
-@app.command()
+@app.command(epilog="Example: wedlm adapt HuggingFaceTB/SmolLM2-135M-Instruct my-adapter --minutes 60")
+@with_options
 def adapt(
     base: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
     output_dir: Annotated[Path, typer.Argument(help="Folder for the adapter; new, empty, or of a run to go on with.")],
-    minutes: Annotated[float | None, typer.Option(help="Budget: minutes of work, over all runs.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Budget: tokens of answers that the model writes.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Prompts, one a line or JSON lines; default: the model writes its own.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in that folder or Hub id.")] = None,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the updates.")] = 64,
-    head_width: Annotated[int, typer.Option(min=0, help="Hidden units of the previous-token head; 0 for none.")] = 640,
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None,
+    config: AdaptConfig,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
-    seed: Annotated[int, typer.Option(help="Of prompts, sampled answers and training.")] = 0,
 ) -> None:
     """Train a mask adapter: any AR model's own text in fewer forwards, from nothing but the model.
 
@@ -327,12 +275,10 @@ def adapt(
     import torch
 
     from .eval.adapter_table import measure_adapter
-    from .training.adapt import AdaptConfig
     from .training.adapt import adapt as train_adapter
 
     if threads is not None:
         torch.set_num_threads(threads)
-    config = AdaptConfig(minutes, tokens, prompts, revision, gguf_file, rank, head_width, device, seed)
     try:
         train_adapter(base, output_dir, config, measure=measure_adapter, console=_console(stderr=True))
     except KeyboardInterrupt:

@@ -19,11 +19,6 @@ DECODERS: dict[str, Options] = {
 }
 
 
-def decoder_name(strategy: str, verification: str = "none") -> str:
-    """`("wedlm", "exact")` -> `"wedlm+exact"`."""
-    return strategy if strategy == "ar" or verification == "none" else f"{strategy}+{verification}"
-
-
 def check_decoders(names: Sequence[str]) -> list[str]:
     """The names in the order of [`DECODERS`], each once, AR always among them.
 

@@ -161,6 +161,8 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         if slot_mask is not None:
             if self.mask_adapter is None or not self.mask_adapter.is_enabled:
                 raise ValueError("`slot_mask` says which rows a mask adapter acts on, but the model has none.")
+            if self.training and self.gradient_checkpointing:
+                raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
             inputs_embeds = self.mask_adapter.embed(inputs_embeds, slot_mask)
             update_slots = self.mask_adapter.acting_on(slot_mask, inputs_embeds.dtype)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward

@@ -410,7 +410,7 @@ def test_conversion_errors_are_said_in_one_line(wedlm, qwen, checkpoint, tmp_pat
     for source, output, message in (
         (qwen, tmp_path / "full", "The output folder must be new or empty"),
         (tmp_path / "missing", tmp_path / "out", "There is no checkpoint folder"),
-        (checkpoint, tmp_path / "out", "(Qwen2, Qwen2.5, Qwen3) can be converted, got 'wedlm'"),
+        (checkpoint, tmp_path / "out", "is a WeDLM checkpoint already: there is nothing to convert."),
     ):
         code, _, errors = wedlm("convert", source, output)
         assert (code, errors.count("\n")) == (2, 1), errors

@@ -4,13 +4,12 @@ Stages: convert, write the model's own answers, train the adapter on them, measu
 is kept in the output folder as it is made, so that a run may be stopped at any moment: the same call goes on.
 """
 
-import hashlib
 import json
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..modeling_wedlm.convert import convert, read_source_config
 from ..modeling_wedlm.loading import load_model, load_tokenizer
 from ..modeling_wedlm.mask_adapter_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
+from .adapt_config import AdaptConfig
 from .answers import Answer, AnswerConfig, read_answers, read_prompts, write_answers
 from .mask_layout import load_answers
 from .mask_trainer import MaskAdapterTrainer, MaskTrainingConfig
@@ -36,50 +36,6 @@ ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
 
 Measure = Callable[[WeDLMForCausalLM, PreTrainedTokenizerBase, Sequence[Sequence[int]]], dict[str, Any]]
 """Measures AR and verified decoding of the prompts: a table for the model card (see [`model_card`])."""
-
-
-@dataclass(frozen=True)
-class AdaptConfig:
-    """What [`adapt`] is to do.
-
-    Args:
-        minutes: of work, over all calls; a third of them for answers.
-        tokens: of answers to write; training then takes six mask rows for each of them.
-        prompts: file of prompts (see [`read_prompts`]); by default they are drawn from the model.
-        revision: branch, tag or commit of a Hub id.
-        gguf_file: name of a GGUF file in the base's folder or Hub id.
-        rank: of the adapter's updates.
-        head_width: hidden units of its previous-token head.
-        device: such as `"cuda"`; by default a GPU if there is one.
-        seed: of prompts, sampled answers and training.
-
-    Raises:
-        ValueError: for no budget, and for one that is not positive.
-    """
-
-    minutes: float | None = None
-    tokens: int | None = None
-    prompts: Path | None = None
-    revision: str | None = None
-    gguf_file: str | None = None
-    rank: int = 64
-    head_width: int = 640
-    device: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.minutes is None and self.tokens is None:
-            raise ValueError("A budget is needed: `minutes` of work or `tokens` of answers.")
-        for name in ("minutes", "tokens"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` must be greater than 0, got {value}.")
-
-    def identity(self, base: str) -> dict[str, Any]:
-        """What a run in a folder must agree on with the one that began it. The budget may grow."""
-        digest = None if self.prompts is None else hashlib.sha256(self.prompts.read_bytes()).hexdigest()
-        names = ("revision", "gguf_file", "rank", "head_width", "seed")
-        return {"base": base, "prompts": digest} | {name: getattr(self, name) for name in names}
 
 
 def adapt(

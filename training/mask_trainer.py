@@ -71,6 +71,8 @@ class MaskTrainingConfig(TrainingArguments):
         super().__post_init__()
         if self.minutes is None and self.mask_rows is None:
             raise ValueError("Training needs a budget: `minutes` or `mask_rows`.")
+        if self.gradient_checkpointing:
+            raise ValueError("`gradient_checkpointing` must be False: only mask rows keep activations.")
         for name in ("minutes", "mask_rows", "num_masks", "cut_stride", "batch_slots", "save_minutes"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"`{name}` must be more than 0, got {value}.")

@@ -7,7 +7,6 @@ paper: a model and a text small enough for a CPU, a larger learning rate, smalle
 the AR loss, without which so small a model gives up some of it.
 
     python examples/adaptation/train.py --output-dir build/adaptation
-    wedlm curves build/adaptation/adapted --output build/adaptation/curves.png
 
 Hardware: a CPU core takes two minutes.
 """

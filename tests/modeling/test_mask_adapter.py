@@ -162,6 +162,13 @@ def test_slots_without_an_adapter_are_refused() -> None:
         model(IDS, slot_mask=2)
 
 
+def test_gradient_checkpointing_is_refused() -> None:
+    model = with_adapter(tiny_model()).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="without the mask adapter"):
+        model(IDS, slot_mask=2, use_cache=False)
+
+
 def test_unloading_brings_the_base_back() -> None:
     model = with_adapter(tiny_model())
     assert model.has_mask_adapter

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from rich.console import Console
 from tiny import EOS, LINES, PAD, VOCAB_SIZE, randomize, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -72,6 +73,11 @@ def test_a_base_and_a_budget_make_an_adapter_its_base_and_a_card(tmp_path, base)
     model.load_mask_adapter(out)
     output = model.generate(torch.tensor([[5, 6, 7]]), strategy="wedlm", verification="exact", max_new_tokens=20)
     assert torch.equal(output, load_model(out / "base").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20))
+    wrapped = PeftModel.from_pretrained(load_model(out / "base"), out)
+    generated = wrapped.generate(
+        input_ids=torch.tensor([[5, 6, 7]]), strategy="wedlm", verification="exact", max_new_tokens=20
+    )
+    assert torch.equal(generated, output)
     card = (out / "README.md").read_text()
     for part in ("library_name: peft", "On a test machine.", "| AR | 1.0 |", "PeftModel.from_pretrained"):
         assert part in card

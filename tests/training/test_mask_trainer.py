@@ -274,7 +274,8 @@ def test_the_whole_way_from_a_checkpoint_and_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"mask_rows": None}, "needs a budget"), ({"mask_rows": 0}, "`mask_rows` must be more than 0, got 0"),
-     ({"minutes": 0.0}, "`minutes` must be more than 0"), ({"num_masks": 0}, "`num_masks`")],
+     ({"minutes": 0.0}, "`minutes` must be more than 0"), ({"num_masks": 0}, "`num_masks`"),
+     ({"gradient_checkpointing": True}, "`gradient_checkpointing` must be False")],
 )  # fmt: skip
 def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
