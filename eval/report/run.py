@@ -81,23 +81,13 @@ def run(
         part = Part("headline", others, headline, timed, request.timed_batch_sizes, is_costed=True)
         table = measurement.run(part, "headline, 2 of 2", store, console)
     numbers = Numbers.of(sweep_table, sweep, table, others, model)
-    about = {
-        "command": shlex.join(["wedlm", *sys.argv[1:]]),
-        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
-        "weights": decides["model"],
-        "environment": decides["machine"],
-        "data": {
-            "source": source,
-            "has_answers": bool(others[0].answers),
-            "counts": {"tuning": _counts(tuning), "headline": _counts(others)},
-            "notes": _notes(request, model, encoded, [*tuning, *others]),
-        },
-        "settings": settings,
-        "common_settings": request.common_settings,
-        "timing": decides["measuring"],
-        "max_loss": request.max_loss,
-        "picked": picked,
+    data = {
+        "source": source,
+        "has_answers": bool(others[0].answers),
+        "counts": {"tuning": _counts(tuning), "headline": _counts(others)},
+        "notes": _notes(request, model, encoded, [*tuning, *others]),
     }
+    about = {**_about(request, decides), "data": data, "settings": settings, "picked": picked}
     report = write_report(about, numbers, request.output, request.figures, request.fill or ())
     for line in [*summary_sentences(about, numbers), chosen_sentence(about)]:
         console.print(line, highlight=False, soft_wrap=True)
@@ -106,6 +96,19 @@ def run(
         console.print(f"{Path(request.model) / 'generation_config.json'}: {picked}", highlight=False)
     console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
     return report
+
+
+def _about(request: ReportRequest, decides: Mapping[str, Any]) -> dict[str, Any]:
+    """What was asked for, and where it was measured."""
+    return {
+        "command": shlex.join(["wedlm", *sys.argv[1:]]),
+        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
+        "weights": decides["model"],
+        "environment": decides["machine"],
+        "common_settings": request.common_settings,
+        "timing": decides["measuring"],
+        "max_loss": request.max_loss,
+    }
 
 
 def _headline(decoders: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Options]:
