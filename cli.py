@@ -16,10 +16,13 @@ from typer.core import TyperGroup
 
 from .eval.options import (
     NANO,
+    CalibrationOptions,
+    CompareOption,
     DecodingOptions,
     LoadingOptions,
     PromptOptions,
     RawOption,
+    TraceOptions,
     has_no_chat_template,
     parse_numbers,
     read_text,
@@ -31,8 +34,6 @@ from .training.adapt_config import AdaptConfig
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
-
-CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]
 
 
 class _Commands(TyperGroup):
@@ -130,23 +131,14 @@ def trace(
     context: typer.Context,
     prompts: PromptOptions,
     decoding: DecodingOptions,
+    shown_as: TraceOptions,
     loading: LoadingOptions,
     model: ModelOption = None,
-    compare: CompareOption = True,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page; default: build/trace.html, none with --terminal.")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(help="JSON file to keep the trace in.")] = None,
-    source: Annotated[
-        Path | None, typer.Option("--from", help="Show this saved trace; --model checks that it is that model's.")
-    ] = None,
-    terminal: Annotated[bool, typer.Option("--terminal", help="Replay it here, too.")] = False,
-    pace: Annotated[float, typer.Option(min=0, help="For --terminal: seconds that a forward stays in view.")] = 0.1,
-    repeats: Annotated[int, typer.Option(min=1, help="The clock shows medians of so many runs.")] = 5,
 ) -> None:
     """See it decode: a page that replays a generation step by step, AR decoding beside it at the same clock."""
     _check_trace_options(context)
-    if output is None and not terminal:
+    output, save, source = shown_as.output, shown_as.save, shown_as.source
+    if output is None and not shown_as.terminal:
         output = Path("build/trace.html")
     from .eval.files import check_output
 
@@ -170,16 +162,16 @@ def trace(
         texts = prompts.read()
         loaded, tokenizer = loading.load(model)
         raw = prompts.raw or has_no_chat_template(tokenizer, model)
-        request = Request(texts, keywords, compare, raw, decoding.seed)
+        request = Request(texts, keywords, shown_as.compare, raw, decoding.seed)
         name = model or NANO.name
-        shown = record(loaded, tokenizer, request, model_name=name, repeats=repeats, title="tracing")
+        shown = record(loaded, tokenizer, request, model_name=name, repeats=shown_as.repeats, title="tracing")
     if save is not None:
         save_trace(shown, save)
     if output is not None:
         write_page(shown, output)
     console = _console()
-    if terminal:
-        replay_in_terminal(shown, console, pace=pace)
+    if shown_as.terminal:
+        replay_in_terminal(shown, console, pace=shown_as.pace)
     console.print(comparison_table(decodings(shown)))
     for path in (save, output):
         if path is not None:
@@ -192,18 +184,8 @@ def calibrate(
     loading: LoadingOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint folder or Hub id.")],
     file: Annotated[Path, typer.Option("--file", "-f", help="Your prompts, one a line; - is standard input.")],
-    agreement: Annotated[
-        float, typer.Option(help="Wanted share of new tokens that AR decoding would have chosen too.")
-    ] = 0.99,
-    write: Annotated[
-        bool, typer.Option("--write", help="Store the settings in the checkpoint's generation_config.json.")
-    ] = False,
+    options: CalibrationOptions,
     raw: RawOption = False,
-    windows: Annotated[str, typer.Option(metavar="LIST", help="W to try.")] = "4,8,16",
-    thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ to try, nats.")] = "0.1,0.2,0.4,0.8",
-    penalties: Annotated[str, typer.Option(metavar="LIST", help="λ to try, nats per position.")] = "0.02,0.1",
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 8,
 ) -> None:
     """Find the fastest settings that agree with AR decoding well enough on your own prompts."""
     from .eval.calibrate import CalibrationRequest, show
@@ -211,23 +193,25 @@ def calibrate(
     from .eval.prompts import encode_prompt, read_prompts, split_prompts
     from .eval.sweep import write_settings
 
-    request = CalibrationRequest(agreement, max_new_tokens=max_new_tokens, batch_size=batch_size).with_grid(
-        windows=parse_numbers("--windows", windows, int),
-        thresholds=parse_numbers("--thresholds", thresholds, float),
-        penalties=parse_numbers("--penalties", penalties, float),
+    request = CalibrationRequest(
+        options.agreement, max_new_tokens=options.max_new_tokens, batch_size=options.batch_size
+    ).with_grid(
+        windows=parse_numbers("--windows", options.windows, int),
+        thresholds=parse_numbers("--thresholds", options.thresholds, float),
+        penalties=parse_numbers("--penalties", options.penalties, float),
     )
     prompts = read_prompts("standard input" if str(file) == "-" else str(file), read_text(file))
     split_prompts(prompts)  # refused here, before any weights are read
-    if write and not Path(model).is_dir():
+    if options.write and not Path(model).is_dir():
         raise ValueError(f"`--write` needs a checkpoint folder, got {model!r}.")
     loaded, tokenizer = loading.load(model)
     raw = raw or has_no_chat_template(tokenizer, model)
     encoded = [encode_prompt(loaded, tokenizer, prompt, raw=raw) for prompt in prompts]
     found = find_settings(loaded, tokenizer, encoded, request, title="settings")
-    show(found, agreement, _console())
+    show(found, options.agreement, _console())
     if found.chosen is None:
         raise typer.Exit(1)
-    if write:
+    if options.write:
         write_settings(Path(model), found.settings)
 
 

@@ -32,6 +32,7 @@ DEMO_PROMPTS = (
 
 FileOption = Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without a chat template.")]
+CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any other keyword of `generate`; may be repeated."),
@@ -106,6 +107,40 @@ class DecodingOptions:
         given = named | others
         WeDLMGenerationSettings(**{name: value for name, value in given.items() if name in SETTING_NAMES})
         return given | ({"do_sample": True} if self.sample or self.temperature is not None else {})
+
+
+@dataclass(frozen=True)
+class TraceOptions:
+    """Trace."""
+
+    compare: CompareOption = True
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page; default: build/trace.html, none with --terminal.")
+    ] = None
+    save: Annotated[Path | None, typer.Option(help="JSON file to keep the trace in.")] = None
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Show this saved trace; --model checks that it is that model's.")
+    ] = None
+    terminal: Annotated[bool, typer.Option("--terminal", help="Replay it here, too.")] = False
+    pace: Annotated[float, typer.Option(min=0, help="For --terminal: seconds that a forward stays in view.")] = 0.1
+    repeats: Annotated[int, typer.Option(min=1, help="The clock shows medians of so many runs.")] = 5
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Calibration."""
+
+    agreement: Annotated[
+        float, typer.Option(help="Wanted share of new tokens that AR decoding would have chosen too.")
+    ] = 0.99
+    write: Annotated[
+        bool, typer.Option("--write", help="Store the settings in the checkpoint's generation_config.json.")
+    ] = False
+    windows: Annotated[str, typer.Option(metavar="LIST", help="W to try.")] = "4,8,16"
+    thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ to try, nats.")] = "0.1,0.2,0.4,0.8"
+    penalties: Annotated[str, typer.Option(metavar="LIST", help="λ to try, nats per position.")] = "0.02,0.1"
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 8
 
 
 @dataclass(frozen=True)

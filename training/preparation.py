@@ -57,6 +57,12 @@ class Preparation:
             dataset = dataset.map(read_example, with_indices=True, fn_kwargs=reading, remove_columns=columns, **how)
             return self._drop(dataset, name, is_last=False)
 
+    def read_evaluation(self, datasets: Any) -> Any:
+        """[`read`] for what to evaluate on: nothing, a dataset, or several by name."""
+        if isinstance(datasets, dict):
+            return {name: self.read(dataset, name) for name, dataset in datasets.items()}
+        return datasets if datasets is None else self.read(datasets, "eval")
+
     def fit(self, dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Any:
         """Shortens tokenised examples to `max_length`, drops what cannot be learnt, counts, and reports.
 

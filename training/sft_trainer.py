@@ -114,10 +114,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         )
         if formatting_func is None:  # TRL judges the first example: it must see what is trained on
             train_dataset = self._preparation.read(train_dataset, "train")
-            if isinstance(eval_dataset, dict):
-                eval_dataset = {name: self._preparation.read(data, name) for name, data in eval_dataset.items()}
-            elif eval_dataset is not None:
-                eval_dataset = self._preparation.read(eval_dataset, "eval")
+            eval_dataset = self._preparation.read_evaluation(eval_dataset)
         super().__init__(
             model,
             args,

@@ -84,6 +84,7 @@ class WeDLMHarnessLM(HFLM):
         # Of each answer that was decoded and each likelihood that was estimated, by this process and by all of them.
         self._records: dict[str, list[dict[str, Any]]] = {"decoding": [], "likelihood": []}
         self._all_records = self._records
+        self._estimates: list[dict[str, float]] = []  # of the likelihoods that are being asked for
         self._task: str | None = None
         self._in_force: dict[str, WeDLMGenerationSettings] = {}
         # The parent would choose them by lists that only transformers' own models are on.
@@ -178,7 +179,7 @@ class WeDLMHarnessLM(HFLM):
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """The parent's, with records of what was estimated."""
-        self._estimates: list[dict[str, float]] = []
+        self._estimates = []
         answers: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         if self.likelihood == "elbo":
             self._record(requests, [[estimate] for estimate in self._estimates])

@@ -28,7 +28,7 @@ def test_nano_learns_a_new_task(tmp_path, lora):
     prompts = list(islice(new_task.samples(1, "heldout"), 60))
     rows = list(islice(new_task.samples(0, "train"), 2400))
     steps = 240 if lora else 180
-    before, after = new_task.fine_tune(tmp_path, rows, {"new": prompts}, lora=lora, steps=steps, batch_size=4, seed=0)
+    before, after = new_task.fine_tune(tmp_path, rows, {"new": prompts}, lora=lora, steps=steps, batch_size=2, seed=0)
     for decoder in ("wedlm", "ar"):
         assert before[f"new, {decoder}"] < 0.2
         assert after[f"new, {decoder}"] > 0.9
