@@ -27,8 +27,8 @@ FIRST_LOOK, LAST_LOOK, LOOK_DRAFTS = 16, 128, 4
 MEASURE_EVERY = 64
 # Steps between two estimates of the rates, which change slowly.
 UPDATE_EVERY = 4
-# An advantage over AR steps that is too small to be seen in the times.
-MARGIN = 1.03
+# An advantage over AR steps that is too small to be seen in the times, and one that is beyond doubt.
+MARGIN, CLEAR = 1.05, 1.15
 
 
 @dataclass
@@ -275,7 +275,8 @@ class BranchPacer:
         if self.rows == 1 and not record.times.knows_single:
             return True
         if self.drafts:
-            record.look_after = FIRST_LOOK
+            if self.rate > CLEAR:
+                record.look_after = FIRST_LOOK
             is_due = record.times.clock is not None and self.rows == 1 and record.steps_since >= MEASURE_EVERY
             if is_due:
                 record.steps_since = 0
