@@ -25,9 +25,8 @@ import torch
 from transformers.generation import StoppingCriteriaList
 
 from .cache_wedlm import CacheWrite, WindowCache
-from .pacing_wedlm import WindowPacer
 from .rules_wedlm import FillRule, RowOutcome, Selection
-from .window_wedlm import PhysicalOrder, Row, physical_order
+from .window_wedlm import PhysicalOrder, Row, Visibility
 
 # Attention implementations that take any mask as a tensor.
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
@@ -80,11 +79,22 @@ class StepObserver(Protocol):
         """Decoding is over."""
 
 
+class Pacer(Protocol):
+    """Says how many masks a step takes."""
+
+    largest: int
+    window_size: int
+
+    def observe(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Takes in what a step did to each row."""
+
+
 class ParallelDecoder:
     """One `generate` call.
 
     Args:
         model: called as `model(input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)`.
+            Where its `has_mask_adapter` is true, it takes `slot_mask` too, and returns `slot_hidden`.
         request: what to decode.
         rule: fill, fill block by block, or verify.
         pacer: how wide the windows are.
@@ -104,7 +114,7 @@ class ParallelDecoder:
         model: Any,
         request: DecodingRequest,
         rule: FillRule,
-        pacer: WindowPacer,
+        pacer: Pacer,
         cache: WindowCache,
         observers: Sequence[StepObserver] = (),
         compiled: Callable[..., Any] | None = None,
@@ -155,8 +165,8 @@ class ParallelDecoder:
     def _step(self) -> None:
         rows = self.rows_in_use
         order = self._order(rows)  # 1.
-        logits = self._forward(order)  # 2.
-        selection = self.rule.select(order, rows, logits)  # 3.
+        logits, slot_hidden = self._forward(order)  # 2.
+        selection = self.rule.select(order, rows, logits, slot_hidden)  # 3.
         outcomes = self._fill(rows, order, selection)  # 4.
         self._slide(outcomes)  # 5.
         self.cache.commit([outcome.committed for outcome in outcomes])  # 6.
@@ -167,27 +177,32 @@ class ParallelDecoder:
         is_fixed = self.compiled is not None and self.steps > 0
         slots = [[] if row.is_finished else self.rule.predicted_slots(row) for row in rows]
         width = 2 * self.pacer.largest if is_fixed else None
-        return physical_order(rows, slots, self.request.mask_token_id, width, self.request.prompt_ids.device)
+        return self.rule.order(rows, slots, self.request.mask_token_id, width, self.request.prompt_ids.device)
 
-    def _forward(self, order: PhysicalOrder) -> torch.Tensor:
-        """Logits `(A, M, V)` float32 of the last M physical rows."""
+    def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `(A, M, V)` float32; of a model with a mask adapter, also the last hidden states of the masks."""
         write = self.cache.plan(order.counts, order.cache_slots, order.input_ids)
-        inputs = {"input_ids": order.input_ids}
+        inputs: dict[str, int | torch.Tensor] = {"input_ids": order.input_ids}
         if self.steps == 0 and self.request.prompt_embeds is not None:
             inputs = {"inputs_embeds": self._embeds(order)}
+        if getattr(self.model, "has_mask_adapter", False) and order.has_masks:
+            inputs["slot_mask"] = order.slot_mask
         forward = self.model if self.compiled is None or self.steps == 0 else self.compiled
         outputs = forward(
             **inputs,
-            attention_mask=window_attention_mask(write, self.model.config._attn_implementation, self.model.dtype),
+            attention_mask=window_attention_mask(
+                write, self.model.config._attn_implementation, self.model.dtype, order.visibility
+            ),
             position_ids=order.position_ids,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=order.logit_count,
+            logits_to_keep=order.logits_to_keep,
             return_dict=True,
         )
         self.steps += 1
         # MASK's are overwritten later: a copy where a compiled forward may own them.
-        return outputs.logits.to(device=order.input_ids.device, dtype=torch.float32, copy=self.compiled is not None)
+        logits = outputs.logits.to(device=order.input_ids.device, dtype=torch.float32, copy=self.compiled is not None)
+        return logits, getattr(outputs, "slot_hidden", None)
 
     def _embeds(self, order: PhysicalOrder) -> torch.Tensor:
         """The prompt's own embeddings, and those of the first window's masks, `(B, Q, hidden)`."""
@@ -272,8 +287,11 @@ class ParallelDecoder:
             self.cache.retire([row.is_finished for row in self.rows_in_use])
 
 
-def window_attention_mask(write: CacheWrite, implementation: str, dtype: torch.dtype) -> torch.Tensor | None:
-    """Plain causal attention in physical order: a row sees the slots up to its own.
+def window_attention_mask(
+    write: CacheWrite, implementation: str, dtype: torch.dtype, visibility: Visibility | None = None
+) -> torch.Tensor | None:
+    """Causal attention in physical order: a row sees the slots up to its own. With branches, a mask sees the real rows
+    up to the one that its branch belongs to, and its own branch.
 
     Row with 3 cached slots, 1 pending token p, a filled slot f and two masks; a second row with nothing pending:
 
@@ -283,20 +301,39 @@ def window_attention_mask(write: CacheWrite, implementation: str, dtype: torch.d
         M   ■ ■ ■   ■ ■ ■ ·             M   ■ ■ ■     ■ ■ ·
         M   ■ ■ ■   ■ ■ ■ ■             M   ■ ■ ■     ■ ■ ■
 
+    Row with 3 cached slots, a pending token c, a draft f, two masks behind c and two behind f:
+
+            cached  c f M M M M
+        c   ■ ■ ■   ■ · · · · ·
+        f   ■ ■ ■   ■ ■ · · · ·
+        M   ■ ■ ■   ■ · ■ · · ·             (c's)
+        M   ■ ■ ■   ■ · ■ ■ · ·
+        M   ■ ■ ■   ■ ■ · · ■ ·             (f's)
+        M   ■ ■ ■   ■ ■ · · ■ ■
+
     Args:
         write: where the forward writes.
         implementation: the model's attention implementation.
         dtype: the model's.
+        visibility: of branches; `None`: plain causal.
 
     Returns:
         `None` where the implementation's own causal mask is this one; otherwise `(A or 1, 1, Q, end)`, boolean for
         sdpa and additive for eager attention. Other implementations take no such mask, and get one row at a time.
     """
-    width = write.slots.shape[1]
-    if write.start is not None and (write.start == 0 or width == 1 or implementation not in DENSE_MASK_ATTENTION):
+    width, is_plain = write.slots.shape[1], visibility is None
+    if (
+        is_plain
+        and write.start is not None
+        and (write.start == 0 or width == 1 or implementation not in DENSE_MASK_ATTENTION)
+    ):
         return None
-    slots = write.slots if write.start is None else write.slots[:1]
-    visible = torch.arange(write.end, device=slots.device) <= slots[:, None, :, None]
+    slots = write.slots if write.start is None or visibility is not None else write.slots[:1]
+    keys = torch.arange(write.end, device=slots.device)
+    visible = keys <= slots[:, None, :, None]
+    if visibility is not None:
+        until, start = visibility.until[:, None, :, None], visibility.start[:, None, :, None]
+        visible &= (keys <= until) | (keys >= start)
     if implementation == "sdpa":
         return visible
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)

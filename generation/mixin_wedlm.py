@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from transformers.generation import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
+from .branch_pacing_wedlm import MOST_DRAFTS, BranchPacer, DraftRecord, StepTimes
+from .branches_wedlm import BranchRule
 from .cache_wedlm import WindowCache
 from .decoding_wedlm import DENSE_MASK_ATTENTION, DecodingRequest, ParallelDecoder, StepObserver
 from .pacing_wedlm import WindowPacer, default_slot_cost
@@ -156,11 +159,12 @@ class WeDLMGenerationMixin(GenerationMixin):
             windows = 2 * min(settings.window_size, request.limit)
             length = request.prompt_ids.shape[1] + request.limit
             compiled = self._fixed_shape_forward(cache, length, windows, generation_config, model_kwargs)
+        rule, pacer = _rule_and_pacer(self, settings, logits_processor, generation_config, request, is_static)
         decoder = ParallelDecoder(
             model=self,
             request=request,
-            rule=_rule(settings, logits_processor, generation_config, request),
-            pacer=_pacer(settings, request, is_static),
+            rule=rule,
+            pacer=pacer,
             cache=cache,
             compiled=compiled,
             go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
@@ -257,6 +261,11 @@ def _check_inputs(
         raise ValueError(
             "The model's `prepare_inputs_for_generation` was replaced (PEFT does so for prompt and prefix tuning), "
             f"but `strategy={strategy!r}` prepares its inputs by itself: use `strategy='ar'`."
+        )
+    if is_static and getattr(model, "has_mask_adapter", False):
+        raise ValueError(
+            "A mask adapter decodes with masks of varying number, which a static cache has no room for: leave "
+            "`cache_implementation='static'` out."
         )
     implementation = model.config._attn_implementation
     if (batch_size > 1 or is_static) and implementation not in DENSE_MASK_ATTENTION:
@@ -360,35 +369,68 @@ def _request(
     )
 
 
-def _rule(
+def _rule_and_pacer(
+    model: Any,
     settings: WeDLMGenerationSettings,
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
     request: DecodingRequest,
-) -> FillRule:
-    """How slots are decided. Raises `ValueError` for processors that cannot be honoured unverified."""
+    is_static: bool,
+) -> tuple[FillRule, WindowPacer | BranchPacer]:
+    """How slots are decided, and how many there are. Raises `ValueError` for processors that cannot be honoured
+    unverified."""
+    has_branches = settings.verification != "none" and getattr(model, "has_mask_adapter", False)
+    largest = min(settings.window_size, request.limit)
     sampler = TokenSampler(
         processors,
         bool(generation_config.do_sample),
         request.mask_token_id,
         request.criteria_ids,
-        lookahead=min(settings.window_size, request.limit) + 1,
+        # Drafts, and those of the branch behind the last of them.
+        lookahead=2 * MOST_DRAFTS + 2 if has_branches else largest + 1,
     )
+    if has_branches:
+        branches = _branch_pacer(model, settings, request)
+        return BranchRule(settings, sampler, request.end_tokens, branches, model), branches
+    if settings.verification == "none":
+        sampler.check_out_of_order()
+    rule = FillRule if settings.strategy == "wedlm" else BlockRule
     if settings.verification != "none":
-        return VerifyRule(settings, sampler, request.end_tokens)
-    sampler.check_out_of_order()
-    return (BlockRule if settings.strategy == "block" else FillRule)(settings, sampler, request.end_tokens)
-
-
-def _pacer(settings: WeDLMGenerationSettings, request: DecodingRequest, is_static: bool) -> WindowPacer:
-    """How wide the window is."""
-    slot_cost = settings.slot_cost
-    return WindowPacer(
-        largest=min(settings.window_size, request.limit),
-        slot_cost=default_slot_cost(request.prompt_ids.device.type) if slot_cost is None else slot_cost,
+        rule = VerifyRule
+    pacer = WindowPacer(
+        largest=largest,
+        slot_cost=_slot_cost(settings, request),
         is_adaptive=settings.is_adaptive and not is_static,
         rows=request.prompt_ids.shape[0],
     )
+    return rule(settings, sampler, request.end_tokens), pacer
+
+
+def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: DecodingRequest) -> BranchPacer:
+    """How many drafts and masks. What was learned of a model stays with it, where times are measured."""
+    # "typical" keeps other drafts if others are checked: nothing there may depend on a clock.
+    is_timed = settings.verification == "exact" and settings.slot_cost is None
+    record = getattr(model, "_draft_record", None)
+    device = request.prompt_ids.device
+    if not is_timed or record is None or record.key != (str(device), model.dtype):
+        times = StepTimes(_slot_cost(settings, request), perf_counter if is_timed else None)
+        record = DraftRecord(times, (str(device), model.dtype))
+        if is_timed:
+            model._draft_record = record
+    return BranchPacer(
+        largest=min(settings.window_size - 1, MOST_DRAFTS),
+        record=record,
+        rows=request.prompt_ids.shape[0],
+        is_chain=model.config._attn_implementation not in DENSE_MASK_ATTENTION,
+        is_adaptive=settings.adaptive_window is not False,
+    )
+
+
+def _slot_cost(settings: WeDLMGenerationSettings, request: DecodingRequest) -> float:
+    """What one more physical row adds to a forward."""
+    if settings.slot_cost is not None:
+        return settings.slot_cost
+    return default_slot_cost(request.prompt_ids.device.type)
 
 
 class _Observers:

@@ -16,7 +16,7 @@ import torch
 from .sampling_wedlm import Choice, TokenSampler, is_typical
 from .selection_wedlm import select_masks, token_entropy
 from .settings_wedlm import WeDLMGenerationSettings
-from .window_wedlm import PhysicalOrder, Row
+from .window_wedlm import PhysicalOrder, Row, physical_order
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,31 @@ class FillRule:
         """The window slots that the row's last physical rows predict."""
         return row.mask_slots or [0]
 
-    def select(self, order: PhysicalOrder, rows: Sequence[Row], logits: torch.Tensor) -> Selection:
+    def order(
+        self,
+        rows: Sequence[Row],
+        slot_lists: list[list[int]],
+        mask_token_id: int,
+        width: int | None,
+        device: torch.device,
+    ) -> PhysicalOrder:
+        """The rows of a forward, see [`physical_order`]."""
+        return physical_order(rows, slot_lists, mask_token_id, width, device)
+
+    def select(
+        self,
+        order: PhysicalOrder,
+        rows: Sequence[Row],
+        logits: torch.Tensor,
+        slot_hidden: torch.Tensor | None = None,
+    ) -> Selection:
         """Chooses tokens.
 
         Args:
             order: of the forward.
             rows: those in use.
             logits: `(A, M, V)` float32, raw; MASK's are overwritten.
+            slot_hidden: `(A, masks, H)`, last hidden states, of a model with a mask adapter.
         """
         settings, is_mask = self.settings, order.slots >= 0
         entropy = token_entropy(logits)
@@ -167,7 +185,13 @@ class VerifyRule(FillRule):
         """The window slots that the row's last physical rows predict: AR rows, then masks."""
         return [*range(len(row.filled_slots) + 1), *row.mask_slots]
 
-    def select(self, order: PhysicalOrder, rows: Sequence[Row], logits: torch.Tensor) -> Selection:
+    def select(
+        self,
+        order: PhysicalOrder,
+        rows: Sequence[Row],
+        logits: torch.Tensor,
+        slot_hidden: torch.Tensor | None = None,
+    ) -> Selection:
         """What the AR rows choose, whether the drafts behind them pass, and the masks' own choices."""
         width, device = order.slots.shape[1], logits.device
         entropy = token_entropy(logits)

@@ -43,6 +43,8 @@ PREFIX_PROCESSORS = (
     "NoRepeatNGramLogitsProcessor",
     "SequenceBiasLogitsProcessor",
 )
+# Those of the former that work on some tokens' scores as on all.
+SHORTLIST_PROCESSORS = ("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
 # Positions whose noise is drawn in one go.
 NOISE_CHUNK = 4
 
@@ -198,6 +200,33 @@ class TokenSampler:
                 if not passes(choice)[entry, column]:
                     break
         return choice
+
+    def draft(
+        self, scores: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, order: PhysicalOrder
+    ) -> torch.Tensor:
+        """Guesses what the AR head will choose for one position of each row.
+
+        Where it will draw, it draws with the noise of that position, which the guess shares: two distributions that
+        are alike then mostly give the same token. Processors that need more than scores are left out of the guess.
+
+        Args:
+            scores: `(A, S)` float32, raw scores of a shortlist, by the masks.
+            tokens: `(A, S)` int64, the shortlist.
+            offsets: `(A,)` int64, new tokens before the position.
+            order: of the forward.
+
+        Returns:
+            `(A, 1)` int64, places in the shortlist.
+        """
+        if not self.do_sample:
+            return scores.argmax(-1, keepdim=True)
+        for processor in self.processors:
+            if _is_any(processor, SHORTLIST_PROCESSORS):
+                scores = processor(tokens, scores)
+        if self.noise is None:
+            return scores.argmax(-1, keepdim=True)
+        noise = self.noise.at(order.rows, offsets[:, None], order.first, self.lookahead)[:, 0]
+        return (torch.softmax(scores, dim=-1) / noise.gather(1, tokens)).argmax(-1, keepdim=True)
 
     def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor:
         """Takes MASK out of the choice, in place. Returns its logits, `(A, M)`."""

@@ -9,6 +9,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .decoding_wedlm import StepOutcome
+from .window_wedlm import PhysicalOrder
 
 
 @dataclass
@@ -122,21 +123,26 @@ class TraceRecorder:
     def observe(self, outcome: StepOutcome) -> None:
         """Adds the step."""
         order, selection = outcome.order, outcome.selection
-        filled = torch.zeros(selection.tokens.shape, dtype=torch.bool)
-        tokens = selection.tokens.cpu()
-        for entry, row in enumerate(outcome.rows):
-            filled[entry, [column for column, _, _ in row.filled]] = True
+        tokens, is_mask = selection.tokens.cpu(), selection.is_mask.cpu().clone()
+        filled = torch.zeros_like(is_mask)
         # A mask's logits are about its own position, those of an AR row about the next one.
-        predicted = order.slots.cpu() + torch.tensor(
-            [[len(row.row.tokens) - len(row.new_tokens)] for row in outcome.rows]
-        )
-        read = order.position_ids[:, -order.logit_count :].cpu()
-        is_mask = selection.is_mask.cpu()
+        first = torch.tensor([[len(row.row.tokens) - len(row.new_tokens)] for row in outcome.rows])
+        predicted = torch.full_like(tokens, -1)
+        predicted[:, : order.logit_count] = first + order.slots.cpu()
+        for entry, row in enumerate(outcome.rows):
+            for column, slot, _ in row.filled:
+                filled[entry, column] = True
+                predicted[entry, column] = first[entry, 0] + slot
+        # Columns behind the logits are drafts of branches, of which one may have fewer than another.
+        is_mask[:, order.logit_count :] &= filled[:, order.logit_count :]
+        end = order.input_ids.shape[1] - order.masks_behind
+        read = predicted.clone()
+        read[:, : order.logit_count] = order.position_ids[:, end - order.logit_count : end].cpu()
         self.steps.append(
             TraceStep(
                 rows=list(order.rows),
-                input_ids=order.input_ids.cpu(),
-                position_ids=order.position_ids.cpu(),
+                input_ids=_padded_in_front(order.input_ids, order),
+                position_ids=_padded_in_front(order.position_ids, order),
                 counts=list(order.counts),
                 committed=[row.committed for row in outcome.rows],
                 logit_positions=torch.where(is_mask, predicted, read),
@@ -153,6 +159,15 @@ class TraceRecorder:
 
     def end(self) -> None:
         """Nothing is left to do."""
+
+
+def _padded_in_front(values: torch.Tensor, order: PhysicalOrder) -> torch.Tensor:
+    """`(A, Q)` on the CPU, with what pads short branches moved in front of the physical rows."""
+    values = values.cpu()
+    if not order.masks_behind or isinstance(order.slot_mask, int):
+        return values
+    behind = (~order.slot_mask).sum(1).tolist()
+    return torch.stack([row.roll(count) for row, count in zip(values, behind, strict=True)])
 
 
 @dataclass

@@ -30,6 +30,9 @@ class Row:
         committed: how many of them are in the cache.
         limit: new tokens allowed.
         window: what is in each slot, `None` for a mask.
+        branches: where each real row has masks of its own (see [`BranchRule`]): how many, behind the last pending
+            token and behind each draft.
+        confidence: the masks' own probability of each draft in the window.
         is_finished: nothing more is decoded here.
     """
 
@@ -39,6 +42,8 @@ class Row:
     committed: int
     limit: int
     window: list[int | None] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)
+    confidence: list[float] = field(default_factory=list)
     is_finished: bool = False
 
     @property
@@ -92,6 +97,19 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Visibility:
+    """Which cache slots a physical row sees: those up to `until`, and those from `start` to its own.
+
+    Attributes:
+        until: `(A, Q)` int64.
+        start: `(A, Q)` int64.
+    """
+
+    until: torch.Tensor
+    start: torch.Tensor
+
+
+@dataclass(frozen=True)
 class PhysicalOrder:
     """One forward's rows in physical order: padding, then pending tokens, filled slots and masks, each ascending.
 
@@ -105,6 +123,10 @@ class PhysicalOrder:
         slot_lists: the same as lists, without the -1 in front.
         first: new tokens so far, per entry.
         offsets: `(A, M)` int64, new tokens in front of each of `slots`.
+        slot_mask: which of the last physical rows are masks, `(A, masks of the entry with the most)` bool; their
+            number where that is the same for all entries.
+        masks_behind: physical rows behind those with logits.
+        visibility: for an order that is not plain causal, see [`Visibility`].
     """
 
     rows: list[int]
@@ -116,11 +138,27 @@ class PhysicalOrder:
     slot_lists: list[list[int]]
     first: list[int]
     offsets: torch.Tensor
+    slot_mask: int | torch.Tensor
+    masks_behind: int = 0
+    visibility: Visibility | None = None
 
     @property
     def logit_count(self) -> int:
         """M."""
         return self.slots.shape[1]
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether any physical row is a mask."""
+        return not isinstance(self.slot_mask, int) or self.slot_mask > 0
+
+    @property
+    def logits_to_keep(self) -> int | torch.Tensor:
+        """M, or which physical rows these are where others come behind them, `(M,)` int64."""
+        if not self.masks_behind:
+            return self.logit_count
+        end = self.input_ids.shape[1] - self.masks_behind
+        return torch.arange(end - self.logit_count, end, device=self.input_ids.device)
 
 
 def physical_order(
@@ -156,6 +194,7 @@ def physical_order(
     input_ids, position_ids, cache_slots = torch.tensor([ids, positions, places], device=device)
     first = [row.new_count for row in rows]
     slots = torch.tensor([[-1] * (logit_count - len(slots)) + slots for slots in slot_lists], device=device)
+    masks = [0 if row.is_finished else len(row.mask_slots) for row in rows]
     return PhysicalOrder(
         rows=[row.index for row in rows],
         input_ids=input_ids,
@@ -166,4 +205,21 @@ def physical_order(
         slot_lists=slot_lists,
         first=first,
         offsets=slots + torch.tensor(first, device=device)[:, None],
+        slot_mask=slot_mask(masks, device),
     )
+
+
+def slot_mask(masks: list[int], device: torch.device, at_left: bool = False) -> int | torch.Tensor:
+    """Which of the last physical rows are masks, see [`PhysicalOrder`].
+
+    Args:
+        masks: how many, per entry.
+        device: of the result.
+        at_left: an entry with fewer than the most has them first; otherwise they are its very last rows.
+    """
+    most = max(masks)
+    if min(masks) == most:
+        return most
+    columns = torch.arange(most, device=device)
+    counts = torch.tensor(masks, device=device)[:, None]
+    return columns < counts if at_left else columns >= most - counts

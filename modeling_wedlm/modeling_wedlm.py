@@ -242,10 +242,12 @@ class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
         token_nll: `(B, T)` float32, the negative log-likelihood of each slot's target in nats, with its graph; 0
             without a target.
         correct: `(B, T)` bool, whether the target is the likeliest token.
+        slot_hidden: `(B, M, H)`, with `slot_mask`: the last hidden states of the last M rows.
     """
 
     token_nll: torch.Tensor | None = None
     correct: torch.Tensor | None = None
+    slot_hidden: torch.Tensor | None = None
 
 
 class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
@@ -305,7 +307,8 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
 
         Returns:
             [`CausalLMOutputWithPast`]; when `targets` are given, [`WeDLMCausalLMOutputWithPast`] without `logits`,
-            which are never held all at once.
+            which are never held all at once; with `slot_mask` and no `labels`, one with `slot_hidden`, which
+            `draft_hidden` and `lm_head` turn into logits where those of the slots are not among `logits_to_keep`.
         """
         backbone_inputs = {
             "input_ids": input_ids,
@@ -318,6 +321,8 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
             **kwargs,
         }
         layout = {"stream_ids": stream_ids, "block_ids": block_ids, "document_ids": document_ids}
+        if targets is None and labels is None and slot_mask is not None:
+            return self._forward_with_slots(slot_mask, logits_to_keep, backbone_inputs)
         if targets is None:
             return super().forward(
                 labels=labels,
@@ -346,6 +351,22 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+        )
+
+    def _forward_with_slots(
+        self, slot_mask: int | torch.Tensor, logits_to_keep: int | torch.Tensor, backbone_inputs: dict[str, Any]
+    ) -> WeDLMCausalLMOutputWithPast:
+        """The parent's forward, whose output also holds the last hidden states of the slots."""
+        outputs = self.model(**backbone_inputs)
+        hidden = outputs.last_hidden_state
+        slots = slot_mask if isinstance(slot_mask, int) else slot_mask.shape[1]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return WeDLMCausalLMOutputWithPast(
+            logits=self.lm_head(hidden[:, kept]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            slot_hidden=hidden[:, hidden.shape[1] - slots :],
         )
 
 

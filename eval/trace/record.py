@@ -223,7 +223,7 @@ def _parallel_steps(
         while end in settled and end in sequence:
             end += 1
         drafts = [
-            (position, token) for position, token in zip(positions, read, strict=True) if rows[position] == FILLED
+            (position, token) for position, token, kind in zip(positions, read, kinds, strict=True) if kind == FILLED
         ]
         kept = {position for position, token in drafts if position < end and sequence[position] == token}
         steps.append(
