@@ -3,6 +3,8 @@
 `B` rows, `H` key/value heads, `C` capacity, `Q` slots of a forward, `D` head width.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +68,8 @@ class WindowLayer(CacheLayerMixin):
         """Stores `(A, H, Q, D)` for the A rows in use and returns what they may attend to, `(A, H, end, D)`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if (key_states.dtype, value_states.dtype) != (self._keys.dtype, self._values.dtype):  # autocast began or ended
+            self._keys, self._values = self._keys.to(key_states.dtype), self._values.to(value_states.dtype)
         if write.end > self._keys.shape[2]:
             capacity = max(write.end, 2 * self._keys.shape[2], self.cache.capacity or SMALLEST_CAPACITY)
             self._keys, self._values = _grown(self._keys, capacity), _grown(self._values, capacity)
@@ -110,7 +114,7 @@ class WindowCache(Cache):
     A row's slots are its logical positions: slot i holds position i, without gaps and without padding. A step of
     parallel decoding announces where it writes ([`plan`]), forwards, and commits a prefix of what it wrote
     ([`commit`]): nothing is concatenated or cropped, and buffers that are full are doubled. Rows that finish are
-    swapped behind those still in use ([`retire`]) and cost nothing from then on; [`restore`] puts all rows back in
+    swapped behind those still in use ([`retire`]) and cost nothing from then on; [`close`] puts all rows back in
     order. Outside of such a step it appends like `DynamicCache`, which needs rows of equal length.
 
     Args:
@@ -132,6 +136,7 @@ class WindowCache(Cache):
         self._appended: CacheWrite | None = None
         self._rows: list[int] = []  # the caller's row that each buffer row holds
         self._in_use = 0
+        self._opened: list[int] = []  # `lengths` when the call began
 
     @property
     def is_compileable(self) -> bool:
@@ -140,8 +145,41 @@ class WindowCache(Cache):
 
     # --- steps of parallel decoding ----------------------------------------------------------------------------------
 
-    def open(self, batch_size: int, device: torch.device) -> None:
-        """Gets ready for the rows of a call. Raises `ValueError` if the cache holds another number of rows."""
+    @property
+    def rows_in_use(self) -> list[int]:
+        """The caller's row that each buffer row in use holds."""
+        return self._rows[: self._in_use]
+
+    def open(self, prompts: list[list[int]] | None, device: torch.device) -> None:
+        """Gets ready for a call: each row keeps what is known to be the beginning of its prompt, and not the prompt's
+        last token, whose AR row may be needed. What was cached without saying which tokens is computed anew.
+
+        Args:
+            prompts: the tokens of each row; -1 behind embeddings. `None` where nobody knows: then all is kept.
+            device: of the tokens.
+
+        Raises:
+            ValueError: if the cache holds another number of rows, or tokens that are not the first ones of a prompt.
+        """
+        if prompts is not None:
+            self._set_up(len(prompts), device)
+            self.lengths = self._known_lengths(prompts)
+        self._opened = list(self.lengths)
+
+    def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
+        lengths = []
+        for row, (prompt, cached) in enumerate(zip(prompts, self.lengths, strict=True)):
+            known = self.token_ids[row, :cached].tolist()
+            known = known[: known.index(-1)] if -1 in known else known
+            if known != prompt[: len(known)]:
+                raise ValueError(
+                    f"The cache does not belong to the prompt: row {row} of `past_key_values` holds {cached} tokens "
+                    "that are not the first ones of that prompt."
+                )
+            lengths.append(min(len(known), len(prompt) - 1))
+        return lengths
+
+    def _set_up(self, batch_size: int, device: torch.device) -> None:
         if any(self.lengths) and len(self.lengths) != batch_size:
             raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
         if len(self.lengths) != batch_size:
@@ -176,35 +214,31 @@ class WindowCache(Cache):
             self.lengths[row] += count
         self._write = None
 
-    def retire(self, finished: list[bool]) -> list[int]:
-        """Takes finished rows out of use.
+    def retire(self, finished: list[bool]) -> None:
+        """Takes finished rows out of use: they are swapped behind the others. `finished` has an entry for each row in
+        use."""
+        in_use = finished.count(False)
+        movers = [row for row in range(in_use, self._in_use) if not finished[row]]
+        for row in range(in_use):
+            if finished[row]:
+                self._swap(row, movers.pop())
+        self._in_use = in_use
 
-        Args:
-            finished: one entry for each row in use.
-
-        Returns:
-            The rows that stay in use, by their index before the call, in their order after it.
-        """
-        order = list(range(self._in_use))
-        self._in_use = finished.count(False)
-        movers = [row for row in order[self._in_use :] if not finished[row]]
-        for hole in [row for row in order[: self._in_use] if finished[row]]:
-            mover = movers.pop()
-            order[hole] = mover
-            self._swap(hole, mover)
-        return order[: self._in_use]
-
-    def restore(self) -> None:
-        """Puts all rows back in the caller's order and ends a call, also one that failed half-way."""
+    def close(self) -> None:
+        """Ends a call: all rows are in the caller's order again."""
         for row in range(len(self._rows)):
             while self._rows[row] != row:
                 self._swap(row, self._rows[row])
         self._write = None
         self._in_use = len(self._rows)
 
-    def clear_rest(self) -> None:
-        """Zeros what lies behind each row's committed slots: a forward that failed may have left NaN there, and masked
-        attention still multiplies it by 0."""
+    def roll_back(self) -> None:
+        """Ends a call that failed: the cache holds what it held of the prompts, so the call can be made again."""
+        if not self.lengths:
+            return  # it was interrupted while rows moved
+        self.close()
+        self.lengths = list(self._opened)
+        # The forward may have left NaN behind the committed slots, and masked attention still multiplies it by 0.
         for layer in self.layers:
             if layer.is_initialized:
                 for row, length in enumerate(self.lengths):
@@ -212,11 +246,22 @@ class WindowCache(Cache):
                     layer._values[row, :, length:] = 0
 
     def _swap(self, row: int, other: int) -> None:
-        for layer in self.layers:
-            layer.swap(row, other)
-        self.token_ids[[row, other]] = self.token_ids[[other, row]]
-        for per_row in (self.lengths, self._rows):
-            per_row[row], per_row[other] = per_row[other], per_row[row]
+        with self._moving_rows():
+            for layer in self.layers:
+                layer.swap(row, other)
+            self.token_ids[[row, other]] = self.token_ids[[other, row]]
+            for per_row in (self.lengths, self._rows):
+                per_row[row], per_row[other] = per_row[other], per_row[row]
+
+    @contextmanager
+    def _moving_rows(self) -> Iterator[None]:
+        """Rows move layer by layer: an exception in between (no memory, Ctrl-C) leaves an empty cache, not a mixed
+        one."""
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     # --- the interface of transformers -------------------------------------------------------------------------------
 
@@ -233,7 +278,7 @@ class WindowCache(Cache):
         """Outside of a step: all of a forward is kept at once. The first layer to see it updates the lengths."""
         if layer_idx == 0:
             batch_size, _, width, _ = key_states.shape
-            self.open(batch_size, key_states.device)
+            self._set_up(batch_size, key_states.device)
             if min(self.lengths) != max(self.lengths):
                 raise ValueError(
                     f"Only `strategy='wedlm'` can go on from a cache whose rows differ in length, got {self.lengths}."
@@ -254,10 +299,11 @@ class WindowCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order."""
-        for layer in self.layers:
-            layer.select(indices)
-        self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
-        self.lengths = torch.tensor(self.lengths)[indices.cpu()].tolist()
+        with self._moving_rows():
+            for layer in self.layers:
+                layer.select(indices)
+            self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
+            self.lengths = [self.lengths[index] for index in indices.tolist()]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times."""

@@ -19,8 +19,8 @@ class WeDLMConfig(Qwen3Config):
 
     Args:
         qk_norm (`bool`, *optional*, defaults to `True`):
-            RMS norms on queries and keys: `True` for Qwen3-style checkpoints, `False` for Qwen2.5-style ones (whose
-            `attention_bias` is `True`).
+            RMS norms on queries and keys: `True` for Qwen3-style checkpoints, `False` for the styles of Qwen2.5
+            (whose `attention_bias` is `True`), Llama and Mistral (where it is `False`).
         mask_token_id (`int`, *optional*):
             Row of the mask token M. `None` means 151665 where the vocabulary is large enough to have that row (the
             convention of the published checkpoints), and "no mask token" otherwise.
@@ -71,7 +71,7 @@ class WeDLMConfig(Qwen3Config):
         if model_type != cls.model_type:
             raise ValueError(
                 f"Expected a checkpoint of model type {cls.model_type!r}, got {model_type!r}. "
-                "Qwen2, Qwen2.5 and Qwen3 checkpoints can be converted with `wedlm_hf.convert`."
+                "Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 checkpoints can be converted with `wedlm_hf.convert`."
             )
         if rope_base(config_dict) is None:
             raise ValueError(

@@ -1,6 +1,8 @@
 """`model.generate(..., strategy="wedlm")`: how parallel decoding plugs into transformers' `generate`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,12 +17,17 @@ from transformers.generation import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
+from .branch_pacing_wedlm import MOST_DRAFTS, BranchPacer, DraftRecord, StepTimes
+from .branches_wedlm import BranchRule
 from .cache_wedlm import WindowCache
-from .decoding_wedlm import DENSE_MASK_ATTENTION, ParallelDecoder
+from .decoding_wedlm import DENSE_MASK_ATTENTION, DecodingRequest, ParallelDecoder, StepObserver
+from .pacing_wedlm import WindowPacer, default_slot_cost
+from .rules_wedlm import BlockRule, FillRule, VerifyRule
 from .sampling_wedlm import TokenSampler
 from .scores_wedlm import ScoreRecorder
-from .settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
-from .stats_wedlm import WeDLMGenerateOutput, step_map
+from .settings_wedlm import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
+from .stats_wedlm import StatsRecorder, TraceRecorder, WeDLMGenerateOutput, step_map
+from .streaming_wedlm import TokenStream
 
 # Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
 REFUSED_OPTIONS = {
@@ -69,6 +76,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         self: Any, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         ours = {name: kwargs.pop(name) for name in SETTING_NAMES if name in kwargs}
+        passed = {name for name in SETTING_NAMES if getattr(generation_config, name, None) is not None}
         generation_config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
             generation_config, *args, **kwargs
         )
@@ -78,6 +86,11 @@ class WeDLMGenerationMixin(GenerationMixin):
             ours["strategy"] = "ar"  # whatever is stored: the model it assists asks for AR drafts
         for name, value in ours.items():
             setattr(generation_config, name, value)
+        # What a checkpoint stores of the window was chosen for the decoder that it stores.
+        stored = getattr(self.generation_config, "verification", None) or "none"
+        if (getattr(generation_config, "verification", None) or "none") != stored:
+            for name in WINDOW_SETTINGS - ours.keys() - passed:
+                setattr(generation_config, name, None)
         settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         if settings.strategy == "ar":
             for name in ours.keys() - {"strategy", "mask_token_id"}:
@@ -122,50 +135,46 @@ class WeDLMGenerationMixin(GenerationMixin):
     ) -> Any:
         settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         if settings.strategy == "ar":
-            _check_ar_inputs(model_kwargs)
-            output = super()._sample(  # type: ignore[misc]
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                synced_gpus,
-                streamer,
-                **model_kwargs,
-            )
-            _remember_ar_tokens(output, model_kwargs)
-            return output
+            with _ar_call(input_ids, model_kwargs) as remember:
+                return remember(
+                    super()._sample(  # type: ignore[misc]
+                        input_ids,
+                        logits_processor,
+                        stopping_criteria,
+                        generation_config,
+                        synced_gpus,
+                        streamer,
+                        **model_kwargs,
+                    )
+                )
         cache = model_kwargs.get("past_key_values")
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
         _check_inputs(self, settings.strategy, input_ids.shape[0], is_static, logits_processor, model_kwargs)
-        prompt_ids, prompt_mask = _prompt(input_ids, model_kwargs, self.config.max_position_embeddings)
-        limit, end_tokens, criteria = _split_criteria(stopping_criteria, input_ids)
+        request = _request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)
         compiled = None
         if is_static:
             # The prompt, the answer, and the windows at its end.
-            slots = prompt_ids.shape[1] + limit, 2 * min(settings.window_size, limit)
-            compiled = self._fixed_shape_forward(cache, *slots, generation_config, model_kwargs)
-        pad_token = generation_config._pad_token_tensor
+            windows = 2 * min(settings.window_size, request.limit)
+            length = request.prompt_ids.shape[1] + request.limit
+            compiled = self._fixed_shape_forward(cache, length, windows, generation_config, model_kwargs)
+        rule, pacer = _rule_and_pacer(self, settings, logits_processor, generation_config, request, is_static)
         decoder = ParallelDecoder(
             model=self,
-            settings=settings,
-            sampler=_sampler(settings, logits_processor, generation_config, input_ids.long(), limit),
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
+            request=request,
+            rule=rule,
+            pacer=pacer,
             cache=cache,
-            limit=limit,
-            end_tokens=end_tokens,
-            pad_token_id=0 if pad_token is None else int(pad_token),
-            stopping_criteria=criteria,
-            streamer=streamer,
-            recorder=_recorder(settings, generation_config, prompt_ids, limit),
-            prompt_embeds=model_kwargs.get("inputs_embeds"),
             compiled=compiled,
             go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
         )
+        observers = _Observers(settings, generation_config, decoder, streamer)
+        decoder.observers = observers.all
         sequences = torch.cat([input_ids.long(), decoder.run()], dim=1)
-        return _output(decoder, sequences) if generation_config.return_dict_in_generate else sequences
+        if not generation_config.return_dict_in_generate:
+            return sequences
+        return observers.output(sequences, cache)
 
     def _fixed_shape_forward(
         self: Any,
@@ -208,19 +217,32 @@ def _check_options(strategy: str, generation_config: GenerationConfig) -> None:
             )
 
 
-def _check_ar_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for what AR decoding cannot do on a [`WindowCache`]."""
-    is_window_cache = isinstance(model_kwargs.get("past_key_values"), WindowCache)
+@contextmanager
+def _ar_call(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
+    """AR decoding on a [`WindowCache`], if that is what it runs on: the cache must belong to the prompt, learns the
+    tokens that were appended (yields a function that tells it, and returns the call's output), and is rolled back if
+    the call fails. Raises `ValueError` for padded prompts."""
+    cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
+    if not isinstance(cache, WindowCache):
+        yield lambda output: output
+        return
     mask = model_kwargs.get("attention_mask")  # newer versions of transformers drop one that is all ones
-    if is_window_cache and mask is not None and not bool(mask.all()):
+    if mask is not None and not bool(mask.all()):
         raise ValueError("AR decoding goes on from a `WindowCache` only without padding in the prompts.")
+    prompts = input_ids if embeds is None else input_ids.new_full(embeds.shape[:2], -1)
+    is_whole = mask is None or mask.shape == prompts.shape  # the mask may say that only new tokens are handed on
+    cache.open(prompts.tolist() if is_whole else None, input_ids.device)
 
+    def remember(output: Any) -> Any:
+        if embeds is None and is_whole:
+            cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+        return output
 
-def _remember_ar_tokens(output: Any, model_kwargs: dict[str, Any]) -> None:
-    """Tells a [`WindowCache`] which tokens AR decoding appended, so that it knows the prompts that it fits."""
-    cache = model_kwargs.get("past_key_values")
-    if isinstance(cache, WindowCache) and model_kwargs.get("inputs_embeds") is None:
-        cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+    try:
+        yield remember
+    except BaseException:
+        cache.roll_back()
+        raise
 
 
 def _check_inputs(
@@ -239,6 +261,11 @@ def _check_inputs(
         raise ValueError(
             "The model's `prepare_inputs_for_generation` was replaced (PEFT does so for prompt and prefix tuning), "
             f"but `strategy={strategy!r}` prepares its inputs by itself: use `strategy='ar'`."
+        )
+    if is_static and getattr(model, "has_mask_adapter", False):
+        raise ValueError(
+            "A mask adapter decodes with masks of varying number, which a static cache has no room for: leave "
+            "`cache_implementation='static'` out."
         )
     implementation = model.config._attn_implementation
     if (batch_size > 1 or is_static) and implementation not in DENSE_MASK_ATTENTION:
@@ -308,70 +335,141 @@ def _check_prompt_mask(mask: torch.Tensor, shape: torch.Size, max_position_embed
         )
 
 
-def _split_criteria(
-    stopping_criteria: StoppingCriteriaList, input_ids: torch.Tensor
-) -> tuple[int, torch.Tensor, StoppingCriteriaList]:
-    """How many new tokens are allowed, which tokens `(E,)` int64 end a row, and the criteria beyond those two.
-
-    From the criteria, as AR decoding does: a caller's own `MaxLengthCriteria` replaces `max_length`, and so on.
-    """
-    limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
-    ends = [criterion.eos_token_id for criterion in stopping_criteria if isinstance(criterion, EosTokenCriteria)]
-    others = [
-        criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria | EosTokenCriteria)
-    ]
-    end_tokens = torch.tensor([], dtype=torch.int64, device=input_ids.device)
-    return (
-        max(1, min(limits) - input_ids.shape[1]),
-        torch.cat([end_tokens, *(end.to(end_tokens) for end in ends)]),
-        StoppingCriteriaList(others),
+def _request(
+    model: Any,
+    input_ids: torch.Tensor,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    settings: WeDLMGenerationSettings,
+    model_kwargs: dict[str, Any],
+) -> DecodingRequest:
+    """What to decode. Lengths and end tokens come from the criteria, as in AR decoding: a caller's own
+    `MaxLengthCriteria` replaces `max_length`, and so on."""
+    prompt_ids, prompt_mask = _prompt(input_ids, model_kwargs, model.config.max_position_embeddings)
+    limits, ends, others = [], [], StoppingCriteriaList()
+    for criterion in stopping_criteria:
+        if isinstance(criterion, MaxLengthCriteria):
+            limits.append(criterion.max_length)
+        elif isinstance(criterion, EosTokenCriteria):
+            ends += criterion.eos_token_id.tolist()
+        else:
+            others.append(criterion)
+    pad_token = generation_config._pad_token_tensor
+    assert settings.mask_token_id is not None
+    return DecodingRequest(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        limit=max(1, min(limits) - input_ids.shape[1]),
+        end_tokens=frozenset(ends),
+        mask_token_id=settings.mask_token_id,
+        pad_token_id=0 if pad_token is None else int(pad_token),
+        stopping_criteria=others,
+        criteria_ids=input_ids.long(),
+        prompt_embeds=model_kwargs.get("inputs_embeds"),
     )
 
 
-def _sampler(
+def _rule_and_pacer(
+    model: Any,
     settings: WeDLMGenerationSettings,
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
-    input_ids: torch.Tensor,
-    limit: int,
-) -> TokenSampler:
-    """What chooses the tokens. Raises `ValueError` for processors that cannot be honoured unverified."""
-    assert settings.mask_token_id is not None
+    request: DecodingRequest,
+    is_static: bool,
+) -> tuple[FillRule, WindowPacer | BranchPacer]:
+    """How slots are decided, and how many there are. Raises `ValueError` for processors that cannot be honoured
+    unverified."""
+    has_branches = settings.verification != "none" and getattr(model, "has_mask_adapter", False)
+    largest = min(settings.window_size, request.limit)
     sampler = TokenSampler(
         processors,
         bool(generation_config.do_sample),
-        settings.mask_token_id,
-        input_ids,
-        ahead=min(settings.window_size, limit) + 1,
+        request.mask_token_id,
+        request.criteria_ids,
+        # Drafts, and those of the branch behind the last of them.
+        lookahead=2 * MOST_DRAFTS + 2 if has_branches else largest + 1,
     )
+    if has_branches:
+        branches = _branch_pacer(model, settings, request)
+        return BranchRule(settings, sampler, request.end_tokens, branches, model), branches
     if settings.verification == "none":
         sampler.check_out_of_order()
-    return sampler
-
-
-def _recorder(
-    settings: WeDLMGenerationSettings, generation_config: GenerationConfig, prompt_ids: torch.Tensor, limit: int
-) -> ScoreRecorder | None:
-    """What keeps scores, logits and log-probabilities, if the caller gets to see any of them."""
-    keep = bool(generation_config.output_scores), bool(generation_config.output_logits)
-    if not generation_config.return_dict_in_generate or (settings.verification == "none" and not any(keep)):
-        return None
-    return ScoreRecorder(prompt_ids.shape[0], limit, *keep, prompt_ids.device)
-
-
-def _output(decoder: ParallelDecoder, sequences: torch.Tensor) -> WeDLMGenerateOutput:
-    """All that a call has to tell."""
-    stats, recorder, is_traced = decoder.stats, decoder.recorder, decoder.settings.output_trace
-    output = WeDLMGenerateOutput(
-        sequences=sequences,  # type: ignore[arg-type]
-        past_key_values=decoder.cache,
-        stats=stats,
-        trace=decoder.trace if is_traced else None,
-        step_map=step_map(decoder.trace, stats.new_tokens) if is_traced else None,
+    rule = FillRule if settings.strategy == "wedlm" else BlockRule
+    if settings.verification != "none":
+        rule = VerifyRule
+    pacer = WindowPacer(
+        largest=largest,
+        slot_cost=_slot_cost(settings, request),
+        is_adaptive=settings.is_adaptive and not is_static,
+        rows=request.prompt_ids.shape[0],
     )
-    if recorder is not None:
-        if decoder.settings.verification != "none":
-            output.log_probs = recorder.log_probs[:, : int(stats.new_tokens.max())]
-        output.scores = recorder.scores(stats.new_tokens, decoder.pad_token_id)  # type: ignore[assignment]
-        output.logits = recorder.logits(stats.new_tokens, decoder.pad_token_id)  # type: ignore[assignment]
-    return output
+    return rule(settings, sampler, request.end_tokens), pacer
+
+
+def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: DecodingRequest) -> BranchPacer:
+    """How many drafts and masks. What was learned of a model stays with it, where times are measured."""
+    # "typical" keeps other drafts if others are checked: nothing there may depend on a clock.
+    is_timed = settings.verification == "exact" and settings.slot_cost is None
+    record = getattr(model, "_draft_record", None)
+    device = request.prompt_ids.device
+    if not is_timed or record is None or record.key != (str(device), model.dtype):
+        times = StepTimes(_slot_cost(settings, request), perf_counter if is_timed else None)
+        record = DraftRecord(times, (str(device), model.dtype))
+        if is_timed:
+            model._draft_record = record
+    return BranchPacer(
+        largest=min(settings.window_size - 1, MOST_DRAFTS),
+        record=record,
+        rows=request.prompt_ids.shape[0],
+        is_chain=model.config._attn_implementation not in DENSE_MASK_ATTENTION,
+        is_adaptive=settings.adaptive_window is not False,
+    )
+
+
+def _slot_cost(settings: WeDLMGenerationSettings, request: DecodingRequest) -> float:
+    """What one more physical row adds to a forward."""
+    if settings.slot_cost is not None:
+        return settings.slot_cost
+    return default_slot_cost(request.prompt_ids.device.type)
+
+
+class _Observers:
+    """What sees the steps of a call, and what it makes of them."""
+
+    def __init__(
+        self,
+        settings: WeDLMGenerationSettings,
+        generation_config: GenerationConfig,
+        decoder: ParallelDecoder,
+        streamer: Any,
+    ):
+        request = decoder.request
+        self.pad_token_id = request.pad_token_id
+        self.is_verified = settings.verification != "none"
+        self.stats = StatsRecorder([row.pending for row in decoder.rows])
+        self.all: list[StepObserver] = [self.stats]
+        self.trace = TraceRecorder() if settings.output_trace else None
+        self.scores = None
+        keep = bool(generation_config.output_scores), bool(generation_config.output_logits)
+        if generation_config.return_dict_in_generate and (self.is_verified or any(keep)):
+            self.scores = ScoreRecorder(request.mask_token_id, *keep)
+        stream = None
+        if streamer is not None:
+            stream = TokenStream(streamer, len(decoder.rows), request.pad_token_id, request.mask_token_id)
+        self.all += [observer for observer in (self.trace, self.scores, stream) if observer is not None]
+
+    def output(self, sequences: torch.Tensor, cache: WindowCache) -> WeDLMGenerateOutput:
+        """All that a call has to tell."""
+        stats, trace, scores = self.stats.stats, self.trace, self.scores
+        output = WeDLMGenerateOutput(
+            sequences=sequences,  # type: ignore[arg-type]
+            past_key_values=cache,
+            stats=stats,
+            trace=trace.steps if trace is not None else None,
+            step_map=step_map(trace.steps, stats.new_tokens) if trace is not None else None,
+        )
+        if scores is not None:
+            output.log_probs = scores.log_probs(stats.new_tokens) if self.is_verified else None
+            output.scores = scores.scores(stats.new_tokens, self.pad_token_id)  # type: ignore[assignment]
+            output.logits = scores.logits(stats.new_tokens, self.pad_token_id)  # type: ignore[assignment]
+        return output

@@ -1,7 +1,9 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +23,7 @@ from transformers.utils import can_return_tuple
 from .mixin_wedlm import WeDLMGenerationMixin
 from .configuration_wedlm import WeDLMConfig
 from .dual_stream_wedlm import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
+from .mask_adapter_wedlm import MaskAdapter, MaskAdapterMixin
 
 
 class WeDLMAttention(Qwen3Attention):
@@ -122,10 +125,16 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
     """Identical to [`Qwen3Model`] except for its attention, and that the mask follows physical order, whatever
     `position_ids` say, or is the dual-stream mask of training."""
 
+    # Set where the package is installed (see mask_adapter_peft.py); absent in the files that travel with a checkpoint.
+    _on_construction: ClassVar[Callable[[], None] | None] = None
+
     def __init__(self, config: WeDLMConfig):
         super().__init__(config)
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = WeDLMAttention(config, layer_idx)
+        self.mask_adapter: MaskAdapter | None = None
+        if (announce := type(self)._on_construction) is not None:
+            announce()
         self.post_init()
 
     def forward(
@@ -139,6 +148,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         stream_ids: torch.LongTensor | None = None,
         block_ids: torch.LongTensor | None = None,
         document_ids: torch.LongTensor | None = None,
+        slot_mask: int | torch.BoolTensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """See [`WeDLMForCausalLM.forward`]."""
@@ -146,6 +156,15 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             raise ValueError("Pass exactly one of `input_ids` and `inputs_embeds`.")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        assert inputs_embeds is not None
+        update_slots: AbstractContextManager[None] = nullcontext()
+        if slot_mask is not None:
+            if self.mask_adapter is None or not self.mask_adapter.is_enabled:
+                raise ValueError("`slot_mask` says which rows a mask adapter acts on, but the model has none.")
+            if self.training and self.gradient_checkpointing:
+                raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
+            inputs_embeds = self.mask_adapter.embed(inputs_embeds, slot_mask)
+            update_slots = self.mask_adapter.acting_on(slot_mask, inputs_embeds.dtype)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
             masks = attention_mask
         elif stream_ids is not None and attention_mask is not None:
@@ -154,14 +173,15 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)}
         else:
             masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}
-        return super().forward(
-            attention_mask=masks,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        with update_slots:
+            return super().forward(
+                attention_mask=masks,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
 
     def _physical_causal_mask(self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any) -> Any:
         # Without `position_ids`: transformers would take reordered ones for packed sequences and split at each jump.
@@ -222,13 +242,15 @@ class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
         token_nll: `(B, T)` float32, the negative log-likelihood of each slot's target in nats, with its graph; 0
             without a target.
         correct: `(B, T)` bool, whether the target is the likeliest token.
+        slot_hidden: `(B, M, H)`, with `slot_mask`: the last hidden states of the last M rows.
     """
 
     token_nll: torch.Tensor | None = None
     correct: torch.Tensor | None = None
+    slot_hidden: torch.Tensor | None = None
 
 
-class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
+class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
     """Identical to [`Qwen3ForCausalLM`] except for its backbone, the dual-stream loss, and
     `generate(strategy=...)` (see [`WeDLMGenerationMixin`])."""
 
@@ -259,6 +281,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         block_ids: torch.LongTensor | None = None,
         document_ids: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        slot_mask: int | torch.BoolTensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         r"""One causal forward in physical order.
@@ -277,10 +300,15 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
                 [`dual_stream_mask_function`]; `document_ids` may be left out where each row is one document.
             num_items_in_batch (`torch.Tensor` or `int`): what the summed loss is divided by; default: the number of
                 supervised `labels`, or of `targets` where no labels are given.
+            slot_mask (`torch.BoolTensor` of shape `(B, M)` or `int`): which of the last M physical rows are slots to
+                predict; a number M where all of them are. Only for a model with a mask adapter
+                (`has_mask_adapter`), which acts on these rows alone and embeds them itself, whatever their token is.
+                Without it the forward is the base's, bit for bit.
 
         Returns:
             [`CausalLMOutputWithPast`]; when `targets` are given, [`WeDLMCausalLMOutputWithPast`] without `logits`,
-            which are never held all at once.
+            which are never held all at once; with `slot_mask` and no `labels`, one with `slot_hidden`, which
+            `draft_hidden` and `lm_head` turn into logits where those of the slots are not among `logits_to_keep`.
         """
         backbone_inputs = {
             "input_ids": input_ids,
@@ -289,9 +317,12 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             "past_key_values": past_key_values,
             "inputs_embeds": inputs_embeds,
             "use_cache": use_cache,
+            **({} if slot_mask is None else {"slot_mask": slot_mask}),
             **kwargs,
         }
         layout = {"stream_ids": stream_ids, "block_ids": block_ids, "document_ids": document_ids}
+        if targets is None and labels is None and slot_mask is not None:
+            return self._forward_with_slots(slot_mask, logits_to_keep, backbone_inputs)
         if targets is None:
             return super().forward(
                 labels=labels,
@@ -320,6 +351,22 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+        )
+
+    def _forward_with_slots(
+        self, slot_mask: int | torch.Tensor, logits_to_keep: int | torch.Tensor, backbone_inputs: dict[str, Any]
+    ) -> WeDLMCausalLMOutputWithPast:
+        """The parent's forward, whose output also holds the last hidden states of the slots."""
+        outputs = self.model(**backbone_inputs)
+        hidden = outputs.last_hidden_state
+        slots = slot_mask if isinstance(slot_mask, int) else slot_mask.shape[1]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return WeDLMCausalLMOutputWithPast(
+            logits=self.lm_head(hidden[:, kept]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            slot_hidden=hidden[:, hidden.shape[1] - slots :],
         )
 
 

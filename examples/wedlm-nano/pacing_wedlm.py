@@ -1,125 +1,92 @@
-"""How wide the window is and how bold the drafts are, from what both have paid so far.
+"""How many masks a step takes: as many as give the most tokens per time, by what masks have given so far.
 
-Wide windows cost slots, and on text that the masks cannot foresee they pay nothing: then decoding goes on as plain AR,
-and looks up now and then whether that has changed. Everything here is a function of counts, never of a clock, so a
-seed gives the same generation on any machine.
+Everything here is a function of counts, never of a clock, so a seed gives the same generation on any machine.
 """
 
-from bisect import bisect_right
+from collections.abc import Sequence
 
-# What a depth is believed to pay before anything is known: 0.9 to its power.
-PRIOR = 0.9
-# Averages run over about this many steps.
-MEMORY = 8
-# The belief in depths that are not tried goes back to the prior by this share a step; after vain tries more slowly.
-RECOVERY, SLOWEST_RECOVERY = 0.01, 0.002
-# A rejection makes drafts this much more careful, a step without one bolder: in balance at 2 rejections in 9 steps.
-CAREFUL, BOLD = 0.9, 1.03
-# How far the entropy threshold may move either way.
-LEEWAY = 8.0
+from .rules_wedlm import RowOutcome
 
-DEFAULT_SLOT_COST = {"cpu": 0.04}
+# What the first draft's chance is taken for before anything is known, and for how many observations this counts.
+PRIOR, PRIOR_WEIGHT = 0.96, 0.5
+# What an observation still counts one step later: memory reaches about 100 steps back.
+MEMORY = 0.99
+# The time that one slot adds to a forward, relative to one without any: a CPU takes about 3.5 % of the time that it
+# needs to read the weights, a GPU ten times less.
+SLOT_COST = {"cpu": 0.035}
 GPU_SLOT_COST = 0.004
 
 
 class WindowPacer:
-    """Chooses the window's size W and the entropy threshold τ of drafts, step by step.
+    """Chooses the window's size W, step by step.
 
-    A forward of A rows and Q slots a row takes the time 1 + c·A·Q, c being the slot cost. Depth i of the window is the
-    i-th mask behind the leftmost, which yields nothing that a step does not have anyway; S_i is the share of rows and
-    steps in which a token came out of it. With a window of W, a step yields T = 1 + S_1 + … + S_{W−1} tokens a row,
-    and takes about Q = T + W slots: W is what maximises T / (1 + c·A·Q), and 0, plain AR decoding, where nothing
-    exceeds 1 / (1 + c·A).
+    *Tokens.* With W masks a row proposes D = W − 1 drafts (the leftmost slot goes to the AR head). Let p_k be the
+    chance that draft k passes, given that those before it did, and a = p_1·…·p_D that all do. A step that checks
+    drafts then gives E = 1 + p_1 + p_1·p_2 + … + a tokens. If one fails, the masks saw a wrong token: a step without
+    drafts follows, which gives 1 token. Per step with drafts that makes E + (1 − a) tokens.
+
+    *Cost.* A forward of n physical rows for each of A rows takes 1 + c·A·n, c being the slot cost. With drafts n is
+    1 + D + W, without 1 + W. So W is what maximises
+
+        (E + 1 − a) / (cost(1 + D + W) + (1 − a)·cost(1 + W)),
+
+    and 0, plain AR decoding, where nothing exceeds 1 / cost(1).
+
+    *Estimates.* p_k is a running mean, drawn towards p_{k−1}, or the prior if that is less, by the weight of half an
+    observation: a depth that was never tried is taken to be as good as the one before it, the first one to be good.
+    Observations fade, so what has failed is tried again after a while, the later the more often it failed. A depth
+    also fails when no mask is sure enough to give its draft. A step counts as one observation, however many rows.
+
+    Filling without verification has no rejections; fills beyond the one that every step has count as accepted drafts.
 
     Args:
         largest: the largest W.
-        threshold: τ at the start, nats.
         slot_cost: c.
-        rows: A at the start.
-        is_adaptive: otherwise W and τ stay as they are.
+        is_adaptive: otherwise W stays the largest.
 
     Attributes:
         window_size: W for the next refill.
-        threshold: τ for the next drafts.
     """
 
-    def __init__(self, largest: int, threshold: float, slot_cost: float, rows: int, is_adaptive: bool):
+    def __init__(self, largest: int, slot_cost: float, is_adaptive: bool, rows: int = 1):
         self.largest = largest
-        self.threshold = threshold
         self.slot_cost = slot_cost
         self.is_adaptive = is_adaptive
-        self.lowest, self.highest = threshold / LEEWAY, threshold * LEEWAY
-        self.tokens = 1.0  # T, averaged
-        self.yields = [PRIOR ** (depth + 1) for depth in range(largest - 1)]  # S
-        self.weights = [0.5] * len(self.yields)
-        self.recovery = [RECOVERY] * len(self.yields)
-        self.window_size = 0 if is_adaptive else largest
-        if is_adaptive:
-            self._choose(rows)
+        self.passed = [0.0] * (largest - 1)
+        self.tried = [0.0] * (largest - 1)
+        self.window_size = self.best_window(rows) if is_adaptive else largest
 
-    def observe(self, masks: int, tokens: list[int], found: list[int], checked: list[tuple[int, int]] | None) -> None:
-        """Takes in a step.
-
-        Args:
-            masks: of the widest row.
-            tokens: final tokens that the step gave, per row.
-            found: fills beyond the one that any step has, or drafts proposed, per row.
-            checked: under verification, for each row that had drafts: how many, and how many of them were accepted.
-        """
+    def observe(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Takes in what a step did to each row."""
         if not self.is_adaptive:
             return
-        rows = len(tokens)
-        self.tokens += (sum(tokens) / rows - self.tokens) / MEMORY
-        # The hit rate that would pay at the present rate.
-        least = min(2 * self.slot_cost * rows * self.rate, PRIOR)
-        rises = False
-        found = sorted(found)
-        tried = found if checked is None else sorted(drafts for drafts, _ in checked)
-        hit = found if checked is None else sorted(accepted for _, accepted in checked)
-        for depth in range(len(self.yields)):
-            # A depth that gave no draft has failed. One that did has yet to see it accepted.
-            hits = len(hit) - bisect_right(hit, depth)
-            tries = len(tried) - bisect_right(tried, depth)
-            if depth < masks - 1:
-                tries += bisect_right(found, depth)
-            if tries:
-                share = hits / tries
-                self.weights[depth] = min(MEMORY, self.weights[depth] + 1)
-                self.yields[depth] += (share - self.yields[depth]) / self.weights[depth]
-                # Up to twice as often after hits; in balance where the hits are as many as would pay.
-                factor = 2 ** (share - (1 - share) * least / (1 - least))
-                self.recovery[depth] = min(max(self.recovery[depth] * factor, SLOWEST_RECOVERY), RECOVERY)
-            elif depth >= masks - 1:
-                hope = PRIOR * (self.yields[depth - 1] if depth else 1.0)
-                rate = 1 / MEMORY if rises else self.recovery[depth]
-                self.yields[depth] += rate * (hope - self.yields[depth])
-            rises = 0 < hits == tries  # where all went well at the deepest depth, the next one is soon worth a try
-        if checked:
-            passed = sum(accepted == drafts for drafts, accepted in checked) / len(checked)
-            self.threshold *= CAREFUL ** (1 - passed) * BOLD**passed
-            self.threshold = min(max(self.threshold, self.lowest), self.highest)
-        self._choose(rows)
+        self.passed = [MEMORY * count for count in self.passed]
+        self.tried = [MEMORY * count for count in self.tried]
+        share = 1 / len(outcomes)  # a step counts as one observation, however many rows it has
+        for outcome in outcomes:
+            for depth in range(outcome.paid):
+                self.passed[depth] += share
+                self.tried[depth] += share
+            if (failed := outcome.failed) is not None:
+                self.tried[failed] += share
+        self.window_size = self.best_window(len(outcomes))
 
-    def _choose(self, rows: int) -> None:
+    def best_window(self, rows: int) -> int:
+        """The W of the highest rate for this many rows, by what is known so far."""
         cost = self.slot_cost * rows
-        # A draft that is rejected also costs the drafts of the next step: what is less likely is left out.
-        likely = (self.tokens - 1) / (2 * self.tokens - 1)
-        self.rate, best = 1 / (1 + cost), 0
-        tokens = before = 1.0
-        for depth, share in enumerate(self.yields):
-            if share < likely * before:
-                break
-            share = min(share, PRIOR * before)  # what is not tried cannot be better than what is
-            tokens, before = tokens + share, share
-            rate = tokens / (1 + cost * (tokens + depth + 2))
-            if rate > self.rate:
-                self.rate, best = rate, depth + 2
-        if self.window_size == 0:  # a look that may be vain costs no more than a forward without slots
-            best = min(best, max(2, int(1 / max(cost, 1e-9))))
-        self.window_size = best
+        best, window_size = 1 / (1 + cost), 0
+        chance, reached, tokens = PRIOR, 1.0, 1.0
+        for drafts, (passed, tried) in enumerate(zip(self.passed, self.tried, strict=True), 1):
+            chance = (passed + PRIOR_WEIGHT * min(chance, PRIOR)) / (tried + PRIOR_WEIGHT)
+            reached *= chance
+            tokens += reached
+            fails = 1 - reached
+            time = 1 + cost * (2 * drafts + 2) + fails * (1 + cost * (drafts + 2))
+            if (tokens + fails) / time > best:
+                best, window_size = (tokens + fails) / time, drafts + 1
+        return window_size
 
 
 def default_slot_cost(device_type: str) -> float:
-    """The slot cost where none is given: a CPU computes a slot for about 4 % of what it takes to read the weights, a
-    GPU for ten times less."""
-    return DEFAULT_SLOT_COST.get(device_type, GPU_SLOT_COST)
+    """The slot cost where none is given."""
+    return SLOT_COST.get(device_type, GPU_SLOT_COST)

@@ -12,6 +12,7 @@ from transformers.generation import logits_process as transformers_processors
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .selection_wedlm import token_entropy
+from .window_wedlm import PhysicalOrder
 
 # Processors that look at the scores alone.
 SCORE_PROCESSORS = (
@@ -42,6 +43,8 @@ PREFIX_PROCESSORS = (
     "NoRepeatNGramLogitsProcessor",
     "SequenceBiasLogitsProcessor",
 )
+# Those of the former that work on some tokens' scores as on all.
+SHORTLIST_PROCESSORS = ("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
 # Positions whose noise is drawn in one go.
 NOISE_CHUNK = 4
 
@@ -57,10 +60,12 @@ class Choice:
     Attributes:
         tokens: `(A, M)` int64; -1 where there was nothing to choose from, arbitrary where nothing was to choose.
         scores: `(A, M, V)` float32, processed; where nothing was to choose, arbitrary.
+        mask_logits: `(A, M)` float32, the raw logits of MASK, which counts as −∞ in the others.
     """
 
     tokens: torch.Tensor
     scores: torch.Tensor
+    mask_logits: torch.Tensor
 
 
 class PositionNoise:
@@ -72,29 +77,29 @@ class PositionNoise:
     Args:
         batch_size: B.
         vocab_size: V.
-        ahead: positions beyond a row's new tokens that a step may ask for.
+        lookahead: positions beyond a row's new tokens that a step may ask for.
         device: of the noise.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, ahead: int, device: torch.device):
+    def __init__(self, batch_size: int, vocab_size: int, lookahead: int, device: torch.device):
         # From torch's global seed. Each row has a stream of its own, read in order.
         seeds = torch.randint(2**63 - 1, (batch_size,)).tolist()
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        self.size = (ahead // NOISE_CHUNK + 2) * NOISE_CHUNK
-        self.buffer = torch.empty(batch_size, self.size, vocab_size, device=device)
+        self.size = (lookahead // NOISE_CHUNK + 2) * NOISE_CHUNK
+        self.buffer = torch.empty(batch_size, self.size, vocab_size, dtype=torch.float32, device=device)
         self.drawn = [0] * batch_size
 
-    def at(self, rows: list[int], offsets: torch.Tensor, first: list[int], ahead: int) -> torch.Tensor:
+    def at(self, rows: list[int], offsets: torch.Tensor, first: list[int], lookahead: int) -> torch.Tensor:
         """Noise `(A, M, V)` float32 of positions.
 
         Args:
             rows: the call's row that each entry is.
             offsets: `(A, M)` int64, positions; arbitrary noise for those that are not in the range below.
             first: first position that each row may still ask for.
-            ahead: how many from there on.
+            lookahead: how many from there on.
         """
         for row, start in zip(rows, first, strict=True):
-            while self.drawn[row] < start + ahead:
+            while self.drawn[row] < start + lookahead:
                 column = self.drawn[row] % self.size
                 self.buffer[row, column : column + NOISE_CHUNK].exponential_(generator=self.generators[row])
                 self.drawn[row] += NOISE_CHUNK
@@ -110,7 +115,7 @@ class TokenSampler:
         do_sample: draw from the processed distribution; otherwise its argmax.
         mask_token_id: never chosen: its logit counts as −∞.
         prompt_ids: `(B, P)` int64, the padded prompts, which processors see too.
-        ahead: positions beyond a row's new tokens that may be asked for.
+        lookahead: positions beyond a row's new tokens that may be asked for.
     """
 
     def __init__(
@@ -119,7 +124,7 @@ class TokenSampler:
         do_sample: bool,
         mask_token_id: int,
         prompt_ids: torch.Tensor,
-        ahead: int,
+        lookahead: int,
     ):
         self.processors: Any = processors
         length = SCORE_PROCESSORS + LENGTH_PROCESSORS
@@ -129,7 +134,7 @@ class TokenSampler:
         self.do_sample = do_sample
         self.mask_token_id = mask_token_id
         self.prompt_ids = prompt_ids
-        self.ahead = ahead
+        self.lookahead = lookahead
         self.is_argmax = not do_sample and not self.processors  # of the raw logits but MASK's
         self.noise: PositionNoise | None = None
 
@@ -142,67 +147,97 @@ class TokenSampler:
                 "(for example `repetition_penalty=1.0`)."
             )
 
-    def choose(self, logits: torch.Tensor, offsets: torch.Tensor, rows: list[int], first: list[int]) -> Choice:
+    def choose(self, logits: torch.Tensor, order: PhysicalOrder) -> Choice:
         """Tokens for slots whose left context does not matter to any processor.
 
         Args:
             logits: `(A, M, V)` float32, raw; MASK's are overwritten.
-            offsets: `(A, M)` int64, how many new tokens lie before each slot.
-            rows: the call's row that each entry is.
-            first: new tokens of each row so far.
+            order: whose `offsets` say how many new tokens lie before each slot.
         """
-        logits[..., self.mask_token_id] = float("-inf")
+        mask_logits = self._suppress_mask(logits)
         scores = logits.flatten(0, 1)
         if not self.need_length:
-            scores = self.processors(offsets.new_empty(len(scores), 0), scores)
+            scores = self.processors(order.offsets.new_empty(len(scores), 0), scores)
         else:
-            flat = offsets.flatten()
+            offsets = order.offsets.flatten()
             scores = scores.clone()
-            for offset in flat.unique().tolist():
-                slots = flat == offset
+            for offset in offsets.unique().tolist():
+                slots = offsets == offset
                 length = self.prompt_ids.shape[1] + max(0, offset)
                 scores[slots] = self.processors(offsets.new_zeros(int(slots.sum()), length), scores[slots])
         scores = scores.view_as(logits)
-        return Choice(self._choose(scores, offsets, rows, first), scores)
+        return Choice(self._choose(scores, order.offsets, order.rows, order.first), scores, mask_logits)
 
     def choose_in_order(
         self,
         logits: torch.Tensor,
-        offsets: torch.Tensor,
-        rows: list[int],
-        first: list[int],
+        order: PhysicalOrder,
         is_ar: torch.Tensor,
-        prefixes: Callable[[], torch.Tensor],
-        accepts: Callable[[Choice], torch.Tensor],
+        prefixes: list[list[int]],
+        passes: Callable[[Choice], torch.Tensor],
     ) -> Choice:
         """Tokens of AR rows, each after its own, true prefix.
 
         Args:
-            logits, offsets, rows, first: see [`choose`].
+            logits, order: see [`choose`].
             is_ar: `(A, M)` bool, the AR rows, each row's in logical order.
-            prefixes: gives `(A, N)` int64, new tokens so far, drafts included.
-            accepts: tells from a choice, `(A, M)` bool, whether the drafts behind the AR rows are accepted. After the
-                first that is not, the later prefixes are not true any more and are left alone.
+            prefixes: each row's new tokens so far and its drafts.
+            passes: tells from a choice, `(A, M)` bool, whether the drafts behind the AR rows pass. After the first
+                that does not, the later prefixes are not true any more and are left alone.
         """
         if not self.need_prefix:
-            return self.choose(logits, offsets, rows, first)
-        logits[..., self.mask_token_id] = float("-inf")
-        choice = Choice(torch.zeros_like(offsets), logits.clone())
-        new_tokens = prefixes()
-        for entry, row in enumerate(rows):
+            return self.choose(logits, order)
+        offsets = order.offsets
+        mask_logits = self._suppress_mask(logits)
+        choice = Choice(torch.zeros_like(offsets), logits.clone(), mask_logits)
+        for entry, row in enumerate(order.rows):
             for column in is_ar[entry].nonzero().flatten().tolist():
                 one = slice(entry, entry + 1), slice(column, column + 1)
-                prefix = torch.cat([self.prompt_ids[row], new_tokens[entry, : int(offsets[one])]])
+                new_tokens = self.prompt_ids.new_tensor(prefixes[entry][: int(offsets[one])])
+                prefix = torch.cat([self.prompt_ids[row], new_tokens])
                 choice.scores[one] = self._process_one(row, prefix, logits[entry, column])
-                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row], [first[entry]])
-                if not accepts(choice)[entry, column]:
+                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row], [order.first[entry]])
+                if not passes(choice)[entry, column]:
                     break
         return choice
+
+    def draft(
+        self, scores: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, order: PhysicalOrder
+    ) -> torch.Tensor:
+        """Guesses what the AR head will choose for one position of each row.
+
+        Where it will draw, it draws with the noise of that position, which the guess shares: two distributions that
+        are alike then mostly give the same token. Processors that need more than scores are left out of the guess.
+
+        Args:
+            scores: `(A, S)` float32, raw scores of a shortlist, by the masks.
+            tokens: `(A, S)` int64, the shortlist.
+            offsets: `(A,)` int64, new tokens before the position.
+            order: of the forward.
+
+        Returns:
+            `(A, 1)` int64, places in the shortlist.
+        """
+        if not self.do_sample:
+            return scores.argmax(-1, keepdim=True)
+        for processor in self.processors:
+            if _is_any(processor, SHORTLIST_PROCESSORS):
+                scores = processor(tokens, scores)
+        if self.noise is None:
+            return scores.argmax(-1, keepdim=True)
+        noise = self.noise.at(order.rows, offsets[:, None], order.first, self.lookahead)[:, 0]
+        return (torch.softmax(scores, dim=-1) / noise.gather(1, tokens)).argmax(-1, keepdim=True)
+
+    def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """Takes MASK out of the choice, in place. Returns its logits, `(A, M)`."""
+        mask_logits = logits[..., self.mask_token_id].clone()
+        logits[..., self.mask_token_id] = float("-inf")
+        return mask_logits
 
     def _process_one(self, row: int, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Processed scores `(1, V)` of one position of the call's row `row`."""
         if not self.need_row:
-            return self.processors(prefix[None], scores[None])
+            return self.processors(prefix[None], scores[None].clone())
         # Others may tell rows apart by their index, so they get a batch in which this row is where it should be.
         batch_size = self.prompt_ids.shape[0]
         processed = self.processors(prefix.expand(batch_size, -1), scores.expand(batch_size, -1).clone())
@@ -213,9 +248,9 @@ class TokenSampler:
             best, tokens = scores.max(-1)
             return tokens.masked_fill(best == float("-inf"), -1)
         if self.noise is None:
-            self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.ahead, scores.device)
+            self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.lookahead, scores.device)
         probabilities = torch.softmax(scores, dim=-1)
-        tokens = (probabilities / self.noise.at(rows, offsets, first, self.ahead)).argmax(-1)
+        tokens = (probabilities / self.noise.at(rows, offsets, first, self.lookahead)).argmax(-1)
         return tokens.masked_fill(probabilities[..., 0].isnan(), -1)
 
 

@@ -1,70 +1,61 @@
 """What each new token was chosen from: `output_scores`, `output_logits` and log-probabilities.
 
-`B` rows of the call, `A` rows in use, `M` slots of a row, `V` vocabulary.
+`B` rows of the call, `V` vocabulary.
 """
 
 import torch
 
-from .sampling_wedlm import Choice
+from .decoding_wedlm import StepOutcome
 
 
 class ScoreRecorder:
-    """Keeps what each new token was chosen from, in whatever order tokens are decided.
+    """A [`StepObserver`] that keeps what each token was chosen from, in whatever order tokens are decided.
 
     Args:
-        batch_size: B.
-        limit: new tokens allowed.
+        mask_token_id: M.
         keep_scores: keep the processed scores.
         keep_logits: keep the model's raw logits.
-        device: of the log-probabilities.
-
-    Attributes:
-        log_probs: `(B, limit + 1)` float32, log p(token) under the model's raw logits; the last column is a bin.
     """
 
-    def __init__(self, batch_size: int, limit: int, keep_scores: bool, keep_logits: bool, device: torch.device):
+    def __init__(self, mask_token_id: int, keep_scores: bool, keep_logits: bool):
+        self.mask_token_id = mask_token_id
         self.keep_scores = keep_scores
         self.keep_logits = keep_logits
-        self.log_probs = torch.zeros(batch_size, limit + 1, device=device)
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and offsets of each step's tokens
+        self._log_probs: list[torch.Tensor] = []
         self._scores: list[torch.Tensor] = []
         self._logits: list[torch.Tensor] = []
 
-    def look(self, logits: torch.Tensor) -> None:
-        """Takes the raw logits `(A, M, V)` float32 of a step, before anything is overwritten in them."""
-        self._normalizer = logits.logsumexp(-1)
-        self._raw = logits.clone() if self.keep_logits else None
+    def observe(self, outcome: StepOutcome) -> None:
+        """Takes what the step decided."""
+        order, choice = outcome.order, outcome.selection.choice
+        decided = [
+            (entry, column, order.rows[entry], order.first[entry] + slot, token)
+            for entry, row in enumerate(outcome.rows)
+            for column, slot, token in row.decided
+        ]
+        if not decided:
+            return
+        entries, columns, rows, offsets, tokens = torch.tensor(decided, device=outcome.logits.device).unbind(1)
+        logits = outcome.logits[entries, columns]
+        logits[:, self.mask_token_id] = choice.mask_logits[entries, columns]
+        self._places.append((rows, offsets))
+        self._log_probs.append(torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0])
+        if self.keep_scores:
+            self._scores.append(choice.scores[entries, columns])
+        if self.keep_logits:
+            self._logits.append(logits)
 
-    def add(
-        self,
-        rows: list[int],
-        offsets: torch.Tensor,
-        decided: torch.Tensor,
-        tokens: torch.Tensor,
-        choice: Choice,
-        logits: torch.Tensor,
-    ) -> None:
-        """Takes what the step decided.
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def log_probs(self, new_tokens: torch.Tensor) -> torch.Tensor:
+        """log p(token) under the model's raw logits, `(B, new tokens)` float32; 0 after a row's end.
 
         Args:
-            rows: the call's row that each entry is.
-            offsets: `(A, M)` int64, how many new tokens lie before each slot's.
-            decided: `(A, M)` bool, the slots whose token is decided now.
-            tokens: `(A, M)` int64, those tokens.
-            choice: what they were chosen from.
-            logits: `(A, M, V)` float32, as [`look`] saw them, but for MASK's.
+            new_tokens: `(B,)` int64, how many each row has.
         """
-        index = torch.tensor(rows, device=offsets.device)
-        log_probs = logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0] - self._normalizer
-        limit = self.log_probs.shape[1] - 1
-        places = torch.where(decided, offsets.clamp(0, limit), limit)
-        self.log_probs[index[:, None], places] = log_probs
-        if self.keep_scores or self.keep_logits:
-            self._places.append((index[:, None].expand_as(offsets)[decided], offsets[decided]))
-        if self.keep_scores:
-            self._scores.append(choice.scores[decided])
-        if self._raw is not None:
-            self._logits.append(self._raw[decided])
+        return self._by_token(self._log_probs, new_tokens, 0.0).T.contiguous()
 
     def scores(self, new_tokens: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, ...] | None:
         """Processed scores: one `(B, V)` float32 tensor for each new token; `None` if not kept.
@@ -75,21 +66,25 @@ class ScoreRecorder:
             new_tokens: `(B,)` int64, how many each row has.
             pad_token_id: stands after a row's end.
         """
-        return self._by_token(self._scores, new_tokens, pad_token_id) if self.keep_scores else None
+        return self._distributions(self._scores, new_tokens, pad_token_id) if self.keep_scores else None
 
     def logits(self, new_tokens: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, ...] | None:
         """The model's raw logits, like [`scores`]."""
-        return self._by_token(self._logits, new_tokens, pad_token_id) if self.keep_logits else None
+        return self._distributions(self._logits, new_tokens, pad_token_id) if self.keep_logits else None
 
-    def _by_token(
+    def _distributions(
         self, kept: list[torch.Tensor], new_tokens: torch.Tensor, pad_token_id: int
     ) -> tuple[torch.Tensor, ...]:
-        new_tokens = new_tokens.to(kept[0].device)
-        length = int(new_tokens.max())
-        table = kept[0].new_full((length, len(new_tokens), kept[0].shape[-1]), float("-inf"))
-        is_behind = torch.arange(length, device=table.device)[:, None] >= new_tokens
+        table = self._by_token(kept, new_tokens, float("-inf"))
+        is_behind = torch.arange(len(table), device=table.device)[:, None] >= new_tokens.to(table.device)
         table[..., pad_token_id].masked_fill_(is_behind, 0.0)
+        return table.unbind(0)
+
+    def _by_token(self, kept: list[torch.Tensor], new_tokens: torch.Tensor, value: float) -> torch.Tensor:
+        """`(longest, B, …)`: what was kept for each token, `value` after a row's end."""
+        new_tokens = new_tokens.to(kept[0].device)
+        table = kept[0].new_full((int(new_tokens.max()), len(new_tokens), *kept[0].shape[1:]), value)
         for (rows, offsets), values in zip(self._places, kept, strict=True):
             is_kept = offsets < new_tokens[rows]  # what lies behind an end token is gone
             table[offsets[is_kept], rows[is_kept]] = values[is_kept]
-        return table.unbind(0)
+        return table

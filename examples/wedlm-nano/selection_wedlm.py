@@ -35,12 +35,8 @@ def select_masks(
     is_mask: torch.Tensor,
     entropy_threshold: float,
     distance_penalty: float,
-    entropy_budget: float | None = None,
 ) -> torch.Tensor:
     """Every mask with H + λ·d < τ; where a row has none, its mask with the least (ties: the leftmost).
-
-    With a budget: masks in ascending order of H + λ·d, each while the sum over those before it is within the budget.
-    That sum bounds how far filling them independently can be from their joint distribution (arXiv 2505.24857).
 
     Args:
         entropy: `(B, M)` float32, H in nats.
@@ -48,17 +44,11 @@ def select_masks(
         is_mask: `(B, M)` bool; False where a row has fewer than M masks.
         entropy_threshold: τ, nats.
         distance_penalty: λ, nats per position.
-        entropy_budget: nats; replaces τ.
 
     Returns:
         `(B, M)` bool, at least one True in each row that has a mask (paper §5.3, Algorithm 1).
     """
     adjusted = (entropy + distance_penalty * distance).masked_fill(~is_mask, float("inf"))
-    if entropy_budget is None:
-        chosen = adjusted < entropy_threshold
-    else:
-        ascending, order = adjusted.sort(dim=1, stable=True)
-        before = ascending.cumsum(1) - ascending
-        chosen = torch.zeros_like(is_mask).scatter_(1, order, before <= entropy_budget)
+    chosen = adjusted < entropy_threshold
     least = torch.zeros_like(chosen).scatter_(1, adjusted.argmin(1, keepdim=True), True)
     return torch.where(chosen.any(1, keepdim=True), chosen, least) & is_mask

@@ -8,6 +8,10 @@ from typing import Any
 STRATEGIES = ("ar", "wedlm", "block")
 VERIFICATIONS = ("none", "exact", "typical")
 
+# Where the output does not depend on them: W may grow this far, and a mask whose entropy lies below gives a draft.
+LARGEST_WINDOW = 32
+DRAFT_THRESHOLD = 2.0
+
 
 def check_mask_token_id(
     mask_token_id: int | None,
@@ -37,18 +41,17 @@ class WeDLMGenerationSettings:
     Attributes:
         strategy: `"ar"`: plain transformers; `"wedlm"`: streaming parallel decoding (paper §5, Algorithm 1);
             `"block"`: the block-wise baseline, whose window is refilled only when all of it is filled (paper Fig. 4c).
-        window_size: W, slots predicted at a time (the authors' engine: 16); where the window adapts, the largest.
+        window_size: W, slots predicted at a time (the authors' engine: 16); where the window adapts, the largest
+            (default there: 32).
         entropy_threshold: τ, nats; masks whose adjusted entropy H + λ·d lies below it are filled (engine: 0.4). Under
-            verification: masks with H < τ become drafts.
+            verification: masks with H < τ become drafts (default with `"exact"`: 2).
         distance_penalty: λ, nats per position from the leftmost mask (engine: 0.02).
-        entropy_budget: nats; instead of τ, fill the masks of least adjusted entropy whose sum stays within it (a
-            bound on what the fills of one step can say about each other, arXiv 2505.24857).
         verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR
             head. `"typical"`: drafts are kept where the AR head finds them plausible, p ≥ min(ε, δ·exp(−H)) (arXiv
             2401.10774); the token after them is the AR head's own.
         acceptance_epsilon: ε.
         acceptance_delta: δ.
-        adaptive_window: window and drafts follow what they have paid so far in this call, down to plain AR steps (see
+        adaptive_window: W follows what the window has paid so far in this call, down to plain AR steps (see
             [`WindowPacer`]). Default: with `verification="exact"`, whose output does not depend on it. A static cache
             keeps the window's size, whatever this says.
         slot_cost: for `adaptive_window`: the time that one more slot of a row adds to a forward, relative to that of
@@ -64,7 +67,6 @@ class WeDLMGenerationSettings:
     window_size: int = 16
     entropy_threshold: float = 0.4
     distance_penalty: float = 0.02
-    entropy_budget: float | None = None
     verification: str = "none"
     acceptance_epsilon: float = 0.09
     acceptance_delta: float = 0.3
@@ -81,14 +83,13 @@ class WeDLMGenerationSettings:
         for name in (
             "entropy_threshold",
             "distance_penalty",
-            "entropy_budget",
             "acceptance_epsilon",
             "acceptance_delta",
             "slot_cost",
         ):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is None and name in ("entropy_budget", "slot_cost"):
+            if value is None and name == "slot_cost":
                 continue
             if not is_number or math.isnan(value) or value < 0:
                 raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
@@ -106,19 +107,14 @@ class WeDLMGenerationSettings:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether window and drafts follow what they pay."""
+        """Whether W follows what the window pays."""
         if self.adaptive_window is None:
             return self.verification == "exact"
         return self.adaptive_window and self.strategy != "block"
 
     def check_together(self, given: Collection[str]) -> None:
-        """Raises `ValueError` for a field that was given for this call and has no meaning beside the others. (Stored
-        ones are for the calls in which they have.)"""
-        if "entropy_budget" in given and self.entropy_budget is not None and self.verification != "none":
-            raise ValueError(
-                f"`entropy_budget` limits the fills of unverified decoding, got `verification={self.verification!r}`: "
-                "`entropy_threshold` limits its drafts."
-            )
+        """Raises `ValueError` for a field that was given for this call and has no meaning beside the others. A stored
+        field may have none: the checkpoint stores it for other calls."""
         if "adaptive_window" in given and self.adaptive_window and self.strategy == "block":
             raise ValueError(
                 "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have one "
@@ -132,6 +128,11 @@ class WeDLMGenerationSettings:
         given = {name: value for name, value in given.items() if value is not None}
         given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
         settings = cls(**given)
+        if settings.verification == "exact":
+            given.setdefault("entropy_threshold", DRAFT_THRESHOLD)
+            if settings.is_adaptive and getattr(generation_config, "cache_implementation", None) != "static":
+                given.setdefault("window_size", LARGEST_WINDOW)
+            settings = cls(**given)
         if settings.strategy != "ar":
             if settings.mask_token_id is None:
                 raise ValueError(
@@ -154,3 +155,5 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))
+# Those that are chosen for one kind of verification.
+WINDOW_SETTINGS = frozenset({"window_size", "entropy_threshold", "distance_penalty"})

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from .decoding_wedlm import StepOutcome
+from .window_wedlm import PhysicalOrder
+
 
 @dataclass
 class DecodingStats:
@@ -44,6 +47,38 @@ class DecodingStats:
         return self.accepted.sum().item() / max(1, self.drafted.sum().item())
 
 
+class StatsRecorder:
+    """A [`StepObserver`] that counts.
+
+    Args:
+        uncached: prompt tokens of each row that are not in the cache yet: they do not count as token instances.
+    """
+
+    def __init__(self, uncached: list[int]):
+        self.new_tokens, self.forwards, self.drafted, self.accepted = ([0] * len(uncached) for _ in range(4))
+        self.token_instances = [-count for count in uncached]
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Takes in a step."""
+        for count, row in zip(outcome.order.counts, outcome.rows, strict=True):
+            if count:  # where shapes are fixed, finished rows stay, as padding
+                index = row.row.index
+                self.forwards[index] += 1
+                self.token_instances[index] += count
+                self.new_tokens[index] += len(row.new_tokens)
+                self.drafted[index] += row.checked
+                self.accepted[index] += row.accepted
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    @property
+    def stats(self) -> DecodingStats:
+        """The counts so far."""
+        counts = (self.new_tokens, self.forwards, self.token_instances, self.drafted, self.accepted)
+        return DecodingStats(*map(torch.tensor, counts))
+
+
 @dataclass
 class TraceStep:
     """One step, for the `A` rows still in use. All tensors are on the CPU.
@@ -73,6 +108,66 @@ class TraceStep:
     filled: torch.Tensor
     tokens: torch.Tensor
     decided: list[list[int]]
+
+
+class TraceRecorder:
+    """A [`StepObserver`] that keeps every step.
+
+    Attributes:
+        steps: a [`TraceStep`] each.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[TraceStep] = []
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Adds the step."""
+        order, selection = outcome.order, outcome.selection
+        tokens, is_mask = selection.tokens.cpu(), selection.is_mask.cpu().clone()
+        filled = torch.zeros_like(is_mask)
+        # A mask's logits are about its own position, those of an AR row about the next one.
+        first = torch.tensor([[len(row.row.tokens) - len(row.new_tokens)] for row in outcome.rows])
+        predicted = torch.full_like(tokens, -1)
+        predicted[:, : order.logit_count] = first + order.slots.cpu()
+        for entry, row in enumerate(outcome.rows):
+            for column, slot, _ in row.filled:
+                filled[entry, column] = True
+                predicted[entry, column] = first[entry, 0] + slot
+        # Columns behind the logits are drafts of branches, of which one may have fewer than another.
+        is_mask[:, order.logit_count :] &= filled[:, order.logit_count :]
+        end = order.input_ids.shape[1] - order.masks_behind
+        read = predicted.clone()
+        read[:, : order.logit_count] = order.position_ids[:, end - order.logit_count : end].cpu()
+        self.steps.append(
+            TraceStep(
+                rows=list(order.rows),
+                input_ids=_padded_in_front(order.input_ids, order),
+                position_ids=_padded_in_front(order.position_ids, order),
+                counts=list(order.counts),
+                committed=[row.committed for row in outcome.rows],
+                logit_positions=torch.where(is_mask, predicted, read),
+                is_mask=is_mask,
+                entropy=selection.entropy.cpu(),
+                filled=filled,
+                tokens=tokens,
+                decided=[
+                    [first + slot for _, slot, _ in row.decided]
+                    for first, row in zip(order.first, outcome.rows, strict=True)
+                ],
+            )
+        )
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+
+def _padded_in_front(values: torch.Tensor, order: PhysicalOrder) -> torch.Tensor:
+    """`(A, Q)` on the CPU, with what pads short branches moved in front of the physical rows."""
+    values = values.cpu()
+    if not order.masks_behind or isinstance(order.slot_mask, int):
+        return values
+    behind = (~order.slot_mask).sum(1).tolist()
+    return torch.stack([row.roll(count) for row, count in zip(values, behind, strict=True)])
 
 
 @dataclass

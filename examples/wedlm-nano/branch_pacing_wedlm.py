@@ -1,0 +1,306 @@
+"""How many drafts a step checks and how many masks each real row has, by what is most likely to be accepted and by
+what a physical row costs.
+
+Under `verification="exact"` no token depends on any of this, so times may be measured while decoding: what a step of
+n rows takes, relative to one of AR decoding, differs too much between machines and dtypes to be known beforehand.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from .rules_wedlm import RowOutcome
+
+MOST_DRAFTS = 8
+# The masks' own probability of a draft is put into one of so many bins, each with a running mean of what passed.
+BINS = 8
+BIN_PRIOR = 4.0  # observations that the probability itself counts for
+BIN_MEMORY = 0.995
+# Runs of drafts that are remembered, and what their chances are taken for before there is any.
+RUNS = 32
+PRIOR_CHANCE = 0.65
+# While AR steps are best: steps between two looks at what masks would draft, doubled each time in vain.
+FIRST_LOOK, LAST_LOOK, LOOK_DRAFTS = 16, 128, 4
+# While branches are best: steps between two AR steps that measure what those take.
+MEASURE_EVERY = 64
+# Steps between two estimates of the rates, which change slowly.
+UPDATE_EVERY = 4
+# An advantage over AR steps that is too small to be seen in the times, and one that is beyond doubt.
+MARGIN, CLEAR = 1.05, 1.15
+
+
+@dataclass
+class StepTimes:
+    """What a step of n physical rows takes.
+
+    A processor reads a matrix for one row in its own way, so one row has a time of its own (a median); all others lie
+    on a line, fitted to the last steps.
+
+    Args:
+        slot_cost: what one more row adds, relative to an empty forward; a first guess where there is a clock.
+        clock: seconds; `None`: the slot cost is all there is to know.
+    """
+
+    slot_cost: float
+    clock: Callable[[], float] | None = None
+    single: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    others: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))
+
+    def record(self, rows: int, seconds: float) -> None:
+        """Takes in a step."""
+        if rows == 1:
+            self.single.append(seconds)
+        else:
+            self.others.append((rows, seconds))
+
+    @property
+    def knows_single(self) -> bool:
+        """Whether the time of one row is known well enough."""
+        return self.clock is None or len(self.single) >= 3
+
+    def line(self) -> tuple[float, float]:
+        """Intercept and slope for more than one row."""
+        steps = list(self.others)  # of this moment: several threads may decode
+        if len(steps) < 3:
+            scale = median(self.single) / (1 + self.slot_cost) if self.single else 1.0
+            return scale, scale * self.slot_cost
+        typical = median(seconds for _, seconds in steps)
+        points = [(rows, min(seconds, 1.5 * typical)) for rows, seconds in steps]
+        mean_rows = sum(rows for rows, _ in points) / len(points)
+        mean = sum(seconds for _, seconds in points) / len(points)
+        covariance = sum((rows - mean_rows) * (seconds - mean) for rows, seconds in points)
+        variance = sum((rows - mean_rows) ** 2 for rows, _ in points)
+        guess, weight = mean * self.slot_cost / (1 + self.slot_cost * mean_rows), 4.0 * mean_rows
+        slope = (covariance + weight * guess) / (variance + weight)
+        slope = min(max(slope, 0.1 * guess), 0.9 * mean / mean_rows)
+        return mean - slope * mean_rows, slope
+
+    def of(self, rows: int) -> float:
+        """Time of a step."""
+        if rows == 1 and self.single:
+            return median(self.single)
+        intercept, slope = self.line()
+        return intercept + slope * rows
+
+
+@dataclass
+class DraftRecord:
+    """What is known of drafts and times; a model that is decoded with again goes on from it.
+
+    Attributes:
+        times: of steps.
+        key: of the machine and the numbers that the times belong to.
+        passed, tried: drafts of each bin of probability.
+        runs: the masks' own probabilities of the last runs of drafts.
+        look_after: AR steps until the next look at what masks would draft.
+        steps_since: steps since the last look, or since the last AR step.
+    """
+
+    times: StepTimes
+    key: Any = None
+    passed: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    tried: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    runs: deque[list[float]] = field(default_factory=lambda: deque(maxlen=RUNS))
+    look_after: int = FIRST_LOOK
+    steps_since: int = 0
+
+    def chance(self, confidence: float) -> float:
+        """The chance that a draft passes, given that those before it do."""
+        bin_ = min(int(confidence * BINS), BINS - 1)
+        return (self.passed[bin_] + BIN_PRIOR * confidence) / (self.tried[bin_] + BIN_PRIOR)
+
+    def reaches(self, confidences: Sequence[float]) -> list[float]:
+        """For each draft of a run the chance that it and all before it pass."""
+        reached, found = 1.0, []
+        for confidence in confidences:
+            reached *= self.chance(confidence)
+            found.append(reached)
+        return found
+
+
+class BranchPacer:
+    """Plans steps.
+
+    *Chances.* A draft's own probability tells how likely it is to pass, once corrected by what became of drafts of
+    similar probability. For drafts that masks will only give, the runs of the last steps stand.
+
+    *Price.* Let ρ be the best rate of tokens per time that steps of one kind can have, 1 being that of AR steps, and
+    t(n) the time of a step of n rows, relative to theirs. One more row is worth it if it brings more tokens than
+    ρ·dt/dn: a draft by the chance that it is accepted; the masks of branch b by the chance that the first failure
+    comes right behind draft b, times the chance that what they draft is accepted.
+
+    *Rate.* With drafts to depth D, A_k the chance that draft k is accepted and q that the branch of the last accepted
+    draft has masks, two steps in a row bring 1 + A_1 + … + A_D + (1 − q) tokens in t(n) + (1 − q)·t(n′), n′ being the
+    rows of a step without drafts. ρ is the largest such ratio. Where none exceeds that of AR steps, these are taken,
+    and every now and then masks without drafts, to look whether that has changed.
+
+    Args:
+        largest: most drafts of a step.
+        record: what is known so far.
+        rows: A.
+        is_chain: only the last draft has masks, which then needs no attention mask.
+        is_adaptive: otherwise every step checks all drafts there are, up to `largest`, and every branch has
+            `largest + 1` masks.
+
+    Attributes:
+        window_size, largest: what the decoder asks of any pacer.
+    """
+
+    def __init__(
+        self, largest: int, record: DraftRecord, rows: int = 1, is_chain: bool = False, is_adaptive: bool = True
+    ):
+        self.window_size = self.largest = largest
+        self.record = record
+        self.rows = rows
+        self.is_chain = is_chain
+        self.is_adaptive = is_adaptive
+        self._began: tuple[int, float] | None = None
+        self.drafts, self.rate, self._age, self._is_ar_step = 0, 1.0, 0, False
+        self._update()
+
+    def begin_step(self, physical_rows: int, is_prefill: bool) -> None:
+        """Starts the clock. A prefill tells nothing of the steps behind it."""
+        clock = self.record.times.clock
+        self._began = None if clock is None or is_prefill else (physical_rows, clock())
+
+    def learn(self, confidences: Sequence[float], checked: int, accepted: int, found: Sequence[float]) -> None:
+        """Takes in what became of a row's drafts, and its new ones.
+
+        Args:
+            confidences: the masks' own probability of each of the drafts.
+            checked: how many of these were checked.
+            accepted: how many passed.
+            found: the probabilities of the new drafts.
+        """
+        record = self.record
+        for index in range(min(accepted + 1, checked)):
+            bin_ = min(int(confidences[index] * BINS), BINS - 1)
+            record.passed[bin_] = BIN_MEMORY * record.passed[bin_] + (index < accepted)
+            record.tried[bin_] = BIN_MEMORY * record.tried[bin_] + 1
+        if found:
+            if not self.drafts:
+                self._age = UPDATE_EVERY
+                if len(record.runs) >= 4:  # looks are rare: each counts for several runs
+                    record.runs = deque(list(record.runs)[3:], RUNS)
+            record.runs.append(list(found))
+
+    def observe(self, outcomes: Sequence[RowOutcome]) -> None:
+        """Ends a step, and chooses the kind of the next."""
+        times = self.record.times
+        if self._began is not None and times.clock is not None:
+            rows, began = self._began
+            times.record(rows, times.clock() - began)
+        rows = max(1, sum(not outcome.row.is_finished for outcome in outcomes))
+        self.record.steps_since += 1
+        self._age += 1
+        if self._age >= UPDATE_EVERY or rows != self.rows:
+            self.rows = rows
+            self._update()
+        else:
+            self._is_ar_step = self._choose_ar_step()
+
+    def plan(self, confidence: Sequence[float], remaining: int) -> list[int]:
+        """Masks of each branch: behind the last pending token, and behind each draft that is to be checked.
+
+        Args:
+            confidence: the masks' own probability of each draft there is.
+            remaining: new tokens that are still allowed.
+        """
+        most = min(len(confidence), self.largest, remaining - 1)
+        if not self.is_adaptive:
+            sizes = [self.largest + 1] * (most + 1)
+        elif self._is_ar_step:
+            return [0]
+        elif not self.drafts:
+            sizes = [1 + min(LOOK_DRAFTS, self.largest)]
+        else:
+            reached = [1.0, *self.record.reaches(confidence[:most])]
+            drafts = max(draft for draft, chance in enumerate(reached) if chance > self.price)
+            sizes = self._sizes(reached[: drafts + 1])
+        if self.is_chain:
+            sizes[:-1] = [0] * (len(sizes) - 1)
+        sizes = [min(size, remaining - draft) for draft, size in enumerate(sizes)]
+        return [size if size > 1 else 0 for size in sizes]
+
+    def _sizes(self, reached: Sequence[float]) -> list[int]:
+        """Masks of each branch, by the chances that the drafts to it pass (1 for none)."""
+        following = [*reached[1:], 0.0]
+        return [self._size(here - there) for here, there in zip(reached, following, strict=True)]
+
+    def _size(self, chance: float) -> int:
+        """Masks of a branch that is the one to go on from with this chance."""
+        gains = [chance * gain - self.price for gain in self.gains]
+        size = sum(gain > 0 for gain in gains)
+        return 1 + size if sum(gains[:size]) > self.price else 0  # the first one drafts nothing
+
+    def _update(self) -> None:
+        """Chooses between AR steps and branches, and how deep."""
+        self._age = 0
+        times, rows = self.record.times, self.rows
+        ar_time = times.of(rows)
+        slope = rows * times.line()[1] / ar_time
+        reached, worth = self._reached()
+        self._set_price(self.rate * slope, worth)
+        self.drafts, self.rate = 0, MARGIN
+        for depth in range(1, self.largest + 1):
+            sizes = [min(size, depth + 1) for size in self._sizes(reached[: depth + 1])]
+            if self.is_chain:
+                sizes[:-1] = [0] * depth
+            following = [*reached[1 : depth + 1], 0.0]
+            missing = sum(
+                here - there for here, there, size in zip(reached, following, sizes, strict=False) if not size
+            )
+            if missing == 1:
+                continue
+            time = times.of(rows * (1 + depth + sum(sizes))) + missing * times.of(rows * (2 + depth))
+            rate = (sum(reached[: depth + 1]) + missing) * ar_time / time
+            if rate > self.rate:
+                self.drafts, self.rate = depth, rate
+        self.rate = self.rate if self.drafts else 1.0
+        self._set_price(self.rate * slope, worth)
+        self._is_ar_step = self._choose_ar_step()
+
+    def _set_price(self, price: float, worth: Callable[[int, float], float]) -> None:
+        """Sets what a row must bring, and what each draft to come brings beyond that."""
+        self.price = price
+        self.gains = [worth(depth, price) for depth in range(1, self.largest + 1)]
+
+    def _choose_ar_step(self) -> bool:
+        """Whether the next step is an AR step, be it to measure."""
+        record = self.record
+        if not self.is_adaptive:
+            return False
+        if self.rows == 1 and not record.times.knows_single:
+            return True
+        if self.drafts:
+            if self.rate > CLEAR:
+                record.look_after = FIRST_LOOK
+            is_due = record.times.clock is not None and self.rows == 1 and record.steps_since >= MEASURE_EVERY
+            if is_due:
+                record.steps_since = 0
+            return is_due
+        if record.steps_since < record.look_after:
+            return True
+        record.steps_since = 0
+        record.look_after = min(2 * record.look_after, LAST_LOOK)
+        return False
+
+    def _reached(self) -> tuple[list[float], Callable[[int, float], float]]:
+        """The chance that the first k drafts of a run are accepted, from k = 0 on; and what draft k brings beyond a
+        price, on average, if it is checked only where it is worth that."""
+        runs = [self.record.reaches(run) for run in list(self.record.runs)]
+        reached, guesses, chance = [1.0], [], PRIOR_CHANCE
+        by_depth: list[list[float]] = []
+        for depth in range(self.largest):
+            by_depth.append([run[depth] for run in runs if len(run) > depth])
+            guesses.append(reached[-1] * chance)
+            reached.append((sum(by_depth[-1]) + guesses[-1]) / (len(by_depth[-1]) + 1))
+            chance = reached[-1] / reached[-2]  # a depth that was never tried is as good as the one before
+
+        def worth(depth: int, price: float) -> float:
+            known = [*by_depth[depth - 1], guesses[depth - 1]]
+            return sum(max(0.0, chance - price) for chance in known) / len(known)
+
+        return reached, worth

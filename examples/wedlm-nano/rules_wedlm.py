@@ -1,0 +1,264 @@
+"""What differs between the decoders, as rules: streaming and block-wise filling (paper §5, Algorithm 1, Fig. 4c), and
+verified decoding.
+
+A rule says which slots a row's forward predicts, what is chosen for them, what that makes of the window, which rows of
+the forward enter the cache, and how many masks come next. It works on the logits of all rows at once, and then on one
+row after the other, on plain lists.
+
+`A` rows in use, `M` physical rows with logits, `V` vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .sampling_wedlm import Choice, TokenSampler, is_typical
+from .selection_wedlm import select_masks, token_entropy
+from .settings_wedlm import WeDLMGenerationSettings
+from .window_wedlm import PhysicalOrder, Row, physical_order
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is chosen from the logits of a forward.
+
+    Attributes:
+        tokens: `(A, M)` int64, what is chosen for each predicted slot.
+        chosen: `(A, M)` bool: filling: the masks that take their token. Verifying: the AR rows whose draft passes, and
+            the masks whose token is confident enough to be a draft.
+        is_mask: `(A, M)` bool, predicted slots that are masks (filling: all of them).
+        is_broken: `(A, M)` bool, where there is nothing to choose from: the logits are NaN, or no token is left.
+        entropy: `(A, M)` float32, H of the raw logits, nats.
+        choice: what the tokens were chosen from.
+    """
+
+    tokens: torch.Tensor
+    chosen: torch.Tensor
+    is_mask: torch.Tensor
+    is_broken: torch.Tensor
+    entropy: torch.Tensor
+    choice: Choice
+
+
+@dataclass
+class RowOutcome:
+    """What a step did to one row.
+
+    Attributes:
+        row: the row.
+        final: slots, from the window's left, whose tokens are final.
+        decided: `(column of the logits, slot, token)` for each slot whose token is settled.
+        filled: the same for each mask that was filled, or whose token became a draft.
+        checked: drafts that were checked.
+        accepted: drafts that passed.
+        paid: depths of the window that paid, from the left: accepted drafts, or fills beyond the one of every step.
+        failed: the first depth that did not: its draft failed, or no mask was sure enough to give one.
+        committed: physical rows that entered the cache for good.
+        new_tokens: those that became final.
+    """
+
+    row: Row
+    final: int
+    decided: list[tuple[int, int, int]]
+    filled: list[tuple[int, int, int]]
+    checked: int = 0
+    accepted: int = 0
+    paid: int = 0
+    failed: int | None = None
+    committed: int = 0
+    new_tokens: list[int] = field(default_factory=list)
+
+
+class FillRule:
+    """The paper's: masks of low entropy are filled, and what has no gap to its left is final.
+
+    A row without masks (an adaptive window may have none) takes its next token from the AR head: its last pending row
+    predicts slot 0.
+
+    Args:
+        settings: how to decode.
+        sampler: which token fills a slot.
+        end_tokens: tokens that end a row.
+    """
+
+    def __init__(self, settings: WeDLMGenerationSettings, sampler: TokenSampler, end_tokens: frozenset[int]):
+        self.settings = settings
+        self.sampler = sampler
+        self.end_tokens = end_tokens
+
+    def predicted_slots(self, row: Row) -> list[int]:
+        """The window slots that the row's last physical rows predict."""
+        return row.mask_slots or [0]
+
+    def order(
+        self,
+        rows: Sequence[Row],
+        slot_lists: list[list[int]],
+        mask_token_id: int,
+        width: int | None,
+        device: torch.device,
+    ) -> PhysicalOrder:
+        """The rows of a forward, see [`physical_order`]."""
+        return physical_order(rows, slot_lists, mask_token_id, width, device)
+
+    def select(
+        self,
+        order: PhysicalOrder,
+        rows: Sequence[Row],
+        logits: torch.Tensor,
+        slot_hidden: torch.Tensor | None = None,
+    ) -> Selection:
+        """Chooses tokens.
+
+        Args:
+            order: of the forward.
+            rows: those in use.
+            logits: `(A, M, V)` float32, raw; MASK's are overwritten.
+            slot_hidden: `(A, masks, H)`, last hidden states, of a model with a mask adapter.
+        """
+        settings, is_mask = self.settings, order.slots >= 0
+        entropy = token_entropy(logits)
+        # Slot 0 is a mask: a slot's number is its distance to the leftmost mask.
+        chosen = select_masks(entropy, order.slots, is_mask, settings.entropy_threshold, settings.distance_penalty)
+        choice = self.sampler.choose(logits, order)
+        is_broken = (entropy.isnan() & is_mask) | (chosen & (choice.tokens < 0))
+        return Selection(choice.tokens, chosen, is_mask, is_broken, entropy, choice)
+
+    def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
+        """Writes the chosen tokens into the row's window.
+
+        Args:
+            row: the row.
+            slots: [`predicted_slots`].
+            first_column: the column of the logits that the first of them has.
+            chosen, tokens: of [`Selection`], for each of `slots`.
+        """
+        outcome = RowOutcome(row, 0, [], [])
+        if not row.window:
+            row.window.append(None)
+        for index, slot in enumerate(slots):
+            if chosen[index]:
+                row.window[slot] = tokens[index]
+                outcome.decided.append((first_column + index, slot, tokens[index]))
+        outcome.filled = outcome.decided
+        outcome.paid = len(outcome.filled) - 1
+        outcome.failed = outcome.paid if outcome.paid + 1 < len(slots) else None
+        outcome.final = next((slot for slot, token in enumerate(row.window) if token is None), len(row.window))
+        return outcome
+
+    def committed(self, row: Row, final: int) -> int:
+        """How many physical rows of the forward enter the cache: those that saw nothing but final tokens. `final`
+        tokens became so in this step, and the row has not slid yet."""
+        return row.pending
+
+    def refill(self, row: Row, window_size: int) -> None:
+        """Gives the row masks for the next step, up to a window of `window_size`."""
+        row.set_masks(window_size)
+
+
+class BlockRule(FillRule):
+    """The block-wise baseline: the window is refilled only when all of it is filled."""
+
+    def refill(self, row: Row, window_size: int) -> None:
+        """Gives the row masks for the next step, if its block is done."""
+        if not row.window:
+            row.set_masks(window_size)
+
+
+class VerifyRule(FillRule):
+    """Verified decoding: drafts are final as long as the AR head accepts them, and masks give the next ones.
+
+    A row has the last pending token c, drafts f₁…f_d in slots 0 to d−1, and m masks behind them. The AR row at c
+    predicts slot 0, the one at f_i slot i; the masks predict their own slots d to d+m−1:
+
+        physical rows    c  f₁ f₂ │ M  M  M  M         the AR row at f₂ and the first mask predict the same slot:
+        predicted slots  0  1  2  │ 2  3  4  5         the AR head decides it, drafts start behind it
+
+    Drafts never influence what an AR row chooses, so with `"exact"` the output is that of AR decoding, greedy or
+    sampled. After a rejection nothing is drafted: the masks saw a wrong token. (Keeping what is left of the old
+    drafts, or taking the AR rows' choices behind the wrong token, gave fewer tokens per forward on wedlm-nano, see
+    docs/generation.md.)
+    """
+
+    def predicted_slots(self, row: Row) -> list[int]:
+        """The window slots that the row's last physical rows predict: AR rows, then masks."""
+        return [*range(len(row.filled_slots) + 1), *row.mask_slots]
+
+    def select(
+        self,
+        order: PhysicalOrder,
+        rows: Sequence[Row],
+        logits: torch.Tensor,
+        slot_hidden: torch.Tensor | None = None,
+    ) -> Selection:
+        """What the AR rows choose, whether the drafts behind them pass, and the masks' own choices."""
+        width, device = order.slots.shape[1], logits.device
+        entropy = token_entropy(logits)
+        masks = [len(row.mask_slots) for row in rows]
+        drafts = [row.filled_tokens for row in rows]
+        behind = torch.tensor(
+            [[-1] * (width - len(f) - 1 - m) + f + [-1] * (m + 1) for f, m in zip(drafts, masks, strict=True)],
+            device=device,
+        )  # (A, M), the draft that each AR row has behind it
+        is_mask = torch.arange(width, device=device) >= width - torch.tensor(masks, device=device)[:, None]
+        is_ar = (order.slots >= 0) & ~is_mask
+        settings = self.settings
+
+        def passes(choice: Choice) -> torch.Tensor:
+            same = choice.tokens == behind
+            if settings.verification == "exact":
+                return same
+            plausible = is_typical(
+                choice.scores, behind.clamp(min=0), settings.acceptance_epsilon, settings.acceptance_delta
+            )
+            return same | (plausible & (behind >= 0))
+
+        prefixes = [row.new_tokens + f for row, f in zip(rows, drafts, strict=True)]
+        choice = self.sampler.choose_in_order(logits, order, is_ar, prefixes, passes)
+        proposals = choice.tokens if self.sampler.is_argmax else logits.argmax(-1)
+        return Selection(
+            tokens=torch.where(is_mask, proposals, choice.tokens),
+            chosen=torch.where(is_mask, entropy < settings.entropy_threshold, passes(choice)),
+            is_mask=is_mask,
+            is_broken=(entropy.isnan() & (order.slots >= 0)) | (is_ar & (choice.tokens < 0)),
+            entropy=entropy,
+            choice=choice,
+        )
+
+    def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
+        """Keeps the accepted drafts, adds the AR head's own token behind them, and drafts anew."""
+        drafts = row.filled_tokens
+        accepted = next((i for i in range(len(drafts)) if not chosen[i]), len(drafts))
+        settled = [*drafts[:accepted], tokens[accepted]]
+        filled: list[tuple[int, int, int]] = []
+        failed = accepted if accepted < len(drafts) else None
+        for index in range(len(drafts) + 2, len(slots)) if failed is None else ():  # not the mask of the AR's own slot
+            if not chosen[index]:
+                failed = len(filled)
+                break
+            filled.append((first_column + index, slots[index], tokens[index]))
+            if tokens[index] in self.end_tokens:
+                break  # nothing behind an end is worth a slot
+        outcome = RowOutcome(
+            row=row,
+            final=accepted + 1,
+            decided=[(first_column + slot, slot, token) for slot, token in enumerate(settled)],
+            filled=filled,
+            checked=len(drafts),
+            accepted=accepted,
+            paid=accepted,
+            failed=failed,
+        )
+        row.window = [*settled, *(token for _, _, token in filled)]
+        return outcome
+
+    def committed(self, row: Row, final: int) -> int:
+        """Pending tokens and accepted drafts: all that is final but the last, which no row of the forward read."""
+        return row.pending + final - 1
+
+    def refill(self, row: Row, window_size: int) -> None:
+        """Masks behind the drafts. The first one's slot goes to the AR token, so they are worth it from two on."""
+        drafts = len(row.window)
+        if row.remaining > drafts + 1 and not (row.window and row.window[-1] in self.end_tokens):
+            row.set_masks(drafts + window_size)
