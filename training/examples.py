@@ -123,7 +123,7 @@ def read_example(
     turns = read.get("completion", read.get("messages"))
     is_learnable = [] not in read.values()
     if needs_assistant and isinstance(turns, list):
-        is_learnable = any(turn["role"] == "assistant" for turn in turns)
+        is_learnable = is_learnable and any(turn["role"] == "assistant" for turn in turns)
     if "tools" in example:
         read["tools"] = example["tools"]
     if "chat_template_kwargs" in example:  # null where another row of the file has some

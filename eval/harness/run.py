@@ -235,7 +235,8 @@ def _in_words(settings: WeDLMGenerationSettings) -> str:
     if settings.strategy == "ar":
         return "strategy ar"
     return (
-        f"strategy {settings.strategy}, verification {settings.verification}, W = {settings.window_size}, "
+        f"strategy {settings.strategy}, verification {settings.verification}, "
+        f"W {'up to' if settings.is_adaptive else '='} {settings.window_size}, "
         f"τ = {settings.entropy_threshold:g}, λ = {settings.distance_penalty:g}"
     )
 

@@ -456,7 +456,7 @@ def test_the_command_prints_the_tables_and_saves_the_statistics(tmp_path):
     done = command("run", *arguments, cwd=tmp_path, HF_DATASETS_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "|wedlm_nano_counting|      2|none  |     0|right " in done.stdout
-    assert "Decoding: strategy wedlm, verification exact, W = 6" in done.stdout
+    assert "Decoding: strategy wedlm, verification exact, W up to 32, " in done.stdout
     (file,) = (tmp_path / "out").rglob("results_*.json")
     saved = json.loads(file.read_text())["config"]
     assert saved["decoding"]["verification"] == "exact"
