@@ -406,16 +406,6 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
     }
 
 
-def batches_of_tasks(tasks: Sequence[str], batch_size: int) -> list[list[int]]:
-    """Indices of samples in batches of one task each, tasks in the order in which they first occur."""
-    by_task: dict[str, list[int]] = {}
-    for index, task in enumerate(tasks):
-        by_task.setdefault(task, []).append(index)
-    return [
-        group[start : start + batch_size] for group in by_task.values() for start in range(0, len(group), batch_size)
-    ]
-
-
 def default_threads(model: torch.nn.Module, rows: int = 16) -> int:
     """CPU threads for forwards of so many rows in all: as many as have work.
 

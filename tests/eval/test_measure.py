@@ -8,7 +8,6 @@ import torch
 from tiny import MASK, tiny_model, tiny_tokenizer
 
 from wedlm_hf.eval import measure as measuring
-from wedlm_hf.eval.files import written_whole
 from wedlm_hf.eval.measure import (
     Decoding,
     ForwardCounter,
@@ -229,21 +228,3 @@ def test_a_long_prompt_shortens_no_other_answer(tokenizer):
     options = {**AR, "max_new_tokens": 12, "eos_token_id": None}
     rows = measure(model, tokenizer, prompts, {"ar": options}, batch_size=3)
     assert {row["prompt"]: row["new_tokens"] for row in rows} == {0: 12, 1: 4, 2: 12}
-
-
-# --- files ------------------------------------------------------------------------------------------------
-
-
-def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
-    path = tmp_path / "new" / "file"
-
-    def write(text, divisor):
-        with written_whole(path) as unfinished:
-            unfinished.write_text(text)
-            return 1 / divisor
-
-    write("old", 1)
-    with pytest.raises(ZeroDivisionError):
-        write("half", 0)
-    assert path.read_text() == "old"
-    assert list(path.parent.iterdir()) == [path]
