@@ -142,7 +142,7 @@ class BranchPacer:
         rows: A.
         is_chain: only the last draft has masks, which then needs no attention mask.
         is_adaptive: otherwise every step checks all drafts there are, up to `largest`, and every branch has
-            `largest + 1` masks.
+            `largest` masks.
 
     Attributes:
         window_size, largest: what the decoder asks of any pacer.
@@ -210,19 +210,18 @@ class BranchPacer:
         """
         most = min(len(confidence), self.largest, remaining - 1)
         if not self.is_adaptive:
-            sizes = [self.largest + 1] * (most + 1)
+            sizes = [self.largest] * (most + 1)
         elif self._is_ar_step:
             return [0]
         elif not self.drafts:
-            sizes = [1 + min(LOOK_DRAFTS, self.largest)]
+            sizes = [min(LOOK_DRAFTS, self.largest)]
         else:
             reached = [1.0, *self.record.reaches(confidence[:most])]
             drafts = max(draft for draft, chance in enumerate(reached) if chance > self.price)
             sizes = self._sizes(reached[: drafts + 1])
         if self.is_chain:
             sizes[:-1] = [0] * (len(sizes) - 1)
-        sizes = [min(size, remaining - draft) for draft, size in enumerate(sizes)]
-        return [size if size > 1 else 0 for size in sizes]
+        return [max(0, min(size, remaining - draft - 1)) for draft, size in enumerate(sizes)]
 
     def _sizes(self, reached: Sequence[float]) -> list[int]:
         """Masks of each branch, by the chances that the drafts to it pass (1 for none)."""
@@ -231,9 +230,7 @@ class BranchPacer:
 
     def _size(self, chance: float) -> int:
         """Masks of a branch that is the one to go on from with this chance."""
-        gains = [chance * gain - self.price for gain in self.gains]
-        size = sum(gain > 0 for gain in gains)
-        return 1 + size if sum(gains[:size]) > self.price else 0  # the first one drafts nothing
+        return sum(chance * gain > self.price for gain in self.gains)
 
     def _update(self) -> None:
         """Chooses between AR steps and branches, and how deep."""
@@ -245,7 +242,7 @@ class BranchPacer:
         self._set_price(self.rate * slope, worth)
         self.drafts, self.rate = 0, MARGIN
         for depth in range(1, self.largest + 1):
-            sizes = [min(size, depth + 1) for size in self._sizes(reached[: depth + 1])]
+            sizes = [min(size, depth) for size in self._sizes(reached[: depth + 1])]
             if self.is_chain:
                 sizes[:-1] = [0] * depth
             following = [*reached[1 : depth + 1], 0.0]

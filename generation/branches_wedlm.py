@@ -28,13 +28,12 @@ class BranchRule(VerifyRule):
 
     A row has the last pending token c, drafts f₁…f_d, and masks in branches, all behind the real rows:
 
-        physical rows     c   f₁  f₂ │ M  M  M │ M  M │ M  M          c has three masks, f₁ two, f₂ two
-        positions         7   8   9  │ 8  9  10│ 9  10│ 10 11
+        physical rows     c   f₁  f₂ │ M  M │ M │ M  M          c has two masks, f₁ one, f₂ two
+        positions         7   8   9  │ 9  10│ 10│ 11 12
         predicted slots   0   1   2
 
-    Only real rows have logits. Let j drafts pass: c′, the AR head's token in slot j, is at the position of the first
-    mask of branch j, so that mask drafts nothing, and the others draft what follows c′. The first stays, since the
-    adapter was trained with it.
+    Only real rows have logits. Let j drafts pass: the AR head gives the token in slot j, right behind the last accepted
+    draft, and the masks of branch j draft what follows it. So no mask stands at the position of that token.
 
     Args:
         settings, sampler, end_tokens: see [`FillRule`].
@@ -85,7 +84,7 @@ class BranchRule(VerifyRule):
         checked = super().select(order, rows, logits)
         self._entries = {row.index: entry for entry, row in enumerate(rows)}
         self._probabilities = None
-        count = max((size for row in rows for size in row.branches), default=0) - 1
+        count = max((size for row in rows for size in row.branches), default=0)
         if slot_hidden is None or count < 1:
             return checked
         return self._with_drafts(checked, order, rows, slot_hidden, count)
@@ -105,13 +104,13 @@ class BranchRule(VerifyRule):
         real_end = order.input_ids.shape[1] - order.masks_behind
         tokens = order.input_ids[:, real_end - width : real_end]
         before = torch.cat([tokens.gather(1, winner), checked.tokens.gather(1, winner)], dim=1)
-        # Its masks, without the first.
+        # Its masks.
         most = max(len(row.branches) for row in rows)
         sizes = torch.tensor([row.branches + [0] * (most - len(row.branches)) for row in rows], device=device)
         start = (sizes.cumsum(1) - sizes).gather(1, accepted)
         steps = torch.arange(count, device=device)
-        is_draft = steps < sizes.gather(1, accepted) - 1
-        index = (start + 1 + steps).clamp(max=slot_hidden.shape[1] - 1)
+        is_draft = steps < sizes.gather(1, accepted)
+        index = (start + steps).clamp(max=slot_hidden.shape[1] - 1)
         hidden = slot_hidden.gather(1, index[..., None].expand(-1, -1, slot_hidden.shape[2]))
         offsets = torch.tensor(order.first, device=device)[:, None] + accepted + 1 + steps
         drafts, self._probabilities, entropy = self._draft(hidden, before, order, offsets)
@@ -226,7 +225,7 @@ def branch_order(
         positions, until, start = list(real), list(real), list(real)
         for draft, size in enumerate(row.branches):
             first = behind + len(positions) - is_real
-            positions += range(end + draft, end + draft + size)
+            positions += range(end + draft + 1, end + draft + 1 + size)
             until += [end - 1 + draft] * size
             start += [first] * size
         count = len(positions)

@@ -418,7 +418,7 @@ def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: Decodi
         if is_timed:
             model._draft_record = record
     return BranchPacer(
-        largest=min(settings.window_size - 1, MOST_DRAFTS),
+        largest=min(settings.window_size, MOST_DRAFTS),
         record=record,
         rows=request.prompt_ids.shape[0],
         is_chain=model.config._attn_implementation not in DENSE_MASK_ATTENTION,

@@ -94,9 +94,7 @@ class MaskDistillation(nn.Module):
     Args:
         model: a [`WeDLMForCausalLM`] with a mask adapter.
         num_masks: K.
-        first_weight: loss weight of a run's first mask, whose token the base's own last row knows.
-        depth_decay: of the loss weights of the others, which begin at 1: a deep draft counts only if all before it
-            are accepted.
+        depth_decay: of the loss weights, which begin at 1: a deep draft counts only if all before it are accepted.
         plain_weight: of the cross-entropy without the previous-token head.
         top_tokens: likeliest tokens of the base at each position that are candidates.
         sampled_tokens: of all others, how many stand for them.
@@ -109,8 +107,7 @@ class MaskDistillation(nn.Module):
     def __init__(
         self,
         model: Any,
-        num_masks: int = 8,
-        first_weight: float = 0.2,
+        num_masks: int = 5,
         depth_decay: float = 0.85,
         plain_weight: float = 0.5,
         top_tokens: int = 16,
@@ -122,7 +119,7 @@ class MaskDistillation(nn.Module):
         self.num_masks = num_masks
         self.plain_weight = plain_weight
         self.top_tokens, self.sampled_tokens = top_tokens, sampled_tokens
-        weights = torch.tensor([first_weight, *(depth_decay**depth for depth in range(num_masks - 1))])
+        weights = torch.tensor([depth_decay**depth for depth in range(num_masks)])
         self.register_buffer("depth_weights", weights, persistent=False)
         model.set_attn_implementation(MASK_RUNS)
 
@@ -154,7 +151,7 @@ class MaskDistillation(nn.Module):
         memory_hidden, memory = self._memory(input_ids)
         hidden = self._masks(memory, cuts)[counted]
         # Targets: what the memory row before each mask's position says.
-        before = (cuts[..., None] + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
+        before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
         rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
         places, of_slot = (rows * input_ids.shape[1] + before)[counted].unique(return_inverse=True)
         with torch.no_grad():
@@ -197,7 +194,7 @@ class MaskDistillation(nn.Module):
         """Last hidden states of the masks, `(B, C, K, H)`."""
         batch, runs = cuts.shape
         slots = runs * self.num_masks
-        positions = (cuts.clamp(min=0)[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).flatten(1)
+        positions = (cuts.clamp(min=0)[..., None] + 2 + torch.arange(self.num_masks, device=cuts.device)).flatten(1)
         dtype = self.model.dtype
         seen = torch.arange(memory.get_seq_length(), device=cuts.device) <= cuts.clamp(min=0)[..., None]
         visible = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))

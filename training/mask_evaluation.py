@@ -53,7 +53,7 @@ def measure_acceptance(distillation: MaskDistillation, answers: Iterable[Answer]
         result.tokens += len(truth)
         for suffix, drafts in draft_everywhere(distillation, answer).items():
             accepted = _accepted_runs(drafts, truth)
-            for limit in [limit for limit in DRAFTS if limit < distillation.num_masks]:
+            for limit in [limit for limit in DRAFTS if limit <= distillation.num_masks]:
                 runs = accepted.clamp(max=limit).tolist()
                 result.add("branch" + suffix, limit, _forwards(runs, limit, is_chain=False))
                 result.add("chain" + suffix, limit, _forwards(runs, limit, is_chain=True))
@@ -64,7 +64,7 @@ def draft_everywhere(distillation: MaskDistillation, answer: Answer) -> dict[str
     """The drafts behind each token of an answer.
 
     Returns:
-        `(T, K - 1)` int64: row t holds the drafts for the tokens t + 1, t + 2, …, chosen one after the other by the
+        `(T, K)` int64: row t holds the drafts for the tokens t + 1, t + 2, …, chosen one after the other by the
         previous-token head from the true token t on; under `"_plain"`, each mask's own choice.
     """
     model = distillation.model
@@ -74,7 +74,7 @@ def draft_everywhere(distillation: MaskDistillation, answer: Answer) -> dict[str
     _, memory = distillation._memory(input_ids)
     cuts = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1, device=device)
     # In portions: masks see only their own run, but the sum over the vocabulary is large.
-    hidden = torch.cat([distillation._masks(memory, part[None])[0] for part in cuts.split(32)])[:, 1:]
+    hidden = torch.cat([distillation._masks(memory, part[None])[0] for part in cuts.split(32)])
     plain = _choose(model, hidden)
     head = model.model.mask_adapter.head
     if head is None:

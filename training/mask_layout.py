@@ -1,5 +1,7 @@
 """Layout of mask-adapter training (ALGORITHM.md §5): whole answers, random cuts in them, and masks after each cut.
 
+The token right behind a cut is the base's own last row's to tell: no mask stands there.
+
 `B` answers of a batch, `L` tokens of the longest, `C` cuts of the one with the most, `K` masks after a cut.
 """
 
@@ -121,7 +123,8 @@ class DataCollatorForMaskRuns:
 
         Returns:
             `input_ids` `(B, L)`, right-padded; `cuts` `(B, C)`: position of the last token that the masks of a run
-            see, -1 for none; `labels` `(B, C, K)`: the token at each mask's position, -100 behind the answer's end;
+            see, -1 for none; `labels` `(B, C, K)`: the token at each mask's position, from the second behind the cut
+            on, -100 behind the answer's end;
             `noise_key`, a scalar for further noise of this batch.
         """
         answers = [answer for batch in batches for answer in batch]
@@ -130,14 +133,14 @@ class DataCollatorForMaskRuns:
         length = max(len(row) for row in tokens)
         width = max(count_cuts(answer, self.cut_stride) for answer in answers)
         input_ids = torch.full((len(tokens), length), self.pad_token_id)
-        padded = torch.full((len(tokens), length + self.num_masks), IGNORE_INDEX)
+        padded = torch.full((len(tokens), length + self.num_masks + 1), IGNORE_INDEX)
         cuts = torch.full((len(tokens), width), -1)
         for index, (answer, row, key) in enumerate(zip(answers, tokens, keys, strict=True)):
             input_ids[index, : len(row)] = row
             padded[index, : len(row)] = row
             drawn = self._cuts(len(answer["prompt_ids"]), len(row), key)
             cuts[index, : len(drawn)] = drawn
-        positions = cuts[..., None] + 1 + torch.arange(self.num_masks)
+        positions = cuts[..., None] + 2 + torch.arange(self.num_masks)
         labels = padded.gather(1, positions.clamp(min=0).flatten(1)).view_as(positions)
         return {
             "input_ids": input_ids,
@@ -150,9 +153,7 @@ class DataCollatorForMaskRuns:
         """One cut in each stretch of the response; the last token of the prompt is the first place for one."""
         generator = torch.Generator().manual_seed(key)
         starts = torch.arange(prompt_length - 1, length - 2, self.cut_stride)
-        if len(starts) == 0:
-            starts = torch.tensor([prompt_length - 1])
-        sizes = (length - 1 - starts).clamp(max=self.cut_stride)
+        sizes = (length - 2 - starts).clamp(max=self.cut_stride)
         return starts + (torch.rand(len(starts), generator=generator) * sizes).long()
 
     def _key(self, tokens: torch.Tensor) -> int:

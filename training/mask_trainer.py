@@ -62,8 +62,8 @@ class MaskTrainingConfig(TrainingArguments):
     mask_rows: int | None = field(default=None, metadata={"help": "Budget: masks with a target that are trained."})
     session_minutes: float | None = field(default=None, metadata={"help": "Stop after so long; resume later."})
     save_minutes: float = field(default=10.0, metadata={"help": "Minutes between checkpoints (and evaluations)."})
-    num_masks: int = field(default=8, metadata={"help": "K, masks after each cut."})
-    cut_stride: int = field(default=4, metadata={"help": "Response tokens for each cut."})
+    num_masks: int = field(default=5, metadata={"help": "K, masks after each cut."})
+    cut_stride: int = field(default=3, metadata={"help": "Response tokens for each cut."})
     batch_slots: int = field(default=640, metadata={"help": "Masks in a batch of one device, about."})
     final_learning_rate: float = field(default=0.05, metadata={"help": "Share of the peak at the end."})
 
@@ -222,7 +222,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self._sums["runs"] += int(counted[..., 0].sum())
         for suffix in ("", "_plain"):
             correct = outputs["correct" + suffix]
-            self._sums["accepted" + suffix] += int(correct[..., 1:].long().cumprod(-1).sum())
+            self._sums["accepted" + suffix] += int(correct.long().cumprod(-1).sum())
             self._sums["soft_loss" + suffix] += float(outputs["soft_loss" + suffix].sum())
             for depth, count in enumerate(correct.sum((0, 1)).tolist()):
                 self._sums[f"correct{suffix}_{depth}"] += count
@@ -337,8 +337,8 @@ def main() -> None:
     parser.add_argument("--eval-answers")
     parser.add_argument("--rank", type=int, default=64)
     parser.add_argument("--head-width", type=int, default=640)
-    parser.add_argument("--num-masks", type=int, default=8)
-    parser.add_argument("--cut-stride", type=int, default=4)
+    parser.add_argument("--num-masks", type=int, default=5)
+    parser.add_argument("--cut-stride", type=int, default=3)
     parser.add_argument("--batch-slots", type=int, default=640)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=42)

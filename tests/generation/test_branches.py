@@ -150,7 +150,8 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
 
 
 def test_masks_see_their_own_branch_and_the_real_rows_before_it(model, foreseeing, monkeypatch):
-    """The hidden state of each mask is that of a plain causal forward on its prefix and the masks of its branch."""
+    """The hidden state of each mask is that of a plain causal forward on its prefix and the masks of its branch, which
+    stand behind the position of the next token."""
     prompts = prompts_of([5, 1, 12])
     foreseeing(ar_outputs(model, prompts), 0.4)
     forward, checked = ParallelDecoder._forward, []
@@ -163,7 +164,9 @@ def test_masks_see_their_own_branch_and_the_real_rows_before_it(model, foreseein
             for branch, size in enumerate(row.branches):
                 prefix = row.tokens + row.window[:branch]
                 if size:
-                    alone = model.model(input_ids=torch.tensor([prefix + [MASK] * size]), slot_mask=size)
+                    positions = [*range(len(prefix)), *range(len(prefix) + 1, len(prefix) + 1 + size)]
+                    ids = torch.tensor([prefix + [MASK] * size])
+                    alone = model.model(input_ids=ids, position_ids=torch.tensor([positions]), slot_mask=size)
                     expected = alone.last_hidden_state[0, -size:]
                     torch.testing.assert_close(hidden[entry, column : column + size], expected, atol=1e-4, rtol=1e-4)
                     checked.append(branch)
@@ -211,10 +214,10 @@ def replay(model, prompt, *, window_size, limit):
     generated, drafts, committed = [], [], 0
     forwards = instances = 0
     while True:
-        branches = [min(window_size, limit - len(generated) - branch) for branch in range(len(drafts) + 1)]
+        branches = [min(window_size, limit - len(generated) - branch - 1) for branch in range(len(drafts) + 1)]
         if drafts and drafts[-1] in ENDS:
             branches[-1] = 0
-        branches = [size if size > 1 else 0 for size in branches]
+        branches = [max(size, 0) for size in branches]
         forwards += 1
         instances += len(generated) - committed + len(drafts) + sum(branches)
         committed = len(generated)
@@ -235,9 +238,12 @@ def replay(model, prompt, *, window_size, limit):
                 return generated, forwards, instances
         drafts = []
         if size:
+            # The token behind the sequence is decided: masks stand at the positions behind that one.
+            positions = [*range(len(sequence)), *range(len(sequence) + 1, len(sequence) + 1 + size)]
+            ids = torch.tensor([sequence + [MASK] * size])
             with torch.no_grad():
-                hidden = model.model(input_ids=torch.tensor([sequence + [MASK] * size]), slot_mask=size)
-            for state in hidden.last_hidden_state[0, -size + 1 :]:
+                hidden = model.model(input_ids=ids, position_ids=torch.tensor([positions]), slot_mask=size)
+            for state in hidden.last_hidden_state[0, -size:]:
                 with torch.no_grad():
                     own = model.lm_head(state)
                     own[MASK] = -torch.inf
@@ -411,7 +417,7 @@ def simulate(seconds, chance, steps, pacer, seed=0):
         while accepted < drafts and random.random() < confidence[accepted]:
             accepted += 1
         tokens += accepted + 1
-        found = [chance(step) * random.uniform(0.7, 1.0) for _ in range(branches[accepted] - 1)]
+        found = [chance(step) * random.uniform(0.7, 1.0) for _ in range(branches[accepted])]
         pacer.learn(confidence, drafts, accepted, found)
         pacer.observe([])
         confidence = found
@@ -473,8 +479,8 @@ def test_masks_are_given_where_the_first_failure_is_likely():
     pace.record.runs.extend([[0.6, 0.5]] * 32)
     pace.observe([])
     sure, hopeless = pace.plan([0.99], 100), pace.plan([0.05], 100)
-    assert sure[0] == 0 and sure[1] > 1
-    assert hopeless[0] > 1 and sum(hopeless[1:]) == 0
+    assert sure[0] == 0 and sure[1] > 0
+    assert hopeless[0] > 0 and sum(hopeless[1:]) == 0
     assert pace.plan([0.99], remaining=2) == [0, 0]
 
 

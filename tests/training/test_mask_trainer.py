@@ -43,6 +43,13 @@ def batch_of(some_answers: list[dict[str, Any]], stride: int = 3) -> dict[str, t
     return DataCollatorForMaskRuns(0, K, stride)([some_answers])
 
 
+def states_behind(model: Any, tokens: torch.Tensor, cut: int) -> torch.Tensor:
+    """The oracle: `(K, H)` from one causal forward of the tokens up to the cut, and masks behind the next token."""
+    ids = torch.cat([tokens[: cut + 1], torch.full((K,), MASK)])[None]
+    positions = torch.tensor([[*range(cut + 1), *range(cut + 2, cut + 2 + K)]])
+    return model.model(input_ids=ids, position_ids=positions, slot_mask=K).last_hidden_state[0, -K:]
+
+
 @pytest.mark.parametrize("style", ["qwen3", "qwen2.5"])
 def test_each_masks_state_is_that_of_a_plain_causal_forward_of_prefix_and_run(style: Any) -> None:
     model = adapted_model(style)
@@ -58,9 +65,8 @@ def test_each_masks_state_is_that_of_a_plain_causal_forward_of_prefix_and_run(st
             for run, cut in enumerate(batch["cuts"][row].tolist()):
                 if cut < 0:
                     continue
-                ids = torch.cat([tokens[: cut + 1], torch.full((K,), MASK)])[None]
                 model.set_attn_implementation("sdpa")
-                expected = model.model(input_ids=ids, slot_mask=K).last_hidden_state[0, -K:]
+                expected = states_behind(model, tokens, cut)
                 torch.testing.assert_close(states[row, run], expected, atol=2e-5, rtol=2e-5)
                 checked += 1
     assert checked > 10
@@ -83,10 +89,9 @@ def test_the_loss_is_the_cross_entropy_with_the_bases_own_distributions() -> Non
             for cut in batch["cuts"][row].tolist():
                 if cut < 0:
                     continue
-                ids = torch.cat([tokens[: cut + 1], torch.full((K,), MASK)])[None]
-                hidden = model.model(input_ids=ids, slot_mask=K).last_hidden_state[0, -K:]
+                hidden = states_behind(model, tokens, cut)
                 for depth in range(K):
-                    position = cut + 1 + depth
+                    position = cut + 2 + depth
                     if position >= len(tokens):
                         continue
                     before = model.model.embed_tokens(tokens[[max(0, position - 2), position - 1]])
@@ -96,9 +101,8 @@ def test_the_loss_is_the_cross_entropy_with_the_bases_own_distributions() -> Non
                         logits[MASK] = float("-inf")
                         target = teacher[position - 1].softmax(-1)
                         losses.append(-(target * logits.log_softmax(-1).clamp(min=-1e9)).sum())
-                    weight = 0.2 if depth == 0 else 0.85 ** (depth - 1)
-                    total += weight * float(losses[1] + 0.5 * losses[0])
-                    weights += weight
+                    total += 0.85**depth * float(losses[1] + 0.5 * losses[0])
+                    weights += 0.85**depth
     assert float(result["loss"].detach()) == pytest.approx(total / weights, rel=1e-4)
 
 
@@ -149,9 +153,9 @@ def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them() -> None
         tokens = answer["prompt_ids"] + answer["response_ids"]
         cuts = [cut for cut in batch["cuts"][row].tolist() if cut >= 0]
         assert cuts == sorted(cuts) and len(set(cuts)) == len(cuts)
-        assert len(answer["prompt_ids"]) - 1 <= cuts[0] and cuts[-1] < len(tokens) - 1
+        assert len(answer["prompt_ids"]) - 1 <= cuts[0] and cuts[-1] < len(tokens) - 2
         for run, cut in enumerate(cuts):
-            expected = (tokens[cut + 1 : cut + 1 + K] + [-100] * K)[:K]
+            expected = (tokens[cut + 2 : cut + 2 + K] + [-100] * K)[:K]
             assert batch["labels"][row, run].tolist() == expected
 
 
