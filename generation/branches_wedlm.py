@@ -32,8 +32,8 @@ class BranchRule(VerifyRule):
         positions         7   8   9  │ 9  10│ 10│ 11 12
         predicted slots   0   1   2
 
-    Only real rows have logits. Let j drafts pass: the AR head gives the token in slot j, right behind the last accepted
-    draft, and the masks of branch j draft what follows it. So no mask stands at the position of that token.
+    Only real rows have logits. Let j drafts pass: the AR head gives the token in slot j, right behind the last
+    accepted draft, and the masks of branch j draft what follows it. So no mask stands at the position of that token.
 
     Args:
         settings, sampler, end_tokens: see [`FillRule`].
