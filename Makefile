@@ -1,5 +1,5 @@
-# `make demo` shows a tiny model at work, `make real` a pretrained one, which it downloads (93 MB); `make test` checks
-# everything. The first call of any of them sets up .venv.
+# `make demo` shows a tiny model at work, `make real` a pretrained one, which it downloads (93 MB). `make test` checks the
+# code, `make slow` runs the tests that take long. The first call of any of them sets up .venv.
 # PYTHON=python3.12 picks another interpreter; PIP_EXTRA_INDEX_URL and pip's other variables apply as usual.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
 
-.PHONY: demo real test lint types unit format clean
+.PHONY: demo real test slow lint types unit format clean
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
@@ -29,8 +29,14 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 # A file's tests run in one process, which makes what they share once; tests/conftest.py says which files begin.
+PYTEST := $(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 unit: $(INSTALLED)
-	$(BIN)/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+# Trainings that must learn something, and runs of several processes.
+slow: $(INSTALLED)
+	$(PYTEST) -m slow
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix

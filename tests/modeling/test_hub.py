@@ -103,18 +103,18 @@ def test_three_generations_are_byte_identical_and_generate_without_our_package(t
         tokenizer.save_pretrained(tmp_path / name / "1")
         inputs = tokenizer(PROMPT, return_tensors="pt")
         expected.append([model.generate(**inputs, **settings)[0].tolist() for settings in SETTINGS])
-    for generation in (1, 2, 3):
-        jobs = [
-            {
-                "source": str(tmp_path / name / str(generation)),
-                "target": str(tmp_path / name / str(generation + 1)) if generation < 3 else None,
-                "shards": variant["shards"],
-                "prompt": PROMPT,
-                "settings": SETTINGS,
-            }
-            for name, variant in VARIANTS.items()
-        ]
-        assert run_clean_process(jobs, tmp_path / f"process {generation}") == expected
+    jobs = [
+        {
+            "source": str(tmp_path / name / str(generation)),
+            "target": str(tmp_path / name / str(generation + 1)) if generation < 3 else None,
+            "shards": variant["shards"],
+            "prompt": PROMPT,
+            "settings": SETTINGS,
+        }
+        for generation in (1, 2, 3)
+        for name, variant in VARIANTS.items()
+    ]
+    assert run_clean_process(jobs, tmp_path / "process") == 3 * expected
     for name in VARIANTS:
         first, second, third = (contents(tmp_path / name / str(generation)) for generation in (1, 2, 3))
         assert first.keys() == second.keys() == third.keys()

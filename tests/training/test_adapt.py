@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
 
 
 def write_base(folder: Path) -> Path:
-    """A tiny Llama with a tokenizer."""
+    """A tiny Llama with a tokenizer; prompts beside its folder."""
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, initializer_range=0.3, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None,
@@ -36,13 +36,20 @@ def write_base(folder: Path) -> Path:
         torch.manual_seed(0)
         randomize(LlamaForCausalLM(config)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    (folder.parent / "prompts.txt").write_text("\n".join(line.strip().replace("\n", " ") for line in LINES))
     return folder
 
 
 @pytest.fixture
 def base(tmp_path) -> Path:
-    (tmp_path / "prompts.txt").write_text("\n".join(line.strip().replace("\n", " ") for line in LINES))
     return write_base(tmp_path / "llama")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The run that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run(folder, write_base(folder / "llama"))[0]
 
 
 def run(tmp_path: Path, base: Any, name: str = "out", measure: Any = None, **settings: Any) -> tuple[Path, str]:
@@ -106,9 +113,7 @@ def test_the_adapter_learns_something(tmp_path, base):
 
 
 @pytest.mark.parametrize("stage", ["convert", "answer", "_split", "train", "finish"])
-def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, stage, monkeypatch):
-    expected, _ = run(tmp_path, base, "whole")
-
+def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, whole, stage, monkeypatch):
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
@@ -117,12 +122,14 @@ def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, stage, monke
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, base)
     out, _ = run(tmp_path, base)
-    assert weights(out) == weights(expected)
+    assert weights(out) == weights(whole)
     for name in ("answers.jsonl", "training.jsonl", "heldout.jsonl"):
-        assert (out / "work" / name).read_bytes() == (expected / "work" / name).read_bytes()
+        assert (out / "work" / name).read_bytes() == (whole / "work" / name).read_bytes()
 
 
 def test_a_stop_between_two_batches_of_answers_loses_none_of_them(tmp_path, base, monkeypatch):
+    for stage in ("train", "finish"):
+        monkeypatch.setattr(adapt_module._Run, stage, lambda *_: None)
     expected, _ = run(tmp_path, base, "whole", tokens=1500)
     write_answers = adapt_module.write_answers
 

@@ -1,6 +1,6 @@
 """What a training step costs, next to a plain implementation of the same loss: dense mask, all blocks, all logits.
 
-    python tests/training_cost.py
+    PYTHONPATH=tests:examples/wedlm-nano python tests/training/training_cost.py
 
 times both in turn on half-supervised samples of 1,024 tokens, with a vocabulary of 32,768, and prints clean tokens/s.
 """
