@@ -108,13 +108,7 @@ def convert(
     )
     mask_row = _prepare_mask_row(model, mask_token_id, used)
     if target is not None:
-        with _written_whole(target) as unfinished:
-            _require_space(unfinished, model)
-            model.save_pretrained(unfinished)
-            tokenizer.save_pretrained(unfinished)
-            reloaded = load_tokenizer(unfinished)
-            if reloaded.mask_token_id != mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
-                raise ValueError(f"The tokenizer of {str(source)!r} does not survive being saved and loaded again.")
+        _write(target, model, tokenizer, str(source))
         model.name_or_path = model.config.name_or_path = str(target)  # an adapter of it is loaded onto this
     copied = len(model.state_dict()) - len(model.all_tied_weights_keys)
     missing, unexpected = tuple(info["missing_keys"]), tuple(info["unexpected_keys"])
@@ -137,6 +131,17 @@ def read_source_config(
         if config_dict.get("model_type") == WeDLMConfig.model_type:
             return WeDLMConfig.from_dict(config_dict)
         return read_family(config_dict, name)
+
+
+def _write(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    """Writes the checkpoint, whole or not at all. Raises `ValueError` for a tokenizer that is not loaded as it was."""
+    with _written_whole(target) as unfinished:
+        _require_space(unfinished, model)
+        model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        reloaded = load_tokenizer(unfinished)
+        if reloaded.mask_token_id != tokenizer.mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
+            raise ValueError(f"The tokenizer of {source!r} does not survive being saved and loaded again.")
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
 from ..modeling_wedlm.convert import convert, read_source_config
@@ -26,7 +27,6 @@ from .answers import Answer, AnswerConfig, read_answers, read_prompts, write_ans
 from .mask_layout import load_answers
 from .mask_trainer import MaskAdapterTrainer, MaskTrainingConfig
 from .model_card import model_card
-from .progress import Progress
 from .saving import newest_complete_checkpoint, only_writer
 
 ANSWER_SHARE = 1 / 3  # of the minutes: answers are what a small budget lacks first
@@ -160,17 +160,19 @@ class _Run:
             model, tokenizer = self.load()
             batch_size = 256 if self.device.type == "cuda" else 48
             settings = AnswerConfig(batch_size=batch_size, seed=self.config.seed)
-            progress = Progress(self.console, "[2/4] The model's own answers")
+            bar: tqdm | None = None
             clock = time.monotonic()
             for count in write_answers(model, tokenizer, self.answers, self.prompts, settings):
                 seconds = self.state["answer_seconds"] + time.monotonic() - clock
                 clock = time.monotonic()
                 self.save_state(answer_seconds=seconds)
                 share = self._answer_share(count.tokens, seconds)
-                progress.show(share, f"{count.answers:,} answers, {count.tokens:,} tokens")
+                bar = bar or _progress_bar(self.console, "[2/4] The model's own answers", share)
+                _show(bar, share, f"{count.answers:,} answers, {count.tokens:,} tokens")
                 if share >= 1 and count.answers:
                     break
-            progress.close()
+            if bar is not None:
+                bar.close()
             self.save_state(answered=True)
         if not self.trained_on.exists():
             self._split()
@@ -208,13 +210,11 @@ class _Run:
         model.add_mask_adapter(MaskAdapterSettings(rank=self.config.rank, head_width=self.config.head_width))
         held_out: Any = read_answers(self.held_out)
         trainer = MaskAdapterTrainer(model, args, load_answers(self.trained_on, 10**9), held_out)
-        progress = Progress(self.console, "[3/4] Training the mask adapter")
         trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
-        trainer.add_callback(_ShowProgress(trainer, progress))
+        trainer.add_callback(_ShowProgress(trainer, self.console))
         folder = Path(str(args.output_dir))
         has_checkpoint = any(folder.glob("checkpoint-*"))
         trainer.train(resume_from_checkpoint=str(newest_complete_checkpoint(folder)) if has_checkpoint else None)
-        progress.close()
         model.save_mask_adapter(self.work / "adapter")
         self.save_state(
             trained_for=budget, mask_rows=trainer.budget.mask_rows, training_seconds=trainer.budget.seconds
@@ -263,8 +263,9 @@ class _Run:
 class _ShowProgress(TrainerCallback):
     """Shows how much of the budget is used."""
 
-    def __init__(self, trainer: MaskAdapterTrainer, progress: Progress):
-        self.trainer, self.progress, self.note = trainer, progress, ""
+    def __init__(self, trainer: MaskAdapterTrainer, console: Console):
+        self.trainer, self.console, self.note = trainer, console, ""
+        self.bar: tqdm | None = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Keeps the newest numbers."""
@@ -274,7 +275,27 @@ class _ShowProgress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Shows them."""
         budget = self.trainer.budget
-        self.progress.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{self.note}")
+        share = budget.progress(self.trainer.args)
+        self.bar = self.bar or _progress_bar(self.console, "[3/4] Training the mask adapter", share)
+        _show(self.bar, share, f"{budget.mask_rows:,} mask rows{self.note}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leaves the last line on the screen."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def _progress_bar(console: Console, name: str, share: float) -> tqdm:
+    """A line about a stage, this share of which is done: redrawn on a terminal, printed twice a minute elsewhere."""
+    every = {"mininterval": 0.1 if console.is_terminal else 30.0, "maxinterval": 60.0, "miniters": 0}
+    shown = "{desc}: {percentage:.0f}%{postfix}, about {remaining} left"
+    return tqdm(desc=name, total=1.0, initial=min(share, 1.0), file=console.file, bar_format=shown, **every)
+
+
+def _show(bar: tqdm, share: float, note: str) -> None:
+    """Says that this share of the stage is done."""
+    bar.set_postfix_str(note, refresh=False)
+    bar.update(min(share, 1.0) - bar.n)
 
 
 def _device(name: str | None) -> torch.device:

@@ -1,4 +1,4 @@
-"""A model's own answers: what a mask adapter of it is trained on (docs/training.md, "Mask adapters").
+"""A model's own answers: what a mask adapter of it is trained on (docs/adapters.md).
 
 Prompts are the user's, or drawn from the model itself: the chat template up to the user's turn, continued at
 temperature 1. Each is answered by the model, greedily or sampled, and the answers are appended to a JSONL file, so
@@ -8,6 +8,7 @@ that a run may be stopped at any moment and goes on where it was.
 import json
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -200,19 +201,12 @@ def _mend(file: Path) -> list[Answer]:
     return answers
 
 
-class _seeded:
+@contextmanager
+def _seeded(seed: int, batch: int, device: torch.device) -> Iterator[None]:
     """The global random state is a function of `seed` and `batch` inside, and what it was before afterwards."""
-
-    def __init__(self, seed: int, batch: int, device: torch.device) -> None:
-        self.fork = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        self.number = random.Random(f"{seed} {batch} noise").getrandbits(63)
-
-    def __enter__(self) -> None:
-        self.fork.__enter__()
-        torch.manual_seed(self.number)
-
-    def __exit__(self, *error: Any) -> None:
-        self.fork.__exit__(*error)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(random.Random(f"{seed} {batch} noise").getrandbits(63))
+        yield
 
 
 @dataclass(frozen=True)

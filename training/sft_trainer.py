@@ -96,10 +96,10 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             raise ValueError("`train_dataset` is required.")
         self._preparation = Preparation(args)
         self.data_reports = self._preparation.reports
-        first_example(train_dataset, "train")
         if formatting_func is None:
             self._preparation.check_first(train_dataset, "train")  # before any weights are read
         else:
+            first_example(train_dataset, "train")
             args.assistant_only_loss = bool(args.assistant_only_loss)  # it makes text of chats
         init_kwargs: Any = args.model_init_kwargs
         if isinstance(model, str):
@@ -107,11 +107,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         model, processing_class, peft_config = prepare_model(
             model, processing_class, args, init_kwargs, peft_config, quantization_config
         )
-        embeddings: Any = model.get_input_embeddings()
-        self._vocab_size = int(embeddings.weight.shape[0])
-        collator = DataCollatorForDualStreamMasking(
-            processing_class, **{name: getattr(args, name) for name in COLLATOR_FIELDS}
-        )
+        self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         if formatting_func is None:  # TRL judges the first example: it must see what is trained on
             train_dataset = self._preparation.read(train_dataset, "train")
             eval_dataset = self._preparation.read_evaluation(eval_dataset)
@@ -129,7 +125,8 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         args.model_init_kwargs = init_kwargs
         prepare_quantized(self.model)
         # Only now: with `packing=True` the parent refuses every collator but its own.
-        self.data_collator = collator
+        settings = {name: getattr(args, name) for name in COLLATOR_FIELDS}
+        self.data_collator = collator = DataCollatorForDualStreamMasking(processing_class, **settings)
         # A bound on −log p that any two runs can be compared by, on the tokens that the AR loss is of.
         self._eval_collator = replace(collator, **_EVALUATION)
         refuse_context_parallelism(self.accelerator.parallelism_config)

@@ -79,7 +79,9 @@ def test_an_adapter_of_a_model_in_four_bits_trains_saves_loads_and_decodes(tmp_p
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     trainer = WeDLMSFTTrainer(
         base,
-        settings_of(tmp_path / "adapter", max_steps=5, learning_rate=0.03, eval_decoding_samples=1),
+        settings_of(
+            tmp_path / "adapter", max_steps=5, learning_rate=0.03, eval_decoding_samples=1, eval_decoding_tokens=8
+        ),
         Dataset.from_dict({"messages": CHATS}),
         Dataset.from_dict({"messages": CHATS[:2]}),
         peft_config=LoraConfig(**CONFIG | settings),
