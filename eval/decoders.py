@@ -19,6 +19,11 @@ DECODERS: dict[str, Options] = {
 }
 
 
+def decoder_name(strategy: str, verification: str) -> str:
+    """Of the [`DECODERS`], for these keywords of `generate`."""
+    return strategy if verification == "none" else f"{strategy}+{verification}"
+
+
 def check_decoders(names: Sequence[str]) -> list[str]:
     """The names in the order of [`DECODERS`], each once, AR always among them.
 

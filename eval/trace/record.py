@@ -19,11 +19,24 @@ from ...generation.selection_wedlm import token_entropy
 from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from ...generation.stats_wedlm import TraceStep
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..decoders import Options
+from ..decoders import AR, Options
 from ..fingerprint import fingerprint
 from ..measure import Call, Decoding, call_generate, decodings_of, environment
 from ..prompts import answer_limit, encode_text
-from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, Recording, Run, Step, Trace, is_setting
+from .saved import (
+    COUNTS,
+    FILLED,
+    FORMAT,
+    MASK,
+    PENDING,
+    PROMPT,
+    Prediction,
+    Recording,
+    Run,
+    Step,
+    Trace,
+    is_setting,
+)
 from .text import pieces_of, token_text
 
 
@@ -60,7 +73,7 @@ class Request:
         decoders: dict[str, Options] = {self.options["strategy"]: {**limit, **self.options}}
         if self.with_ar:
             shared = {name: value for name, value in self.options.items() if name not in SETTING_NAMES}
-            decoders.setdefault("ar", {**limit, **shared, "strategy": "ar"})
+            decoders.setdefault(AR, {**limit, **shared, "strategy": AR})
         return decoders
 
 
@@ -89,7 +102,7 @@ def record(
     Raises:
         ValueError: for a strategy that has no steps to show, and whatever `generate` refuses.
     """
-    if request.options["strategy"] == "ar":
+    if request.options["strategy"] == AR:
         raise ValueError("A trace shows parallel decoding: `strategy` must be 'wedlm' or 'block', got 'ar'.")
     recordings = []
     encoded = request.encode(model, tokenizer)
@@ -97,7 +110,9 @@ def record(
         decoders = request.decoders(model, len(tokens))
         recorded, *timed = [
             {
-                name: call_generate(model, [tokens], options if turn else {**options, **KEPT[name]}, seed=request.seed)
+                name: call_generate(
+                    model, [tokens], options if turn else {**options, **_kept_by(name)}, seed=request.seed
+                )
                 for name, options in decoders.items()
             }
             for turn in range(repeats + 1)
@@ -109,6 +124,7 @@ def record(
         recordings.append(Recording(prompt, tokens, runs))
     ids = set[int]().union(*(recording.token_ids for recording in recordings))
     return Trace(
+        **FORMAT,
         model=model_name,
         fingerprint=fingerprint(model, tokenizer),
         environment=dict(environment(model)),
@@ -119,12 +135,9 @@ def record(
     )
 
 
-KEPT: dict[str, Options] = {
-    "wedlm": {"output_trace": True},
-    "block": {"output_trace": True},
-    "ar": {"output_logits": True},
-}
-"""Keywords of `generate` that let it return what happened."""
+def _kept_by(strategy: str) -> Options:
+    """Keywords of `generate` that let it return what happened."""
+    return {"output_logits": True} if strategy == AR else {"output_trace": True}
 
 
 def _settings(model: WeDLMForCausalLM, options: Options) -> WeDLMGenerationSettings:
@@ -144,7 +157,7 @@ def _run(
     (decoding,) = decodings_of(model, tokenizer, recorded)
     same = [clock for clock in clocks if len(clock) == len(recorded.moments)]
     *starts, seconds = [round(median(moments), 7) for moments in zip(*(same or [recorded.moments]), strict=True)]
-    (prompt,), output, is_ar = recorded.prompts, recorded.output, options["strategy"] == "ar"
+    (prompt,), output, is_ar = recorded.prompts, recorded.output, options["strategy"] == AR
     shown = {name: value for name, value in options.items() if name not in SETTING_NAMES}
     if is_ar:
         steps = _ar_steps(prompt, decoding.tokens, starts, token_entropy(torch.cat(output.logits)).tolist())

@@ -1,4 +1,4 @@
-"""A recorded generation, and its form as JSON: `{"format": "wedlm-trace", "version": 1}` and the fields below.
+"""A recorded generation, and its form as JSON: the fields of [`Trace`].
 
 What is read is checked twice: its form against the types of the dataclasses, its content by a replay of the steps.
 """
@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+from ..decoders import AR, decoder_name
 from ..files import write_text
 from ..options import is_unicode
 
-FORMAT = {"format": "wedlm-trace", "version": 1}
+FORMAT: dict[str, Any] = {"format": "wedlm-trace", "version": 1}
 
 # What a physical row of a forward held.
 PROMPT, PENDING, FILLED, MASK = "cpfm"
@@ -26,54 +29,75 @@ PROMPT, PENDING, FILLED, MASK = "cpfm"
 COUNTS = ("new_tokens", "forwards", "token_instances", "drafted", "accepted")
 
 
-@dataclass(frozen=True)
+def is_setting(value: Any, levels: int = 2) -> bool:
+    """Whether a setting can be kept: number, text, truth value, null, or a list of those or of such lists."""
+    if isinstance(value, list):
+        return levels > 0 and all(is_setting(part, levels - 1) for part in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, bool | int) or (isinstance(value, str) and is_unicode(value))
+
+
+def _check_setting(value: Any) -> Any:
+    if not is_setting(value):
+        raise ValueError("a setting is a number, text, true, false, null or a list of them")
+    return value
+
+
+_FORM = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+Nats = Annotated[float, Field(ge=0)]
+Setting = Annotated[Any, AfterValidator(_check_setting)]
+
+
+@dataclass(frozen=True, config=_FORM)
 class Prediction:
     """What a forward predicted for one position."""
 
-    position: int  # logical, counted from the prompt's first token
+    position: Count  # logical, counted from the prompt's first token
     by: Literal["mask", "ar"]  # its own mask slot, or the next-token head at the position before
-    entropy: float  # H, nats
-    token: int | None  # filled or drafted by a mask, made final by the AR head; None: the position stays open
+    entropy: Nats  # H
+    token: Count | None  # filled or drafted by a mask, made final by the AR head; None: the position stays open
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_FORM)
 class Step:
     """One forward and its outcome."""
 
-    start: float  # seconds since the call; the outcome counts as known when the next forward begins
-    tokens: list[int]  # of its rows, in physical order
-    positions: list[int]  # their logical positions
+    start: Seconds  # since the call; the outcome counts as known when the next forward begins
+    tokens: list[Count]  # of its rows, in physical order
+    positions: list[Count]  # their logical positions
     kinds: str  # a letter for each row: c prompt, p pending, f filled out of order or drafted, m mask
-    committed: int  # rows, from the left, whose keys and values entered the cache for good
+    committed: Count  # rows, from the left, whose keys and values entered the cache for good
     predictions: list[Prediction]  # of the masks, and of the next-token head where it follows on final tokens
-    rejected: list[int]  # positions of the drafts that did not become final (verified decoding only)
-    final: int  # new tokens that are final after this step
+    rejected: list[Count]  # positions of the drafts that did not become final (verified decoding only)
+    final: Count  # new tokens that are final after this step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_FORM)
 class Run:
     """How one decoder answered one prompt."""
 
     name: Literal["wedlm", "block", "ar"]  # the strategy
-    settings: dict[str, Any]  # those in effect
-    tokens: list[int]  # new ones, the end token included
+    settings: dict[str, Setting]  # those in effect
+    tokens: list[Count]  # new ones, the end token included
     pieces: list[str]  # the part of `text` that each brings; a character of several tokens comes with its last one
     text: str  # without special tokens
     steps: list[Step]  # one for each forward
-    seconds: float  # of the whole call
-    timed_runs: int  # `start` and `seconds` are medians of so many calls that recorded nothing
-    stats: dict[str, int]  # as `generate` counts them, see COUNTS
+    seconds: Seconds  # of the whole call
+    timed_runs: Count  # `start` and `seconds` are medians of so many calls that recorded nothing
+    stats: dict[str, Count]  # as `generate` counts them, see COUNTS
 
     @property
     def is_verified(self) -> bool:
         """Whether drafts are final only once the AR head accepts them."""
-        return bool(self.settings.get("verification", "none") != "none")
+        return self.label != self.name
 
     @property
     def label(self) -> str:
-        """The decoder's name as it is shown."""
-        name = {"ar": "AR", "wedlm": "WeDLM", "block": "Block-wise"}[self.name]
-        return f"{name} + {self.settings['verification']} verification" if self.is_verified else name
+        """The decoder's name."""
+        return decoder_name(self.name, str(self.settings.get("verification", "none")))
 
     @property
     def ends(self) -> list[float]:
@@ -81,41 +105,41 @@ class Run:
         return [step.start for step in self.steps[1:]] + [self.seconds]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_FORM)
 class Recording:
     """One prompt and its answers: the parallel decoder's first, then, if it was asked for, AR's."""
 
     prompt: str  # as it was given
-    prompt_tokens: list[int]  # as the model got it
+    prompt_tokens: list[Count]  # as the model got it
     runs: list[Run]
 
     @property
     def token_ids(self) -> set[int]:
         """All that occur anywhere."""
         steps = [step for run in self.runs for step in run.steps]
-        predicted = {
-            prediction.token for step in steps for prediction in step.predictions if prediction.token is not None
-        }
+        predicted = {guess.token for step in steps for guess in step.predictions if guess.token is not None}
         answers = [run.tokens for run in self.runs]
         return predicted.union(self.prompt_tokens, *answers, *(step.tokens for step in steps))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_FORM)
 class Trace:
     """What is saved."""
 
+    format: Literal["wedlm-trace"]
+    version: Literal[1]
     model: str  # folder or Hub id
     fingerprint: dict[str, str]  # see `eval.fingerprint`
-    environment: dict[str, Any]  # versions and machine
-    seed: int  # of sampling
+    environment: dict[str, Setting]  # versions and machine
+    seed: Count  # of sampling
     vocabulary: dict[str, str]  # text of every token that occurs, by id; lone bytes of a character as ⟨E2 82⟩
-    special: list[int]  # ids of special tokens among them
+    special: list[Count]  # ids of special tokens among them
     recordings: list[Recording]  # one for each prompt
 
 
 def to_json(trace: Trace) -> str:
     """As it is saved, on one line."""
-    return json.dumps(FORMAT | asdict(trace), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(asdict(trace), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def save(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -132,83 +156,25 @@ def load(path: str | os.PathLike[str]) -> Trace:
     """
     data = Path(path).read_bytes()
     try:
-        trace = _with_form(Trace, _without_format(json.loads(data)), "")
+        trace = TypeAdapter(Trace).validate_json(data)
         _check(trace)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{str(path)!r} is no trace: it is not JSON ({error}).") from error
-    except RecursionError as error:
-        raise ValueError(f"{str(path)!r} is no trace: its JSON is nested too deeply.") from error
+    except ValidationError as error:
+        raise ValueError(f"{str(path)!r} is no trace to be read: {_first_of(error)}.") from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is no trace to be read: {error}") from error
     return trace
 
 
-# --- form ---------------------------------------------------------------------------------------------------------
+def _first_of(error: ValidationError) -> str:
+    """Where the form is another one, what is wanted there, and what was found."""
+    first = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    shown = repr(first["input"])
+    got = f", got {shown if len(shown) <= 40 else f'{shown[:40]}…'}"
+    what = first["msg"].removeprefix("Value error, ")
+    is_told = first["type"] in ("missing", "json_invalid")
+    return f"{where or 'the file'}: {what[0].lower()}{what[1:]}{'' if is_told else got}"
 
-
-def _without_format(data: Any) -> Any:
-    if not isinstance(data, dict) or data.get("format") != FORMAT["format"]:
-        raise ValueError(f'it has no `"format": "{FORMAT["format"]}"`.')
-    if data.get("version") != FORMAT["version"]:
-        raise ValueError(f"its version is {data.get('version')!r}, this program reads {FORMAT['version']}.")
-    return {name: value for name, value in data.items() if name not in FORMAT}
-
-
-def is_setting(value: Any, levels: int = 2) -> bool:
-    """Whether a setting can be kept: number, text, truth value, null, or a list of those or of such lists."""
-    if isinstance(value, list):
-        return levels > 0 and all(is_setting(part, levels - 1) for part in value)
-    return value is None or type(value) is bool or _is_text(value) or _is_number(value)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and is_unicode(value)
-
-
-_VALUES: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    int: (lambda value: type(value) is int and value >= 0, "a whole number of at least 0"),
-    float: (lambda value: _is_number(value) and value >= 0, "a number of at least 0"),
-    str: (_is_text, "text"),
-    list: (lambda value: isinstance(value, list), "a list"),
-    dict: (lambda value: isinstance(value, dict), "an object"),
-    Any: (is_setting, "a number, text, true, false, null or a list of them"),
-}
-"""The JSON value that stands for a type, as a test and in words."""
-
-
-def _with_form(kind: Any, data: Any, where: str) -> Any:
-    """`data` as a value of a type made of dataclasses and those in `_VALUES`. Raises `ValueError`."""
-    base, arguments = get_origin(kind) or kind, get_args(kind)
-    if base is Literal:
-        return data if data in arguments else _refuse(where, f"one of {arguments}", data)
-    if type(None) in arguments:  # a type, or null
-        return None if data is None else _with_form(arguments[0], data, where)
-    holds, what = _VALUES[dict if is_dataclass(base) else base]
-    if not holds(data):
-        _refuse(where, what, data)
-    if base is list:
-        return [_with_form(arguments[0], value, f"{where}[{index}]") for index, value in enumerate(data)]
-    if base is dict:
-        return {name: _with_form(arguments[1], value, f"{where}.{name}") for name, value in data.items()}
-    if not is_dataclass(base):
-        return data
-    hints = get_type_hints(base)
-    missing, unknown = sorted(hints.keys() - data.keys()), sorted(data.keys() - hints.keys())
-    if missing or unknown:
-        raise ValueError(f"{where or 'the file'} {f'lacks {missing}' if missing else f'has unknown {unknown}'}.")
-    return kind(**{name: _with_form(hint, data[name], f"{where}.{name}".lstrip(".")) for name, hint in hints.items()})
-
-
-def _refuse(where: str, what: str, data: Any) -> NoReturn:
-    shown = json.dumps(data)
-    raise ValueError(f"{where} must be {what}, got {shown if len(shown) <= 40 else f'{shown[:40]}…'}.")
-
-
-# --- content ------------------------------------------------------------------------------------------------------
 
 _SHOWN = {
     "fingerprint": {"weights", "config", "tokenizer"},
@@ -239,7 +205,7 @@ def _check(trace: Trace) -> None:
 
 
 def _check_run(recording: Recording, run: Run) -> None:
-    if run.name != "ar":
+    if run.name != AR:
         missing = sorted(_SHOWN["settings"] - run.settings.keys())
         _expect(not missing, f"settings lacks {missing}")
         WeDLMGenerationSettings(**{name: run.settings[name] for name in SETTING_NAMES if name in run.settings})

@@ -50,9 +50,9 @@ def test_the_command_writes_a_page_and_keeps_the_trace(wedlm, checkpoint, tmp_pa
     assert (again[0], again[2]) == (0, "")
     assert (tmp_path / "again.html").read_text() == page(kept)
     code, output, errors = wedlm("--from", "kept/trace.json", "--terminal")
-    assert code == 0 and "WeDLM: forward 1" in output
+    assert code == 0 and "wedlm: forward 1" in output
     code, output, errors = wedlm(*short[:4], "--terminal", "--raw", PROMPT, "--no-compare")
-    assert code == 0 and "WeDLM: forward 1" in output and "AR" not in output
+    assert code == 0 and "wedlm: forward 1" in output and "ar:" not in output
     assert not (tmp_path / "build" / "trace.html").samefile(tmp_path / "again.html")
 
 

@@ -32,7 +32,7 @@ def test_without_a_terminal_a_replay_is_one_line_for_each_forward(trace):
     for recording in trace.recordings:
         for run in recording.runs:
             assert f"{run.label}: {len(run.tokens)} tokens in {len(run.steps)} forwards" in text
-    lines = [line for line in text.splitlines() if line.startswith("WeDLM: forward ")]
+    lines = [line for line in text.splitlines() if line.startswith("wedlm: forward ")]
     assert len(lines) == sum(len(recording.runs[0].steps) for recording in trace.recordings)
     first = trace.recordings[0].runs[0]
     assert f"final {''.join(first.pieces[: first.steps[0].final])!r}" in lines[0]
