@@ -225,12 +225,12 @@ def report(request: ReportRequest, loading: LoadingOptions) -> None:
     loaded, tokenizer = loading.load(request.model)
     has_no_chat_template(tokenizer, request.model)
     try:
-        made = run(request, loaded, tokenizer, prompts, source, _console(stderr=True))
+        picked = run(request, loaded, tokenizer, prompts, source, _console(stderr=True))
     except KeyboardInterrupt:
         kept = f"Stopped; what was measured is kept in {request.output}. The same command goes on from here."
         typer.echo(kept, err=True)
         raise typer.Exit(130) from None
-    if request.write and made["picked"] is None:
+    if request.write and picked is None:
         raise typer.Exit(1)
 
 

@@ -9,12 +9,11 @@ decode each prompt one right after the other, in one process, so that whatever e
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -54,7 +53,7 @@ class ForwardCounter:
     def __enter__(self) -> ForwardCounter:
         self._hooks = (
             self.model.register_forward_pre_hook(self._count, with_kwargs=True),
-            self.model.register_forward_hook(self._finish),
+            self.model.register_forward_hook(lambda model, args, output: self._ends.append(_mark(output.logits))),
         )
         return self
 
@@ -66,18 +65,7 @@ class ForwardCounter:
         input_ids = args[0] if args else kwargs["input_ids"]
         self.shapes.append(tuple(input_ids.shape))
         self.starts.append(time.perf_counter())
-        self._begins.append(self._mark(input_ids))
-
-    def _finish(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._ends.append(self._mark(output.logits))
-
-    def _mark(self, tensor: torch.Tensor) -> Any:
-        """A point in time, without waiting for a GPU: there, it is one in the stream of its work."""
-        if tensor.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        self._begins.append(_mark(input_ids))
 
     @property
     def forwards(self) -> int:
@@ -104,6 +92,29 @@ class ForwardCounter:
         ]
 
 
+def _mark(tensor: torch.Tensor) -> Any:
+    """A point in time, without waiting for a GPU: there, it is one in the stream of its work."""
+    if tensor.device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class _FirstTokenClock(BaseStreamer):
+    """Notes when the first new token of every row is there."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []  # of the prompt, then of the first tokens
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.moments) < 2:
+            self.moments.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Decoding:
     """The answer to one prompt, and its cost.
@@ -115,6 +126,8 @@ class Decoding:
         token_instances: tokens that went through the model after the prompt.
         seconds: wall clock of `generate`; in a batch, an equal share of it.
         forward_seconds: the part of it inside the model's forward; 0 where that is not known.
+        first_token_seconds: from the call of `generate` until every prompt of the batch has its first token; 0 where
+            that is not known.
     """
 
     tokens: list[int]
@@ -123,6 +136,7 @@ class Decoding:
     token_instances: int
     seconds: float
     forward_seconds: float = 0.0
+    first_token_seconds: float = 0.0
 
 
 def pad_left(
@@ -145,12 +159,14 @@ class Call:
         prompts: tokens of each.
         output: what `generate` returned.
         counter: of its forwards.
+        start: host clock at the call, seconds.
         moments: the start of each forward and then the end of the call, seconds since its start.
     """
 
     prompts: Sequence[list[int]]
     output: Any
     counter: ForwardCounter
+    start: float
     moments: list[float]
 
 
@@ -184,10 +200,15 @@ def call_generate(
         start = now(model)
         output = untyped.generate(**inputs, streamer=streamer, return_dict_in_generate=True, **options)
         end = now(model)
-    return Call(prompts, output, counter, [moment - start for moment in (*counter.starts, end)])
+    return Call(prompts, output, counter, start, [moment - start for moment in (*counter.starts, end)])
 
 
-def decodings_of(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase | None, call: Call) -> list[Decoding]:
+def decodings_of(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    call: Call,
+    clock: _FirstTokenClock | None = None,
+) -> list[Decoding]:
     """The answer to each prompt of a call and its cost, counted twice: by the decoder and by the hook.
 
     Without a tokenizer, texts are empty.
@@ -210,8 +231,9 @@ def decodings_of(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase | N
         assert seen == instances[0], f"{seen} tokens were processed after the prompt, {instances[0]} were reported"
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(prompts)
     seconds, forward_seconds = call.moments[-1] / len(prompts), sum(counter.spans) / len(prompts)
+    first = clock.moments[1] - call.start if clock else 0.0
     parts = zip(answers, texts, forwards, instances, strict=True)
-    return [Decoding(*part, seconds, forward_seconds) for part in parts]
+    return [Decoding(*part, seconds, forward_seconds, first) for part in parts]
 
 
 def decode(
@@ -225,9 +247,9 @@ def decode(
 ) -> list[Decoding]:
     """Decode `B` prompts together and count what it takes: [`call_generate`], then [`decodings_of`]."""
     pad_token = (tokenizer.pad_token_id if tokenizer else None) or 0
-    return decodings_of(
-        model, tokenizer, call_generate(model, prompts, options, streamer, pad_token=pad_token, seed=seed)
-    )
+    clock = None if streamer else _FirstTokenClock()
+    call = call_generate(model, prompts, options, streamer or clock, pad_token=pad_token, seed=seed)
+    return decodings_of(model, tokenizer, call, clock)
 
 
 @torch.no_grad()
@@ -254,47 +276,6 @@ def agreeing_tokens(model: WeDLMForCausalLM, prompt: Sequence[int], answer: Sequ
     return int((logits.argmax(-1) == torch.tensor(answer, device=model.device)).sum())
 
 
-class _FirstTokenSeen(Exception):
-    """There is a new token, and no more is wanted."""
-
-
-class _UntilFirstToken(BaseStreamer):
-    """Ends generation at the first new token."""
-
-    def __init__(self) -> None:
-        self.prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.prompt_seen and value.numel():
-            raise _FirstTokenSeen
-        self.prompt_seen = True
-
-    def end(self) -> None:
-        pass
-
-
-def seconds_to_first_token(
-    model: WeDLMForCausalLM, prompts: Sequence[list[int]], options: Options, *, seed: int | None = None
-) -> float:
-    """From the call of `generate` until a streamer has the first token of every row."""
-    start = now(model)
-    with suppress(_FirstTokenSeen):
-        decode(model, None, prompts, options, _UntilFirstToken(), seed=seed)
-    return now(model) - start
-
-
-@contextmanager
-def without_end_token(model: WeDLMForCausalLM) -> Iterator[None]:
-    """Answers inside the block are as long as they may be."""
-    saved: Any = model.generation_config
-    model.generation_config = copy(saved)
-    model.generation_config.eos_token_id = None
-    try:
-        yield
-    finally:
-        model.generation_config = saved
-
-
 def measure(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
@@ -303,7 +284,6 @@ def measure(
     *,
     batch_size: int = 1,
     repeats: int = 1,
-    seed: int | None = None,
     title: str = "",
 ) -> list[Row]:
     """Decode every prompt with every decoder, in turn (A B A B …), after a warm-up.
@@ -315,60 +295,51 @@ def measure(
         decoders: keywords of `generate` by name.
         batch_size: prompts of one task decoded together.
         repeats: how often each prompt is decoded by each decoder.
-        seed: of sampling, the same for each batch, decoder and repeat.
         title: shown with a progress bar on standard error, if any.
 
     Returns:
-        what [`decode_rows`] returns, with `decoder`, `batch_size` and `repeat`.
+        what [`take_turns`] returns for each batch, with `repeat`.
     """
     limit = max(options.get("max_new_tokens") or LONGEST_ANSWER for options in decoders.values())
     batches = batches_of(model, prompts, batch_size, limit)
-    for options in decoders.values():
-        decode_rows(model, tokenizer, prompts, batches[0], options, seed=seed)
+    take_turns(model, tokenizer, prompts, decoders, batches[0])
+    work = list(itertools.product(batches, range(repeats)))
     rows = []
-    for batch in track(batches, title, console=Console(stderr=True), disable=not title):
-        for repeat in range(repeats):
-            for name, options in decoders.items():
-                shared = {"decoder": name, "batch_size": batch_size, "repeat": repeat}
-                decoded = decode_rows(model, tokenizer, prompts, batch, options, seed=seed)
-                rows += [shared | row for row in decoded]
+    for batch, repeat in track(work, title, console=Console(stderr=True), disable=not title):
+        rows += [row | {"repeat": repeat} for row in take_turns(model, tokenizer, prompts, decoders, batch)]
     return rows
 
 
-def decode_rows(
+def take_turns(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
+    decoders: Mapping[str, Options],
     batch: Sequence[int],
-    options: Options,
-    *,
-    seed: int | None = None,
 ) -> list[Row]:
-    """Decode some of the prompts together; answers are as long as the context allows at most.
+    """Decode some of the prompts together, with one decoder right after the other; answers are as long as the context
+    allows at most.
 
     Args:
-        model, tokenizer, prompts, seed: as for [`measure`].
+        model, tokenizer, prompts, decoders: as for [`measure`].
         batch: indices of the prompts.
-        options: keywords of `generate`.
 
     Returns:
-        for each prompt its index as `prompt`, its `task`, the fields of the [`Decoding`], `new_tokens`, and `right`
-        (`None` if nobody knows).
+        for each decoder and prompt `decoder`, `batch_size`, the prompt's index as `prompt`, its `task`, the fields of
+        the [`Decoding`], `new_tokens`, and `right` (`None` if nobody knows).
     """
-    longest = max(len(prompts[index].tokens) for index in batch)
-    limit = answer_limit(model, longest, options.get("max_new_tokens"))
     tokens = [list(prompts[index].tokens) for index in batch]
-    decodings = decode(model, tokenizer, tokens, {**options, "max_new_tokens": limit}, seed=seed)
-    return [
-        {
-            "prompt": index,
-            "task": prompts[index].task,
-            **asdict(decoding),
-            "new_tokens": len(decoding.tokens),
-            "right": prompts[index].is_right(decoding.text),
-        }
-        for index, decoding in zip(batch, decodings, strict=True)
-    ]
+    rows = []
+    for name, options in decoders.items():
+        limit = answer_limit(model, max(map(len, tokens)), options.get("max_new_tokens"))
+        decodings = decode(model, tokenizer, tokens, {**options, "max_new_tokens": limit})
+        rows += [
+            {"decoder": name, "batch_size": len(batch), "prompt": index, "task": prompts[index].task}
+            | asdict(decoding)
+            | {"new_tokens": len(decoding.tokens), "right": prompts[index].is_right(decoding.text)}
+            for index, decoding in zip(batch, decodings, strict=True)
+        ]
+    return rows
 
 
 def batches_of(

@@ -28,23 +28,21 @@ class TensorBytes(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note((args, kwargs), counts=False)
         output = func(*args, **(kwargs or {}))
-        self._note(output, counts=True)
+        # What views return and in-place operations change was there before.
+        if not any(result.alias_info for result in func._schema.returns):
+            for tensor in tree_iter(output):
+                if isinstance(tensor, torch.Tensor):
+                    self._note(tensor.untyped_storage())
         return output
 
-    def _note(self, tree: Any, counts: bool) -> None:
-        for tensor in tree_iter(tree):
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._known:
-                size = storage.nbytes() if counts else 0
-                self._known.add(key)
-                self.bytes += size
-                self.peak = max(self.peak, self.bytes)
-                weakref.finalize(storage, self._forget, key, size)
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+            weakref.finalize(storage, self._forget, key, size)
 
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)

@@ -30,6 +30,13 @@ COUNTED = ["quality", "same", "tokens_per_forward", "prefix_cacheability"]
 TIMED = ["tokens_per_second", "speed", "own_cost"]
 
 
+def mark_same(table: pd.DataFrame) -> pd.DataFrame:
+    """With `same`: whether an answer (`tokens`) is AR's to the same prompt, token for token."""
+    reference = table[table["decoder"] == AR].drop_duplicates("prompt").set_index("prompt")["tokens"]
+    pairs = zip(table["tokens"], table["prompt"].map(reference), strict=True)
+    return table.assign(same=[tokens == wanted for tokens, wanted in pairs])
+
+
 def per_prompt(table: pd.DataFrame) -> pd.DataFrame:
     """Medians over the repeats: a row for each prompt, columns (sum, decoder) with the decoders in their order."""
     names = [name for name in SUMS if name in table]

@@ -210,6 +210,7 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
         *ROOT.glob("training/*.jinja"),
         *ROOT.glob("eval/harness/tasks/*"),
         *ROOT.glob("eval/**/*.html"),
+        *ROOT.glob("eval/report/*.jinja"),
         *ROOT.glob("examples/wedlm-nano/[!.]*"),
     ]
     files = [*FILES, *(file for file in data if file.is_file()), ROOT / "py.typed"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, EXACT, WEDLM
 from ..measure import ar_logits
 from ..prompts import Prompt
-from ..table import COUNTED, TIMED, resample, standard_error, summarise, summarise_tasks
+from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summarise, summarise_tasks
 
 AREA_LOSS = 0.05
 """Settings that lose more of AR's quality have no place on the accuracy–parallelism curve."""
@@ -71,6 +72,12 @@ class Numbers:
             table=pd.concat([sweep_table, table]).drop(columns="tokens"),
         )
 
+    def as_json(self) -> dict[str, Any]:
+        """All but the rows."""
+        frames = {name: frame for name, frame in vars(self).items() if name not in ("table", "partings")}
+        made = {name: json.loads(frame.reset_index().to_json(orient="records")) for name, frame in frames.items()}
+        return made | {"partings": self.partings}
+
 
 def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
     """A row for each setting.
@@ -93,13 +100,6 @@ def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
     return summary
 
 
-def mark_same(table: pd.DataFrame) -> pd.DataFrame:
-    """With `same`: whether an answer is AR's, token for token."""
-    reference = table[table["decoder"] == AR].set_index("prompt")["tokens"]
-    pairs = zip(table["tokens"], table["prompt"].map(reference), strict=True)
-    return table.assign(same=[tokens == wanted for tokens, wanted in pairs])
-
-
 def _alone(table: pd.DataFrame) -> pd.DataFrame:
     return table[(table["kind"] == "speed") & (table["batch_size"] == 1)].drop(columns="quality", errors="ignore")
 
@@ -112,12 +112,11 @@ def _summary(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
 def _by_batch_size(table: pd.DataFrame) -> pd.DataFrame:
     parts = {}
     for size, rows in table[table["kind"] == "speed"].groupby("batch_size"):
+        rows = mark_same(rows)
         parts[size] = summarise(rows.drop(columns="quality", errors="ignore"), ["same", *TIMED])
-    made = pd.concat(parts, names=["batch_size"])
-    keys = ["batch_size", "decoder"]
-    for kind, column in (("first token", "first_token_seconds"), ("memory", "peak_bytes")):
-        made[column] = table[table["kind"] == kind].groupby(keys)[column].median()
-    return made
+        parts[size]["first_token_seconds"] = rows.groupby("decoder")["first_token_seconds"].median()
+    peaks = table[table["kind"] == "memory"].set_index(["batch_size", "decoder"])["peak_bytes"]
+    return pd.concat(parts, names=["batch_size"]).assign(peak_bytes=peaks)
 
 
 def _by_prompt(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
@@ -196,8 +195,3 @@ def staircase(x: np.ndarray, y: np.ndarray, least: float = 0.0) -> tuple[np.ndar
     is_corner = y[order] > np.concatenate([[-np.inf], np.maximum.accumulate(y[order])[:-1]])
     corners = order[is_corner][::-1]
     return x[corners], y[corners]
-
-
-def rank_correlation(prompts: pd.DataFrame, column: str) -> Any:
-    """Spearman's, between the entropy of the text and a column; NaN where one of them is constant."""
-    return prompts["entropy"].corr(prompts[column], method="spearman")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ import typer
 from ..options import NANO, RawOption, SetOption, parse_numbers, parse_settings, read_text
 
 if TYPE_CHECKING:
+    from ..decoders import Options
     from ..prompts import Prompt
     from ..sweep import Grid
 
@@ -115,6 +117,11 @@ class ReportRequest:
     def common_settings(self) -> dict[str, Any]:
         """Keywords of `generate` for every decoder, AR too."""
         return parse_settings(self.settings)
+
+    def common(self, decoders: Mapping[str, Options]) -> dict[str, Options]:
+        """The keywords of each decoder, with those of all."""
+        shared = {**self.common_settings, "max_new_tokens": self.max_new_tokens, "do_sample": False}
+        return {name: {**options, **shared} for name, options in decoders.items()}
 
     def prompts(self) -> tuple[list[Prompt], str]:
         """The prompts, and where they are from.

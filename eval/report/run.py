@@ -10,6 +10,7 @@ import hashlib
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
@@ -27,7 +28,7 @@ from ..measure import environment
 from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts
 from ..sweep import FIELDS, configured, pick, settings_table, write_settings
 from .numbers import Numbers, sweep_numbers
-from .page import chosen_sentence, summary_sentences, write_report
+from .page import write_report
 from .pieces import Measurement, Part
 from .request import MANAGED, ReportRequest
 from .store import Store
@@ -40,7 +41,7 @@ def run(
     prompts: Sequence[Prompt],
     source: str,
     console: Console,
-) -> dict[str, Any]:
+) -> str | None:
     """Measure, or go on measuring, and write all files.
 
     Args:
@@ -52,7 +53,7 @@ def run(
         console: for progress and for what was found.
 
     Returns:
-        the content of report.json.
+        the name of the settings that were picked; `None` where none is good enough.
 
     Raises:
         ValueError: for partial results of another request, for prompts that leave no room for an answer, and whatever
@@ -62,40 +63,33 @@ def run(
     encoded = [encode_prompt(model, tokenizer, prompt, raw=raw) for prompt in prompts]
     tuning, others = split_prompts(encoded, request.sweep_count, request.count)
     decides = _decides(request, model, tokenizer, [tuning, others])
-    common: Options = {**request.common_settings, "max_new_tokens": request.max_new_tokens, "do_sample": False}
-    measurement = Measurement(model, tokenizer, request.repeats, request.batch_size, request.max_new_tokens)
+    candidates = request.grid.candidates()
     with Store(request.output, decides, restart=request.restart) as store:
-        candidates = request.grid.candidates()
-        timed = _first_of_each_task(tuning, request.sweep_timed)
-        part = Part("sweep", tuning, {name: {**options, **common} for name, options in candidates.items()}, timed)
-        sweep_table = measurement.run(part, "sweep, 1 of 2", store, console)
+        measurement = Measurement(model, tokenizer, request, store, console)
+        sweep_table = measurement.run(Part("sweep", tuning, request.common(candidates), request.sweep_timed))
         sweep = sweep_numbers(sweep_table, settings_table(candidates))
-        good = pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")
-        picked = good[0] if good else None
-        settings = _stored(model) if picked is None or not request.write else dict(sweep.loc[picked, list(FIELDS)])
-        settings = {name: _plain(value) for name, value in settings.items()}
-        headline = {
-            name: {**options, **common} for name, options in _headline(request.grid.decoders, settings).items()
-        }
-        timed = _first_of_each_task(others, request.timed)
-        part = Part("headline", others, headline, timed, request.timed_batch_sizes, is_costed=True)
-        table = measurement.run(part, "headline, 2 of 2", store, console)
-    numbers = Numbers.of(sweep_table, sweep, table, others, model)
-    data = {
-        "source": source,
-        "has_answers": bool(others[0].answers),
-        "counts": {"tuning": _counts(tuning), "headline": _counts(others)},
-        "notes": _notes(request, model, encoded, [*tuning, *others]),
+        picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
+        stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
+        settings = {name: getattr(stored, name) for name in FIELDS}
+        if request.write and picked is not None:
+            settings = {name: candidates[picked][name] for name in FIELDS}
+        headline = request.common(_headline(request.grid.decoders, settings))
+        table = measurement.run(Part("headline", others, headline, request.timed, request.timed_batch_sizes, True))
+    about = {
+        **_about(request, decides),
+        "data": {"source": source, **_data(request, model, encoded, tuning, others)},
+        "settings": settings,
+        "picked": picked,
     }
-    about = {**_about(request, decides), "data": data, "settings": settings, "picked": picked}
-    report = write_report(about, numbers, request.output, request.figures, request.fill or ())
-    for line in [*summary_sentences(about, numbers), chosen_sentence(about)]:
-        console.print(line, highlight=False, soft_wrap=True)
+    numbers = Numbers.of(sweep_table, sweep, table, others, model)
+    words = write_report(about, numbers, request.output, request.figures, request.fill or ())
+    for text in (words.block("summary"), words.block("chosen")):
+        console.print(text, highlight=False, soft_wrap=True)
     if request.write and picked is not None:
         write_settings(Path(request.model), settings)
         console.print(f"{Path(request.model) / 'generation_config.json'}: {picked}", highlight=False)
     console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
-    return report
+    return picked
 
 
 def _about(request: ReportRequest, decides: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,11 +116,6 @@ def _headline(decoders: Sequence[str], settings: Mapping[str, Any]) -> dict[str,
     return made
 
 
-def _stored(model: WeDLMForCausalLM) -> dict[str, Any]:
-    stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
-    return {name: getattr(stored, name) for name in FIELDS}
-
-
 def _decides(
     request: ReportRequest,
     model: WeDLMForCausalLM,
@@ -149,11 +138,15 @@ def _decides(
     }
 
 
-def _notes(
-    request: ReportRequest, model: WeDLMForCausalLM, prompts: Sequence[Prompt], used: Sequence[Prompt]
-) -> list[str]:
-    """What a reader of the numbers must know about the prompts."""
-    distinct = len({prompt.text for prompt in prompts})
+def _data(
+    request: ReportRequest,
+    model: WeDLMForCausalLM,
+    prompts: Sequence[Prompt],
+    tuning: Sequence[Prompt],
+    others: Sequence[Prompt],
+) -> dict[str, Any]:
+    """How many prompts of each task are in each part, and what a reader of the numbers must know about them."""
+    distinct, used = len({prompt.text for prompt in prompts}), [*tuning, *others]
     limits = [answer_limit(model, len(prompt.tokens), request.max_new_tokens) for prompt in used]
     short = [limit for limit in limits if limit < request.max_new_tokens]
     notes = []
@@ -166,25 +159,8 @@ def _notes(
             f"{len(short)} of {len(used)} prompts leave room for fewer than {request.max_new_tokens} new tokens in "
             f"the model's context, the longest one for {min(short)}: their answers may be cut, no others are."
         )
-    return notes
-
-
-def _first_of_each_task(prompts: Sequence[Prompt], count: int) -> list[int]:
-    """Indices of the first `count` prompts of each task, the tasks in turn."""
-    seen: dict[str, int] = {}
-    places = []
-    for index, prompt in enumerate(prompts):
-        seen[prompt.task] = seen.get(prompt.task, 0) + 1
-        places.append((seen[prompt.task], index))
-    return [index for place, index in sorted(places) if place <= count]
-
-
-def _counts(prompts: Sequence[Prompt]) -> dict[str, int]:
-    tasks = [prompt.task for prompt in prompts]
-    return {task: tasks.count(task) for task in dict.fromkeys(tasks)}
-
-
-def _plain(value: Any) -> Any:
-    """A number of numpy's as Python's own, whole ones as integers."""
-    value = float(value)
-    return int(value) if value.is_integer() else value
+    counts = {
+        part: dict(Counter(prompt.task for prompt in some))
+        for part, some in (("tuning", tuning), ("headline", others))
+    }
+    return {"has_answers": bool(others[0].answers), "counts": counts, "notes": notes}

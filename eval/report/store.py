@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,24 @@ class Store:
 
     def __enter__(self) -> Store:
         folder = self.path.parent
-        self._lock = WeakFileLock(folder / ".lock", timeout=0.1)
-        try:
-            self._lock.__enter__()
-        except TimeoutError as error:
-            raise ValueError(f"Another report is being made in {str(folder)!r}: choose another `--output`.") from error
-        try:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(WeakFileLock(folder / ".lock", timeout=0.1))
+            except TimeoutError as error:
+                where = f"Another report is being made in {str(folder)!r}"
+                raise ValueError(f"{where}: choose another `--output`.") from error
             if not self._restart and self.path.exists():
                 self._read()
-            # Written anew, so that no line is cut off in the middle.
-            write_text(self.path, "".join(map(_line, [{"request": self.request}, *self._lines()])))
-            self._file = open(self.path, "a", encoding="utf-8", newline="\n")
-        except BaseException:
-            self._lock.__exit__(None, None, None)
-            raise
+            lines = [{"request": self.request}, *({"piece": name, "rows": rows} for name, rows in self.pieces.items())]
+            write_text(self.path, "".join(map(_line, lines)))  # anew, so that no line is cut off in the middle
+            self._file = stack.enter_context(open(self.path, "a", encoding="utf-8", newline="\n"))
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
         if not self.pieces:  # a request that was refused leaves nothing that another one could not go on from
             self.path.unlink()
-        self._lock.__exit__(None, None, None)
+        self._open.close()
 
     def put(self, piece: str, rows: list[Row]) -> None:
         """Keep the rows of a piece."""
@@ -66,34 +64,23 @@ class Store:
         self._file.write(_line({"piece": piece, "rows": rows}))
         self._file.flush()
 
-    def _lines(self) -> list[dict[str, Any]]:
-        return [{"piece": piece, "rows": rows} for piece, rows in self.pieces.items()]
-
     def _read(self) -> None:
+        otherwise = "choose another `--output`, or begin anew (--restart)."
         first, *lines = self.path.read_text(encoding="utf-8").split("\n")
         try:
             previous = json.loads(first)["request"]
             # What follows on the last line end is empty, or was cut off.
             self.pieces = {piece["piece"]: piece["rows"] for piece in map(json.loads, lines[:-1])}
         except (ValueError, KeyError, TypeError):
-            raise ValueError(
-                f"{str(self.path)!r} is no file of partial results: choose another `--output`, or begin anew "
-                "(--restart)."
-            ) from None
+            raise ValueError(f"{str(self.path)!r} is no file of partial results: {otherwise}") from None
         differing = [name for name in {**previous, **self.request} if previous.get(name) != self.request.get(name)]
         if differing:
-            name = differing[0]
+            there, here = (json.dumps(one.get(differing[0]), ensure_ascii=False) for one in (previous, self.request))
             raise ValueError(
                 f"{str(self.path.parent)!r} holds a report with another {', '.join(differing)} "
-                f"({name}: {_short(previous.get(name))} there, {_short(self.request.get(name))} now): ask for the "
-                "same, choose another `--output`, or begin anew (--restart)."
+                f"({differing[0]}: {there:.60} there, {here:.60} now): ask for the same, {otherwise}"
             )
 
 
 def _line(content: Mapping[str, Any]) -> str:
     return json.dumps(content, ensure_ascii=False) + "\n"
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -12,9 +12,10 @@ from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.eval.report.figures import figures
-from wedlm_hf.eval.report.numbers import Numbers, find_partings, mark_same, staircase, sweep_numbers
-from wedlm_hf.eval.report.page import as_markdown, fill, same_sentence, summary_csv, tables
+from wedlm_hf.eval.report.numbers import Numbers, find_partings, staircase, sweep_numbers
+from wedlm_hf.eval.report.page import Words, as_markdown, fill, summary_csv, tables
 from wedlm_hf.eval.sweep import Grid, pick, settings_table
+from wedlm_hf.eval.table import mark_same
 
 PROMPTS = 24
 GRID = Grid(windows=(4,), thresholds=(0.1, 0.2, 0.4), penalties=(0.0, 0.1), decoders=("block", "wedlm"))
@@ -30,16 +31,12 @@ def rows(decoder, *, prompts=PROMPTS, quality=1.0, tokens=20, forwards=20, secon
         shared = {"decoder": decoder, "prompt": index, "task": tasks[index % len(tasks)], "batch_size": 1, **counts}
         shared |= {"seconds": got[3], "forward_seconds": 0.8 * got[3], "tokens": [index], "repeat": 0}
         made += [shared | {"kind": "quality", "quality": got[0], "entropy": index + 0.5}]
-        made += [shared | {"kind": "speed", "same": True}]
+        made += [shared | {"kind": "speed", "first_token_seconds": 0.1}]
     return made
 
 
 def extra(decoder):
-    shared = {"decoder": decoder, "batch_size": 1}
-    return [
-        shared | {"kind": "first token", "repeat": 0, "first_token_seconds": 0.1},
-        shared | {"kind": "memory", "peak_bytes": 2**20},
-    ]
+    return [{"decoder": decoder, "batch_size": 1, "kind": "memory", "peak_bytes": 2**20}]
 
 
 def swept(make, **options):
@@ -149,6 +146,9 @@ def test_where_verified_output_parts_from_ar_both_best_logits_are_told():
 
 
 def test_partings_are_told_in_steps_of_the_dtype():
+    def same_sentence(numbers):
+        return Words({}, numbers).block("same")
+
     numbers = made()
     assert same_sentence(numbers) == "Verified decoding gave AR’s own answer to all 24 prompts, token for token."
     numbers.headline.loc["wedlm+exact", "same"] = 22 / 24
@@ -157,16 +157,13 @@ def test_partings_are_told_in_steps_of_the_dtype():
     assert "at most 2.0 steps of this dtype apart (median 1.0)" in same_sentence(numbers)
 
 
-ABOUT = {"data": {"has_answers": True}}
-
-
 def test_tasks_may_have_any_name():
     numbers = made(tasks=TASKS)
     lines = summary_csv(numbers).splitlines()
     assert len(lines) == 1 + 3 + 3 * 4 + len(GRID.candidates())
     assert [line for line in lines if line.startswith("headline,wedlm,,,,all,")]
     assert [line for line in lines if line.startswith("headline,wedlm,,,,,")]  # all tasks together
-    text = as_markdown(tables(ABOUT, numbers)["tasks"])
+    text = as_markdown(tables(numbers, "right answers")["tasks"])
     assert r"| a\|b " in text and text.count("\n") == 2 + 4 + 1
     for figure in figures(numbers, 4, "right answers"):
         assert figure.as_uri().startswith("data:image/svg+xml;base64,")
@@ -181,7 +178,7 @@ def test_a_task_without_timed_prompts_has_no_speed():
     headline = headline[(headline["kind"] != "speed") | (headline["task"] == "even")]
     prompts = [Prompt.of(str(index)) for index in range(PROMPTS)]
     numbers = Numbers.of(table, sweep_numbers(table, settings), headline, prompts, model=None)
-    cells = tables(ABOUT, numbers)["tasks"].set_index("task")["wedlm: speed against AR"]
+    cells = tables(numbers, "right answers")["tasks"].set_index("task")["wedlm: speed against AR"]
     assert (cells["odd"], cells["even"], cells["all tasks"]) == ("–", "1.00×", "1.00×")
 
 
