@@ -13,10 +13,10 @@ from wedlm_hf.eval.measure import (
     ForwardCounter,
     agreeing_tokens,
     answer_entropy,
+    call_generate,
     decode,
     default_threads,
     measure,
-    seconds_to_first_token,
 )
 from wedlm_hf.eval.prompts import Prompt
 
@@ -100,15 +100,19 @@ def test_the_counter_takes_the_time_between_start_and_end_of_each_forward(model,
     assert (counter.shapes, counter.forwards, counter.rows, counter.slots) == ([(1, 2), (3, 1)], 2, 4, 5)
 
 
-def test_the_first_token_ends_the_generation(model):
+def test_the_first_token_is_known_between_the_forward_that_gives_it_and_the_end(model, monkeypatch):
+    seen = []
+
+    def call(*arguments, **options):
+        seen.append(call_generate(*arguments, **options))
+        return seen[-1]
+
+    monkeypatch.setattr(measuring, "call_generate", call)
     for prompts in (PROMPTS[:1], PROMPTS):
         for options in (AR, EXACT):  # with verification, the AR head of the prompt's last token gives it
-            with ForwardCounter(model) as counter:
-                assert seconds_to_first_token(model, prompts, options) > 0
-            assert counter.forwards == 1
-    before = decode(model, None, PROMPTS, FAST)
-    seconds_to_first_token(model, PROMPTS, FAST)
-    assert [d.tokens for d in before] == [d.tokens for d in decode(model, None, PROMPTS, FAST)]
+            (first,) = {decoding.first_token_seconds for decoding in decode(model, None, prompts, options)}
+            start, second, *_, end = seen[-1].moments
+            assert start + seen[-1].counter.spans[0] < first < second < end
 
 
 def test_sampled_decodings_are_a_function_of_the_seed(model):
@@ -205,7 +209,8 @@ def test_rows_do_not_depend_on_the_batch_size(model, tokenizer):
     runs = [measure(model, tokenizer, prompts, settings, batch_size=batch_size) for batch_size in (1, 2)]
     for rows in runs:
         for row in rows:
-            assert row.pop("seconds") > 0 and row.pop("forward_seconds") > 0 and row.pop("batch_size")
+            assert row.pop("seconds") > 0 and row.pop("forward_seconds") > 0 and row.pop("first_token_seconds") > 0
+            assert row.pop("batch_size")
         rows.sort(key=lambda row: (row["decoder"], row["prompt"]))
     assert runs[0] == runs[1]
     ar, exact, _ = (runs[0][start : start + 3] for start in (0, 3, 6))
