@@ -82,7 +82,7 @@ def declared(*extras: str) -> set[str]:
     """Import names of the packages that setup.cfg requires, with the given extras."""
     texts = [SETUP["options"]["install_requires"], *(SETUP["options.extras_require"][extra] for extra in extras)]
     lines = "\n".join(texts).split("\n")
-    return {Requirement(line).name.replace("-", "_") for line in lines if line}
+    return {Requirement(line).name.replace("-", "_").removesuffix("_py") for line in lines if line}
 
 
 def test_layers_import_only_from_below():
