@@ -448,7 +448,7 @@ class _Observers:
         self.is_verified = settings.verification != "none"
         self.stats = StatsRecorder([row.pending for row in decoder.rows])
         self.all: list[StepObserver] = [self.stats]
-        self.trace = TraceRecorder() if settings.output_trace else None
+        self.trace = TraceRecorder(request.mask_token_id) if settings.output_trace else None
         self.scores = None
         keep = bool(generation_config.output_scores), bool(generation_config.output_logits)
         if generation_config.return_dict_in_generate and (self.is_verified or any(keep)):

@@ -9,6 +9,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .decoding_wedlm import StepOutcome
+from .selection_wedlm import token_entropy
 from .window_wedlm import PhysicalOrder
 
 
@@ -113,11 +114,15 @@ class TraceStep:
 class TraceRecorder:
     """A [`StepObserver`] that keeps every step.
 
+    Args:
+        mask_token_id: M.
+
     Attributes:
         steps: a [`TraceStep`] each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mask_token_id: int) -> None:
+        self.mask_token_id = mask_token_id
         self.steps: list[TraceStep] = []
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -147,7 +152,7 @@ class TraceRecorder:
                 committed=[row.committed for row in outcome.rows],
                 logit_positions=torch.where(is_mask, predicted, read),
                 is_mask=is_mask,
-                entropy=selection.entropy.cpu(),
+                entropy=self._entropy(outcome),
                 filled=filled,
                 tokens=tokens,
                 decided=[
@@ -156,6 +161,15 @@ class TraceRecorder:
                 ],
             )
         )
+
+    def _entropy(self, outcome: StepOutcome) -> torch.Tensor:
+        """H of what the model said, MASK's logit included."""
+        logits, selection = outcome.logits.clone(), outcome.selection
+        logits[..., self.mask_token_id] = selection.choice.mask_logits
+        found = [token_entropy(logits)]
+        if selection.draft_scores is not None:
+            found.append(token_entropy(selection.draft_scores))
+        return torch.cat(found, dim=1).cpu()
 
     def end(self) -> None:
         """Nothing is left to do."""

@@ -55,14 +55,14 @@ def foreseeing(monkeypatch):
     """
 
     def install(answers, errors=0.3, seed=0):
-        def draft(rule, hidden, before, order, offsets):
+        def draft(rule, won, before, order, offsets):
             random = Random(seed)
             tokens = torch.zeros_like(offsets)
             for entry, row in enumerate(order.rows):
                 for column, offset in enumerate(offsets[entry].tolist()):
                     is_wrong = random.random() < errors or offset >= len(answers[row])
                     tokens[entry, column] = 9 if is_wrong else answers[row][offset]
-            return tokens, torch.full(offsets.shape, 1 - errors), torch.full(offsets.shape, 0.5)
+            return tokens, torch.full(offsets.shape, 1 - errors), torch.zeros(*offsets.shape, 2)
 
         monkeypatch.setattr(BranchRule, "_draft", draft)
 
@@ -132,7 +132,7 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
     torch.manual_seed(3)
     _, (expected,) = generate(qwen3, prompts, verification="exact", slot_cost=1000.0, do_sample=True)
 
-    def draft(rule, hidden, before, order, offsets):
+    def draft(rule, won, before, order, offsets):
         tokens = torch.zeros_like(offsets)
         shortlist = torch.tensor([[token for token in range(320) if token != MASK]])
         for column, offset in enumerate(offsets[0].tolist()):
@@ -140,7 +140,7 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
             scores = causal_forward(qwen3, sequence, list(range(len(sequence))))[-1:][:, shortlist[0]]
             place = rule.sampler.draft(scores, shortlist, offsets[:, column], order)
             tokens[0, column] = shortlist.gather(1, place)[0, 0]
-        return tokens, torch.ones(offsets.shape), torch.zeros(offsets.shape)
+        return tokens, torch.ones(offsets.shape), torch.zeros(*offsets.shape, 2)
 
     monkeypatch.setattr(BranchRule, "_draft", draft)
     torch.manual_seed(3)
@@ -158,7 +158,7 @@ def test_masks_see_their_own_branch_and_the_real_rows_before_it(model, foreseein
 
     def checked_forward(decoder, order):
         rows = [copy.deepcopy(row) for row in decoder.rows_in_use]
-        logits, hidden = forward(decoder, order)
+        logits, slots = forward(decoder, order)
         for entry, row in enumerate(rows):
             column = 0
             for branch, size in enumerate(row.branches):
@@ -168,10 +168,11 @@ def test_masks_see_their_own_branch_and_the_real_rows_before_it(model, foreseein
                     ids = torch.tensor([prefix + [MASK] * size])
                     alone = model.model(input_ids=ids, position_ids=torch.tensor([positions]), slot_mask=size)
                     expected = alone.last_hidden_state[0, -size:]
-                    torch.testing.assert_close(hidden[entry, column : column + size], expected, atol=1e-4, rtol=1e-4)
+                    found = slots.hidden[entry, column : column + size]
+                    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
                     checked.append(branch)
                 column += size
-        return logits, hidden
+        return logits, slots
 
     monkeypatch.setattr(ParallelDecoder, "_forward", checked_forward)
     with torch.no_grad():
@@ -179,7 +180,7 @@ def test_masks_see_their_own_branch_and_the_real_rows_before_it(model, foreseein
             model.set_attn_implementation(implementation)
             generate(model, prompts, verification="exact", **FIXED)
     model.set_attn_implementation("sdpa")
-    assert set(checked) == {0, 1, 2, 3}
+    assert set(checked) == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("lengths", [[7], [3, 10, 6]])
