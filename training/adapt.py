@@ -287,9 +287,10 @@ class _ShowProgress(TrainerCallback):
 
 def _progress_bar(console: Console, name: str, share: float) -> tqdm:
     """A line about a stage, this share of which is done: redrawn on a terminal, printed twice a minute elsewhere."""
-    every = {"mininterval": 0.1 if console.is_terminal else 30.0, "maxinterval": 60.0, "miniters": 0}
+    every = 0.1 if console.is_terminal else 30.0  # seconds
     shown = "{desc}: {percentage:.0f}%{postfix}, about {remaining} left"
-    return tqdm(desc=name, total=1.0, initial=min(share, 1.0), file=console.file, bar_format=shown, **every)
+    done = min(share, 1.0)
+    return tqdm(desc=name, total=1.0, initial=done, file=console.file, bar_format=shown, mininterval=every, miniters=0)
 
 
 def _show(bar: tqdm, share: float, note: str) -> None:

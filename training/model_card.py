@@ -31,7 +31,7 @@ def model_card(
         base_model=None if Path(base).exists() else base,  # the Hub links to ids
         tags=["wedlm", "mask-adapter"],
     )
-    names = {"base": base, "converted": converted, "adapter": adapter, "repr": repr}
+    names: dict[str, Any] = {"base": base, "converted": converted, "adapter": adapter, "repr": repr}
     template = Path(__file__).with_suffix(".jinja")
     card = ModelCard.from_template(metadata, str(template), **names, **facts, curve=_curve(log), table=table)
     return str(card).rstrip() + "\n"

@@ -207,6 +207,7 @@ def test_gradient_checkpointing_in_training_mode_is_refused():
         model.generate(PROMPT, **FAST)
 
 
+@pytest.mark.slow  # flex attention is compiled
 def test_attention_that_takes_no_mask_decodes_one_row_at_a_time(model):
     expected = model.generate(PROMPT, **FAST)
     flex = tiny_model()

@@ -91,6 +91,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_three_generations_are_byte_identical_and_generate_without_our_package(tmp_path):
     # Begin with what was read from files: transformers notes that in tokenizer_config.json, and orders shards by it.
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")

@@ -149,20 +149,18 @@ def test_a_stop_between_two_batches_of_answers_loses_none_of_them(tmp_path, base
     assert (out / "work" / "answers.jsonl").read_bytes() == (expected / "work" / "answers.jsonl").read_bytes()
 
 
-def test_a_finished_run_has_nothing_left_to_do(tmp_path, base, monkeypatch):
-    out, _ = run(tmp_path, base)
-    before = weights(out)
+def test_a_finished_run_has_nothing_left_to_do(whole, monkeypatch):
+    before = weights(whole)
     monkeypatch.setattr(adapt_module, "MaskAdapterTrainer", None)
     monkeypatch.setattr(adapt_module, "write_answers", None)
-    run(tmp_path, base)
-    assert weights(out) == before
+    run(whole.parent, whole.parent / "llama")
+    assert weights(whole) == before
 
 
-def test_a_larger_budget_trains_on(tmp_path, base):
-    out, _ = run(tmp_path, base)
-    before = weights(out)
-    run(tmp_path, base, tokens=500)
-    assert weights(out) != before
+def test_a_larger_budget_trains_on(tmp_path, whole):
+    shutil.copytree(whole.parent, tmp_path, dirs_exist_ok=True)
+    out, _ = run(tmp_path, whole.parent / "llama", tokens=500)
+    assert weights(out) != weights(whole)
     log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]
     assert log[-1]["mask_rows"] >= 6 * 500
 
@@ -256,11 +254,11 @@ def test_a_folder_with_something_else_in_it_is_refused(tmp_path, base):
     refused(tmp_path, base, FileExistsError, "must be a folder, got the file")
 
 
-def test_other_settings_do_not_go_on_with_a_run(tmp_path, base):
-    run(tmp_path, base)
-    refused(tmp_path, base, ValueError, r"holds a run with other settings \(seed: 0, not 1\): choose a new", seed=1)
-    other = write_base(tmp_path / "other")
-    refused(tmp_path, other, ValueError, r"holds a run with other settings \(base: '.*llama', not '.*other'\)")
+def test_other_settings_do_not_go_on_with_a_run(whole):
+    folder = whole.parent
+    base, other = folder / "llama", write_base(folder / "other")
+    refused(folder, base, ValueError, r"holds a run with other settings \(seed: 0, not 1\): choose a new", seed=1)
+    refused(folder, other, ValueError, r"holds a run with other settings \(base: '.*llama', not '.*other'\)")
 
 
 def test_two_runs_at_once_are_refused(tmp_path, base, monkeypatch):
