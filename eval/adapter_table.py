@@ -1,16 +1,18 @@
-"""What a mask adapter gives: AR and verified decoding of the same prompts, in turn, on one clock."""
+"""What a mask adapter gives, beside AR decoding and what transformers offers without an adapter: on one clock."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
-from .decoders import AR, DECODERS, EXACT
-from .measure import Row, environment, measure
+from .decoders import AR, DECODERS, EXACT, LOOKUP, LOOKUP_OPTIONS
+from .measure import environment, measure
 from .prompts import Prompt
+from .table import mark_same
 
 COLUMNS = ["decoder", "tokens per forward", "tokens/s", "speed against AR", "answers equal to AR's"]
 
@@ -18,54 +20,75 @@ COLUMNS = ["decoder", "tokens per forward", "tokens/s", "speed against AR", "ans
 def measure_adapter(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Prompt | Sequence[int]],
     *,
     max_new_tokens: int = 128,
-    repeats: int = 1,
+    temperature: float | None = None,
+    batch_size: int = 1,
     title: str = "",
 ) -> dict[str, Any]:
-    """Greedy AR and verified decoding, a prompt at a time.
+    """AR, transformers' prompt lookup and verified decoding of the same prompts, in turn.
 
     Args:
         model: in evaluation mode, with its mask adapter.
         tokenizer: the model's.
-        prompts: tokens of each.
+        prompts: with their tokens, or these alone.
         max_new_tokens: longest answer.
-        repeats: how often each prompt is decoded by each decoder.
+        temperature: of sampling; greedy by default.
+        batch_size: prompts of one task decoded together; prompt lookup takes one at a time and is left out of others.
         title: shown with a progress bar on standard error, if any.
 
     Returns:
-        `caption`, `columns` and `rows` of a table, and the measured rows as `measured`.
+        `caption`, `columns` and `rows` of a table; `tasks`, the same rows for each task; `depths`, of verified
+        decoding the share of drafts that passed at each place of a run; and the measured rows as `measured`.
     """
-    shared = {"do_sample": False, "max_new_tokens": max_new_tokens, "repetition_penalty": 1.0}
-    decoders = {name: {**DECODERS[name], **shared} for name in (AR, EXACT)}
-    encoded = [Prompt.of("", tokens=tokens) for tokens in prompts]
-    rows = measure(model, tokenizer, encoded, decoders, repeats=repeats, title=title)
+    shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": False}
+    if temperature is not None:
+        shared |= {"do_sample": True, "temperature": temperature}
+    decoders = {AR: DECODERS[AR], LOOKUP: LOOKUP_OPTIONS, EXACT: DECODERS[EXACT]}
+    decoders = {name: {**options, **shared} for name, options in decoders.items() if name != LOOKUP or batch_size == 1}
+    encoded = [one if isinstance(one, Prompt) else Prompt.of("", tokens=one) for one in prompts]
+    rows = measure(model, tokenizer, encoded, decoders, batch_size=batch_size, title=title)
     where = environment(model)
+    together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
+    how = "greedy" if temperature is None else f"temperature {temperature:g}"
     caption = (
-        f"{len(prompts)} prompts, one at a time, greedy, at most {max_new_tokens} tokens; {where['dtype']} on "
+        f"{len(prompts)} prompts, {together}, {how}, at most {max_new_tokens} tokens; {where['dtype']} on "
         f"{where['device']} ({where['processor']}, {where['threads']} threads), torch {where['torch']}."
     )
-    return {"caption": caption, "columns": COLUMNS, "rows": _lines(rows), "measured": rows}
+    table = pd.DataFrame(rows)
+    return {
+        "caption": caption,
+        "columns": COLUMNS,
+        "rows": _lines(table, temperature is None),
+        "tasks": {str(task): _lines(own, temperature is None) for task, own in table.groupby("task", sort=False)},
+        "depths": _depths(table[table["decoder"] == EXACT]),
+        "measured": rows,
+    }
 
 
-def _lines(rows: Sequence[Row]) -> list[list[str]]:
+def _lines(table: pd.DataFrame, is_greedy: bool) -> list[list[str]]:
     """A line of the table for each decoder."""
-    ar = {(row["prompt"], row["repeat"]): row for row in rows if row["decoder"] == AR}
-    lines, ar_speed = [], 0.0
-    for name in (AR, EXACT):
-        mine = [row for row in rows if row["decoder"] == name]
-        tokens = sum(row["new_tokens"] for row in mine)
-        speed = tokens / sum(row["seconds"] for row in mine)
-        ar_speed = ar_speed or speed
-        same = sum(row["tokens"] == ar[row["prompt"], row["repeat"]]["tokens"] for row in mine)
-        lines.append(
-            [
-                name,
-                f"{tokens / sum(row['forwards'] for row in mine):.2f}",
-                f"{speed:.1f}",
-                f"{speed / ar_speed:.2f}x",
-                f"{same} of {len(mine)}",
-            ]
-        )
-    return lines
+    same = mark_same(table)["same"]
+    sums = table.assign(same=same).groupby("decoder", sort=False)[["new_tokens", "forwards", "seconds", "same"]].sum()
+    speed = sums["new_tokens"] / sums["seconds"]
+    count = table["prompt"].nunique()
+    return [
+        [
+            str(name),
+            f"{line['new_tokens'] / line['forwards']:.2f}",
+            f"{speed[name]:.1f}",
+            f"{speed[name] / speed[AR]:.2f}x",
+            f"{line['same']:.0f} of {count}" if is_greedy else "another draw",
+        ]
+        for name, line in sums.iterrows()
+    ]
+
+
+def _depths(table: pd.DataFrame) -> list[float]:
+    """The share of drafts that passed, by their place in a run."""
+    drafted, accepted = (
+        pd.DataFrame([dict(enumerate(counts)) for counts in table[f"{kind}_by_depth"]]).sum().to_numpy()
+        for kind in ("drafted", "accepted")
+    )
+    return (accepted / drafted).tolist()

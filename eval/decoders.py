@@ -19,6 +19,11 @@ DECODERS: dict[str, Options] = {
 }
 
 
+LOOKUP = "ar+lookup"
+LOOKUP_OPTIONS: Options = {"strategy": "ar", "prompt_lookup_num_tokens": 4}
+"""Assisted decoding of transformers: drafts are copied from the text so far. One prompt a call."""
+
+
 def decoder_name(strategy: str, verification: str) -> str:
     """Of the [`DECODERS`], for these keywords of `generate`."""
     return strategy if verification == "none" else f"{strategy}+{verification}"

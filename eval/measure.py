@@ -128,6 +128,7 @@ class Decoding:
         forward_seconds: the part of it inside the model's forward; 0 where that is not known.
         first_token_seconds: from the call of `generate` until every prompt of the batch has its first token; 0 where
             that is not known.
+        drafted_by_depth, accepted_by_depth: drafts that were checked and that passed, by their place in their run.
     """
 
     tokens: list[int]
@@ -137,6 +138,8 @@ class Decoding:
     seconds: float
     forward_seconds: float = 0.0
     first_token_seconds: float = 0.0
+    drafted_by_depth: Sequence[int] = ()
+    accepted_by_depth: Sequence[int] = ()
 
 
 def pad_left(
@@ -161,6 +164,7 @@ class Call:
         counter: of its forwards.
         start: host clock at the call, seconds.
         moments: the start of each forward and then the end of the call, seconds since its start.
+        is_assisted: whether transformers' assisted decoding made the answer, which counts nothing.
     """
 
     prompts: Sequence[list[int]]
@@ -168,6 +172,7 @@ class Call:
     counter: ForwardCounter
     start: float
     moments: list[float]
+    is_assisted: bool = False
 
 
 def call_generate(
@@ -200,7 +205,8 @@ def call_generate(
         start = now(model)
         output = untyped.generate(**inputs, streamer=streamer, return_dict_in_generate=True, **options)
         end = now(model)
-    return Call(prompts, output, counter, start, [moment - start for moment in (*counter.starts, end)])
+    moments = [moment - start for moment in (*counter.starts, end)]
+    return Call(prompts, output, counter, start, moments, bool(options.get("prompt_lookup_num_tokens")))
 
 
 def decodings_of(
@@ -221,6 +227,8 @@ def decodings_of(
         answers = [_until_end(answer, model.generation_config.eos_token_id) for answer in answers]
         forwards = [len(answer) for answer in answers]
         instances = [len(answer) - 1 for answer in answers]
+        if call.is_assisted:  # transformers reports nothing: the hook is all there is
+            forwards, instances = [counter.forwards], [counter.slots - width]
     else:
         answers = [answer[:count] for answer, count in zip(answers, stats.new_tokens.tolist(), strict=True)]
         forwards, instances = stats.forwards.tolist(), stats.token_instances.tolist()
@@ -232,8 +240,12 @@ def decodings_of(
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(prompts)
     seconds, forward_seconds = call.moments[-1] / len(prompts), sum(counter.spans) / len(prompts)
     first = clock.moments[1] - call.start if clock else 0.0
-    parts = zip(answers, texts, forwards, instances, strict=True)
-    return [Decoding(*part, seconds, forward_seconds, first) for part in parts]
+    depths = [
+        [[]] * len(prompts) if stats is None else counts.tolist()
+        for counts in (getattr(stats, "drafted_by_depth", None), getattr(stats, "accepted_by_depth", None))
+    ]
+    parts = zip(answers, texts, forwards, instances, *depths, strict=True)
+    return [Decoding(*part[:4], seconds, forward_seconds, first, *part[4:]) for part in parts]
 
 
 def decode(

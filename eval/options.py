@@ -145,8 +145,11 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """Machine."""
+    """Model and machine."""
 
+    adapter: Annotated[
+        str | None, typer.Option(help="Mask adapter for the model: folder or Hub id (see wedlm adapt).")
+    ] = None
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: as many as have work.")] = None
@@ -165,7 +168,8 @@ class LoadingOptions:
         return device
 
     def load(self, checkpoint: str | None) -> tuple[Any, Any]:
-        """Model, in evaluation mode, and tokenizer of a folder or Hub id; of wedlm-nano for None.
+        """Model, in evaluation mode, and tokenizer of a folder or Hub id; of wedlm-nano for None. A folder that
+        `wedlm adapt` wrote is its base with the adapter.
 
         Raises:
             OSError: for what cannot be loaded.
@@ -178,11 +182,16 @@ class LoadingOptions:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
-        from ..modeling_wedlm.loading import load_model, load_tokenizer
+        from ..modeling_wedlm.loading import base_path, is_adapter, load_model, load_tokenizer
 
         disable_progress_bar()
-        source = str(NANO) if checkpoint is None else checkpoint
-        model = load_model(source, dtype=self.dtype).to(device).eval()
+        source, adapter = str(NANO) if checkpoint is None else checkpoint, self.adapter
+        if adapter is None and is_adapter(source):
+            source, adapter = base_path(source), source
+        model = load_model(source, dtype=self.dtype)
+        if adapter is not None:
+            model.load_mask_adapter(adapter)
+        model = model.to(device).eval()
         if self.threads is None:
             from .measure import default_threads
 

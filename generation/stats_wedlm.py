@@ -3,6 +3,7 @@
 `B` rows of the call, `Q` physical rows of a forward, `M` slots with logits.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ class DecodingStats:
         token_instances: `(B,)` int64, tokens processed after the prompt: N_fwd of prefix cacheability (paper §6.3).
         drafted: `(B,)` int64, drafts that were checked (verified decoding only).
         accepted: `(B,)` int64, drafts that passed.
+        drafted_by_depth: `(B, D)` int64, the checked drafts by their place in their run.
+        accepted_by_depth: `(B, D)` int64, those that passed.
     """
 
     new_tokens: torch.Tensor
@@ -30,6 +33,8 @@ class DecodingStats:
     token_instances: torch.Tensor
     drafted: torch.Tensor
     accepted: torch.Tensor
+    drafted_by_depth: torch.Tensor
+    accepted_by_depth: torch.Tensor
 
     @property
     def tokens_per_forward(self) -> float:
@@ -58,6 +63,7 @@ class StatsRecorder:
     def __init__(self, uncached: list[int]):
         self.new_tokens, self.forwards, self.drafted, self.accepted = ([0] * len(uncached) for _ in range(4))
         self.token_instances = [-count for count in uncached]
+        self.runs: list[Counter[tuple[int, int]]] = [Counter() for _ in uncached]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes in a step."""
@@ -69,6 +75,7 @@ class StatsRecorder:
                 self.new_tokens[index] += len(row.new_tokens)
                 self.drafted[index] += row.checked
                 self.accepted[index] += row.accepted
+                self.runs[index][row.checked, row.accepted] += 1
 
     def end(self) -> None:
         """Nothing is left to do."""
@@ -77,7 +84,16 @@ class StatsRecorder:
     def stats(self) -> DecodingStats:
         """The counts so far."""
         counts = (self.new_tokens, self.forwards, self.token_instances, self.drafted, self.accepted)
-        return DecodingStats(*map(torch.tensor, counts))
+        return DecodingStats(*map(torch.tensor, counts), self._by_depth(0), self._by_depth(1))
+
+    def _by_depth(self, which: int) -> torch.Tensor:
+        """`(B, D)`: runs of more than d drafts (0), or of more than d accepted ones (1)."""
+        deepest = max((run[0] for runs in self.runs for run in runs), default=0)
+        found = [
+            [sum(count for run, count in runs.items() if run[which] > depth) for depth in range(deepest)]
+            for runs in self.runs
+        ]
+        return torch.tensor(found, dtype=torch.int64).view(len(self.runs), deepest)
 
 
 @dataclass

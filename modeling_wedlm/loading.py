@@ -25,7 +25,7 @@ from transformers.utils import cached_file
 
 from .modeling_wedlm import WeDLMForCausalLM
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
@@ -158,6 +158,28 @@ def load_model(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _check_token_ids(name, getattr(model.generation_config, name))
     return loaded
+
+
+def is_adapter(source: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds an adapter and no model."""
+    return Path(source, ADAPTER_FILE).is_file() and not Path(source, CONFIG_FILE).is_file()
+
+
+def base_path(adapter: str | os.PathLike[str]) -> str:
+    """Folder or Hub id of the model that an adapter belongs to: the one beside it, if there is one (`wedlm adapt` puts
+    it there), or else what its config names.
+
+    Raises:
+        ValueError: for an adapter that names none.
+    """
+    beside = Path(adapter, "base")
+    if (beside / CONFIG_FILE).is_file():
+        return str(beside)
+    _check_json(Path(adapter), ADAPTER_FILE)
+    base = json.loads(Path(adapter, ADAPTER_FILE).read_bytes()).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(f"The adapter {os.fspath(adapter)!r} does not say which model it belongs to.")
+    return base
 
 
 def _check_json(folder: Path, *names: str) -> None:

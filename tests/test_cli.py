@@ -216,9 +216,8 @@ def test_what_looks_like_markup_is_printed_as_it_is(capsys):
 def test_options_of_a_group_stand_in_a_panel_of_their_own():
     lines = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "120"}).stdout.splitlines()
     titles = [line.strip("╭╮─ ") for line in lines if line.startswith("╭")]
-    assert {"Arguments", "Prompts", "Decoding (default: the checkpoint's generation_config.json)", "Machine"} <= {
-        *titles
-    }
+    decoding = "Decoding (default: the checkpoint's generation_config.json)"
+    assert {"Arguments", "Prompts", decoding, "Model and machine"} <= {*titles}
 
 
 def test_a_command_gets_the_dataclasses_that_its_options_fill():

@@ -270,6 +270,9 @@ def test_drafts_and_counts_are_those_of_a_replay_from_scratch(window_size, head_
         counts = output.stats.forwards.item(), output.stats.token_instances.item()
         assert (row, *counts) == replay(model, prompt, window_size=window_size, limit=LIMIT)
         passed += output.stats.accepted.item()
+        for name in ("drafted", "accepted"):
+            by_depth = getattr(output.stats, f"{name}_by_depth")[0].tolist()
+            assert sum(by_depth) == getattr(output.stats, name).item() and by_depth == sorted(by_depth, reverse=True)
 
 
 def test_counts_are_what_a_hook_sees(qwen3, foreseeing):
