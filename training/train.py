@@ -55,8 +55,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"`eval_share` must lie in [0, 1), got {self.eval_share}.")
-        if self.eval_share and (self.streaming or self.eval_dataset):
-            raise ValueError("`eval_share` takes from a `dataset` that is not streamed, beside no `eval_dataset`.")
+        if self.eval_share and self.streaming and self.eval_dataset is None:
+            raise ValueError(
+                f"`eval_share` must be 0 with `streaming`, got {self.eval_share}: no share of a stream can be "
+                "kept. Pass an `eval_dataset` to evaluate on."
+            )
 
 
 def run(data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig) -> WeDLMSFTTrainer:

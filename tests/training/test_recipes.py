@@ -114,6 +114,13 @@ def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 3
 
 
+def test_a_dataset_to_evaluate_on_goes_before_the_share_that_a_recipe_keeps(monkeypatch):
+    monkeypatch.setattr(train, "load", lambda name, split, **_: (name, split))
+    for streaming in (False, True):
+        data = DataConfig("chats", eval_dataset="others", eval_share=0.02, streaming=streaming)
+        assert train._datasets(data, seed=0) == (("chats", "train"), ("others", "test"))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -129,6 +136,10 @@ def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
             "A file of examples must end in .jsonl, .json, .parquet",
         ),
         (["--dataset", "x", "--eval_share", "1"], "`eval_share` must lie in [0, 1), got 1.0."),
+        (
+            ["--dataset", "x", "--streaming", "true", "--max_steps", "2", "--eval_share", "0.1"],
+            "`eval_share` must be 0 with `streaming`, got 0.1",
+        ),
         (
             ["--dataset", "x", "--block_size", "-1", "--packing", "true", "--max_length", "1"],
             "`max_length` must be at",
