@@ -43,8 +43,8 @@ def test_nano_learns_a_new_task(tmp_path, lora):
 @pytest.mark.slow
 def test_a_stock_model_is_adapted_at_equal_ar_loss(tmp_path):
     adaptation = example("adaptation")
-    adaptation.train_stock(tmp_path / "stock", steps=600, seed=0)
-    before, after = adaptation.adapt(tmp_path / "stock", tmp_path / "adapted", steps=500, seed=0)
+    adaptation.train_stock(tmp_path / "stock", steps=400, seed=0)
+    before, after = adaptation.adapt(tmp_path / "stock", tmp_path / "adapted", steps=300, seed=0)
     assert before["eval_tokens_per_forward"] < 1.5
     assert after["eval_tokens_per_forward"] >= 2
     assert after["eval_ar_nll"] < 1.02 * before["eval_ar_nll"]
