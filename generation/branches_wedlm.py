@@ -102,7 +102,8 @@ class BranchRule(VerifyRule):
         accepted = passed.long().cumprod(1).sum(1, keepdim=True) - first
         winner = first + accepted  # the AR row behind the last accepted draft
         real_end = order.input_ids.shape[1] - order.masks_behind
-        tokens = order.input_ids[:, real_end - width : real_end]
+        # Behind embeddings no token is known: any will do, since it only makes drafts worse.
+        tokens = order.input_ids[:, real_end - width : real_end].clamp(min=0)
         before = torch.cat([tokens.gather(1, winner), checked.tokens.gather(1, winner)], dim=1)
         # Its masks.
         most = max(len(row.branches) for row in rows)

@@ -145,17 +145,13 @@ class ParallelDecoder:
 
     def run(self) -> torch.Tensor:
         """Decodes all rows to their end. Returns the new tokens, `(B, longest)` int64, padded after each row's end."""
-        try:
-            while self.go_on(is_finished := all(row.is_finished for row in self.rows)):
-                if is_finished:
-                    self.model(input_ids=torch.zeros_like(self.request.prompt_ids[:1, :1]), use_cache=False)
-                else:
-                    self._step()
-            for observer in self.observers:
-                observer.end()
-        except BaseException:
-            self.cache.roll_back()
-            raise
+        while self.go_on(is_finished := all(row.is_finished for row in self.rows)):
+            if is_finished:
+                self.model(input_ids=torch.zeros_like(self.request.prompt_ids[:1, :1]), use_cache=False)
+            else:
+                self._step()
+        for observer in self.observers:
+            observer.end()
         self.cache.close()
         longest = max(row.new_count for row in self.rows)
         padding = [self.request.pad_token_id] * longest

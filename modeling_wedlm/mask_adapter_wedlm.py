@@ -161,8 +161,15 @@ class MaskAdapter(nn.Module):
         self.to(embeddings.device)
 
     @contextmanager
-    def acting_on(self, slots: int | torch.Tensor, dtype: torch.dtype) -> Iterator[None]:
-        """Within this context, the linear layers update the last rows of their input that are slots."""
+    def acting_on(self, slots: int | torch.Tensor | None, dtype: torch.dtype) -> Iterator[None]:
+        """Within this context, the linear layers update the last rows of their input that are slots, or none.
+
+        A forward without slots says so too: Ctrl-C may have kept an earlier one from leaving its context.
+        """
+        if slots is None:
+            _SLOTS.set(None)
+            yield
+            return
         mask = None
         if isinstance(slots, torch.Tensor):
             count = slots.shape[1]

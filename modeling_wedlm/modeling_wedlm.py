@@ -164,6 +164,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             if self.training and self.gradient_checkpointing:
                 raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
             inputs_embeds = self.mask_adapter.embed(inputs_embeds, slot_mask)
+        if self.mask_adapter is not None:
             update_slots = self.mask_adapter.acting_on(slot_mask, inputs_embeds.dtype)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
             masks = attention_mask

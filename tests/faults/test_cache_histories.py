@@ -1,0 +1,328 @@
+"""Histories of calls on one cache, with an exception at any line of our code: every later answer is a cold start's, or
+there is a clear error.
+
+`CACHE_HISTORIES=2000 pytest tests/faults/test_cache_histories.py -s` tries that many and prints what was tried.
+"""
+
+import os
+import re
+import sys
+from collections import Counter, defaultdict
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from test_branches import adapted, foreseeing  # noqa: F401
+from test_generation import new_tokens, padded
+from tiny import PAD, VOCAB_SIZE, tiny_model
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from wedlm_hf.generation import WindowCache, cache_wedlm
+from wedlm_hf.modeling_wedlm import modeling_wedlm
+
+PHASES = [Phase.generate] + [Phase.shrink] * ("SHRINK" in os.environ)
+HISTORIES = int(os.environ.get("CACHE_HISTORIES", "60"))
+OUR_FOLDERS = tuple(str(Path(module.__file__).parent) + os.sep for module in (cache_wedlm, modeling_wedlm))
+ENDS = [107, 151, 166, 227, 40, 77, 9]
+
+CALLS = {
+    "none": {"strategy": "wedlm", "entropy_threshold": 1.0},
+    "exact": {"strategy": "wedlm", "verification": "exact", "entropy_threshold": 100.0},
+    "block": {"strategy": "block", "window_size": 4, "entropy_threshold": 1.0},
+    "fixed": {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 4},
+    "ar": {},
+    "beams": {"num_beams": 2},
+}
+CLEAR = re.compile(
+    "does not belong to the prompt|The cache holds .* rows, but|differ in length|was cut off|without padding"
+    "|Nothing tells whether a cache belongs|go on from|attention_mask"
+)
+
+
+@contextmanager
+def fault_at(line, hit, error):
+    """Raises `error` where the `line`-th distinct line of our code runs for the `hit`-th time; never for `line` 0."""
+    seen, hits = {}, 0
+
+    def trace_lines(frame, event, arg):
+        nonlocal hits
+        if event == "line":
+            place = frame.f_code, frame.f_lineno
+            if seen.setdefault(place, len(seen) + 1) == line:
+                hits += 1
+                if hits == hit:
+                    raise error
+        return trace_lines
+
+    def trace_calls(frame, event, arg):
+        return trace_lines if frame.f_code.co_filename.startswith(OUR_FOLDERS) else None
+
+    before = sys.gettrace()
+    sys.settrace(trace_calls if line else before)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+faults = st.one_of(
+    st.just((0, 1, MemoryError)),
+    st.tuples(
+        st.one_of(st.integers(1, 120), st.integers(1, 900)),
+        st.sampled_from([1, 1, 2, 5]),
+        st.sampled_from([MemoryError, KeyboardInterrupt]),
+    ),
+)
+
+
+class Failing:
+    """A user's callback that fails when it is called for the n-th time."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def count(self):
+        self.calls -= 1
+        if self.calls == 0:
+            raise RuntimeError("the user's callback failed")
+
+
+class FailingStreamer(Failing, BaseStreamer):
+    def put(self, value):
+        self.count()
+
+    def end(self):
+        self.count()
+
+
+class FailingCriterion(Failing, StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        self.count()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class FailingProcessor(Failing, LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        self.count()
+        return scores
+
+
+CALLBACKS = {
+    "none": lambda calls: {},
+    "streamer": lambda calls: {"streamer": FailingStreamer(calls)},
+    "criterion": lambda calls: {"stopping_criteria": StoppingCriteriaList([FailingCriterion(calls)])},
+    "processor": lambda calls: {"logits_processor": LogitsProcessorList([FailingProcessor(calls)])},
+}
+
+
+class Histories(RuleBasedStateMachine):
+    """`texts` are the last call's rows; `contents` the tokens that a caller knows to be in the cache."""
+
+    tried = Counter()
+    cold_answers = {}
+    answers = defaultdict(list)  # of the call under way: what drafts are made of
+
+    @initialize(has_branches=st.booleans())
+    def begin(self, has_branches):
+        self.model = self.models[has_branches]
+        self.cache = WindowCache()
+        self.contents, self.texts = [], [[20, 31, 9]]
+        self.has_failed = False
+
+    # --- what is asked -----------------------------------------------------------------------------------------------
+
+    def prompts(self, kind, seed):
+        random = Random(seed)
+        tokens = [random.randrange(4, VOCAB_SIZE) for _ in range(12)]
+        if kind == "on":
+            return [text + tokens[row : row + 1 + seed % 3] for row, text in enumerate(self.texts)]
+        if kind == "fork":
+            return [text[: random.randint(1, len(text))] + tokens[:2] for text in self.texts]
+        if kind == "new":
+            return [tokens[row : row + random.randint(1, 6)] for row in range(random.choice([1, 1, 2, 3]))]
+        return self.texts
+
+    def answer(self, prompts, call, cache, **more):
+        """New tokens of each row."""
+        inputs = padded(prompts)
+        if "embeds" in more:
+            inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
+            del more["embeds"]
+        options = {"max_new_tokens": 9, "eos_token_id": ENDS, "pad_token_id": PAD, "suppress_tokens": [3]}
+        output = self.model.generate(**inputs, **options, **CALLS[call], **more, past_key_values=cache)
+        width = 0 if "inputs_embeds" in inputs else inputs["input_ids"].shape[1]
+        return new_tokens(output, width, ENDS)
+
+    def cold(self, prompts, call):
+        key = self.model, str(prompts), call
+        if key not in self.cold_answers:
+            self.answers.clear()
+            self.cold_answers[key] = self.answer(prompts, call, None)
+        return self.cold_answers[key]
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    @rule(
+        kind=st.sampled_from(["on", "on", "same", "fork", "new"]),
+        seed=st.integers(0, 999),
+        call=st.sampled_from(sorted(CALLS)),
+        callback=st.sampled_from(["none", "none", "streamer", "criterion", "processor"]),
+        calls=st.integers(1, 12),
+        fault=faults,
+    )
+    def generate(self, kind, seed, call, callback, calls, fault):
+        prompts = self.prompts(kind, seed)
+        if call == "beams":
+            prompts, callback = prompts[:1], "none"
+        if call in ("none", "block") and callback == "processor":
+            callback = "criterion"
+        expected = self.cold(prompts, call)
+        self.run(
+            prompts, expected, fault, lambda: self.answer(prompts, call, self.cache, **CALLBACKS[callback](calls))
+        )
+
+    @rule(seed=st.integers(0, 999), call=st.sampled_from(["none", "exact", "ar"]), fault=faults)
+    def generate_from_embeddings(self, seed, call, fault):
+        prompts = self.prompts("on" if seed % 2 else "new", seed)
+        if call == "ar" and len({len(prompt) for prompt in prompts}) > 1:
+            prompts = prompts[:1]
+        expected = self.cold(prompts, call)
+        self.run(prompts, expected, fault, lambda: self.answer(prompts, call, self.cache, embeds=True))
+
+    @rule(seed=st.integers(0, 999), fault=faults)
+    def generate_from_new_tokens_alone(self, seed, fault):
+        """As transformers allows in AR decoding: the mask is as long as cache and input together."""
+        new = [[10 + seed % 7, 11 + seed % 9]] * max(1, len(self.contents))
+        contents = self.contents or [[]]
+        prompts = [content + tokens for content, tokens in zip(contents, new, strict=True)]
+        expected = self.cold(prompts, "ar")
+        mask = torch.ones(len(prompts), max(map(len, prompts)), dtype=torch.long)
+
+        def answer():
+            options = {"max_new_tokens": 9, "eos_token_id": ENDS, "pad_token_id": PAD, "suppress_tokens": [3]}
+            output = self.model.generate(torch.tensor(new), attention_mask=mask, **options, past_key_values=self.cache)
+            return new_tokens(output, 2, ENDS)
+
+        self.run(prompts, expected, fault, answer)
+
+    def run(self, prompts, expected, fault, answer):
+        """Asks; an answer must be the expected one, and what raises must leave no more than there was."""
+        self.tried["calls"] += 1
+        self.answers.clear()
+        self.answers.update(enumerate(expected))
+        before, was_warm = list(self.cache.lengths), any(self.cache.lengths)
+        try:
+            with torch.no_grad(), fault_at(fault[0], fault[1], fault[2]("injected")):
+                found = answer()
+        except (MemoryError, KeyboardInterrupt, RuntimeError) as error:
+            assert "injected" in str(error) or "callback failed" in str(error)
+            self.tried["faults"] += 1
+            self.has_failed = True
+        except ValueError as error:
+            assert CLEAR.search(str(error)), error
+            self.tried["refused"] += 1
+        else:
+            assert found == expected
+            self.tried["answers"] += 1
+            self.tried["answers after a fault"] += self.has_failed and was_warm
+            self.texts = [prompt + row for prompt, row in zip(prompts, found, strict=True)]
+            lengths = self.cache.lengths
+            if len(lengths) == len(self.texts):
+                self.contents = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+            else:
+                self.contents = []
+                self.cache = WindowCache()
+            return
+        lengths = self.cache.lengths
+        if not any(lengths):
+            self.contents = []
+        else:
+            assert len(lengths) == len(before) and all(now <= then for now, then in zip(lengths, before, strict=True))
+            self.contents = [text[:length] for text, length in zip(self.contents, lengths, strict=True)]
+
+    # --- what else a caller does with a cache -----------------------------------------------------------------------
+
+    @rule(seed=st.integers(0, 999), as_embeds=st.booleans(), fault=faults)
+    def forward(self, seed, as_embeds, fault):
+        new = [[4 + (seed + row) % 300] * (1 + seed % 3) for row in range(max(1, len(self.contents)))]
+        texts = [content + tokens for content, tokens in zip(self.contents or [[]], new, strict=True)]
+        count = len(new[0])
+        before = self.cache.get_seq_length()
+        inputs = {"input_ids": torch.tensor(new)}
+        if as_embeds:
+            inputs = {"inputs_embeds": self.model.get_input_embeddings()(inputs["input_ids"])}
+        try:
+            with torch.no_grad(), fault_at(fault[0], fault[1], fault[2]("injected")):
+                logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
+        except (MemoryError, KeyboardInterrupt) as error:
+            assert "injected" in str(error)
+            self.tried["faults"] += 1
+            self.has_failed = True
+            if self.cache.get_seq_length() != before:
+                assert self.cache.get_seq_length() == before + count
+                self.contents = texts
+            return
+        except ValueError as error:
+            assert CLEAR.search(str(error)), error
+            self.tried["refused"] += 1
+            if "was cut off" in str(error):
+                self.cache.reset()
+                self.contents = []
+            return
+        self.tried["forwards"] += 1
+        with torch.no_grad():
+            for row, text in enumerate(texts):
+                expected = self.model(torch.tensor([text])).logits[0, -count:]
+                torch.testing.assert_close(logits[row], expected, rtol=1e-6, atol=1e-6)
+        self.contents = texts
+
+    @rule(count=st.integers(0, 6))
+    def crop(self, count):
+        self.cache.crop(-count)
+        self.contents = (
+            [text[: max(0, len(text) - count)] for text in self.contents] if any(self.cache.lengths) else []
+        )
+
+    @rule(seed=st.integers(0, 99), fault=faults)
+    def select(self, seed, fault):
+        if not any(self.cache.lengths) or not self.contents:
+            return
+        random = Random(seed)
+        rows = [random.randrange(len(self.contents)) for _ in range(random.randint(1, 3))]
+        try:
+            with fault_at(fault[0] % 20, 1, fault[2]("injected")):
+                self.cache.batch_select_indices(torch.tensor(rows))
+        except (MemoryError, KeyboardInterrupt):
+            self.tried["faults"] += 1
+            if not any(self.cache.lengths):
+                self.contents = []
+            return
+        self.contents = [self.contents[row] for row in rows]
+        if len(self.texts) > max(rows):
+            self.texts = [self.texts[row] for row in rows]
+
+    def teardown(self):
+        """A history ends with two calls that nothing disturbs."""
+        if hasattr(self, "cache"):
+            self.generate("on", 1, "exact", "none", 0, (0, 1, MemoryError))
+            self.generate("same", 1, "ar" if len(self.texts) == 1 else "none", "none", 0, (0, 1, MemoryError))
+            self.tried["histories"] += 1
+
+
+def test_after_a_fault_at_any_line_an_answer_is_that_of_a_cold_start_or_a_clear_error(foreseeing):  # noqa: F811
+    foreseeing(Histories.answers, errors=0.3)
+    Histories.models = tiny_model().double(), adapted().double()
+    run_state_machine_as_test(
+        Histories,
+        settings=settings(max_examples=HISTORIES, stateful_step_count=10, phases=PHASES, report_multiple_bugs=False),
+    )
+    tried = Histories.tried
+    print(dict(tried))
+    assert tried["histories"] >= HISTORIES
+    assert tried["answers after a fault"] > HISTORIES / 2
