@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
-import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -71,14 +70,11 @@ def fault_at(line, hit, error):
         sys.settrace(before)
 
 
-faults = st.one_of(
-    st.just((0, 1, MemoryError)),
-    st.tuples(
-        st.one_of(st.integers(1, 120), st.integers(1, 900)),
-        st.sampled_from([1, 1, 2, 5]),
-        st.sampled_from([MemoryError, KeyboardInterrupt]),
-    ),
-)
+# An AR call runs about 100 distinct lines of ours, a call with branches 900.
+lines = st.one_of(st.integers(1, 120), st.integers(1, 900))
+errors = st.sampled_from([MemoryError, KeyboardInterrupt])
+NO_FAULT = 0, 1, MemoryError
+faults = st.one_of(st.just(NO_FAULT), st.tuples(lines, st.sampled_from([1, 1, 2, 5]), errors))
 
 
 class Failing:
@@ -183,9 +179,8 @@ class Histories(RuleBasedStateMachine):
         if call in ("none", "block") and callback == "processor":
             callback = "criterion"
         expected = self.cold(prompts, call)
-        self.run(
-            prompts, expected, fault, lambda: self.answer(prompts, call, self.cache, **CALLBACKS[callback](calls))
-        )
+        failing = CALLBACKS[callback](calls)
+        self.run(prompts, expected, fault, lambda: self.answer(prompts, call, self.cache, **failing))
 
     @rule(seed=st.integers(0, 999), call=st.sampled_from(["none", "exact", "ar"]), fault=faults)
     def generate_from_embeddings(self, seed, call, fault):
@@ -211,6 +206,15 @@ class Histories(RuleBasedStateMachine):
 
         self.run(prompts, expected, fault, answer)
 
+    def failed(self, error):
+        assert "injected" in str(error) or "callback failed" in str(error)
+        self.tried["faults"] += 1
+        self.has_failed = True
+
+    def refused(self, error):
+        assert CLEAR.search(str(error)), error
+        self.tried["refused"] += 1
+
     def run(self, prompts, expected, fault, answer):
         """Asks; an answer must be the expected one, and what raises must leave no more than there was."""
         self.tried["calls"] += 1
@@ -221,12 +225,9 @@ class Histories(RuleBasedStateMachine):
             with torch.no_grad(), fault_at(fault[0], fault[1], fault[2]("injected")):
                 found = answer()
         except (MemoryError, KeyboardInterrupt, RuntimeError) as error:
-            assert "injected" in str(error) or "callback failed" in str(error)
-            self.tried["faults"] += 1
-            self.has_failed = True
+            self.failed(error)
         except ValueError as error:
-            assert CLEAR.search(str(error)), error
-            self.tried["refused"] += 1
+            self.refused(error)
         else:
             assert found == expected
             self.tried["answers"] += 1
@@ -261,16 +262,13 @@ class Histories(RuleBasedStateMachine):
             with torch.no_grad(), fault_at(fault[0], fault[1], fault[2]("injected")):
                 logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
         except (MemoryError, KeyboardInterrupt) as error:
-            assert "injected" in str(error)
-            self.tried["faults"] += 1
-            self.has_failed = True
+            self.failed(error)
             if self.cache.get_seq_length() != before:
                 assert self.cache.get_seq_length() == before + count
                 self.contents = texts
             return
         except ValueError as error:
-            assert CLEAR.search(str(error)), error
-            self.tried["refused"] += 1
+            self.refused(error)
             if "was cut off" in str(error):
                 self.cache.reset()
                 self.contents = []
@@ -298,8 +296,8 @@ class Histories(RuleBasedStateMachine):
         try:
             with fault_at(fault[0] % 20, 1, fault[2]("injected")):
                 self.cache.batch_select_indices(torch.tensor(rows))
-        except (MemoryError, KeyboardInterrupt):
-            self.tried["faults"] += 1
+        except (MemoryError, KeyboardInterrupt) as error:
+            self.failed(error)
             if not any(self.cache.lengths):
                 self.contents = []
             return
@@ -310,8 +308,8 @@ class Histories(RuleBasedStateMachine):
     def teardown(self):
         """A history ends with two calls that nothing disturbs."""
         if hasattr(self, "cache"):
-            self.generate("on", 1, "exact", "none", 0, (0, 1, MemoryError))
-            self.generate("same", 1, "ar" if len(self.texts) == 1 else "none", "none", 0, (0, 1, MemoryError))
+            self.generate("on", 1, "exact", "none", 0, NO_FAULT)
+            self.generate("same", 1, "ar" if len(self.texts) == 1 else "none", "none", 0, NO_FAULT)
             self.tried["histories"] += 1
 
 
