@@ -5,6 +5,8 @@ Imports of torch and of what needs it stand inside the functions: they take seco
 
 from __future__ import annotations
 
+import signal
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,8 +71,29 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Runs the command line. SIGTERM ends a command as Ctrl-C does: files stay whole, the cursor comes back.
+
+    Raises:
+        SystemExit: with the shell's codes for signals, 130 for Ctrl-C and 143 for SIGTERM.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and a script's `&` ask for
+            signal.signal(number, stop)
+    try:
+        app()
+    except (SystemExit, Exception, KeyboardInterrupt) as end:
+        is_good = isinstance(end, SystemExit) and not end.code
+        if is_good or not received:
+            raise
+        # Whatever the interrupted code has made of it.
+        _console(stderr=True).show_cursor()
+        sys.exit(128 + received[0])
 
 
 def _print_version(wanted: bool) -> None:

@@ -134,10 +134,9 @@ class WeDLMGenerationMixin(GenerationMixin):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        cache = model_kwargs.get("past_key_values")
-        if generation_mode not in LOOP_MODES and isinstance(cache, WindowCache) and any(cache.lengths):
+        if generation_mode not in LOOP_MODES and isinstance(model_kwargs.get("past_key_values"), WindowCache):
             raise ValueError(
-                "Greedy decoding and sampling can go on from a `WindowCache`, but the options ask for "
+                "Greedy decoding and sampling can use a `WindowCache`, but the options ask for "
                 f"{generation_mode.value.replace('_', ' ')}, which would not ask whose tokens it holds: leave "
                 "`past_key_values` out."
             )

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,10 +82,19 @@ class AtomicSaveTrainer(Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The parent's, except that `resume_from_checkpoint=True` skips checkpoints whose saving was cut off.
+
+        Raises:
+            ValueError: for `resume_from_checkpoint=True` without any complete checkpoint, and for a checkpoint that
+                lacks what a resumed run needs (see [`check_resumable`]).
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
+        if resume_from_checkpoint:
+            check_resumable(Path(resume_from_checkpoint))
         with only_writer(Path(str(self.args.output_dir)), self.args.process_index == 0):
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_state(self) -> None:
         """The parent's."""
@@ -207,8 +217,8 @@ def newest_complete_checkpoint(output_dir: Path) -> Path:
 def check_resumable(checkpoint: Path) -> None:
     """Raises `ValueError` unless a checkpoint holds all that a resumed run needs: `Trainer` starts afresh in silence.
 
-    These are the states of the trainer, of the optimizer and of the learning rate's schedule, whole; DeepSpeed keeps
-    the latter two in a folder of its own. Weights are checked where they are loaded.
+    These are the states of the trainer, of the optimizer and of the learning rate's schedule, whole to the last byte;
+    DeepSpeed keeps the latter two in a folder of its own. Weights are checked where they are loaded.
     """
     problem = ""
     is_deepspeed = any(checkpoint.glob("global_step*"))
@@ -222,13 +232,22 @@ def check_resumable(checkpoint: Path) -> None:
         problem = f"it holds no {SCHEDULER_NAME}, the state of the learning rate's schedule"
     else:
         for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
-            if not zipfile.is_zipfile(path):  # the form of torch.save
+            if not _is_whole(path):
                 problem = f"its {path.name} is damaged"
     if problem:
         raise ValueError(
             f"{str(checkpoint)!r} cannot be resumed: {problem}. To begin a new run from its weights, pass it as the "
             "model."
         )
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a file of `torch.save` is as it was written: a zip archive, whose checksums `torch.load` ignores."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is None
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error):
+        return False
 
 
 def _has_state(checkpoint: Path) -> bool:

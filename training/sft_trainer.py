@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from .examples import first_example
 from .metrics import divide, evaluation_sums, prompt_of, tokens_per_forward
 from .model import prepare_model, prepare_quantized
 from .preparation import Preparation, check_stops
-from .saving import AtomicSaveTrainer, check_resumable, newest_complete_checkpoint
+from .saving import AtomicSaveTrainer
 from .sft_config import WeDLMSFTConfig
 from .streams import IGNORE_INDEX
 
@@ -309,17 +308,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
     # Checkpoints.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The parent's, except that `resume_from_checkpoint=True` skips checkpoints whose saving was cut off.
-
-        Raises:
-            ValueError: for `resume_from_checkpoint=True` without any complete checkpoint, and for a checkpoint that
-                lacks what a resumed run needs (see [`check_resumable`]).
-            OSError: for an output folder that cannot be written to, or that another run is writing into.
-        """
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
-        if resume_from_checkpoint:
-            check_resumable(Path(resume_from_checkpoint))
+        """The parent's. Raises `OSError` for an output folder that cannot be written to."""
         if self.args.should_save and not os.access(str(self.args.output_dir), os.W_OK):
             raise PermissionError(f"`output_dir` cannot be written to: {str(self.args.output_dir)!r}.")
         self._log_time = time.perf_counter()

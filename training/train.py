@@ -175,6 +175,11 @@ def _parse(words: Sequence[str]) -> tuple[DataConfig, WeDLMSFTConfig, ModelConfi
     except UnicodeDecodeError as error:
         raise ValueError(f"The recipe is not UTF-8: {error}.") from None
     except Exception as error:  # PyYAML's, and what settings of a wrong type run into
+        if "keywords must be strings" in str(error):
+            raise ValueError(
+                "The name of a setting must be text, but the recipe has a number, a date or yes, no, on, off before "
+                "a colon."
+            ) from None
         raise ValueError(str(error)) from error
     return data, args, model
 

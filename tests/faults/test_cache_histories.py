@@ -26,8 +26,9 @@ from wedlm_hf.generation import WindowCache, cache_wedlm
 from wedlm_hf.modeling_wedlm import modeling_wedlm
 
 PHASES = [Phase.generate] + [Phase.shrink] * ("SHRINK" in os.environ)
-HISTORIES = int(os.environ.get("CACHE_HISTORIES", "60"))
+HISTORIES = int(os.environ.get("CACHE_HISTORIES", "40"))
 OUR_FOLDERS = tuple(str(Path(module.__file__).parent) + os.sep for module in (cache_wedlm, modeling_wedlm))
+NEW_TOKENS = 6
 ENDS = [107, 151, 166, 227, 40, 77, 9]
 
 CALLS = {
@@ -36,7 +37,6 @@ CALLS = {
     "block": {"strategy": "block", "window_size": 4, "entropy_threshold": 1.0},
     "fixed": {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 4},
     "ar": {},
-    "beams": {"num_beams": 2},
 }
 CLEAR = re.compile(
     "does not belong to the prompt|The cache holds .* rows, but|differ in length|was cut off|without padding"
@@ -150,7 +150,7 @@ class Histories(RuleBasedStateMachine):
         if "embeds" in more:
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
             del more["embeds"]
-        options = {"max_new_tokens": 9, "eos_token_id": ENDS, "pad_token_id": PAD, "suppress_tokens": [3]}
+        options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": ENDS, "pad_token_id": PAD, "suppress_tokens": [3]}
         output = self.model.generate(**inputs, **options, **CALLS[call], **more, past_key_values=cache)
         width = 0 if "inputs_embeds" in inputs else inputs["input_ids"].shape[1]
         return new_tokens(output, width, ENDS)
@@ -166,7 +166,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(["on", "on", "same", "fork", "new"]),
-        seed=st.integers(0, 999),
+        seed=st.integers(0, 9),
         call=st.sampled_from(sorted(CALLS)),
         callback=st.sampled_from(["none", "none", "streamer", "criterion", "processor"]),
         calls=st.integers(1, 12),
@@ -174,15 +174,13 @@ class Histories(RuleBasedStateMachine):
     )
     def generate(self, kind, seed, call, callback, calls, fault):
         prompts = self.prompts(kind, seed)
-        if call == "beams":
-            prompts, callback = prompts[:1], "none"
         if call in ("none", "block") and callback == "processor":
             callback = "criterion"
         expected = self.cold(prompts, call)
         failing = CALLBACKS[callback](calls)
         self.run(prompts, expected, fault, lambda: self.answer(prompts, call, self.cache, **failing))
 
-    @rule(seed=st.integers(0, 999), call=st.sampled_from(["none", "exact", "ar"]), fault=faults)
+    @rule(seed=st.integers(0, 9), call=st.sampled_from(["none", "exact", "ar"]), fault=faults)
     def generate_from_embeddings(self, seed, call, fault):
         prompts = self.prompts("on" if seed % 2 else "new", seed)
         if call == "ar" and len({len(prompt) for prompt in prompts}) > 1:
@@ -190,7 +188,7 @@ class Histories(RuleBasedStateMachine):
         expected = self.cold(prompts, call)
         self.run(prompts, expected, fault, lambda: self.answer(prompts, call, self.cache, embeds=True))
 
-    @rule(seed=st.integers(0, 999), fault=faults)
+    @rule(seed=st.integers(0, 9), fault=faults)
     def generate_from_new_tokens_alone(self, seed, fault):
         """As transformers allows in AR decoding: the mask is as long as cache and input together."""
         new = [[10 + seed % 7, 11 + seed % 9]] * max(1, len(self.contents))
@@ -200,7 +198,7 @@ class Histories(RuleBasedStateMachine):
         mask = torch.ones(len(prompts), max(map(len, prompts)), dtype=torch.long)
 
         def answer():
-            options = {"max_new_tokens": 9, "eos_token_id": ENDS, "pad_token_id": PAD, "suppress_tokens": [3]}
+            options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": ENDS, "pad_token_id": PAD, "suppress_tokens": [3]}
             output = self.model.generate(torch.tensor(new), attention_mask=mask, **options, past_key_values=self.cache)
             return new_tokens(output, 2, ENDS)
 
@@ -235,7 +233,9 @@ class Histories(RuleBasedStateMachine):
             self.texts = [prompt + row for prompt, row in zip(prompts, found, strict=True)]
             lengths = self.cache.lengths
             if len(lengths) == len(self.texts):
-                self.contents = [text[:length] for text, length in zip(self.texts, lengths, strict=True)]
+                # AR decoding also caches the padding behind a row's end.
+                padded_texts = [text + [PAD] * NEW_TOKENS for text in self.texts]
+                self.contents = [text[:length] for text, length in zip(padded_texts, lengths, strict=True)]
             else:
                 self.contents = []
                 self.cache = WindowCache()
@@ -249,7 +249,7 @@ class Histories(RuleBasedStateMachine):
 
     # --- what else a caller does with a cache -----------------------------------------------------------------------
 
-    @rule(seed=st.integers(0, 999), as_embeds=st.booleans(), fault=faults)
+    @rule(seed=st.integers(0, 9), as_embeds=st.booleans(), fault=faults)
     def forward(self, seed, as_embeds, fault):
         new = [[4 + (seed + row) % 300] * (1 + seed % 3) for row in range(max(1, len(self.contents)))]
         texts = [content + tokens for content, tokens in zip(self.contents or [[]], new, strict=True)]
@@ -287,7 +287,7 @@ class Histories(RuleBasedStateMachine):
             [text[: max(0, len(text) - count)] for text in self.contents] if any(self.cache.lengths) else []
         )
 
-    @rule(seed=st.integers(0, 99), fault=faults)
+    @rule(seed=st.integers(0, 9), fault=faults)
     def select(self, seed, fault):
         if not any(self.cache.lengths) or not self.contents:
             return
@@ -306,11 +306,12 @@ class Histories(RuleBasedStateMachine):
             self.texts = [self.texts[row] for row in rows]
 
     def teardown(self):
-        """A history ends with two calls that nothing disturbs."""
+        """A history ends with a call that nothing disturbs."""
         if hasattr(self, "cache"):
             self.generate("on", 1, "exact", "none", 0, NO_FAULT)
-            self.generate("same", 1, "ar" if len(self.texts) == 1 else "none", "none", 0, NO_FAULT)
             self.tried["histories"] += 1
+            if self.tried["histories"] % 100 == 0:
+                print(dict(self.tried), flush=True)
 
 
 def test_after_a_fault_at_any_line_an_answer_is_that_of_a_cold_start_or_a_clear_error(foreseeing):  # noqa: F811
@@ -318,7 +319,14 @@ def test_after_a_fault_at_any_line_an_answer_is_that_of_a_cold_start_or_a_clear_
     Histories.models = tiny_model().double(), adapted().double()
     run_state_machine_as_test(
         Histories,
-        settings=settings(max_examples=HISTORIES, stateful_step_count=10, phases=PHASES, report_multiple_bugs=False),
+        settings=settings(
+            max_examples=HISTORIES,
+            stateful_step_count=10,
+            phases=PHASES,
+            report_multiple_bugs=False,
+            derandomize="CACHE_HISTORIES" not in os.environ,
+            database=None,
+        ),
     )
     tried = Histories.tried
     print(dict(tried))

@@ -188,6 +188,8 @@ def test_a_setting_out_of_range_is_told_in_one_line_before_any_work(setting, val
         (b"- a", "must contain a YAML mapping."),
         (b"hello", "must contain a YAML mapping."),
         (b"", "must contain a YAML mapping."),
+        (b"3: 4", "The name of a setting must be text, but the recipe has a number"),
+        (b"no: 4", "The name of a setting must be text, but the recipe has a number"),
         (b"\xff\xfe\x00", "The recipe is not UTF-8: "),
         (b"learning_rate: null", "`learning_rate` must be at least 0, got None."),
         (b"learning_rate: fast", "invalid float value: 'fast'"),

@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import time
+import zipfile
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -237,12 +238,20 @@ def test_a_checkpoint_of_weights_alone_is_not_resumed_with_a_new_optimizer_in_si
 
 
 @pytest.mark.parametrize("part", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
-@pytest.mark.parametrize("harm", ["missing", "empty", "cut"])
+@pytest.mark.parametrize("harm", ["missing", "empty", "cut", "one byte"])
 def test_a_checkpoint_that_lacks_what_a_resumed_run_needs_is_refused(checkpoint_of_one_step, tmp_path, part, harm):
     checkpoint = tmp_path / "checkpoint-1"
     shutil.copytree(checkpoint_of_one_step, checkpoint)
     if harm == "missing":
         (checkpoint / part).unlink()
+    elif harm == "one byte":
+        content, place = bytearray((checkpoint / part).read_bytes()), 0
+        if part != "trainer_state.json":
+            with zipfile.ZipFile(checkpoint / part) as archive:
+                data = archive.read(max(archive.infolist(), key=lambda entry: entry.file_size))
+            place = content.index(data) + len(data) // 2
+        content[place] ^= 255
+        (checkpoint / part).write_bytes(content)
     else:
         os.truncate(checkpoint / part, 0 if harm == "empty" else (checkpoint / part).stat().st_size // 2)
     said = {"optimizer.pt": "no state of the optimizer", "scheduler.pt": "no scheduler.pt"}.get(part, "")
