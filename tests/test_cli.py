@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import signal
 import subprocess
 import sys
 from typing import Annotated
@@ -201,6 +202,27 @@ def test_ctrl_c_ends_a_command_with_one_line_and_code_130(wedlm, monkeypatch):
 
     monkeypatch.setattr(answers, "compare", interrupt)
     assert wedlm("generate", "hi") == (130, "", "Stopped.\n")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("becomes", [KeyboardInterrupt, ImportError, RuntimeError])
+def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_it(number, code, becomes, monkeypatch):
+    def interrupted(*arguments):
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise becomes from None
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(options.LoadingOptions, "load", interrupted)
+    monkeypatch.setattr(sys, "argv", ["wedlm", "generate", "hi"])
+    try:
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert exit_.value.code == code
 
 
 def test_text_is_shown_where_the_terminal_says_that_it_has_no_columns(wedlm, monkeypatch):

@@ -101,10 +101,8 @@ def start(words: list[str], folder: Path, *, limit: int | None = None, pipe: tup
             os.dup2(pipe[1], 1)
             os.close(pipe[0])
             os.close(pipe[1])
-        sys.stdin = open(os.devnull)  # noqa: SIM115
-        sys.stdout, sys.stderr = (
-            open(number, "w", closefd=False, buffering=1 if number == 2 else -1) for number in (1, 2)
-        )
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         for number in (signal.SIGINT, signal.SIGTERM):
