@@ -251,7 +251,6 @@ class WindowCache(Cache):
             return
         with self._moving_rows():
             self.close()
-            self._appended = None
             self.lengths = list(self._opened)
             # The forward may have left NaN behind the committed slots, and masked attention still multiplies it by 0.
             for layer in self.layers:

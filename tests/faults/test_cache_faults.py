@@ -55,7 +55,12 @@ def test_a_forward_that_was_cut_off_is_refused_until_it_is_cropped(layer, before
     handle.remove()
     with torch.no_grad():
         if layer == 0:  # the last layer holds nothing of it
-            with pytest.raises(ValueError, match="A forward on this cache was cut off before its last layer"):
+            refused = pytest.raises(ValueError, match="A forward on this cache was cut off before its last layer")
+            for _ in range(2):  # a call that is refused leaves it refused
+                mask = torch.ones(1, before + 4, dtype=torch.long)
+                with refused:
+                    model.generate(NEW, attention_mask=mask, **AR, past_key_values=cache)
+            with refused:
                 model(NEW, past_key_values=cache, use_cache=True)
             cache.crop(-2 if before else -cache.get_seq_length())
         text = torch.cat([TEXT[:, :before], *[NEW] * (1 + layer)], dim=1)
