@@ -237,19 +237,19 @@ class _Run:
 
     def finish(self, measure: Measure | None) -> None:
         """The table, the model card, and the adapter where users look for it."""
+        answers, held_out = read_answers(self.trained_on), read_answers(self.held_out)
         table: dict[str, Any] = {}
-        if measure is not None:
+        if measure is not None and held_out:
             self.console.print("[4/4] Measuring …", highlight=False, markup=False)
             model, tokenizer = self.load()
             model.load_mask_adapter(self.work / "adapter")
-            prompts = [answer["prompt_ids"] for answer in read_answers(self.held_out)]
-            table = measure(model, tokenizer, prompts) if prompts else {}
+            table = measure(model, tokenizer, [answer["prompt_ids"] for answer in held_out])
         log = self.work / "training" / "log.jsonl"
         entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
         facts = {
-            "answers": len(read_answers(self.trained_on)),
-            "answer_tokens": sum(len(answer["response_ids"]) for answer in read_answers(self.trained_on)),
-            "held_out": len(read_answers(self.held_out)),
+            "answers": len(answers),
+            "answer_tokens": sum(len(answer["response_ids"]) for answer in answers),
+            "held_out": len(held_out),
             **{name: self.state[name] for name in ("mask_rows", "training_seconds", "answer_seconds")},
             **{name: value for name, value in asdict(self.config).items() if name in ("rank", "head_width", "seed")},
         }
