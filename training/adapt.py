@@ -98,7 +98,7 @@ class _Run:
         if self.out.exists() and not self.out.is_dir():
             raise FileExistsError(f"The output must be a folder, got the file {str(self.out)!r}.")
         if self.plan_file.exists():
-            before = json.loads(self.plan_file.read_text(encoding="utf-8"))
+            before = _read(self.plan_file)
             if different := [name for name, value in self.identity.items() if before.get(name) != value]:
                 changes = ", ".join(f"{name}: {before.get(name)!r}, not {self.identity[name]!r}" for name in different)
                 raise ValueError(
@@ -128,7 +128,7 @@ class _Run:
     def begin(self) -> None:
         """Writes down what this run is, or reads how far it has come."""
         if self.state_file.exists():
-            self.state |= json.loads(self.state_file.read_text(encoding="utf-8"))
+            self.state |= _read(self.state_file)
         self.state.setdefault("dtype", _faster_dtype(self.device))
         _write(self.plan_file, json.dumps(self.identity, indent=2) + "\n")
 
@@ -323,6 +323,17 @@ def _faster_dtype(device: torch.device) -> str:
             runs.append(time.perf_counter() - start)
         seconds[name] = min(runs)
     return min(seconds, key=lambda name: seconds[name])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """What a run wrote down. Raises `ValueError` for a damaged file."""
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(file)!r} is damaged: choose a new folder.")
+    return content
 
 
 def _write(file: Path, text: str) -> None:

@@ -102,6 +102,8 @@ def read_prompts(file: Path) -> list[str]:
         OSError: for a file that cannot be read.
         ValueError: for a file that is not UTF-8 text or holds no prompt, and for a JSON line without a text `prompt`.
     """
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise ValueError(f"The prompts must be a file, since a run that goes on reads it again: got {str(file)!r}.")
     try:
         lines = file.read_bytes().decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
@@ -131,7 +133,12 @@ def read_answers(file: Path) -> list[Answer]:
     if not file.exists():
         return []
     whole, _, _ = file.read_bytes().rpartition(b"\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    try:
+        answers: list[Answer] = [json.loads(line) for line in whole.splitlines()]
+        _ = [answer["prompt_ids"] + answer["response_ids"] for answer in answers]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"The file of answers {str(file)!r} is damaged: delete it, or choose a new folder.") from None
+    return answers
 
 
 def write_answers(

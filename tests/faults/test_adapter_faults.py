@@ -1,0 +1,92 @@
+"""Damaged and hostile files of mask adapters and of the runs that train them: one clear error each."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from test_adapt import SMALL, write_base
+from test_branches import adapted
+from tiny import tiny_model
+
+from wedlm_hf.training import adapt as adapting
+from wedlm_hf.training.adapt import AdaptConfig, adapt
+from wedlm_hf.training.answers import read_answers, read_prompts
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    adapted().save_mask_adapter(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": "4"}, "must state `rank` and `head_width`, whole numbers"),
+        ({"rank": 4.5}, "must state `rank` and `head_width`, whole numbers"),
+        ({"rank": None}, "must state `rank` and `head_width`, whole numbers"),
+        ({"rank": 10**12}, "do not fit its adapter_config.json: `rank` 1000000000000"),
+        ({"rank": 0}, "needs a `rank` of at least 1"),
+        ({"head_width": True}, "must state `rank` and `head_width`, whole numbers"),
+        ({"target_modules": "o_proj"}, "a list of names; got 4, 8 and 'o_proj'"),
+        ({"target_modules": [["o_proj"]]}, "a list of names"),
+        ({"target_modules": ["o_proj", "o_proj"]}, "each once"),
+        ({"target_modules": ["o_proj", "../x"]}, "'../x', which no decoder layer has"),
+        ({"base": "tiny"}, "belongs to another base"),
+        ({"base": [1]}, "belongs to another base"),
+    ],
+)
+def test_an_adapter_config_that_makes_no_sense_is_refused(saved, tmp_path, changes, message):
+    folder = shutil.copytree(saved, tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
+    model = tiny_model()
+    with pytest.raises(ValueError, match=message):
+        model.load_mask_adapter(folder)
+    assert not model.has_mask_adapter
+    model.load_mask_adapter(saved)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(saved, tmp_path, number):
+    folder = shutil.copytree(saved, tmp_path / "adapter")
+    weights = load_file(folder / "adapter_model.safetensors")
+    next(iter(weights.values())).view(-1)[0] = number
+    save_file(weights, folder / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="hold NaN or infinite numbers"):
+        tiny_model().load_mask_adapter(folder)
+
+
+def test_prompts_that_can_be_read_only_once_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "prompts")
+    for path in (tmp_path / "prompts", Path("/dev/null")):
+        with pytest.raises(ValueError, match="The prompts must be a file, since a run that goes on reads it again"):
+            read_prompts(path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"null", b""])
+@pytest.mark.parametrize("name", ["adapt.json", "state.json"])
+def test_a_damaged_file_of_an_earlier_run_is_named(tmp_path, monkeypatch, name, content):
+    base = write_base(tmp_path / "llama")
+    config = AdaptConfig(tokens=10, **SMALL)
+    work = tmp_path / "out" / "work"
+    work.mkdir(parents=True)
+    if name == "state.json":
+        (work / "adapt.json").write_text(json.dumps(config.identity(str(base))))
+    (work / name).write_bytes(content)
+    monkeypatch.setattr(adapting, "convert", lambda *arguments, **options: pytest.fail("work was begun"))
+    with pytest.raises(ValueError, match=f"{name}' is damaged: choose a new folder"):
+        adapt(base, tmp_path / "out", config)
+    assert (work / name).read_bytes() == content
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", "{}", '{"prompt_ids": 3, "response_ids": [4]}'])
+def test_a_damaged_line_of_answers_is_named(tmp_path, line):
+    good = json.dumps({"prompt_ids": [5], "response_ids": [6], "greedy": True, "batch": 0})
+    (tmp_path / "answers.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(ValueError, match=r"answers\.jsonl' is damaged: delete it"):
+        read_answers(tmp_path / "answers.jsonl")
