@@ -254,7 +254,7 @@ class Histories(RuleBasedStateMachine):
         new = [[4 + (seed + row) % 300] * (1 + seed % 3) for row in range(max(1, len(self.contents)))]
         texts = [content + tokens for content, tokens in zip(self.contents or [[]], new, strict=True)]
         count = len(new[0])
-        before = self.cache.get_seq_length()
+        before = max(self.cache.lengths, default=0)
         inputs = {"input_ids": torch.tensor(new)}
         if as_embeds:
             inputs = {"inputs_embeds": self.model.get_input_embeddings()(inputs["input_ids"])}
@@ -263,8 +263,8 @@ class Histories(RuleBasedStateMachine):
                 logits = self.model(**inputs, past_key_values=self.cache, use_cache=True).logits
         except (MemoryError, KeyboardInterrupt) as error:
             self.failed(error)
-            if self.cache.get_seq_length() != before:
-                assert self.cache.get_seq_length() == before + count
+            if max(self.cache.lengths, default=0) != before:
+                assert max(self.cache.lengths, default=0) == before + count
                 self.contents = texts
             return
         except ValueError as error:
