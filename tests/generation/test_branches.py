@@ -502,6 +502,20 @@ def test_times_are_those_of_a_line_and_of_one_row():
     for rows in (1, 1, 1, 4, 8, 12, 16, 8, 4, 12) * 3:
         times.record(rows, fp32_cpu(rows))
     times.record(8, 30.0)  # the machine was busy
-    assert times.of(1) == fp32_cpu(1)
     for rows in (2, 8, 24):
-        assert times.of(rows) == pytest.approx(fp32_cpu(rows), rel=0.1)
+        assert times.of(rows) / times.of(1) == pytest.approx(fp32_cpu(rows) / fp32_cpu(1), rel=0.1)
+
+
+def test_times_of_a_busy_and_of_a_quiet_machine_are_not_compared():
+    times = StepTimes(0.02, Clock())
+    for rows in (1, 1, 1, 1, 1, 4, 8, 12, 4, 8, 12):
+        times.record(rows, 2 * fp32_cpu(rows))
+    for rows in (4, 8, 12) * 8:
+        times.record(rows, fp32_cpu(rows))
+    assert times.of(8) / times.of(1) == pytest.approx(fp32_cpu(8) / fp32_cpu(1), rel=0.15)
+
+
+def test_rows_that_cost_more_than_they_can_bring_are_not_planned():
+    pace = pacer()
+    pace.drafts, pace.price, pace._is_ar_step = 2, 1.5, False
+    assert pace.plan([0.9, 0.9], remaining=100) == [0]
