@@ -207,8 +207,8 @@ class MaskAdapter(nn.Module):
             down = self.down[target].to(dtype).transpose(1, 2)
             up = self.up[target].to(dtype).transpose(1, 2)
             weights[target] = list(zip(down.unbind(), up.unbind(), strict=True))
-        if not trains:
-            self._prepared = key, weights
+        # Optimizers may change parameters without raising their version: what trains is never kept.
+        self._prepared = None if trains else (key, weights)
         return weights
 
 

@@ -104,6 +104,20 @@ def test_changed_weights_act_at_once() -> None:
         assert not torch.equal(adapted(IDS, slot_mask=2).logits, before)
 
 
+@pytest.mark.parametrize("optimizer", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_between_steps_of_training_the_newest_weights_act(optimizer: dict[str, bool]) -> None:
+    model = with_adapter(tiny_model())
+    steps = torch.optim.AdamW(model.model.mask_adapter.parameters(), lr=0.1, **optimizer)
+    for _ in range(2):
+        with torch.no_grad():
+            model(IDS, slot_mask=2)
+        model(IDS, slot_mask=2).logits.square().mean().backward()
+        steps.step()
+        with torch.no_grad():
+            actual, expected = (one(IDS, slot_mask=2).logits for one in (model, copy.deepcopy(model)))
+        assert torch.equal(actual, expected)
+
+
 def test_a_new_adapter_predicts_as_the_base_does() -> None:
     model = tiny_model()
     with torch.no_grad():
