@@ -26,8 +26,7 @@ from .eval.options import (
     RawOption,
     TraceOptions,
     has_no_chat_template,
-    parse_numbers,
-    read_text,
+    read_prompt_file,
     with_options,
 )
 from .eval.report.request import ReportRequest
@@ -211,26 +210,19 @@ def calibrate(
     raw: RawOption = False,
 ) -> None:
     """Find the fastest settings that agree with AR decoding well enough on your own prompts."""
-    from .eval.calibrate import CalibrationRequest, show
     from .eval.calibrate import calibrate as find_settings
-    from .eval.prompts import encode_prompt, read_prompts, split_prompts
+    from .eval.calibrate import show
+    from .eval.prompts import encode_prompt, split_prompts
     from .eval.sweep import write_settings
 
-    request = CalibrationRequest(
-        options.agreement, max_new_tokens=options.max_new_tokens, batch_size=options.batch_size
-    ).with_grid(
-        windows=parse_numbers("--windows", options.windows, int),
-        thresholds=parse_numbers("--thresholds", options.thresholds, float),
-        penalties=parse_numbers("--penalties", options.penalties, float),
-    )
-    prompts = read_prompts("standard input" if str(file) == "-" else str(file), read_text(file))
+    prompts, _ = read_prompt_file(file)
     split_prompts(prompts)  # refused here, before any weights are read
     if options.write and not Path(model).is_dir():
         raise ValueError(f"`--write` needs a checkpoint folder, got {model!r}.")
     loaded, tokenizer = loading.load(model)
     raw = raw or has_no_chat_template(tokenizer, model)
     encoded = [encode_prompt(loaded, tokenizer, prompt, raw=raw) for prompt in prompts]
-    found = find_settings(loaded, tokenizer, encoded, request, title="settings")
+    found = find_settings(loaded, tokenizer, encoded, options, title="settings")
     show(found, options.agreement, _console())
     if found.chosen is None:
         raise typer.Exit(1)

@@ -12,8 +12,10 @@ rest; only the outcome is timed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,50 +23,20 @@ import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
-from .decoders import AR, EXACT, WEDLM, Options
-from .measure import ForwardCounter, agreeing_tokens, decode, measure, without_end_token
-from .prompts import LONGEST_ANSWER, Prompt, split_prompts
-from .sweep import Grid, configured, pick
-from .table import per_prompt
+from .decoders import AR, EXACT, WEDLM
+from .measure import ForwardCounter, agreeing_tokens, decode, measure
+from .options import CalibrationOptions
+from .prompts import Prompt, split_prompts
+from .sweep import beaten, configured, pick
+from .table import mark_same, per_prompt
 
 TIMED_REPEATS = 5
 # How the slot cost is measured: so many tokens, one a step, with windows of these sizes.
 COST_WINDOWS, COST_TOKENS, COST_REPEATS = (1, 4, 8, 16, 24), 32, 3
-
-
-@dataclass(frozen=True)
-class CalibrationRequest:
-    """What to look for, and where.
-
-    Attributes:
-        agreement: wanted, above 0, at most 1.
-        grid: settings to try.
-        max_new_tokens: of each answer.
-        batch_size: prompts decoded together where settings are compared; verified decoding gets one at a time, for
-            its window adapts to all rows of a batch.
-
-    Raises:
-        ValueError: for a wanted agreement that is out of range.
-    """
-
-    agreement: float = 0.99
-    grid: Grid = field(
-        default_factory=lambda: Grid((4, 8, 16), (0.1, 0.2, 0.4, 0.8), (0.02, 0.1), (0.4, 1.0), (WEDLM, EXACT))
-    )
-    max_new_tokens: int = LONGEST_ANSWER
-    batch_size: int = 8
-
-    def __post_init__(self) -> None:
-        if not 0 < self.agreement <= 1:
-            raise ValueError(f"The wanted agreement must be above 0 and at most 1, got {self.agreement}.")
-
-    def with_grid(self, **values: Sequence[Any]) -> CalibrationRequest:
-        """The same with other values in the grid."""
-        return replace(self, grid=replace(self.grid, **values))
 
 
 @dataclass(frozen=True)
@@ -108,22 +80,32 @@ class Calibration:
     tokens_per_second: Mapping[str, float]
 
 
+@contextmanager
+def _without_end_token(model: WeDLMForCausalLM) -> Iterator[None]:
+    """Answers inside the block are as long as they may be."""
+    saved: Any = model.generation_config
+    model.generation_config = copy(saved)
+    model.generation_config.eos_token_id = None
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
 def measure_slot_cost(model: WeDLMForCausalLM, prompt: Sequence[int]) -> SlotCost:
     """Time the steps of decoding with several window sizes, in turn.
 
     What a slot costs outside the forward (its entropy, the choice of its token) counts as well.
     """
     steps: list[tuple[int, float]] = []
-    with without_end_token(model):
+    with _without_end_token(model):
         for repeat, window in itertools.product(range(COST_REPEATS + 1), COST_WINDOWS):
             options = {**configured(WEDLM, window, 0.0, 0.0), "max_new_tokens": COST_TOKENS, "do_sample": False}
             with ForwardCounter(model) as counter:
                 decode(model, None, [list(prompt)], options)
-            if repeat == 0:
-                continue  # a warm-up
-            widths = [width for _, width in counter.shapes]
-            # Without the prefill.
-            steps += zip(widths[1:], np.diff(counter.starts[1:]), strict=False)
+            if repeat > 0:  # the first turn is a warm-up, and the first forward reads the prompt
+                widths = [width for _, width in counter.shapes[1:]]
+                steps += zip(widths, np.diff(counter.starts[1:]), strict=False)
     return SlotCost.fit(pd.DataFrame(steps, columns=["width", "seconds"]))
 
 
@@ -131,7 +113,7 @@ def calibrate(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    request: CalibrationRequest,
+    request: CalibrationOptions,
     *,
     title: str = "",
 ) -> Calibration:
@@ -141,7 +123,8 @@ def calibrate(
         model: in evaluation mode.
         tokenizer: the model's.
         prompts: with their tokens; half of them are for picking, the others for checking.
-        request: what is wanted.
+        request: what is wanted. Verified decoding gets one prompt at a time, for its window adapts to all rows of a
+            batch.
         title: shown with a progress bar on standard error, if any.
 
     Raises:
@@ -149,49 +132,46 @@ def calibrate(
     """
     picking, checking = split_prompts(prompts)
     cost = measure_slot_cost(model, picking[0].tokens)
-    limits: Options = {"max_new_tokens": request.max_new_tokens, "do_sample": False}
-    candidates = {name: {**options, **limits} for name, options in request.grid.candidates().items()}
+    limits = {"max_new_tokens": request.max_new_tokens, "do_sample": False}
+    candidates = request.grid.candidates()
+    greedy = {name: {**options, **limits} for name, options in candidates.items()}
 
     def tried(names: Sequence[str], part: Sequence[Prompt], title: str = "") -> pd.DataFrame:
         rows = []
         for name in track(names, title, console=Console(stderr=True), disable=not title):
             size = 1 if name.startswith(EXACT) else request.batch_size
-            rows += measure(model, tokenizer, part, {name: candidates[name]}, batch_size=size)
+            rows += measure(model, tokenizer, part, {name: greedy[name]}, batch_size=size)
         return summarise_trials(model, part, rows, cost)
 
-    trials = tried(list(candidates), picking, title).assign(checked=np.nan)
-    chosen, speeds = None, {}
-    wanted = 1 - request.agreement
-    for name in pick(trials.drop(index=AR).eval("loss = 1 - agreement"), wanted, "speed"):
+    trials = tried(list(greedy), picking, title).assign(checked=np.nan)
+    most = 1 - request.agreement
+    for name in pick(trials.drop(index=AR).eval("loss = 1 - agreement"), most, "speed"):
         trials.loc[name, "checked"] = tried([AR, name], checking).loc[name, "agreement"]
-        if 1 - trials.loc[name, "checked"] <= wanted + 1e-9:
-            chosen = name
+        if 1 - trials.loc[name, "checked"] <= most + 1e-9:
             break
-    if chosen is not None:
-        both = {name: candidates[name] for name in (AR, chosen)}
-        sums = per_prompt(pd.DataFrame(measure(model, tokenizer, checking, both, repeats=TIMED_REPEATS))).sum()
-        speeds = dict(sums["new_tokens"] / sums["seconds"])
-    settings = {} if chosen is None else {**request.grid.candidates()[chosen], "slot_cost": round(cost.relative, 4)}
-    settings.pop("strategy", None)
-    return Calibration(cost, trials, chosen, settings, speeds)
+    else:
+        return Calibration(cost, trials, None, {}, {})
+    both = {decoder: greedy[decoder] for decoder in (AR, name)}
+    sums = per_prompt(pd.DataFrame(measure(model, tokenizer, checking, both, repeats=TIMED_REPEATS))).sum()
+    settings = {**candidates[name], "slot_cost": round(cost.relative, 4)}
+    settings.pop("strategy")  # which one is used stays the caller's choice
+    return Calibration(cost, trials, name, settings, dict(sums["new_tokens"] / sums["seconds"]))
 
 
 def summarise_trials(
     model: WeDLMForCausalLM, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]], cost: SlotCost
 ) -> pd.DataFrame:
     """A row for each setting, AR among them; see [`Calibration`]."""
-    table = pd.DataFrame(rows)
-    table["agreeing"] = [
-        agreeing_tokens(model, prompts[row["prompt"]].tokens, row["tokens"]) for row in table.to_dict("records")
-    ]
-    reference = table[table["decoder"] == AR].set_index("prompt")["tokens"]
-    table["same"] = [row.tokens == reference[row.prompt] for row in table.itertuples()]
-    sums = table.groupby("decoder", sort=False)[["agreeing", "new_tokens", "forwards", "token_instances"]].sum()
+    table = mark_same(pd.DataFrame(rows))
+    answers = zip(table["prompt"], table["tokens"], strict=True)
+    table["agreeing"] = [agreeing_tokens(model, prompts[index].tokens, tokens) for index, tokens in answers]
+    groups = table.groupby("decoder", sort=False)
+    sums = groups[["agreeing", "new_tokens", "forwards", "token_instances"]].sum()
     seconds = (sums["forwards"] + cost.relative * sums["token_instances"]) / sums["new_tokens"]
     return pd.DataFrame(
         {
             "agreement": sums["agreeing"] / sums["new_tokens"],
-            "same": table.groupby("decoder", sort=False)["same"].mean(),
+            "same": groups["same"].mean(),
             "tokens_per_forward": sums["new_tokens"] / sums["forwards"],
             "speed": seconds[AR] / seconds,
         }
@@ -201,40 +181,33 @@ def summarise_trials(
 def trials_table(found: Calibration, agreement: float) -> Table:
     """AR, the settings that no other one beats in both agreement and speed, and those that were checked."""
     trials = found.trials
-    points = trials[["agreement", "speed"]].to_numpy()
-    beaten = ((points[None] >= points[:, None]).all(-1) & (points[None] > points[:, None]).any(-1)).any(1)
-    shown = trials[~beaten | trials["checked"].notna() | (trials.index == AR)].sort_values("speed", ascending=False)
-    rows = Table("setting", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for name in ("agreement", "checked", "same answers", "tok/fwd", "speed to AR"):
-        rows.add_column(name, justify="right", no_wrap=True)
-    for name, trial in sorted(shown.iterrows(), key=lambda item: item[0] != AR):
-        rows.add_row(
-            str(name),
-            f"{trial['agreement']:.2%}",
-            "" if pd.isna(trial["checked"]) else f"{trial['checked']:.2%}",
-            f"{trial['same']:.0%}",
-            f"{trial['tokens_per_forward']:.2f}",
-            f"{trial['speed']:.2f}×",
-            style="bold" if name == found.chosen else "" if trial["agreement"] >= agreement else "dim",
-        )
+    best = ~beaten(trials[["agreement", "speed"]]) | trials["checked"].notna()
+    formats = {"agreement": "{:.2%}", "checked": "{:.2%}", "same": "{:.0%}"}
+    formats |= {"tokens_per_forward": "{:.2f}", "speed": "{:.2f}×"}
+    titles = ("agreement", "checked", "same answers", "tok/fwd", "speed to AR")
+    columns = (Column(title, justify="right", no_wrap=True) for title in titles)
+    rows = Table("setting", *columns, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for name in [AR, *trials[best].drop(index=AR, errors="ignore").sort_values("speed", ascending=False).index]:
+        trial = trials.loc[name]
+        cells = ("" if pd.isna(trial[column]) else form.format(trial[column]) for column, form in formats.items())
+        is_good = trial["agreement"] >= agreement
+        rows.add_row(name, *cells, style="bold" if name == found.chosen else "" if is_good else "dim")
     return rows
 
 
 def show(found: Calibration, agreement: float, console: Console) -> None:
     """Print what was found."""
-    cost = found.cost
+    cost, speeds = found.cost, found.tokens_per_second
     console.print(
         f"A step takes {1000 * cost.fixed:.3f} ms and {1000 * cost.slot:.4f} ms for each slot: "
         f"slot_cost = {cost.relative:.2g}.",
         highlight=False,
     )
     console.print(trials_table(found, agreement))
-    if found.chosen is None:
-        console.print(f"No setting agrees with AR on {100 * agreement:g} % of the tokens.", highlight=False)
-        return
-    chosen, ar = (found.tokens_per_second[name] for name in (found.chosen, AR))
-    console.print(
-        f"Chosen: {found.chosen}. On the prompts that it was not picked on: {chosen:,.0f} tokens/s, AR {ar:,.0f}, "
-        f"{chosen / ar:.2f}×.",
-        highlight=False,
-    )
+    outcome = f"No setting agrees with AR on {100 * agreement:g} % of the tokens."
+    if found.chosen is not None:
+        outcome = (
+            f"Chosen: {found.chosen}. On the prompts that it was not picked on: {speeds[found.chosen]:,.0f} tokens/s, "
+            f"AR {speeds[AR]:,.0f}, {speeds[found.chosen] / speeds[AR]:.2f}×."
+        )
+    console.print(outcome, highlight=False)

@@ -41,6 +41,7 @@ class ForwardCounter:
     Attributes:
         shapes: rows and tokens per row of each forward.
         starts: host clock at the start of each forward, seconds.
+        entered, left: host clock at both ends of the block, seconds, once a GPU has done its work.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -51,6 +52,7 @@ class ForwardCounter:
         self._ends: list[Any] = []
 
     def __enter__(self) -> ForwardCounter:
+        self.entered = self.left = now(self.model)
         self._hooks = (
             self.model.register_forward_pre_hook(self._count, with_kwargs=True),
             self.model.register_forward_hook(lambda model, args, output: self._ends.append(_mark(output.logits))),
@@ -58,6 +60,7 @@ class ForwardCounter:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.left = now(self.model)
         for hook in self._hooks:
             hook.remove()
 
@@ -81,6 +84,11 @@ class ForwardCounter:
     def slots(self) -> int:
         """Tokens that went through the model."""
         return sum(rows * width for rows, width in self.shapes)
+
+    @property
+    def moments(self) -> list[float]:
+        """The start of each forward and then the end of the block, seconds since its beginning."""
+        return [moment - self.entered for moment in (*self.starts, self.left)]
 
     @property
     def spans(self) -> list[float]:
@@ -154,100 +162,6 @@ def pad_left(
     }
 
 
-@dataclass(frozen=True)
-class Call:
-    """One `generate` call and its clock.
-
-    Attributes:
-        prompts: tokens of each.
-        output: what `generate` returned.
-        counter: of its forwards.
-        start: host clock at the call, seconds.
-        moments: the start of each forward and then the end of the call, seconds since its start.
-        is_assisted: whether transformers' assisted decoding made the answer, which counts nothing.
-    """
-
-    prompts: Sequence[list[int]]
-    output: Any
-    counter: ForwardCounter
-    start: float
-    moments: list[float]
-    is_assisted: bool = False
-
-
-def call_generate(
-    model: WeDLMForCausalLM,
-    prompts: Sequence[list[int]],
-    options: Options,
-    streamer: BaseStreamer | None = None,
-    *,
-    pad_token: int = 0,
-    seed: int | None = None,
-) -> Call:
-    """Call `generate` on `B` prompts together, and look at the clock.
-
-    Args:
-        model: in evaluation mode.
-        prompts: tokens of each prompt.
-        options: keywords of `generate`; `strategy` is that of the generation config if it is left out.
-        streamer: gets the tokens as `generate` sends them.
-        pad_token: stands before the shorter prompts.
-        seed: of sampling; by default the state of torch's generators is left as it is.
-
-    Raises:
-        ValueError: whatever `generate` refuses.
-    """
-    inputs = pad_left(prompts, pad_token, model.device)
-    untyped: Any = model  # transformers states a type of `generate`'s `self` that its own models do not have
-    if seed is not None:
-        torch.manual_seed(seed)
-    with ForwardCounter(model) as counter:
-        start = now(model)
-        output = untyped.generate(**inputs, streamer=streamer, return_dict_in_generate=True, **options)
-        end = now(model)
-    moments = [moment - start for moment in (*counter.starts, end)]
-    return Call(prompts, output, counter, start, moments, bool(options.get("prompt_lookup_num_tokens")))
-
-
-def decodings_of(
-    model: WeDLMForCausalLM,
-    tokenizer: PreTrainedTokenizerBase | None,
-    call: Call,
-    clock: _FirstTokenClock | None = None,
-) -> list[Decoding]:
-    """The answer to each prompt of a call and its cost, counted twice: by the decoder and by the hook.
-
-    Without a tokenizer, texts are empty.
-    """
-    prompts, counter = call.prompts, call.counter
-    width = max(map(len, prompts))
-    answers = call.output.sequences[:, width:].tolist()
-    stats = getattr(call.output, "stats", None)
-    if stats is None:  # AR: one forward a token, and none for the last token
-        answers = [_until_end(answer, model.generation_config.eos_token_id) for answer in answers]
-        forwards = [len(answer) for answer in answers]
-        instances = [len(answer) - 1 for answer in answers]
-        if call.is_assisted:  # transformers reports nothing: the hook is all there is
-            forwards, instances = [counter.forwards], [counter.slots - width]
-    else:
-        answers = [answer[:count] for answer, count in zip(answers, stats.new_tokens.tolist(), strict=True)]
-        forwards, instances = stats.forwards.tolist(), stats.token_instances.tolist()
-    if stats is not None or len(prompts) == 1:  # AR goes on with finished rows of a batch
-        assert counter.rows == sum(forwards), f"{counter.rows} forwards were seen, {sum(forwards)} were reported"
-    if len(prompts) == 1:
-        seen = counter.slots - width
-        assert seen == instances[0], f"{seen} tokens were processed after the prompt, {instances[0]} were reported"
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(prompts)
-    seconds, forward_seconds = call.moments[-1] / len(prompts), sum(counter.spans) / len(prompts)
-    first = clock.moments[1] - call.start if clock else 0.0
-    depths = [
-        [[]] * len(prompts) if stats is None else counts.tolist()
-        for counts in (getattr(stats, "drafted_by_depth", None), getattr(stats, "accepted_by_depth", None))
-    ]
-    parts = zip(answers, texts, forwards, instances, *depths, strict=True)
-    return [Decoding(*part[:4], seconds, forward_seconds, first, *part[4:]) for part in parts]
-
-
 def decode(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -257,11 +171,77 @@ def decode(
     *,
     seed: int | None = None,
 ) -> list[Decoding]:
-    """Decode `B` prompts together and count what it takes: [`call_generate`], then [`decodings_of`]."""
-    pad_token = (tokenizer.pad_token_id if tokenizer else None) or 0
+    """Decode `B` prompts together and count what it takes; see [`decode_call`]."""
+    return decode_call(model, tokenizer, prompts, options, streamer, seed=seed)[0]
+
+
+def decode_call(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    prompts: Sequence[list[int]],
+    options: Options,
+    streamer: BaseStreamer | None = None,
+    *,
+    seed: int | None = None,
+) -> tuple[list[Decoding], Any, ForwardCounter]:
+    """Call `generate` on `B` prompts together, look at the clock, and count twice: by the decoder and by the hook.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's; without one, texts are empty.
+        prompts: tokens of each prompt.
+        options: keywords of `generate`; `strategy` is that of the generation config if it is left out.
+        streamer: gets the tokens as `generate` sends them.
+        seed: of sampling; by default the state of torch's generators is left as it is.
+
+    Returns:
+        the answer to each prompt and its cost; what `generate` returned; the counter of its forwards.
+
+    Raises:
+        ValueError: whatever `generate` refuses.
+    """
+    inputs = pad_left(prompts, (tokenizer.pad_token_id if tokenizer else None) or 0, model.device)
+    untyped: Any = model  # transformers states a type of `generate`'s `self` that its own models do not have
     clock = None if streamer else _FirstTokenClock()
-    call = call_generate(model, prompts, options, streamer or clock, pad_token=pad_token, seed=seed)
-    return decodings_of(model, tokenizer, call, clock)
+    if seed is not None:
+        torch.manual_seed(seed)
+    with ForwardCounter(model) as counter:
+        output = untyped.generate(**inputs, streamer=streamer or clock, return_dict_in_generate=True, **options)
+    answers, forwards, instances = _counts(model, inputs["input_ids"], options, output, counter)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(prompts)
+    first = clock.moments[1] - counter.entered if clock else 0.0
+    costs = counter.moments[-1] / len(prompts), sum(counter.spans) / len(prompts), first
+    stats = getattr(output, "stats", None)
+    depths = [
+        [[]] * len(prompts) if stats is None else counts.tolist()
+        for counts in (getattr(stats, "drafted_by_depth", None), getattr(stats, "accepted_by_depth", None))
+    ]
+    parts = zip(answers, texts, forwards, instances, *depths, strict=True)
+    return [Decoding(*part[:4], *costs, *part[4:]) for part in parts], output, counter
+
+
+def _counts(
+    model: WeDLMForCausalLM, input_ids: torch.Tensor, options: Options, output: Any, counter: ForwardCounter
+) -> tuple[list[list[int]], list[int], list[int]]:
+    """New tokens, forwards and token instances of each prompt, as reported and as seen."""
+    count, width = input_ids.shape
+    answers = output.sequences[:, width:].tolist()
+    stats = getattr(output, "stats", None)
+    if stats is None:  # AR: one forward a token, and none for the last token
+        answers = [_until_end(answer, model.generation_config.eos_token_id) for answer in answers]
+        forwards = [len(answer) for answer in answers]
+        instances = [len(answer) - 1 for answer in answers]
+        if options.get("prompt_lookup_num_tokens"):  # transformers reports nothing: the hook is all there is
+            forwards, instances = [counter.forwards], [counter.slots - width]
+    else:
+        answers = [answer[:count] for answer, count in zip(answers, stats.new_tokens.tolist(), strict=True)]
+        forwards, instances = stats.forwards.tolist(), stats.token_instances.tolist()
+    if stats is not None or count == 1:  # AR goes on with finished rows of a batch
+        assert counter.rows == sum(forwards), f"{counter.rows} forwards were seen, {sum(forwards)} were reported"
+    if count == 1:
+        seen = counter.slots - width
+        assert seen == instances[0], f"{seen} tokens were processed after the prompt, {instances[0]} were reported"
+    return answers, forwards, instances
 
 
 @torch.no_grad()
@@ -409,7 +389,7 @@ def _until_end(tokens: list[int], end_tokens: int | list[int] | None) -> list[in
     return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in ends), tokens)
 
 
-def now(model: WeDLMForCausalLM) -> float:
+def now(model: Any) -> float:
     """The clock, seconds, once a GPU has done its work."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)

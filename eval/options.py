@@ -14,10 +14,14 @@ from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.models import OptionInfo
+
+if TYPE_CHECKING:
+    from .prompts import Prompt
+    from .sweep import Grid
 
 NANO = Path(__file__).parents[1] / "examples" / "wedlm-nano"
 
@@ -37,6 +41,11 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any other keyword of `generate`; may be repeated."),
 ]
+WindowsOption = Annotated[str, typer.Option(metavar="LIST", help="W to try, slots.")]
+ThresholdsOption = Annotated[str, typer.Option(metavar="LIST", help="τ to try, nats.")]
+PenaltiesOption = Annotated[str, typer.Option(metavar="LIST", help="λ to try, nats per position.")]
+DraftsOption = Annotated[str, typer.Option(metavar="LIST", help="τ of drafts to verify, nats.")]
+DecodersOption = Annotated[str, typer.Option(metavar="LIST", help="Decoders; AR is always among them.")]
 
 
 @dataclass(frozen=True)
@@ -127,8 +136,44 @@ class TraceOptions:
 
 
 @dataclass(frozen=True)
-class CalibrationOptions:
-    """Calibration."""
+class SweepOptions:
+    """Settings that are tried.
+
+    Raises:
+        ValueError: for what is no list of settings, and for an unknown decoder.
+    """
+
+    windows: WindowsOption = "6,16"
+    thresholds: ThresholdsOption = "0.1,0.2,0.4,0.6,0.8,1.0"
+    penalties: PenaltiesOption = "0,0.02,0.1"
+    draft_thresholds: DraftsOption = "0.4,0.8"
+    decoders: DecodersOption = "block,wedlm,wedlm+typical,wedlm+exact"
+
+    def __post_init__(self) -> None:
+        self.grid  # noqa: B018  # checks its values
+
+    @property
+    def grid(self) -> Grid:
+        """All combinations."""
+        from .decoders import check_decoders
+        from .sweep import Grid
+
+        return Grid(
+            windows=parse_numbers("--windows", self.windows, int),
+            thresholds=parse_numbers("--thresholds", self.thresholds, float),
+            penalties=parse_numbers("--penalties", self.penalties, float),
+            draft_thresholds=parse_numbers("--draft-thresholds", self.draft_thresholds, float),
+            decoders=check_decoders(self.decoders.split(",")),
+        )
+
+
+@dataclass(frozen=True)
+class CalibrationOptions(SweepOptions):
+    """Calibration (lists have commas).
+
+    Raises:
+        ValueError: for a wanted agreement that is out of range, and as [`SweepOptions`].
+    """
 
     agreement: Annotated[
         float, typer.Option(help="Wanted share of new tokens that AR decoding would have chosen too.")
@@ -136,11 +181,18 @@ class CalibrationOptions:
     write: Annotated[
         bool, typer.Option("--write", help="Store the settings in the checkpoint's generation_config.json.")
     ] = False
-    windows: Annotated[str, typer.Option(metavar="LIST", help="W to try.")] = "4,8,16"
-    thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ to try, nats.")] = "0.1,0.2,0.4,0.8"
-    penalties: Annotated[str, typer.Option(metavar="LIST", help="λ to try, nats per position.")] = "0.02,0.1"
+    windows: WindowsOption = "4,8,16"
+    thresholds: ThresholdsOption = "0.1,0.2,0.4,0.8"
+    penalties: PenaltiesOption = "0.02,0.1"
+    draft_thresholds: DraftsOption = "0.4,1.0"
+    decoders: DecodersOption = "wedlm,wedlm+exact"
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.agreement <= 1:
+            raise ValueError(f"The wanted agreement must be above 0 and at most 1, got {self.agreement}.")
 
 
 @dataclass(frozen=True)
@@ -227,7 +279,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: type) -> list[inspect.Parameter]:
-    return list(inspect.signature(group, eval_str=True).parameters.values())
+    hints = get_type_hints(group, include_extras=True)  # those of a parent class as its own module means them
+    return [field.replace(annotation=hints[field.name]) for field in inspect.signature(group).parameters.values()]
 
 
 def _in_panel(field: inspect.Parameter, group: type) -> inspect.Parameter:
@@ -299,6 +352,19 @@ def read_text(file: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"The text of {_shown(file)} is not UTF-8: {error}.") from None
+
+
+def read_prompt_file(file: Path) -> tuple[list[Prompt], str]:
+    """The prompts of a file (see [`read_prompts`]) or of standard input, and its name.
+
+    Raises:
+        OSError: for a file that cannot be read.
+        ValueError: for a malformed one.
+    """
+    from .prompts import read_prompts
+
+    name = "standard input" if str(file) == "-" else str(file)
+    return read_prompts(name, read_text(file)), name
 
 
 def is_unicode(text: str) -> bool:

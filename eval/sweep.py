@@ -82,6 +82,13 @@ def settings_table(candidates: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, index=pd.Index(list(candidates), name="decoder"))
 
 
+def beaten(points: pd.DataFrame) -> pd.Series:
+    """For each row, whether another is as good in every column and better in one."""
+    values = points.to_numpy()
+    dominates = (values[None] >= values[:, None]).all(-1) & (values[None] > values[:, None]).any(-1)
+    return pd.Series(dominates.any(1), index=points.index)
+
+
 def pick(summary: pd.DataFrame, max_loss: float, by: str) -> list[Any]:
     """The one rule by which settings are chosen: those that lose at most `max_loss`, the greatest `by` first.
 

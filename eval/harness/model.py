@@ -32,6 +32,7 @@ Likelihood = Literal["ar", "elbo"]
 DECODING = tuple(name for name in SETTING_NAMES if name != "output_trace")
 ELBO = {"samples": 16, "block_size": 32, "seed": 0}
 """Settings of [`block_elbo`], as `elbo_samples` and so on."""
+COUNTS = ("new_tokens", "forwards", "token_instances")
 # Names that the harness itself gives to options of a request.
 _REQUEST = {"until", "max_gen_toks", "max_tokens", "max_completion_tokens"}
 # What `from_pretrained` takes besides its named parameters and the fields of a config.
@@ -110,8 +111,7 @@ class WeDLMHarnessLM(HFLM):
         """How a request decodes. Raises `ValueError` for what `generate` would refuse."""
         model = getattr(self.model, "get_base_model", lambda: self.model)()
         generation_config, unknown = model._prepare_generation_config(None, **self._options(gen_kwargs))
-        if unknown:
-            raise ValueError(_unknown("generation option", unknown, sorted({*DECODING, *vars(GenerationConfig())})))
+        _check_names("generation option", unknown, {*DECODING, *vars(GenerationConfig())})
         return WeDLMGenerationSettings.from_generation_config(generation_config, model.config)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -167,12 +167,10 @@ class WeDLMHarnessLM(HFLM):
             lengths = [_length(answer, end_tokens, self.tokenizer.pad_token_id) for answer in answers]
             counts = [(length, length, length - 1) for length in lengths]
         else:
-            columns = (stats.new_tokens, stats.forwards, stats.token_instances)
-            counts = list(zip(*(column.tolist() for column in columns), strict=True))
+            counts = list(zip(*(getattr(stats, name).tolist() for name in COUNTS), strict=True))
         if self._task is not None:
-            names = ("new_tokens", "forwards", "token_instances")
             of_batch = {"task": self._task, "seconds": seconds}
-            self._records["decoding"] += [of_batch | dict(zip(names, row, strict=True)) for row in counts]
+            self._records["decoding"] += [of_batch | dict(zip(COUNTS, row, strict=True)) for row in counts]
         return output.sequences
 
     # --- likelihoods ------------------------------------------------------------------------------
@@ -289,22 +287,19 @@ def _by_task(records: pd.DataFrame, statistics: Callable[[Any], pd.DataFrame]) -
 
 def _decoding_statistics(groups: Any) -> pd.DataFrame:
     """A row for each group: sums over its prompts, and what follows from them."""
-    counts = groups[["new_tokens", "forwards", "token_instances"]].sum()
-    made = pd.DataFrame(metrics(counts, 0))
-    table = pd.concat([groups.size().rename("prompts"), counts, groups["seconds"].sum(), made], axis=1)
-    return table.assign(tokens_per_second=table["new_tokens"] / table["seconds"])
+    sums = groups[[*COUNTS, "seconds"]].sum()
+    made = sums.assign(prompts=groups.size(), **metrics(sums[[*COUNTS]], 0))
+    return made.assign(tokens_per_second=sums["new_tokens"] / sums["seconds"])
 
 
 def _likelihood_statistics(groups: Any) -> pd.DataFrame:
     """A row for each group: sums over its requests, nats, and nats a token."""
-    table = groups[["requests", "tokens", "elbo", "variance", "ar"]].sum()
-    table["elbo_standard_error"] = table.pop("variance") ** 0.5
-    tokens = table["tokens"]
-    return table.assign(
-        elbo_per_token=table["elbo"] / tokens,
-        elbo_per_token_standard_error=table["elbo_standard_error"] / tokens,
-        ar_per_token=table["ar"] / tokens,
-    )
+    sums = groups[["requests", "tokens", "elbo", "variance", "ar"]].sum()
+    sums["elbo_standard_error"] = sums.pop("variance") ** 0.5
+    names = ["elbo", "elbo_standard_error", "ar"]
+    per_token = sums[names].div(sums["tokens"], axis=0)
+    titles = ["elbo_per_token", "elbo_per_token_standard_error", "ar_per_token"]
+    return sums.join(per_token.set_axis(titles, axis=1))
 
 
 def _tasks(requests: Sequence[Any]) -> Iterator[str | None]:
@@ -328,40 +323,40 @@ def _length(answer: list[int], end_tokens: set[int], pad_token: int | None) -> i
 # --- checks -------------------------------------------------------------------------------------
 
 
+def check_request(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for `--model_args` and `--gen_kwargs` that cannot be honoured, as far as that needs no
+    model."""
+    check_model_args(model_args)
+    _check_names("generation option", gen_kwargs, {*DECODING, *_REQUEST, *vars(GenerationConfig())})
+    _check_settings({**model_args, **gen_kwargs})
+
+
 def check_model_args(given: Mapping[str, Any]) -> None:
     """Raises `ValueError` for `--model_args` that cannot be honoured."""
-    known = {*DECODING, "likelihood", *(f"elbo_{name}" for name in ELBO), *vars(WeDLMConfig()), *_LOADING}
+    elbo = {f"elbo_{name}": least for name, least in LEAST.items() if name in ELBO}
+    known = {*DECODING, "likelihood", *elbo, *vars(WeDLMConfig()), *_LOADING}
     for function in (HFLM.__init__, PreTrainedModel.from_pretrained):
         known |= {*inspect.signature(function).parameters} - {"self", "kwargs", "model_args"}
-    if unknown := given.keys() - known:
-        raise ValueError(_unknown("model argument", unknown, sorted(known)))
+    _check_names("model argument", given, known)
     _check_settings(given)
-    likelihood = given.get("likelihood", "ar")
-    if likelihood not in get_args(Likelihood):
-        raise ValueError(
-            f"`likelihood` must be one of {', '.join(map(repr, get_args(Likelihood)))}, got {likelihood!r}."
-        )
-    for name in sorted(given.keys() & {f"elbo_{name}" for name in ELBO}):
+    likelihood, allowed = given.get("likelihood", "ar"), get_args(Likelihood)
+    if likelihood not in allowed:
+        raise ValueError(f"`likelihood` must be one of {', '.join(map(repr, allowed))}, got {likelihood!r}.")
+    for name in sorted(given.keys() & elbo):
         if likelihood == "ar":
             raise ValueError(f"`{name}` has no meaning with `likelihood='ar'`: pass `likelihood=elbo` too.")
-        check_integer(name, given[name], LEAST[name.removeprefix("elbo_")])
-
-
-def check_gen_kwargs(given: Mapping[str, Any], model_args: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for `--gen_kwargs` that cannot be honoured, as far as that needs no model."""
-    known = {*DECODING, *_REQUEST, *vars(GenerationConfig())}
-    if unknown := given.keys() - known:
-        raise ValueError(_unknown("generation option", unknown, sorted(known)))
-    _check_settings({**model_args, **given})
+        check_integer(name, given[name], elbo[name])
 
 
 def _check_settings(given: Mapping[str, Any]) -> None:
     WeDLMGenerationSettings(**{name: given[name] for name in DECODING if given.get(name) is not None})
 
 
-def _unknown(kind: str, unknown: Iterable[str], known: Sequence[str]) -> str:
+def _check_names(kind: str, given: Iterable[str], known: set[str]) -> None:
     hints = []
-    for name in sorted(unknown):
-        near = difflib.get_close_matches(name, known, n=1)
+    for name in sorted({*given} - known):
+        near = difflib.get_close_matches(name, sorted(known), n=1)
         hints.append(f"`{name}`" + (f" (did you mean `{near[0]}`?)" if near else ""))
-    return f"Unknown {kind}{'s' * (len(hints) > 1)} {', '.join(hints)}. Those of decoding are {', '.join(DECODING)}."
+    if hints:
+        names = f"{kind}{'s' * (len(hints) > 1)} {', '.join(hints)}"
+        raise ValueError(f"Unknown {names}. Those of decoding are {', '.join(DECODING)}.")

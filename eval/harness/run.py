@@ -25,7 +25,7 @@ from lm_eval.utils import setup_logging
 
 from ...generation.settings_wedlm import WeDLMGenerationSettings
 from ...modeling_wedlm.loading import find_checkpoint, load_tokenizer
-from .model import check_gen_kwargs, check_model_args
+from .model import check_request
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 SUITES = {"paper": "wedlm_paper"}
@@ -77,8 +77,7 @@ def _check_request(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any],
     checkpoint = model_args.get("pretrained")
     if checkpoint is None:
         raise ValueError("`--model wedlm` needs a checkpoint: `--model_args pretrained=FOLDER_OR_HUB_ID`.")
-    check_model_args(model_args)
-    check_gen_kwargs(gen_kwargs, model_args)
+    check_request(model_args, gen_kwargs)
     source = model_args.get("tokenizer") or checkpoint
     if not isinstance(source, str):
         return
@@ -192,19 +191,19 @@ def _first_line(error: Exception) -> str:
 
 
 _DECODING_COLUMNS = {
-    "prompts": ("prompts", ",d"),
-    "new_tokens": ("tokens", ",d"),
-    "forwards": ("forwards", ",d"),
-    "tokens_per_forward": ("tokens/forward", ".2f"),
-    "prefix_cacheability": ("cacheability", ".2f"),
-    "tokens_per_second": ("tokens/s", ",.0f"),
+    "prompts": "prompts",
+    "new_tokens": "tokens",
+    "forwards": "forwards",
+    "tokens_per_forward": "tokens/forward",
+    "prefix_cacheability": "cacheability",
+    "tokens_per_second": "tokens/s",
 }
 _LIKELIHOOD_COLUMNS = {
-    "requests": ("requests", ",d"),
-    "tokens": ("tokens", ",d"),
-    "elbo_per_token": ("ELBO", ".4f"),
-    "elbo_per_token_standard_error": ("standard error", ".4f"),
-    "ar_per_token": ("AR head", ".4f"),
+    "requests": "requests",
+    "tokens": "tokens",
+    "elbo_per_token": "ELBO",
+    "elbo_per_token_standard_error": "standard error",
+    "ar_per_token": "AR head",
 }
 
 
@@ -215,20 +214,22 @@ def show(results: Mapping[str, Any]) -> None:
         decoding = config["decoding"]
         is_one = "strategy" in decoding
         words = _in_words(WeDLMGenerationSettings(**decoding)) if is_one else "each task with settings of its own"
-        print(f"Decoding: {words}\n{_markdown(statistics, _DECODING_COLUMNS)}")
+        formats = [",.0f"] * 3 + [".2f"] * 2 + [",.0f"]
+        print(f"Decoding: {words}\n{_markdown(statistics, _DECODING_COLUMNS, formats)}")
     if "tasks" in (elbo := config.get("likelihood", {})):
         title = f"Block ELBO: {elbo['samples']} samples, B = {elbo['block_size']}, seed {elbo['seed']}; nats a token"
-        print(f"{title}\n{_markdown(elbo, _LIKELIHOOD_COLUMNS)}")
+        print(f"{title}\n{_markdown(elbo, _LIKELIHOOD_COLUMNS, [',.0f'] * 2 + ['.4f'] * 3)}")
 
 
-def _markdown(statistics: Mapping[str, Any], columns: Mapping[str, tuple[str, str]]) -> str:
-    names = pd.Index([*statistics["tasks"], "all"], name="task")
-    rows = [
-        [format(numbers[name], form) for name, (_, form) in columns.items()]
-        for numbers in (*statistics["tasks"].values(), statistics["pooled"])
-    ]
-    table = pd.DataFrame(rows, index=names, columns=[title for title, _ in columns.values()])
-    return table.to_markdown(disable_numparse=True, colalign=["left", *["right"] * len(columns)])
+def _markdown(statistics: Mapping[str, Any], columns: Mapping[str, str], formats: Sequence[str]) -> str:
+    table = pd.DataFrame.from_dict({**statistics["tasks"], "all": statistics["pooled"]}, orient="index")
+    return (
+        table[[*columns]]
+        .astype(float)
+        .rename(columns=columns)
+        .rename_axis("task")
+        .to_markdown(floatfmt=("", *formats))
+    )
 
 
 def _in_words(settings: WeDLMGenerationSettings) -> str:

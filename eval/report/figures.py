@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
-from ..decoders import AR, BLOCK, DECODERS, EXACT, TYPICAL, WEDLM
+from ..decoders import AR, BLOCK, EXACT, TYPICAL, WEDLM
 from ..files import written_whole
 from .numbers import Numbers
 
@@ -113,31 +113,38 @@ def _effects(one: pd.DataFrame, ar: pd.Series, labels: dict[str, str]) -> list[F
     about = f"W = {one['window_size'].max():g}, no verification. Dashed: AR."
     taus, penalties = ("entropy_threshold", "τ, nats"), ("distance_penalty", "λ, nats per position")
     if wedlm["entropy_threshold"].nunique() > 1:
-        drawing = _lines(wedlm, taus, "distance_penalty", ["quality", "speed"], ar, labels)
+        drawing = _lines(wedlm, taus, "distance_penalty", ["quality", "speed"], dict(ar), labels)
         made.append(Figure("thresholds", "Effect of the entropy threshold τ", about, drawing))
     if wedlm["distance_penalty"].nunique() > 1:
         panels = ["quality", "speed", "prefix_cacheability"]
-        drawing = _lines(wedlm, penalties, "entropy_threshold", panels, ar, labels)
+        drawing = _lines(wedlm, penalties, "entropy_threshold", panels, dict(ar), labels)
         made.append(Figure("penalties", "Effect of the distance penalty λ", about, drawing))
     if len(block) > 1:
         penalty = block["distance_penalty"].iloc[0]
         both = pd.concat([wedlm[wedlm["distance_penalty"] == penalty], block])
-        drawing = _lines(both, taus, "kind", ["quality", "speed"], ar, labels)
+        drawing = _lines(both, taus, "kind", ["quality", "speed"], dict(ar), labels)
         caption = f"λ = {penalty:g}, {about} Bars are standard errors."
         made.append(Figure("block", "Streaming against block-wise decoding", caption, drawing))
     return made
 
 
 def _lines(
-    rows: pd.DataFrame, x: tuple[str, str], by: str, panels: Sequence[str], ar: pd.Series, labels: dict[str, str]
+    rows: pd.DataFrame,
+    x: tuple[str, str],
+    by: str,
+    panels: Sequence[str],
+    ar: Mapping[str, float],
+    labels: Mapping[str, str],
 ) -> Drawing:
-    """A line for each value of the column `by` over the column `x` (and its label), in each of the panels."""
+    """A line for each value of the column `by` over the column `x` (and its label), in each of the panels; `ar` has
+    the heights of AR's line, where there is one."""
     drawing, axes = _canvas(len(panels))
     symbol = {"distance_penalty": "λ = ", "entropy_threshold": "τ = "}.get(by, "")
     shades = matplotlib.colormaps["viridis"].resampled(rows[by].nunique() + 1)
     for axis, panel in zip(axes, panels, strict=True):
-        axis.axhline(ar[panel], color=COLORS[AR], linestyle=(0, (4, 3)), linewidth=1)
-        for place, (value, own) in enumerate(rows.groupby(by, sort=by != "kind")):
+        if panel in ar:
+            axis.axhline(ar[panel], color=COLORS[AR], linestyle=(0, (4, 3)), linewidth=1)
+        for place, (value, own) in enumerate(rows.groupby(by, sort=bool(symbol))):
             label = f"{symbol}{value:g}" if symbol else str(value)
             errors = own[f"{panel}_error"] if by == "kind" else None
             color = COLORS.get(label, shades(place))
@@ -192,16 +199,9 @@ def _entropy(prompts: pd.DataFrame) -> Figure | None:
 
 
 def _batches(batches: pd.DataFrame) -> Figure:
-    drawing, axes = _canvas(2)
-    wide = batches.reset_index().pivot(index="batch_size", columns="decoder")
-    for axis, column in zip(axes, ("tokens_per_second", "speed"), strict=True):
-        for decoder in (name for name in DECODERS if name in wide[column]):
-            own = wide[column][decoder]
-            axis.plot([str(size) for size in own.index], own, "o-", color=COLORS[decoder], ms=5, label=decoder)
-        axis.set_ylabel(LABELS[column])
-        axis.set_ylim(bottom=0)
-    axes[-1].set_xlabel("prompts decoded together")
-    _legend(axes[0], 3)
+    rows = batches.reset_index().assign(batch_size=lambda table: table["batch_size"].astype(str))
+    x, panels = ("batch_size", "prompts decoded together"), ["tokens_per_second", "speed"]
+    drawing = _lines(rows, x, "decoder", panels, {}, LABELS)
     return Figure("batches", "Speed by batch size", "All decoders in turn on the same prompts, tasks mixed.", drawing)
 
 

@@ -19,6 +19,7 @@ from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, EXACT, WEDLM
 from ..measure import ar_logits
 from ..prompts import Prompt
+from ..sweep import beaten
 from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summarise, summarise_tasks
 
 AREA_LOSS = 0.05
@@ -36,7 +37,7 @@ class Numbers:
         sweep: a row for each setting (see [`sweep_numbers`]).
         areas: `area` and `area_error` of each decoder, and its `curve`.
         prompts: of the headline: `task`, `entropy`, and for each decoder with drafts tokens per forward and speed.
-        partings: of verified answers that are not AR's (see [`find_partings`]).
+        differences: of verified answers that are not AR's (see [`find_differences`]).
         table: the rows that all of this is made of.
     """
 
@@ -46,7 +47,7 @@ class Numbers:
     sweep: pd.DataFrame
     areas: pd.DataFrame
     prompts: pd.DataFrame
-    partings: list[dict[str, float]]
+    differences: list[dict[str, float]]
     table: pd.DataFrame
 
     @classmethod
@@ -68,15 +69,15 @@ class Numbers:
             sweep=sweep,
             areas=_areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"]),
             prompts=_by_prompt(quality, alone),
-            partings=find_partings(quality, prompts, model),
+            differences=find_differences(quality, prompts, model),
             table=pd.concat([sweep_table, table]).drop(columns="tokens"),
         )
 
     def as_json(self) -> dict[str, Any]:
         """All but the rows."""
-        frames = {name: frame for name, frame in vars(self).items() if name not in ("table", "partings")}
+        frames = {name: frame for name, frame in vars(self).items() if name not in ("table", "differences")}
         made = {name: json.loads(frame.reset_index().to_json(orient="records")) for name, frame in frames.items()}
-        return made | {"partings": self.partings}
+        return made | {"differences": self.differences}
 
 
 def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
@@ -94,9 +95,7 @@ def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
     summary = settings.join(_summary(quality, _alone(table)))
     by_task = summarise_tasks(quality, ["quality"])["quality"].unstack("task")
     summary["loss"] = (100 * (by_task.loc[AR] - by_task)).max(axis=1).round(9)
-    points = summary[["quality", "speed"]].to_numpy()
-    beaten = (points[None] >= points[:, None]).all(-1) & (points[None] > points[:, None]).any(-1)
-    summary["on_front"] = ~beaten.any(1)
+    summary["on_front"] = ~beaten(summary[["quality", "speed"]])
     return summary
 
 
@@ -132,7 +131,9 @@ def _by_prompt(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
     return made
 
 
-def find_partings(table: pd.DataFrame, prompts: Sequence[Prompt], model: WeDLMForCausalLM) -> list[dict[str, float]]:
+def find_differences(
+    table: pd.DataFrame, prompts: Sequence[Prompt], model: WeDLMForCausalLM
+) -> list[dict[str, float]]:
     """Where verified greedy answers leave AR's, and how close AR's decision was there.
 
     In exact arithmetic there are none. Kernels of another width round differently, so near-ties can fall either way.

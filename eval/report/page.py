@@ -69,7 +69,7 @@ class Words:
         self.facts = {
             "report": report,
             "headline": numbers.headline.to_dict("index"),
-            "steps": pd.DataFrame(numbers.partings, columns=["gap", "spacing"]).eval("gap / spacing"),
+            "steps": pd.DataFrame(numbers.differences, columns=["gap", "spacing"]).eval("gap / spacing"),
             "correlations": {name.partition(", ")[2]: correlations[name] for name in own},
             "area_loss": f"{100 * AREA_LOSS:g}",
             "no_area": bool(numbers.areas["area"].isna().any()),

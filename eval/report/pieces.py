@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +44,8 @@ class Part:
         decoders: keywords of `generate` by name, AR first.
         timed: how many prompts of each task are timed.
         batch_sizes: of the times.
-        with_memory: whether the peak of memory is measured, too.
+        is_compared: whether settings are only compared with each other: their times are medians of fewer repeats, and
+            memory is not measured.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Part:
     decoders: Mapping[str, Options]
     timed: int
     batch_sizes: Sequence[int] = (1,)
-    with_memory: bool = False
+    is_compared: bool = False
 
     def key(self, kind: str, *names: str) -> str:
         """Tells decoders with these settings from those of the same names with others."""
@@ -76,7 +78,8 @@ class Measurement:
         total, rest = (sum(cost for _, cost, _ in some) for some in (pieces, left))
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         times = (TextColumn("elapsed, left"), TimeRemainingColumn())
-        with Progress(*columns, *times, console=self.console, speed_estimate_period=120) as bar:
+        bar = Progress(*columns, *times, console=self.console, refresh_per_second=2, speed_estimate_period=120)
+        with bar:
             task = bar.add_task(part.name, total=total, completed=total - rest)
             if left:
                 self._decode(part, part.decoders, [0])  # a warm-up, which also refuses what cannot be decoded
@@ -96,11 +99,14 @@ class Measurement:
         for size in part.batch_sizes:
             batches = self._timed_batches(part, size)
             cost = round(ALONE * size**0.5)
+            # The time of a batch is a mean over its prompts: half as many repeats will do there, too.
+            fewer = part.is_compared or size > 1
+            repeats = math.ceil(self.request.repeats / 2) if fewer else self.request.repeats
             for number, batch in enumerate(batches):
-                for repeat in range(self.request.repeats):
+                for repeat in range(repeats):
                     name = f"{turn} {size} {number} {repeat}"
                     yield name, cost * len(part.decoders), partial(self._speed, part, batch, repeat)
-            for name in part.decoders if part.with_memory else ():
+            for name in () if part.is_compared else part.decoders:
                 yield (
                     f"{part.key('memory', name)} {name} {size}",
                     2 * cost,
@@ -109,7 +115,8 @@ class Measurement:
 
     def _decode(self, part: Part, decoders: Mapping[str, Options], batch: Sequence[int]) -> list[Row]:
         rows = take_turns(self.model, self.tokenizer, part.prompts, decoders, batch)
-        return [{name: value for name, value in row.items() if name != "text"} for row in rows]
+        left_out = {"text", "drafted_by_depth", "accepted_by_depth"}
+        return [{name: value for name, value in row.items() if name not in left_out} for row in rows]
 
     def _quality(self, part: Part, name: str, batch: Sequence[int]) -> list[Row]:
         decoder = {name: part.decoders[name]}

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..options import NANO, RawOption, SetOption, parse_numbers, parse_settings, read_text
+from ..options import NANO, RawOption, SetOption, SweepOptions, parse_numbers, parse_settings, read_prompt_file
 
 if TYPE_CHECKING:
     from ..decoders import Options
     from ..prompts import Prompt
-    from ..sweep import Grid
 
 MANAGED = {"strategy", "verification", "window_size", "entropy_threshold", "distance_penalty", "output_trace"}
 MANAGED |= {"max_new_tokens", "do_sample"}
@@ -24,7 +23,7 @@ _COUNTED_ON = {"num_beams", "use_cache", "return_dict_in_generate", "eos_token_i
 
 
 @dataclass(frozen=True)
-class ReportRequest:
+class ReportRequest(SweepOptions):
     """Report (lists have commas).
 
     Raises:
@@ -45,13 +44,6 @@ class ReportRequest:
         ),
     ] = None
     raw: RawOption = False
-    windows: Annotated[str, typer.Option(metavar="LIST", help="W of the sweep, slots.")] = "6,16"
-    thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ, nats.")] = "0.1,0.2,0.4,0.6,0.8,1.0"
-    penalties: Annotated[str, typer.Option(metavar="LIST", help="λ, nats per position.")] = "0,0.02,0.1"
-    draft_thresholds: Annotated[str, typer.Option(metavar="LIST", help="τ of drafts to verify, nats.")] = "0.4,0.8"
-    decoders: Annotated[str, typer.Option(metavar="LIST", help="AR is always among them.")] = (
-        "block,wedlm,wedlm+typical,wedlm+exact"
-    )
     max_loss: Annotated[float, typer.Option(min=0, help="Points that a picked setting may lose to AR on a task.")] = (
         1.0
     )
@@ -62,7 +54,7 @@ class ReportRequest:
     sweep_count: Annotated[int, typer.Option(min=1, help="Other prompts of each task, for the sweep.")] = 30
     timed: Annotated[int, typer.Option(min=1, help="Headline prompts of each task that are timed.")] = 10
     sweep_timed: Annotated[int, typer.Option(min=1, help="Prompts of each task that are timed in the sweep.")] = 2
-    repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many.")] = 5
+    repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many (sweep, batches: half).")] = 5
     batch_sizes: Annotated[str, typer.Option(metavar="LIST", help="Prompts decoded together and timed.")] = "1,4,16"
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 50
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256
@@ -86,27 +78,13 @@ class ReportRequest:
             raise ValueError(f"`--set {managed[0]}` is decided by the report: leave it out.")
         if min(self.timed_batch_sizes) < 1:
             raise ValueError(f"`--batch-sizes` must be at least 1, got {self.batch_sizes}.")
-        self.grid  # noqa: B018  # checks its values
+        super().__post_init__()
         from .page import check_blocks
 
         check_blocks(self.fill or ())
         for folder in (self.output, self.figures):
             if folder is not None:
                 _check_folder(folder)
-
-    @property
-    def grid(self) -> Grid:
-        """Of the sweep."""
-        from ..decoders import check_decoders
-        from ..sweep import Grid
-
-        return Grid(
-            windows=parse_numbers("--windows", self.windows, int),
-            thresholds=parse_numbers("--thresholds", self.thresholds, float),
-            penalties=parse_numbers("--penalties", self.penalties, float),
-            draft_thresholds=parse_numbers("--draft-thresholds", self.draft_thresholds, float),
-            decoders=check_decoders(self.decoders.split(",")),
-        )
 
     @property
     def timed_batch_sizes(self) -> list[int]:
@@ -130,12 +108,9 @@ class ReportRequest:
             OSError: for a file that cannot be read.
             ValueError: for a malformed one, and where neither a file nor the checkpoint brings prompts.
         """
-        from ..prompts import TASKS_FILE, read_prompts, read_tasks
+        from ..prompts import TASKS_FILE, read_tasks
 
-        if self.file is None:
-            return read_tasks(Path(self.model)), TASKS_FILE
-        name = "standard input" if str(self.file) == "-" else str(self.file)
-        return read_prompts(name, read_text(self.file)), name
+        return (read_tasks(Path(self.model)), TASKS_FILE) if self.file is None else read_prompt_file(self.file)
 
 
 def _check_folder(folder: Path) -> None:

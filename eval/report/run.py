@@ -66,7 +66,8 @@ def run(
     candidates = request.grid.candidates()
     with Store(request.output, decides, restart=request.restart) as store:
         measurement = Measurement(model, tokenizer, request, store, console)
-        sweep_table = measurement.run(Part("sweep", tuning, request.common(candidates), request.sweep_timed))
+        swept = Part("sweep", tuning, request.common(candidates), request.sweep_timed, is_compared=True)
+        sweep_table = measurement.run(swept)
         sweep = sweep_numbers(sweep_table, settings_table(candidates))
         picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
         stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
@@ -74,7 +75,7 @@ def run(
         if request.write and picked is not None:
             settings = {name: candidates[picked][name] for name in FIELDS}
         headline = request.common(_headline(request.grid.decoders, settings))
-        table = measurement.run(Part("headline", others, headline, request.timed, request.timed_batch_sizes, True))
+        table = measurement.run(Part("headline", others, headline, request.timed, request.timed_batch_sizes))
     about = {
         **_about(request, decides),
         "data": {"source": source, **_data(request, model, encoded, tuning, others)},

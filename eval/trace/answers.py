@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ...modeling_wedlm import WeDLMForCausalLM
+from ..decoders import AR
 from ..measure import Decoding, decode
 from .record import Request
 from .text import GROUP_STYLES, REPLACEMENT, printable
@@ -111,26 +112,23 @@ def _costs(answer: Decoding, others: Sequence[Decoding]) -> str:
 
 def comparison_table(decodings: Mapping[str, Sequence[Decoding]]) -> Table:
     """One column for each decoder, over all its answers; speed is relative to `"ar"`, where that is one of them."""
-    speeds = {
-        name: sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
-        for name, answers in decodings.items()
-    }
-    table = Table("strategy", *(Column(name, justify="right") for name in decodings), box=SIMPLE_HEAD)
-    columns = []
+    sums: dict[str, tuple[int, int, int, float]] = {}
     for name, answers in decodings.items():
-        tokens = sum(len(answer.tokens) for answer in answers)
-        forwards = sum(answer.forwards for answer in answers)
-        instances = max(1, sum(answer.token_instances for answer in answers))
-        columns.append(
-            {
-                "new tokens": f"{tokens}",
-                "forwards": f"{forwards}",
-                "tokens per forward": f"{tokens / forwards:.2f}",
-                "prefix cacheability": f"{min(1.0, tokens / instances):.2f}",  # the last token is never processed
-                "tokens/s": f"{speeds[name]:,.0f}",
-                **({"speed against AR": f"{speeds[name] / speeds['ar']:.2f}×"} if "ar" in speeds else {}),
-            }
-        )
-    for label in columns[0]:
-        table.add_row(label, *(column[label] for column in columns))
+        parts = [(len(answer.tokens), answer.forwards, answer.token_instances, answer.seconds) for answer in answers]
+        tokens, forwards, read, seconds = map(sum, zip(*parts, strict=True))
+        sums[name] = tokens, forwards, read, seconds
+    rows: dict[str, list[str]] = {
+        "new tokens": [f"{tokens}" for tokens, *_ in sums.values()],
+        "forwards": [f"{forwards}" for _, forwards, *_ in sums.values()],
+        "tokens per forward": [f"{tokens / forwards:.2f}" for tokens, forwards, *_ in sums.values()],
+        # At most 1: an answer's last token is never processed.
+        "prefix cacheability": [f"{min(1.0, tokens / max(1, read)):.2f}" for tokens, _, read, _ in sums.values()],
+        "tokens/s": [f"{tokens / seconds:,.0f}" for tokens, *_, seconds in sums.values()],
+    }
+    if AR in sums:
+        ar = sums[AR][0] / sums[AR][-1]
+        rows["speed against AR"] = [f"{tokens / seconds / ar:.2f}×" for tokens, *_, seconds in sums.values()]
+    table = Table("strategy", *(Column(name, justify="right") for name in decodings), box=SIMPLE_HEAD)
+    for label, cells in rows.items():
+        table.add_row(label, *cells)
     return table

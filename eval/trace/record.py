@@ -21,7 +21,7 @@ from ...generation.stats_wedlm import TraceStep
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, Options
 from ..fingerprint import fingerprint
-from ..measure import Call, Decoding, call_generate, decodings_of, environment
+from ..measure import Decoding, ForwardCounter, decode_call, environment
 from ..prompts import answer_limit, encode_text
 from .saved import (
     COUNTS,
@@ -110,15 +110,15 @@ def record(
         decoders = request.decoders(model, len(tokens))
         recorded, *timed = [
             {
-                name: call_generate(
-                    model, [tokens], options if turn else {**options, **_kept_by(name)}, seed=request.seed
+                name: decode_call(
+                    model, tokenizer, [tokens], {**options, **({} if turn else _kept_by(name))}, seed=request.seed
                 )
                 for name, options in decoders.items()
             }
             for turn in range(repeats + 1)
         ]
         runs = [
-            _run(model, tokenizer, options, recorded[name], [calls[name].moments for calls in timed])
+            _run(model, tokenizer, options, tokens, recorded[name], [calls[name][2].moments for calls in timed])
             for name, options in decoders.items()
         ]
         recordings.append(Recording(prompt, tokens, runs))
@@ -150,16 +150,16 @@ def _run(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     options: Options,
-    recorded: Call,
+    prompt: list[int],
+    recorded: tuple[list[Decoding], Any, ForwardCounter],
     clocks: Sequence[list[float]],
 ) -> Run:
     """What was recorded, with the medians of the clocks of the same forwards."""
-    (decoding,) = decodings_of(model, tokenizer, recorded)
-    same = [clock for clock in clocks if len(clock) == len(recorded.moments)]
-    *starts, seconds = [round(median(moments), 7) for moments in zip(*(same or [recorded.moments]), strict=True)]
-    (prompt,), output, is_ar = recorded.prompts, recorded.output, options["strategy"] == AR
+    (decoding,), output, counter = recorded
+    same = [clock for clock in clocks if len(clock) == len(counter.moments)]
+    *starts, seconds = [round(median(moments), 7) for moments in zip(*(same or [counter.moments]), strict=True)]
     shown = {name: value for name, value in options.items() if name not in SETTING_NAMES}
-    if is_ar:
+    if options["strategy"] == AR:
         steps = _ar_steps(prompt, decoding.tokens, starts, token_entropy(torch.cat(output.logits)).tolist())
         counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances, 0, 0)
     else:

@@ -14,7 +14,6 @@ from wedlm_hf import cli
 from wedlm_hf.eval import calibrate as calibrating
 from wedlm_hf.eval.calibrate import (
     Calibration,
-    CalibrationRequest,
     SlotCost,
     calibrate,
     measure_slot_cost,
@@ -22,13 +21,20 @@ from wedlm_hf.eval.calibrate import (
     trials_table,
 )
 from wedlm_hf.eval.measure import decode
+from wedlm_hf.eval.options import CalibrationOptions
 from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.eval.sweep import Grid
 from wedlm_hf.generation import WeDLMGenerationSettings
 
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120], [5, 6, 7, 8]]
-SMALL = Grid((4,), (0.0, 100.0), (0.0,), (1.0,), ("wedlm", "wedlm+exact"))
-STEPWISE, BOLD, VERIFIED = "wedlm W=4 τ=0 λ=0", "wedlm W=4 τ=100 λ=0", "wedlm+exact W=4 τ=1"
+SMALL = {
+    "windows": "4",
+    "thresholds": "0,100",
+    "penalties": "0",
+    "draft_thresholds": "1",
+    "max_new_tokens": 10,
+    "batch_size": 2,
+}
+BOLD, VERIFIED = "wedlm W=4 τ=100 λ=0", "wedlm+exact W=4 τ=1"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,7 @@ def cheap(monkeypatch):
 
 def run(model, agreement, prompts=PROMPTS):
     encoded = [Prompt.of(str(tokens), tokens=tokens) for tokens in prompts]
-    return calibrate(model, tiny_tokenizer(), encoded, CalibrationRequest(agreement, SMALL, 10, 2))
+    return calibrate(model, tiny_tokenizer(), encoded, CalibrationOptions(agreement=agreement, **SMALL))
 
 
 # --- speed --------------------------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ def test_speed_follows_from_counts_and_the_slot_cost(monkeypatch):
 
 
 def test_every_setting_that_is_tried_can_be_decoded_with():
-    candidates = CalibrationRequest().grid.candidates()
+    candidates = CalibrationOptions().grid.candidates()
     assert len(candidates) == 1 + 3 * (4 * 2 + 2)
     for options in candidates.values():
         WeDLMGenerationSettings(**options)
@@ -113,7 +119,7 @@ def test_every_setting_that_is_tried_can_be_decoded_with():
 
 def test_only_verified_decoding_agrees_everywhere_with_a_random_model(model, cheap):
     found = run(model, agreement=1.0)
-    assert list(found.trials.index) == list(SMALL.candidates())
+    assert list(found.trials.index) == list(CalibrationOptions(**SMALL).grid.candidates())
     assert found.trials.loc["ar", ["agreement", "same", "speed"]].tolist() == [1, 1, 1]
     assert found.chosen == VERIFIED
     assert found.trials.loc[VERIFIED, ["checked", "same"]].tolist() == [1, 1]
@@ -128,7 +134,7 @@ def test_the_fastest_setting_that_agrees_well_enough_is_chosen(model, cheap, mon
     assert found.chosen == found.trials["speed"].idxmax() == BOLD
     trial = found.trials.loc[BOLD]
     picking = PROMPTS[1::2]
-    options = {**SMALL.candidates()[BOLD], "max_new_tokens": 10, "do_sample": False}
+    options = {**CalibrationOptions(**SMALL).grid.candidates()[BOLD], "max_new_tokens": 10, "do_sample": False}
     answers = decode(model, None, picking, options)
     assert trial["agreement"] == 18 / 20
     assert trial["tokens_per_forward"] == 20 / sum(answer.forwards for answer in answers)

@@ -13,8 +13,8 @@ from wedlm_hf.eval.measure import (
     ForwardCounter,
     agreeing_tokens,
     answer_entropy,
-    call_generate,
     decode,
+    decode_call,
     default_threads,
     measure,
 )
@@ -95,24 +95,19 @@ def test_the_counter_takes_the_time_between_start_and_end_of_each_forward(model,
     with ForwardCounter(model) as counter:
         model(torch.tensor([[20, 40]]))
         model(torch.tensor([[20], [40], [9]]))
-    # For each forward the clock is read three times: its start, and before and after it.
-    assert (counter.starts, counter.spans) == ([0, 3], [1, 1])
+    # The clock is read at both ends of the block, and three times for each forward: its start, before and after it.
+    assert (counter.starts, counter.spans) == ([1, 4], [1, 1])
+    assert counter.moments == [1, 4, 7]
     assert (counter.shapes, counter.forwards, counter.rows, counter.slots) == ([(1, 2), (3, 1)], 2, 4, 5)
 
 
-def test_the_first_token_is_known_between_the_forward_that_gives_it_and_the_end(model, monkeypatch):
-    seen = []
-
-    def call(*arguments, **options):
-        seen.append(call_generate(*arguments, **options))
-        return seen[-1]
-
-    monkeypatch.setattr(measuring, "call_generate", call)
+def test_the_first_token_is_known_between_the_forward_that_gives_it_and_the_end(model):
     for prompts in (PROMPTS[:1], PROMPTS):
         for options in (AR, EXACT):  # with verification, the AR head of the prompt's last token gives it
-            (first,) = {decoding.first_token_seconds for decoding in decode(model, None, prompts, options)}
-            start, second, *_, end = seen[-1].moments
-            assert start + seen[-1].counter.spans[0] < first < second < end
+            decodings, _, counter = decode_call(model, None, prompts, options)
+            (first,) = {decoding.first_token_seconds for decoding in decodings}
+            start, second, *_, end = counter.moments
+            assert start + counter.spans[0] < first < second < end
 
 
 def test_sampled_decodings_are_a_function_of_the_seed(model):

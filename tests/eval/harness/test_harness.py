@@ -21,7 +21,7 @@ from wedlm_hf.eval.harness import WeDLMHarnessLM, evaluate
 from wedlm_hf.eval.harness import run as harness
 from wedlm_hf.eval.harness.likelihood import block_elbo
 from wedlm_hf.eval.harness.run import TASKS_FOLDER
-from wedlm_hf.eval.measure import decode, measure
+from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode, encode_prompt, read_tasks
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
@@ -102,19 +102,16 @@ def test_answers_are_those_of_generate_token_for_token_and_scores_those_of_measu
     monkeypatch.setattr(WeDLMHarnessLM, "_model_generate", spied)
     results = run(manager, ["wedlm_nano"], options, batch_size=batch_size)
 
-    prompts = {task: [encode(tokenizer, prompt.messages) for prompt in PROMPTS[task]] for task in TASKS}
-    assert len(seen) == sum(map(len, prompts.values()))
+    everything = [encode_prompt(model, tokenizer, prompt) for task in TASKS for prompt in PROMPTS[task]]
+    own = pd.DataFrame(measure(model, tokenizer, everything, {"own": options | {"max_new_tokens": 160}}))
+    assert len(seen) == len(everything)
     for task in TASKS:
         logged = results["samples"][f"wedlm_nano_{task}"]
-        for prompt, entry in zip(prompts[task], logged, strict=True):
-            (direct,) = decode(model, tokenizer, [prompt], options | {"max_new_tokens": 160})
-            answer = seen[tuple(prompt)]
+        for direct, entry in zip(own[own["task"] == task].itertuples(), logged, strict=True):
+            answer = seen[tuple(everything[direct.prompt].tokens)]
             assert answer[: len(direct.tokens)] == direct.tokens
             assert set(answer[len(direct.tokens) :]) <= {tokenizer.pad_token_id}
             assert entry["resps"] == [[direct.text]]
-
-    everything = [encode_prompt(model, tokenizer, prompt) for task in TASKS for prompt in PROMPTS[task]]
-    own = pd.DataFrame(measure(model, tokenizer, everything, {"own": options | {"max_new_tokens": 160}}))
     for task in TASKS:
         assert results["results"][f"wedlm_nano_{task}"]["right,none"] == own[own["task"] == task]["right"].mean()
     assert results["groups"]["wedlm_nano"]["right,none"] == pytest.approx(own["right"].mean())

@@ -12,7 +12,7 @@ from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.eval.report.figures import figures
-from wedlm_hf.eval.report.numbers import Numbers, find_partings, staircase, sweep_numbers
+from wedlm_hf.eval.report.numbers import Numbers, find_differences, staircase, sweep_numbers
 from wedlm_hf.eval.report.page import Words, as_markdown, fill, summary_csv, tables
 from wedlm_hf.eval.sweep import Grid, pick, settings_table
 from wedlm_hf.eval.table import mark_same
@@ -135,24 +135,24 @@ def test_where_verified_output_parts_from_ar_both_best_logits_are_told():
     table = pd.DataFrame(
         {"decoder": ["ar", "wedlm+exact"], "prompt": [0, 0], "tokens": [wanted.tokens, other], "same": [True, False]}
     )
-    (parting,) = find_partings(table, [Prompt.of("", tokens=prompt)], model)
+    (difference,) = find_differences(table, [Prompt.of("", tokens=prompt)], model)
     logits = model(torch.tensor([prompt + wanted.tokens[:3]])).logits[0, -1]
     best, second = logits.topk(2).values.tolist()
-    assert parting["token"] == 3
-    assert parting["gap"] == pytest.approx(best - second, abs=1e-4)
+    assert difference["token"] == 3
+    assert difference["gap"] == pytest.approx(best - second, abs=1e-4)
     neighbour = torch.nextafter(torch.tensor(best), torch.tensor(float("inf")))
-    assert parting["spacing"] == pytest.approx(float(neighbour - best))
-    assert find_partings(table.assign(same=True), [], model) == []
+    assert difference["spacing"] == pytest.approx(float(neighbour - best))
+    assert find_differences(table.assign(same=True), [], model) == []
 
 
-def test_partings_are_told_in_steps_of_the_dtype():
+def test_differences_from_ar_are_told_in_steps_of_the_dtype():
     def same_sentence(numbers):
         return Words({}, numbers).block("same")
 
     numbers = made()
     assert same_sentence(numbers) == "Verified decoding gave AR’s own answer to all 24 prompts, token for token."
     numbers.headline.loc["wedlm+exact", "same"] = 22 / 24
-    numbers.partings.extend([{"gap": 0.5, "spacing": 0.25}, {"gap": 0.0, "spacing": 0.25}])
+    numbers.differences.extend([{"gap": 0.5, "spacing": 0.25}, {"gap": 0.0, "spacing": 0.25}])
     assert same_sentence(numbers).startswith("Verified answers part from AR’s on 2 of 24 prompts: ")
     assert "at most 2.0 steps of this dtype apart (median 1.0)" in same_sentence(numbers)
 
@@ -165,9 +165,10 @@ def test_tasks_may_have_any_name():
     assert [line for line in lines if line.startswith("headline,wedlm,,,,,")]  # all tasks together
     text = as_markdown(tables(numbers, "right answers")["tasks"])
     assert r"| a\|b " in text and text.count("\n") == 2 + 4 + 1
-    for figure in figures(numbers, 4, "right answers"):
+    drawn = figures(numbers, 4, "right answers")
+    for figure in drawn:
         assert figure.as_uri().startswith("data:image/svg+xml;base64,")
-    (entropy,) = (figure for figure in figures(numbers, 4, "right answers") if figure.name == "entropy")
+    (entropy,) = (figure for figure in drawn if figure.name == "entropy")
     labels = [text.get_text().strip("\u200b") for text in entropy.drawing.axes[0].get_legend().get_texts()]
     assert labels == ["all", "a|b", r"\$\frac{\$", "_hidden"]
 

@@ -1,12 +1,13 @@
 """What is recorded is what was decoded, forward by forward."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny import tiny_model, tiny_tokenizer
 
-from wedlm_hf.eval.measure import ForwardCounter, call_generate
+from wedlm_hf.eval.measure import ForwardCounter, decode_call
 from wedlm_hf.eval.trace import record as recording_module
 from wedlm_hf.eval.trace.record import check_model
 from wedlm_hf.eval.trace.saved import replay
@@ -117,12 +118,12 @@ def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_no
     calls: list = []
 
     def call(*arguments, **options):
-        called = dataclasses.replace(call_generate(*arguments, **options), moments=next(clocks))
-        assert called.output.get("trace") is None or not calls
-        calls.append(called)
-        return called
+        decodings, output, _ = decode_call(*arguments, **options)
+        assert output.get("trace") is None or not calls
+        calls.append(output)
+        return decodings, output, SimpleNamespace(moments=next(clocks))
 
-    monkeypatch.setattr(recording_module, "call_generate", call)
+    monkeypatch.setattr(recording_module, "decode_call", call)
     run = recorded(SETTINGS["greedy"], tokens=1, repeats=3, with_ar=False).recordings[0].runs[0]
     assert len(calls) == 4
     assert ([step.start for step in run.steps], run.seconds, run.timed_runs) == ([0.0], 0.2, 3)
