@@ -104,8 +104,9 @@ def write_report(
     write_text(folder / "table.csv", numbers.table.to_csv(index=False))
     write_text(folder / "report.html", words.page(shown, drawn))
     write_text(folder / "report.md", markdown)
-    for figure in drawn if figure_folder is not None else ():
-        figure.write_png(figure_folder)
+    if figure_folder is not None:
+        for figure in drawn:
+            figure.write_png(figure_folder)
     for path in fill_files:
         write_text(path, fill(path.read_text(encoding="utf-8"), blocks_of(markdown)))
     return words
