@@ -212,12 +212,14 @@ def decode_call(
     first = clock.moments[1] - counter.entered if clock else 0.0
     costs = counter.moments[-1] / len(prompts), sum(counter.spans) / len(prompts), first
     stats = getattr(output, "stats", None)
-    depths = [
-        [[]] * len(prompts) if stats is None else counts.tolist()
-        for counts in (getattr(stats, "drafted_by_depth", None), getattr(stats, "accepted_by_depth", None))
-    ]
-    parts = zip(answers, texts, forwards, instances, *depths, strict=True)
-    return [Decoding(*part[:4], *costs, *part[4:]) for part in parts], output, counter
+    depths: list[Any] = [([], [])] * len(prompts)
+    if stats is not None:  # as deep as the row's own drafts went, whatever the batch's
+        pairs = zip(stats.drafted_by_depth.tolist(), stats.accepted_by_depth.tolist(), strict=True)
+        depths = [
+            (drafted[: sum(map(bool, drafted))], accepted[: sum(map(bool, drafted))]) for drafted, accepted in pairs
+        ]
+    parts = zip(answers, texts, forwards, instances, depths, strict=True)
+    return [Decoding(*part[:4], *costs, *part[4]) for part in parts], output, counter
 
 
 def _counts(

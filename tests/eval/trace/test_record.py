@@ -1,6 +1,5 @@
 """What is recorded is what was decoded, forward by forward."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +9,7 @@ from tiny import tiny_model, tiny_tokenizer
 from wedlm_hf.eval.measure import ForwardCounter, decode_call
 from wedlm_hf.eval.trace import record as recording_module
 from wedlm_hf.eval.trace.record import check_model
-from wedlm_hf.eval.trace.saved import replay
+from wedlm_hf.eval.trace.saved import COUNTS, replay
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 PROMPT = "1, 2, 3"
@@ -62,7 +61,7 @@ def test_fills_and_commits_rebuild_exactly_what_generate_answers(model, recorded
     assert run.tokens == tokens == rebuilt(recording, run)
     assert ar.tokens == rebuilt(recording, ar)
     assert run.text == "".join(run.pieces) == tiny_tokenizer().decode(tokens, skip_special_tokens=True)
-    expected = {field.name: getattr(stats, field.name).item() for field in dataclasses.fields(stats)}
+    expected = {name: getattr(stats, name).item() for name in COUNTS}
     assert run.stats == expected
     assert replay(recording, run) == (tokens, expected)
     assert len(run.steps) == counter.forwards
