@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..generation.settings_wedlm import check_mask_token_id
@@ -161,6 +162,8 @@ def _written_whole(target: Path) -> Iterator[Path]:
                 os.replace(file, target / file.name)
         else:
             os.replace(unfinished, target)
+    except SafetensorError as error:  # its word for a full disk
+        raise OSError(f"The weights cannot be written into {str(target)!r}: {error}.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -302,6 +302,8 @@ class MaskAdapterMixin:
                 else:
                     unfinished.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
                 os.replace(unfinished, folder / name)
+            except SafetensorError as error:  # its word for a full disk
+                raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
             finally:
                 unfinished.unlink(missing_ok=True)
 

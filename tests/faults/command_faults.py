@@ -41,7 +41,15 @@ from wedlm_hf.cli import main  # noqa: E402
 torch.set_num_threads(1)
 TIME_LIMIT = 120.0  # seconds, for what should take two
 FAULTS = ("SIGINT", "SIGTERM", "full", "limit", "pipe", "twice")
-CODES = {"SIGINT": {130, 0}, "SIGTERM": {143, 0}, "full": {2, 0}, "limit": {2, 0}, "pipe": {1, 0}, "twice": {2, 0}}
+# A negative code: the signal came before the command line was there to take it, and ended the process.
+CODES = {
+    "SIGINT": {130, 0, -2},
+    "SIGTERM": {143, 0, -15},
+    "full": {2, 0},
+    "limit": {2, 0},
+    "pipe": {1, 0},
+    "twice": {2, 0},
+}
 
 
 # --- one run --------------------------------------------------------------------------------------------------------
@@ -317,7 +325,10 @@ def trial(command: Command, fault: str, template: Path, seconds: float, rng: ran
                 again = start(command.words.split(), folder)
                 again.wait()
                 text = again.output.decode(errors="replace")
-                problem = "" if again.code == 0 else f"the next run ended with {again.code}: {text[-400:]!r}"
+                is_done = "must be new or empty" in text  # a conversion that had ended
+                problem = (
+                    "" if again.code == 0 or is_done else f"the next run ended with {again.code}: {text[-400:]!r}"
+                )
                 left = [path.name for path in folder.rglob(".*") if path.is_file() and path.name != ".lock"]
                 problem = problem or (f"left over: {left}" if left else "")
             return ("tried" if any(run.code for run in runs) else "early"), problem
