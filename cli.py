@@ -5,8 +5,10 @@ Imports of torch and of what needs it stand inside the functions: they take seco
 
 from __future__ import annotations
 
+import _thread
 import signal
 import sys
+import threading
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -81,6 +83,14 @@ def main() -> None:
         received.append(number)
         raise KeyboardInterrupt
 
+    def lost(unraisable: Any) -> None:
+        """Python drops what is raised while it destroys an object: then once more, a moment later."""
+        if received and isinstance(unraisable.exc_value, KeyboardInterrupt):
+            threading.Timer(0.01, _thread.interrupt_main, [received[0]]).start()
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = lost
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and a script's `&` ask for
             signal.signal(number, stop)

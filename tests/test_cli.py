@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from typing import Annotated
 
 import pytest
@@ -205,9 +206,16 @@ def test_ctrl_c_ends_a_command_with_one_line_and_code_130(wedlm, monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("becomes", [KeyboardInterrupt, ImportError, RuntimeError])
+@pytest.mark.parametrize("becomes", [KeyboardInterrupt, ImportError, RuntimeError, None])
 def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_it(number, code, becomes, monkeypatch):
+    class Destroyed:
+        def __del__(self):
+            signal.raise_signal(number)
+
     def interrupted(*arguments):
+        if becomes is None:  # dropped by Python
+            Destroyed()
+            time.sleep(60)
         try:
             signal.raise_signal(number)
         except KeyboardInterrupt:
@@ -216,6 +224,7 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
     handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(options.LoadingOptions, "load", interrupted)
     monkeypatch.setattr(sys, "argv", ["wedlm", "generate", "hi"])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     try:
         with pytest.raises(SystemExit) as exit_:
             cli.main()

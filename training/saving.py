@@ -147,7 +147,8 @@ class AtomicSaveTrainer(Trainer):
             except BaseException as error:
                 free = shutil.disk_usage(folder).free
                 shutil.rmtree(unfinished, ignore_errors=True)
-                if not isinstance(error, (OSError, RuntimeError, SafetensorError)):  # what the writers raise
+                is_writers = isinstance(error, (OSError, RuntimeError, SafetensorError))
+                if not is_writers or isinstance(error, BrokenPipeError):  # of what was printed meanwhile
                     raise
                 raise OSError(
                     f"Saving into {str(folder)!r} was cut off: {str(error).rstrip('.')}. {free / 1e9:,.3f} GB were "

@@ -4,6 +4,7 @@ wedlm train examples/recipes/sft.yaml --model_name_or_path Qwen/Qwen3-0.6B --dat
 accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learning_rate 1e-4
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -188,6 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line: `[recipe.yaml] [--setting value …]`."""
     try:
         run(*_parse(sys.argv[1:] if arguments is None else arguments))
+    except BrokenPipeError:  # `| head`: what reads the output has seen enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # Python flushes it at the end
+        raise SystemExit(1) from None
     except _EXPECTED as error:
         message = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode("utf-8")
         print(f"Error: {message}", file=sys.stderr)
