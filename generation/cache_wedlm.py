@@ -311,7 +311,7 @@ class WindowCache(Cache):
 
     def _check_appended(self, layer_idx: int) -> None:
         """Raises `ValueError` if the last layers lack what the first ones hold, as after Ctrl-C."""
-        if self._appended is None or not any(self.lengths):
+        if self._appended is None or self._appended.start is None or not any(self.lengths):
             return
         if layer_idx == 0:
             is_cut_off = self._last_layer < len(self.layers) - 1 and self.lengths[0] > self._appended.start

@@ -84,7 +84,8 @@ class StatsRecorder:
     def stats(self) -> DecodingStats:
         """The counts so far."""
         counts = (self.new_tokens, self.forwards, self.token_instances, self.drafted, self.accepted)
-        return DecodingStats(*map(torch.tensor, counts), self._by_depth(0), self._by_depth(1))
+        tensors = [*map(torch.tensor, counts), self._by_depth(0), self._by_depth(1)]
+        return DecodingStats(*tensors)
 
     def _by_depth(self, which: int) -> torch.Tensor:
         """`(B, D)`: runs of more than d drafts (0), or of more than d accepted ones (1)."""

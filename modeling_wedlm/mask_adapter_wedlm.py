@@ -386,14 +386,14 @@ def read_weights(name: str | os.PathLike[str], **download_options: Any) -> dict[
 
 def settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
-    rank, targets, width = (config.get(name) for name in ("rank", "target_modules", "head_width"))
-    are_names = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-    if type(rank) is not int or type(width) is not int or not are_names:
+    rank, width, targets = config.get("rank"), config.get("head_width"), config.get("target_modules")
+    names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else None
+    if type(rank) is not int or type(width) is not int or names is None or names != targets:
         raise ValueError(
             f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
             f"got {rank!r}, {width!r} and {targets!r}."
         )
-    return MaskAdapterSettings(rank, tuple(targets), width)
+    return MaskAdapterSettings(rank, tuple(names), width)
 
 
 def base_of(model: Any) -> dict[str, Any]:
