@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 import wedlm_hf
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["generation", "modeling_wedlm", "training", "eval", "cli"]  # lowest first
+LAYERS = ["generation", "modeling_wedlm", "training", "eval", "cli", "__main__"]  # lowest first
 OUTSIDE_PACKAGE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
 
 SETUP = configparser.ConfigParser()
