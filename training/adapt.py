@@ -245,7 +245,7 @@ class _Run:
             model.load_mask_adapter(self.work / "adapter")
             table = measure(model, tokenizer, [answer["prompt_ids"] for answer in held_out])
         log = self.work / "training" / "log.jsonl"
-        entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        entries = _whole_entries(log)
         facts = {
             "answers": len(answers),
             "answer_tokens": sum(len(answer["response_ids"]) for answer in answers),
@@ -323,6 +323,17 @@ def _faster_dtype(device: torch.device) -> str:
             runs.append(time.perf_counter() - start)
         seconds[name] = min(runs)
     return min(seconds, key=lambda name: seconds[name])
+
+
+def _whole_entries(log: Path) -> list[dict[str, Any]]:
+    """The lines of a training log, without those that a full disk or a kill has cut off."""
+    entries = []
+    for line in log.read_bytes().splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
 
 
 def _read(file: Path) -> dict[str, Any]:

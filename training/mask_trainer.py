@@ -249,8 +249,10 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         if self.is_world_process_zero():
             path = Path(str(self.args.output_dir)) / "log.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
+            # A full disk or a kill may have cut off the last line.
+            is_cut_off = path.exists() and not (b"\n" + path.read_bytes()).endswith(b"\n")
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": self.state.global_step, **logs}) + "\n")
+                file.write("\n" * is_cut_off + json.dumps({"step": self.state.global_step, **logs}) + "\n")
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Expected tokens per forward on the greedy answers of the base."""
