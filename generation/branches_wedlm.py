@@ -112,7 +112,8 @@ class BranchRule(VerifyRule):
         steps = torch.arange(count, device=device)
         is_draft = steps < sizes.gather(1, accepted)
         index = (start + steps).clamp(max=order.masks_behind - 1)
-        won = SlotStates(*(part.take_along_dim(index[..., None], 1) for part in (slots.hidden, slots.logits)))
+        entries = torch.arange(len(rows), device=device)[:, None]
+        won = SlotStates(slots.hidden[entries, index], slots.logits[entries, index])
         offsets = torch.tensor(order.first, device=device)[:, None] + accepted + 1 + steps
         drafts, self._probabilities, scores = self._draft(won, before, order, offsets)
         return Selection(
@@ -148,7 +149,7 @@ class BranchRule(VerifyRule):
         for depth in range(won.hidden.shape[1]):
             state, tokens = self.model.draft_hidden(won.hidden[:, depth], before), shortlist[:, depth]
             if weights is not None:
-                scores = (weights[:, depth] @ state[..., None])[..., 0].float()
+                scores = (weights[:, depth].float() * state[:, None].float()).sum(-1)
             else:
                 scores = head(state).gather(1, tokens).float()
             found.append(scores)
