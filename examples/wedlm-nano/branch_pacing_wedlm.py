@@ -29,31 +29,44 @@ MEASURE_EVERY = 64
 UPDATE_EVERY = 4
 # An advantage over AR steps that is too small to be seen in the times, and one that is beyond doubt.
 MARGIN, CLEAR = 1.05, 1.15
+# How fast the load of the machine is followed: the share of a step's deviation.
+LOAD_RATE = 0.5
 
 
 @dataclass
 class StepTimes:
-    """What a step of n physical rows takes.
+    """What a step of n physical rows takes, relative to other steps.
 
     A processor reads a matrix for one row in its own way, so one row has a time of its own (a median); all others lie
-    on a line, fitted to the last steps.
+    on a line, fitted to the last steps. All are relative to the load of the machine when they were taken.
 
     Args:
         slot_cost: what one more row adds, relative to an empty forward; a first guess where there is a clock.
         clock: seconds; `None`: the slot cost is all there is to know.
+
+    Attributes:
+        single, others: relative times of the last steps, of one row, and with their rows.
+        load: seconds of a step that takes 1; follows the machine.
     """
 
     slot_cost: float
     clock: Callable[[], float] | None = None
     single: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     others: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))
+    load: float = 0.0
 
     def record(self, rows: int, seconds: float) -> None:
-        """Takes in a step."""
+        """Takes in a step, relative to the steps just before it: the machine may have been busier at other times."""
+        usual = self.of(rows)
+        self.load = self.load or seconds / usual
+        relative = seconds / self.load
+        if rows == 1 or len(self.others) >= 6:  # before, it is the cost of rows that is not known
+            now = min(max(relative / usual, 0.5), 2.0)  # a single step may be an accident
+            self.load *= now**LOAD_RATE
         if rows == 1:
-            self.single.append(seconds)
+            self.single.append(relative)
         else:
-            self.others.append((rows, seconds))
+            self.others.append((rows, relative))
 
     @property
     def knows_single(self) -> bool:
@@ -142,7 +155,7 @@ class BranchPacer:
         rows: A.
         is_chain: only the last draft has masks, which then needs no attention mask.
         is_adaptive: otherwise every step checks all drafts there are, up to `largest`, and every branch has
-            `largest + 1` masks.
+            `largest` masks.
 
     Attributes:
         window_size, largest: what the decoder asks of any pacer.
@@ -210,19 +223,18 @@ class BranchPacer:
         """
         most = min(len(confidence), self.largest, remaining - 1)
         if not self.is_adaptive:
-            sizes = [self.largest + 1] * (most + 1)
+            sizes = [self.largest] * (most + 1)
         elif self._is_ar_step:
             return [0]
         elif not self.drafts:
-            sizes = [1 + min(LOOK_DRAFTS, self.largest)]
+            sizes = [min(LOOK_DRAFTS, self.largest)]
         else:
             reached = [1.0, *self.record.reaches(confidence[:most])]
-            drafts = max(draft for draft, chance in enumerate(reached) if chance > self.price)
+            drafts = max((draft for draft, chance in enumerate(reached) if chance > self.price), default=0)
             sizes = self._sizes(reached[: drafts + 1])
         if self.is_chain:
             sizes[:-1] = [0] * (len(sizes) - 1)
-        sizes = [min(size, remaining - draft) for draft, size in enumerate(sizes)]
-        return [size if size > 1 else 0 for size in sizes]
+        return [max(0, min(size, remaining - draft - 1)) for draft, size in enumerate(sizes)]
 
     def _sizes(self, reached: Sequence[float]) -> list[int]:
         """Masks of each branch, by the chances that the drafts to it pass (1 for none)."""
@@ -231,9 +243,7 @@ class BranchPacer:
 
     def _size(self, chance: float) -> int:
         """Masks of a branch that is the one to go on from with this chance."""
-        gains = [chance * gain - self.price for gain in self.gains]
-        size = sum(gain > 0 for gain in gains)
-        return 1 + size if sum(gains[:size]) > self.price else 0  # the first one drafts nothing
+        return sum(chance * gain > self.price for gain in self.gains)
 
     def _update(self) -> None:
         """Chooses between AR steps and branches, and how deep."""
@@ -245,7 +255,7 @@ class BranchPacer:
         self._set_price(self.rate * slope, worth)
         self.drafts, self.rate = 0, MARGIN
         for depth in range(1, self.largest + 1):
-            sizes = [min(size, depth + 1) for size in self._sizes(reached[: depth + 1])]
+            sizes = [min(size, depth) for size in self._sizes(reached[: depth + 1])]
             if self.is_chain:
                 sizes[:-1] = [0] * depth
             following = [*reached[1 : depth + 1], 0.0]
@@ -277,7 +287,8 @@ class BranchPacer:
         if self.drafts:
             if self.rate > CLEAR:
                 record.look_after = FIRST_LOOK
-            is_due = record.times.clock is not None and self.rows == 1 and record.steps_since >= MEASURE_EVERY
+            after = MEASURE_EVERY if self.rate > CLEAR else MEASURE_EVERY // 8
+            is_due = record.times.clock is not None and self.rows == 1 and record.steps_since >= after
             if is_due:
                 record.steps_since = 0
             return is_due

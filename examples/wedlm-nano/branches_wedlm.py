@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .branch_pacing_wedlm import BranchPacer
-from .rules_wedlm import RowOutcome, Selection, VerifyRule
+from .rules_wedlm import RowOutcome, Selection, SlotStates, VerifyRule
 from .sampling_wedlm import TokenSampler
 from .settings_wedlm import WeDLMGenerationSettings
 from .window_wedlm import PhysicalOrder, Row, Visibility, slot_mask
@@ -28,13 +28,12 @@ class BranchRule(VerifyRule):
 
     A row has the last pending token c, drafts f₁…f_d, and masks in branches, all behind the real rows:
 
-        physical rows     c   f₁  f₂ │ M  M  M │ M  M │ M  M          c has three masks, f₁ two, f₂ two
-        positions         7   8   9  │ 8  9  10│ 9  10│ 10 11
+        physical rows     c   f₁  f₂ │ M  M │ M │ M  M          c has two masks, f₁ one, f₂ two
+        positions         7   8   9  │ 9  10│ 10│ 11 12
         predicted slots   0   1   2
 
-    Only real rows have logits. Let j drafts pass: c′, the AR head's token in slot j, is at the position of the first
-    mask of branch j, so that mask drafts nothing, and the others draft what follows c′. The first stays, since the
-    adapter was trained with it.
+    Only real rows have logits. Let j drafts pass: the AR head gives the token in slot j, right behind the last
+    accepted draft, and the masks of branch j draft what follows it. So no mask stands at the position of that token.
 
     Args:
         settings, sampler, end_tokens: see [`FillRule`].
@@ -79,19 +78,19 @@ class BranchRule(VerifyRule):
         order: PhysicalOrder,
         rows: Sequence[Row],
         logits: torch.Tensor,
-        slot_hidden: torch.Tensor | None = None,
+        slots: SlotStates | None = None,
     ) -> Selection:
         """What the AR rows choose, whether the drafts behind them pass, and the next drafts: `(A, R + K)`."""
         checked = super().select(order, rows, logits)
         self._entries = {row.index: entry for entry, row in enumerate(rows)}
         self._probabilities = None
-        count = max((size for row in rows for size in row.branches), default=0) - 1
-        if slot_hidden is None or count < 1:
+        count = max((size for row in rows for size in row.branches), default=0)
+        if slots is None or count < 1:
             return checked
-        return self._with_drafts(checked, order, rows, slot_hidden, count)
+        return self._with_drafts(checked, order, rows, slots, count)
 
     def _with_drafts(
-        self, checked: Selection, order: PhysicalOrder, rows: Sequence[Row], slot_hidden: torch.Tensor, count: int
+        self, checked: Selection, order: PhysicalOrder, rows: Sequence[Row], slots: SlotStates, count: int
     ) -> Selection:
         """Adds the drafts of the branch that won, which only the device knows so far."""
         width, device = order.logit_count, checked.tokens.device
@@ -103,62 +102,63 @@ class BranchRule(VerifyRule):
         accepted = passed.long().cumprod(1).sum(1, keepdim=True) - first
         winner = first + accepted  # the AR row behind the last accepted draft
         real_end = order.input_ids.shape[1] - order.masks_behind
-        tokens = order.input_ids[:, real_end - width : real_end]
+        # Behind embeddings no token is known: any will do, since it only makes drafts worse.
+        tokens = order.input_ids[:, real_end - width : real_end].clamp(min=0)
         before = torch.cat([tokens.gather(1, winner), checked.tokens.gather(1, winner)], dim=1)
-        # Its masks, without the first.
+        # Its masks.
         most = max(len(row.branches) for row in rows)
         sizes = torch.tensor([row.branches + [0] * (most - len(row.branches)) for row in rows], device=device)
         start = (sizes.cumsum(1) - sizes).gather(1, accepted)
         steps = torch.arange(count, device=device)
-        is_draft = steps < sizes.gather(1, accepted) - 1
-        index = (start + 1 + steps).clamp(max=slot_hidden.shape[1] - 1)
-        hidden = slot_hidden.gather(1, index[..., None].expand(-1, -1, slot_hidden.shape[2]))
+        is_draft = steps < sizes.gather(1, accepted)
+        index = (start + steps).clamp(max=order.masks_behind - 1)
+        entries = torch.arange(len(rows), device=device)[:, None]
+        won = SlotStates(slots.hidden[entries, index], slots.logits[entries, index])
         offsets = torch.tensor(order.first, device=device)[:, None] + accepted + 1 + steps
-        drafts, self._probabilities, entropy = self._draft(hidden, before, order, offsets)
+        drafts, self._probabilities, scores = self._draft(won, before, order, offsets)
         return Selection(
             tokens=torch.cat([checked.tokens, drafts], dim=1),
             chosen=torch.cat([checked.chosen, is_draft], dim=1),
             is_mask=torch.cat([checked.is_mask, is_draft], dim=1),
             is_broken=torch.cat([checked.is_broken, torch.zeros_like(is_draft)], dim=1),
-            entropy=torch.cat([checked.entropy, entropy], dim=1),
             choice=checked.choice,
+            draft_scores=scores,
         )
 
     def _draft(
-        self, hidden: torch.Tensor, before: torch.Tensor, order: PhysicalOrder, offsets: torch.Tensor
+        self, won: SlotStates, before: torch.Tensor, order: PhysicalOrder, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Chooses drafts one after the other.
 
         Args:
-            hidden: `(A, K, H)`, last hidden states of their masks.
+            won: of their masks, K for each row.
             before: `(A, 2)` int64, the two tokens before the first.
             order: of the forward.
             offsets: `(A, K)` int64, new tokens before each.
 
         Returns:
-            `(A, K)` each: the drafts, their probabilities, and the entropies of the distributions, both over a
-            shortlist of tokens.
+            `(A, K)` int64, the drafts; `(A, K)`, their probabilities over a shortlist of tokens; `(A, K, S)` float32,
+            the shortlist's scores.
         """
         head = self.model.get_output_embeddings()
-        own = head(hidden)
-        own[..., self.sampler.mask_token_id] = float("-inf")
-        shortlist = own.topk(min(SHORTLIST, own.shape[-1] - 1), dim=-1).indices
+        won.logits[..., self.sampler.mask_token_id] = float("-inf")
+        shortlist = won.logits.topk(min(SHORTLIST, won.logits.shape[-1] - 1), dim=-1).indices
         is_plain = type(head) is torch.nn.Linear and head.bias is None and not head._forward_hooks
-        drafts, probabilities, entropies = [], [], []
-        for depth in range(hidden.shape[1]):
-            state, tokens = self.model.draft_hidden(hidden[:, depth], before), shortlist[:, depth]
-            if is_plain:
-                scores = torch.einsum("ad,asd->as", state, head.weight[tokens])
+        weights = head.weight[shortlist] if is_plain else None  # (A, K, S, H)
+        drafts, found, places = [], [], []
+        for depth in range(won.hidden.shape[1]):
+            state, tokens = self.model.draft_hidden(won.hidden[:, depth], before), shortlist[:, depth]
+            if weights is not None:
+                scores = (weights[:, depth].float() * state[:, None].float()).sum(-1)
             else:
-                scores = head(state).gather(1, tokens)
-            scores = scores.float()
-            choice = self.sampler.draft(scores, tokens, offsets[:, depth], order)
-            log_p = torch.log_softmax(scores, dim=-1)
-            drafts.append(tokens.gather(1, choice)[:, 0])
-            probabilities.append(log_p.exp().gather(1, choice)[:, 0])
-            entropies.append(torch.special.entr(log_p.exp()).sum(-1))
+                scores = head(state).gather(1, tokens).float()
+            found.append(scores)
+            places.append(self.sampler.draft(scores, tokens, offsets[:, depth], order))
+            drafts.append(tokens.gather(1, places[-1])[:, 0])
             before = torch.stack([before[:, 1], drafts[-1]], dim=1)
-        return torch.stack(drafts, 1), torch.stack(probabilities, 1), torch.stack(entropies, 1)
+        all_scores = torch.stack(found, 1)
+        probabilities = all_scores.softmax(-1).gather(2, torch.stack(places, 1))[..., 0]
+        return torch.stack(drafts, 1), probabilities, all_scores
 
     def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
         """Keeps the accepted drafts, adds the AR head's own token behind them, and takes the next drafts."""
@@ -226,7 +226,7 @@ def branch_order(
         positions, until, start = list(real), list(real), list(real)
         for draft, size in enumerate(row.branches):
             first = behind + len(positions) - is_real
-            positions += range(end + draft, end + draft + size)
+            positions += range(end + draft + 1, end + draft + 1 + size)
             until += [end - 1 + draft] * size
             start += [first] * size
         count = len(positions)

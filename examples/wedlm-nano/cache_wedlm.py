@@ -134,6 +134,7 @@ class WindowCache(Cache):
         self.token_ids = torch.empty(0, 0, dtype=torch.int64)
         self._write: CacheWrite | None = None
         self._appended: CacheWrite | None = None
+        self._last_layer = -1  # that has stored what was appended
         self._rows: list[int] = []  # the caller's row that each buffer row holds
         self._in_use = 0
         self._opened: list[int] = []  # `lengths` when the call began
@@ -164,6 +165,7 @@ class WindowCache(Cache):
         if prompts is not None:
             self._set_up(len(prompts), device)
             self.lengths = self._known_lengths(prompts)
+            self._appended = None
         self._opened = list(self.lengths)
 
     def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
@@ -184,8 +186,8 @@ class WindowCache(Cache):
             raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
         if len(self.lengths) != batch_size:
             self.reset()
-            self.lengths = [0] * batch_size
             self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
+            self.lengths = [0] * batch_size
         self._rows = list(range(batch_size))
         self._in_use = batch_size
 
@@ -232,18 +234,30 @@ class WindowCache(Cache):
         self._write = None
         self._in_use = len(self._rows)
 
-    def roll_back(self) -> None:
-        """Ends a call that failed: the cache holds what it held of the prompts, so the call can be made again."""
-        if not self.lengths:
-            return  # it was interrupted while rows moved
-        self.close()
-        self.lengths = list(self._opened)
-        # The forward may have left NaN behind the committed slots, and masked attention still multiplies it by 0.
-        for layer in self.layers:
-            if layer.is_initialized:
-                for row, length in enumerate(self.lengths):
-                    layer._keys[row, :, length:] = 0
-                    layer._values[row, :, length:] = 0
+    @contextmanager
+    def rolled_back(self) -> Iterator[None]:
+        """A call decodes within it. If it fails, wherever it is, the cache holds what it held of the prompts, so the
+        call can be made again."""
+        self._opened = list(self.lengths)
+        try:
+            yield
+        except BaseException:
+            self._roll_back()
+            raise
+
+    def _roll_back(self) -> None:
+        if not self.lengths or not any(self._opened):
+            self.reset()  # it held nothing, or was interrupted while rows moved
+            return
+        with self._moving_rows():
+            self.close()
+            self.lengths = list(self._opened)
+            # The forward may have left NaN behind the committed slots, and masked attention still multiplies it by 0.
+            for layer in self.layers:
+                if layer.is_initialized:
+                    for row, length in enumerate(self.lengths):
+                        layer._keys[row, :, length:] = 0
+                        layer._values[row, :, length:] = 0
 
     def _swap(self, row: int, other: int) -> None:
         with self._moving_rows():
@@ -272,10 +286,13 @@ class WindowCache(Cache):
         write = self._write or self._append(key_states, layer_idx)
         while len(self.layers) <= layer_idx:
             self.layers.append(WindowLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states, write)
+        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, write)
+        self._last_layer = layer_idx
+        return states
 
     def _append(self, key_states: torch.Tensor, layer_idx: int) -> CacheWrite:
         """Outside of a step: all of a forward is kept at once. The first layer to see it updates the lengths."""
+        self._check_appended(layer_idx)
         if layer_idx == 0:
             batch_size, _, width, _ = key_states.shape
             self._set_up(batch_size, key_states.device)
@@ -286,10 +303,26 @@ class WindowCache(Cache):
             start = self.lengths[0]
             slots = torch.arange(start, start + width, device=key_states.device).expand(batch_size, -1)
             self._appended = CacheWrite(start, slots, start + width)
+            self._last_layer = -1
             self.token_ids = _grown(self.token_ids[:, :start], start + width, dim=1, value=-1)
             self.lengths = [start + width] * batch_size
         assert self._appended is not None
         return self._appended
+
+    def _check_appended(self, layer_idx: int) -> None:
+        """Raises `ValueError` if the last layers lack what the first ones hold, as after Ctrl-C."""
+        if self._appended is None or self._appended.start is None or not any(self.lengths):
+            return
+        if layer_idx == 0:
+            is_cut_off = self._last_layer < len(self.layers) - 1 and self.lengths[0] > self._appended.start
+        else:
+            is_new = layer_idx >= len(self.layers) or not self.layers[layer_idx].is_initialized
+            is_cut_off = is_new and self._appended.start > 0
+        if is_cut_off:
+            raise ValueError(
+                "A forward on this cache was cut off before its last layer: call `reset()` on the cache, or `crop` "
+                "what that forward added."
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` slots of every row (negative, as everywhere in transformers)."""
@@ -315,8 +348,9 @@ class WindowCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything, the number of rows too."""
+        self.lengths = []  # first: an exception in between must leave nothing that counts
+        self._write = self._appended = None
         self.layers.clear()
-        self.lengths = []
 
     def remember(self, token_ids: torch.Tensor) -> None:
         """Notes the `(B, L)` int64 tokens behind the first slots, where forwards appended without saying which."""

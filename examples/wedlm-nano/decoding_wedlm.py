@@ -25,7 +25,7 @@ import torch
 from transformers.generation import StoppingCriteriaList
 
 from .cache_wedlm import CacheWrite, WindowCache
-from .rules_wedlm import FillRule, RowOutcome, Selection
+from .rules_wedlm import FillRule, RowOutcome, Selection, SlotStates
 from .window_wedlm import PhysicalOrder, Row, Visibility
 
 # Attention implementations that take any mask as a tensor.
@@ -145,17 +145,13 @@ class ParallelDecoder:
 
     def run(self) -> torch.Tensor:
         """Decodes all rows to their end. Returns the new tokens, `(B, longest)` int64, padded after each row's end."""
-        try:
-            while self.go_on(is_finished := all(row.is_finished for row in self.rows)):
-                if is_finished:
-                    self.model(input_ids=torch.zeros_like(self.request.prompt_ids[:1, :1]), use_cache=False)
-                else:
-                    self._step()
-            for observer in self.observers:
-                observer.end()
-        except BaseException:
-            self.cache.roll_back()
-            raise
+        while self.go_on(is_finished := all(row.is_finished for row in self.rows)):
+            if is_finished:
+                self.model(input_ids=torch.zeros_like(self.request.prompt_ids[:1, :1]), use_cache=False)
+            else:
+                self._step()
+        for observer in self.observers:
+            observer.end()
         self.cache.close()
         longest = max(row.new_count for row in self.rows)
         padding = [self.request.pad_token_id] * longest
@@ -165,8 +161,8 @@ class ParallelDecoder:
     def _step(self) -> None:
         rows = self.rows_in_use
         order = self._order(rows)  # 1.
-        logits, slot_hidden = self._forward(order)  # 2.
-        selection = self.rule.select(order, rows, logits, slot_hidden)  # 3.
+        logits, slots = self._forward(order)  # 2.
+        selection = self.rule.select(order, rows, logits, slots)  # 3.
         outcomes = self._fill(rows, order, selection)  # 4.
         self._slide(outcomes)  # 5.
         self.cache.commit([outcome.committed for outcome in outcomes])  # 6.
@@ -179,8 +175,8 @@ class ParallelDecoder:
         width = 2 * self.pacer.largest if is_fixed else None
         return self.rule.order(rows, slots, self.request.mask_token_id, width, self.request.prompt_ids.device)
 
-    def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits `(A, M, V)` float32; of a model with a mask adapter, also the last hidden states of the masks."""
+    def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, SlotStates | None]:
+        """Logits `(A, M, V)` float32, and what is known of the masks behind them."""
         write = self.cache.plan(order.counts, order.cache_slots, order.input_ids)
         inputs: dict[str, int | torch.Tensor] = {"input_ids": order.input_ids}
         if self.steps == 0 and self.request.prompt_embeds is not None:
@@ -196,13 +192,16 @@ class ParallelDecoder:
             position_ids=order.position_ids,
             past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=order.logits_to_keep,
+            logits_to_keep=order.logit_count + order.masks_behind,
             return_dict=True,
         )
         self.steps += 1
         # MASK's are overwritten later: a copy where a compiled forward may own them.
-        logits = outputs.logits.to(device=order.input_ids.device, dtype=torch.float32, copy=self.compiled is not None)
-        return logits, getattr(outputs, "slot_hidden", None)
+        logits, behind = outputs.logits.to(order.input_ids.device).split(
+            [order.logit_count, order.masks_behind], dim=1
+        )
+        slots = SlotStates(outputs.slot_hidden, behind) if order.masks_behind else None
+        return logits.to(torch.float32, copy=self.compiled is not None), slots
 
     def _embeds(self, order: PhysicalOrder) -> torch.Tensor:
         """The prompt's own embeddings, and those of the first window's masks, `(B, Q, hidden)`."""

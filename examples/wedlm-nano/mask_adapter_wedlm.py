@@ -50,10 +50,11 @@ class MaskAdapterSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        if self.rank < 1 or self.head_width < 0 or not self.target_modules:
+        has_targets = len(set(self.target_modules)) == len(self.target_modules) > 0
+        if self.rank < 1 or self.head_width < 0 or not has_targets:
             raise ValueError(
-                "A mask adapter needs a `rank` of at least 1, at least one of `target_modules`, and a `head_width` of "
-                f"at least 0; got {self}."
+                "A mask adapter needs a `rank` of at least 1, at least one of `target_modules`, each once, and a "
+                f"`head_width` of at least 0; got {self}."
             )
 
 
@@ -161,8 +162,15 @@ class MaskAdapter(nn.Module):
         self.to(embeddings.device)
 
     @contextmanager
-    def acting_on(self, slots: int | torch.Tensor, dtype: torch.dtype) -> Iterator[None]:
-        """Within this context, the linear layers update the last rows of their input that are slots."""
+    def acting_on(self, slots: int | torch.Tensor | None, dtype: torch.dtype) -> Iterator[None]:
+        """Within this context, the linear layers update the last rows of their input that are slots, or none.
+
+        A forward without slots says so too: Ctrl-C may have kept an earlier one from leaving its context.
+        """
+        if slots is None:
+            _SLOTS.set(None)
+            yield
+            return
         mask = None
         if isinstance(slots, torch.Tensor):
             count = slots.shape[1]
@@ -199,8 +207,8 @@ class MaskAdapter(nn.Module):
             down = self.down[target].to(dtype).transpose(1, 2)
             up = self.up[target].to(dtype).transpose(1, 2)
             weights[target] = list(zip(down.unbind(), up.unbind(), strict=True))
-        if not trains:
-            self._prepared = key, weights
+        # Optimizers may change parameters without raising their version: what trains is never kept.
+        self._prepared = None if trains else (key, weights)
         return weights
 
 
@@ -294,6 +302,8 @@ class MaskAdapterMixin:
                 else:
                     unfinished.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
                 os.replace(unfinished, folder / name)
+            except SafetensorError as error:  # its word for a full disk
+                raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
             finally:
                 unfinished.unlink(missing_ok=True)
 
@@ -322,8 +332,14 @@ class MaskAdapterMixin:
         if config.get("peft_type") != PEFT_TYPE:
             raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")
         weights = read_weights(name, **download_options)
-        check_base(self, config.get("base") or {}, any_base=any_base)
-        adapter = self.add_mask_adapter(settings_of(config))
+        base, settings = config.get("base"), settings_of(config)
+        check_base(self, base if isinstance(base, dict) else {}, any_base=any_base)
+        if not all(bool(weight.isfinite().all()) for weight in weights.values()):
+            raise ValueError(f"The weights of {str(name)!r} hold NaN or infinite numbers.")
+        ranks = {weight.shape[1:2] for key, weight in weights.items() if key.startswith("down.")}
+        if ranks != {(settings.rank,)}:  # before memory is asked for
+            raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: `rank` {settings.rank}.")
+        adapter = self.add_mask_adapter(settings)
         try:
             adapter.load_state_dict(weights)
         except RuntimeError as error:
@@ -369,11 +385,15 @@ def read_weights(name: str | os.PathLike[str], **download_options: Any) -> dict[
 
 
 def settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
-    """The shape that an adapter_config.json states."""
-    try:
-        return MaskAdapterSettings(config["rank"], tuple(config["target_modules"]), config["head_width"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{CONFIG_NAME} must state rank, target_modules and head_width, got {config}.") from error
+    """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
+    rank, width, targets = config.get("rank"), config.get("head_width"), config.get("target_modules")
+    names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else None
+    if type(rank) is not int or type(width) is not int or names is None or names != targets:
+        raise ValueError(
+            f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
+            f"got {rank!r}, {width!r} and {targets!r}."
+        )
+    return MaskAdapterSettings(rank, tuple(names), width)
 
 
 def base_of(model: Any) -> dict[str, Any]:

@@ -40,6 +40,9 @@ REFUSED_OPTIONS = {
     "use_cache": (None, True),
 }
 
+# The parent's loops in place of which parallel decoding runs.
+LOOP_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
 # What `generate` hands on that is used here, or refused with a message of its own.
 USED_INPUTS = {
     "attention_mask",
@@ -116,12 +119,30 @@ class WeDLMGenerationMixin(GenerationMixin):
             generation_mode, generation_config, *args, **kwargs
         )
         strategy = getattr(generation_config, "strategy", None) or "ar"
-        if strategy != "ar" and generation_mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        if strategy != "ar" and generation_mode not in LOOP_MODES:
             raise ValueError(
                 f"`strategy={strategy!r}` decodes greedily or by sampling, but the other options ask for "
                 f"{generation_mode.value.replace('_', ' ')} (num_beams={generation_config.num_beams}). "
                 "Leave them out or use `strategy='ar'`."
             )
+
+    def _prepare_cache_for_generation(
+        self: Any,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if generation_mode not in LOOP_MODES and isinstance(model_kwargs.get("past_key_values"), WindowCache):
+            raise ValueError(
+                "Greedy decoding and sampling can use a `WindowCache`, but the options ask for "
+                f"{generation_mode.value.replace('_', ' ')}, which would not ask whose tokens it holds: leave "
+                "`past_key_values` out."
+            )
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
+            generation_config, model_kwargs, generation_mode, *args, **kwargs
+        )
 
     def _sample(
         self: Any,
@@ -135,7 +156,7 @@ class WeDLMGenerationMixin(GenerationMixin):
     ) -> Any:
         settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         if settings.strategy == "ar":
-            with _ar_call(input_ids, model_kwargs) as remember:
+            with _ar_call(input_ids, generation_config, model_kwargs) as remember:
                 return remember(
                     super()._sample(  # type: ignore[misc]
                         input_ids,
@@ -160,21 +181,22 @@ class WeDLMGenerationMixin(GenerationMixin):
             length = request.prompt_ids.shape[1] + request.limit
             compiled = self._fixed_shape_forward(cache, length, windows, generation_config, model_kwargs)
         rule, pacer = _rule_and_pacer(self, settings, logits_processor, generation_config, request, is_static)
-        decoder = ParallelDecoder(
-            model=self,
-            request=request,
-            rule=rule,
-            pacer=pacer,
-            cache=cache,
-            compiled=compiled,
-            go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
-        )
-        observers = _Observers(settings, generation_config, decoder, streamer)
-        decoder.observers = observers.all
-        sequences = torch.cat([input_ids.long(), decoder.run()], dim=1)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        return observers.output(sequences, cache)
+        with cache.rolled_back():
+            decoder = ParallelDecoder(
+                model=self,
+                request=request,
+                rule=rule,
+                pacer=pacer,
+                cache=cache,
+                compiled=compiled,
+                go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
+            )
+            observers = _Observers(settings, generation_config, decoder, streamer)
+            decoder.observers = observers.all
+            sequences = torch.cat([input_ids.long(), decoder.run()], dim=1)
+            if not generation_config.return_dict_in_generate:
+                return sequences
+            return observers.output(sequences, cache)
 
     def _fixed_shape_forward(
         self: Any,
@@ -218,31 +240,44 @@ def _check_options(strategy: str, generation_config: GenerationConfig) -> None:
 
 
 @contextmanager
-def _ar_call(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> Iterator[Callable[[Any], Any]]:
+def _ar_call(
+    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Iterator[Callable[[Any], Any]]:
     """AR decoding on a [`WindowCache`], if that is what it runs on: the cache must belong to the prompt, learns the
     tokens that were appended (yields a function that tells it, and returns the call's output), and is rolled back if
-    the call fails. Raises `ValueError` for padded prompts."""
+    the call fails. Raises `ValueError` for padded prompts, and for a mask of another length than cache and prompt."""
     cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
     if not isinstance(cache, WindowCache):
         yield lambda output: output
         return
-    mask = model_kwargs.get("attention_mask")  # newer versions of transformers drop one that is all ones
+    mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise ValueError("AR decoding goes on from a `WindowCache` only without padding in the prompts.")
     prompts = input_ids if embeds is None else input_ids.new_full(embeds.shape[:2], -1)
-    is_whole = mask is None or mask.shape == prompts.shape  # the mask may say that only new tokens are handed on
-    cache.open(prompts.tolist() if is_whole else None, input_ids.device)
+    # The mask may say that only new tokens are handed on.
+    length, given, held = _mask_length(generation_config, model_kwargs), prompts.shape[1], cache.get_seq_length()
+    is_whole = length in (None, given)
+    if not is_whole and length != held + given:
+        raise ValueError(
+            f"`attention_mask` is {length} tokens long, but there are {given} in the prompt and {held} in the cache: "
+            "it must cover the prompt, or both where the prompt is only what follows the cache."
+        )
+    with cache.rolled_back():
+        cache.open(prompts.tolist() if is_whole else None, input_ids.device)
 
-    def remember(output: Any) -> Any:
-        if embeds is None and is_whole:
-            cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
-        return output
+        def remember(output: Any) -> Any:
+            if embeds is None and is_whole:
+                cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+            return output
 
-    try:
         yield remember
-    except BaseException:
-        cache.roll_back()
-        raise
+
+
+def _mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:
+    """The width of the caller's attention mask, `None` where there was none. Newer versions of transformers drop one
+    that is all ones, and note its width."""
+    mask = model_kwargs.get("attention_mask")
+    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
 
 
 def _check_inputs(
@@ -286,7 +321,7 @@ def _check_inputs(
 
 
 def _prompt(
-    input_ids: torch.Tensor, model_kwargs: dict[str, Any], max_position_embeddings: int
+    input_ids: torch.Tensor, model_kwargs: dict[str, Any], mask_length: int | None, max_position_embeddings: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The prompt's tokens `(B, P)` int64, -1 behind embeddings, and where it has any `(B, P)` bool.
 
@@ -301,7 +336,9 @@ def _prompt(
         )
     prompt_ids = input_ids.long() if embeds is None else input_ids.new_full(embeds.shape[:2], -1).long()
     mask = model_kwargs.get("attention_mask")
-    mask = torch.ones_like(prompt_ids, dtype=torch.bool) if mask is None else mask.bool()
+    if mask is None:
+        mask = prompt_ids.new_ones(len(prompt_ids), prompt_ids.shape[1] if mask_length is None else mask_length)
+    mask = mask.bool()
     _check_prompt_mask(mask, prompt_ids.shape, max_position_embeddings)
     position_ids = model_kwargs.get("position_ids")
     expected = mask.cumsum(1) - 1
@@ -345,7 +382,8 @@ def _request(
 ) -> DecodingRequest:
     """What to decode. Lengths and end tokens come from the criteria, as in AR decoding: a caller's own
     `MaxLengthCriteria` replaces `max_length`, and so on."""
-    prompt_ids, prompt_mask = _prompt(input_ids, model_kwargs, model.config.max_position_embeddings)
+    length = _mask_length(generation_config, model_kwargs)
+    prompt_ids, prompt_mask = _prompt(input_ids, model_kwargs, length, model.config.max_position_embeddings)
     limits, ends, others = [], [], StoppingCriteriaList()
     for criterion in stopping_criteria:
         if isinstance(criterion, MaxLengthCriteria):
@@ -418,7 +456,7 @@ def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: Decodi
         if is_timed:
             model._draft_record = record
     return BranchPacer(
-        largest=min(settings.window_size - 1, MOST_DRAFTS),
+        largest=min(settings.window_size, MOST_DRAFTS),
         record=record,
         rows=request.prompt_ids.shape[0],
         is_chain=model.config._attn_implementation not in DENSE_MASK_ATTENTION,
@@ -448,7 +486,7 @@ class _Observers:
         self.is_verified = settings.verification != "none"
         self.stats = StatsRecorder([row.pending for row in decoder.rows])
         self.all: list[StepObserver] = [self.stats]
-        self.trace = TraceRecorder() if settings.output_trace else None
+        self.trace = TraceRecorder(request.mask_token_id) if settings.output_trace else None
         self.scores = None
         keep = bool(generation_config.output_scores), bool(generation_config.output_logits)
         if generation_config.return_dict_in_generate and (self.is_verified or any(keep)):

@@ -164,6 +164,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             if self.training and self.gradient_checkpointing:
                 raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
             inputs_embeds = self.mask_adapter.embed(inputs_embeds, slot_mask)
+        if self.mask_adapter is not None:
             update_slots = self.mask_adapter.acting_on(slot_mask, inputs_embeds.dtype)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
             masks = attention_mask
@@ -361,8 +362,10 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
         hidden = outputs.last_hidden_state
         slots = slot_mask if isinstance(slot_mask, int) else slot_mask.shape[1]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        rows = hidden[:, kept]
         return WeDLMCausalLMOutputWithPast(
-            logits=self.lm_head(hidden[:, kept]),
+            # As one matrix: for a slice of a batch, torch copies the head's weights first.
+            logits=self.lm_head(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

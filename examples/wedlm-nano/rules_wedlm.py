@@ -12,11 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.nn import functional as F
 
 from .sampling_wedlm import Choice, TokenSampler, is_typical
 from .selection_wedlm import select_masks, token_entropy
 from .settings_wedlm import WeDLMGenerationSettings
 from .window_wedlm import PhysicalOrder, Row, physical_order
+
+
+@dataclass(frozen=True)
+class SlotStates:
+    """The masks behind the rows with logits, where a rule does not need logits of all of them.
+
+    Attributes:
+        hidden: `(A, masks, H)`, last hidden states.
+        logits: `(A, masks, V)`, raw, in the model's dtype: one pass of the head makes them beside the others.
+    """
+
+    hidden: torch.Tensor
+    logits: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -29,16 +43,16 @@ class Selection:
             the masks whose token is confident enough to be a draft.
         is_mask: `(A, M)` bool, predicted slots that are masks (filling: all of them).
         is_broken: `(A, M)` bool, where there is nothing to choose from: the logits are NaN, or no token is left.
-        entropy: `(A, M)` float32, H of the raw logits, nats.
-        choice: what the tokens were chosen from.
+        choice: what the tokens were chosen from; of branches, those of the real rows.
+        draft_scores: `(A, K, S)` float32, what the K drafts of a branch were chosen from: S tokens each.
     """
 
     tokens: torch.Tensor
     chosen: torch.Tensor
     is_mask: torch.Tensor
     is_broken: torch.Tensor
-    entropy: torch.Tensor
     choice: Choice
+    draft_scores: torch.Tensor | None = None
 
 
 @dataclass
@@ -107,7 +121,7 @@ class FillRule:
         order: PhysicalOrder,
         rows: Sequence[Row],
         logits: torch.Tensor,
-        slot_hidden: torch.Tensor | None = None,
+        slots: SlotStates | None = None,
     ) -> Selection:
         """Chooses tokens.
 
@@ -115,7 +129,7 @@ class FillRule:
             order: of the forward.
             rows: those in use.
             logits: `(A, M, V)` float32, raw; MASK's are overwritten.
-            slot_hidden: `(A, masks, H)`, last hidden states, of a model with a mask adapter.
+            slots: of the masks behind the rows with logits, see [`SlotStates`].
         """
         settings, is_mask = self.settings, order.slots >= 0
         entropy = token_entropy(logits)
@@ -123,7 +137,7 @@ class FillRule:
         chosen = select_masks(entropy, order.slots, is_mask, settings.entropy_threshold, settings.distance_penalty)
         choice = self.sampler.choose(logits, order)
         is_broken = (entropy.isnan() & is_mask) | (chosen & (choice.tokens < 0))
-        return Selection(choice.tokens, chosen, is_mask, is_broken, entropy, choice)
+        return Selection(choice.tokens, chosen, is_mask, is_broken, choice)
 
     def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
         """Writes the chosen tokens into the row's window.
@@ -190,12 +204,13 @@ class VerifyRule(FillRule):
         order: PhysicalOrder,
         rows: Sequence[Row],
         logits: torch.Tensor,
-        slot_hidden: torch.Tensor | None = None,
+        slots: SlotStates | None = None,
     ) -> Selection:
         """What the AR rows choose, whether the drafts behind them pass, and the masks' own choices."""
         width, device = order.slots.shape[1], logits.device
-        entropy = token_entropy(logits)
         masks = [len(row.mask_slots) for row in rows]
+        # AR rows are judged by their token: only masks need an entropy.
+        entropy = F.pad(token_entropy(logits[:, width - max(masks) :]), (width - max(masks), 0))
         drafts = [row.filled_tokens for row in rows]
         behind = torch.tensor(
             [[-1] * (width - len(f) - 1 - m) + f + [-1] * (m + 1) for f, m in zip(drafts, masks, strict=True)],
@@ -221,8 +236,7 @@ class VerifyRule(FillRule):
             tokens=torch.where(is_mask, proposals, choice.tokens),
             chosen=torch.where(is_mask, entropy < settings.entropy_threshold, passes(choice)),
             is_mask=is_mask,
-            is_broken=(entropy.isnan() & (order.slots >= 0)) | (is_ar & (choice.tokens < 0)),
-            entropy=entropy,
+            is_broken=(entropy.isnan() & is_mask & (order.slots >= 0)) | (is_ar & (choice.tokens < 0)),
             choice=choice,
         )
 

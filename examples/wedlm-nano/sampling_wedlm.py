@@ -246,7 +246,7 @@ class TokenSampler:
     def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int], first: list[int]) -> torch.Tensor:
         if not self.do_sample:
             best, tokens = scores.max(-1)
-            return tokens.masked_fill(best == float("-inf"), -1)
+            return tokens.masked_fill(~best.isfinite(), -1)
         if self.noise is None:
             self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.lookahead, scores.device)
         probabilities = torch.softmax(scores, dim=-1)

@@ -40,7 +40,7 @@ class ScoreRecorder:
         logits = outcome.logits[entries, columns]
         logits[:, self.mask_token_id] = choice.mask_logits[entries, columns]
         self._places.append((rows, offsets))
-        self._log_probs.append(torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0])
+        self._log_probs.append(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
         if self.keep_scores:
             self._scores.append(choice.scores[entries, columns])
         if self.keep_logits:

@@ -3,12 +3,14 @@
 `B` rows of the call, `Q` physical rows of a forward, `M` slots with logits.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .decoding_wedlm import StepOutcome
+from .selection_wedlm import token_entropy
 from .window_wedlm import PhysicalOrder
 
 
@@ -22,6 +24,8 @@ class DecodingStats:
         token_instances: `(B,)` int64, tokens processed after the prompt: N_fwd of prefix cacheability (paper §6.3).
         drafted: `(B,)` int64, drafts that were checked (verified decoding only).
         accepted: `(B,)` int64, drafts that passed.
+        drafted_by_depth: `(B, D)` int64, the checked drafts by their place in their run.
+        accepted_by_depth: `(B, D)` int64, those that passed.
     """
 
     new_tokens: torch.Tensor
@@ -29,6 +33,8 @@ class DecodingStats:
     token_instances: torch.Tensor
     drafted: torch.Tensor
     accepted: torch.Tensor
+    drafted_by_depth: torch.Tensor
+    accepted_by_depth: torch.Tensor
 
     @property
     def tokens_per_forward(self) -> float:
@@ -57,6 +63,7 @@ class StatsRecorder:
     def __init__(self, uncached: list[int]):
         self.new_tokens, self.forwards, self.drafted, self.accepted = ([0] * len(uncached) for _ in range(4))
         self.token_instances = [-count for count in uncached]
+        self.runs: list[Counter[tuple[int, int]]] = [Counter() for _ in uncached]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes in a step."""
@@ -68,6 +75,7 @@ class StatsRecorder:
                 self.new_tokens[index] += len(row.new_tokens)
                 self.drafted[index] += row.checked
                 self.accepted[index] += row.accepted
+                self.runs[index][row.checked, row.accepted] += 1
 
     def end(self) -> None:
         """Nothing is left to do."""
@@ -76,7 +84,17 @@ class StatsRecorder:
     def stats(self) -> DecodingStats:
         """The counts so far."""
         counts = (self.new_tokens, self.forwards, self.token_instances, self.drafted, self.accepted)
-        return DecodingStats(*map(torch.tensor, counts))
+        tensors = [*map(torch.tensor, counts), self._by_depth(0), self._by_depth(1)]
+        return DecodingStats(*tensors)
+
+    def _by_depth(self, which: int) -> torch.Tensor:
+        """`(B, D)`: runs of more than d drafts (0), or of more than d accepted ones (1)."""
+        deepest = max((run[0] for runs in self.runs for run in runs), default=0)
+        found = [
+            [sum(count for run, count in runs.items() if run[which] > depth) for depth in range(deepest)]
+            for runs in self.runs
+        ]
+        return torch.tensor(found, dtype=torch.int64).view(len(self.runs), deepest)
 
 
 @dataclass
@@ -113,11 +131,15 @@ class TraceStep:
 class TraceRecorder:
     """A [`StepObserver`] that keeps every step.
 
+    Args:
+        mask_token_id: M.
+
     Attributes:
         steps: a [`TraceStep`] each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mask_token_id: int) -> None:
+        self.mask_token_id = mask_token_id
         self.steps: list[TraceStep] = []
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -147,7 +169,7 @@ class TraceRecorder:
                 committed=[row.committed for row in outcome.rows],
                 logit_positions=torch.where(is_mask, predicted, read),
                 is_mask=is_mask,
-                entropy=selection.entropy.cpu(),
+                entropy=self._entropy(outcome),
                 filled=filled,
                 tokens=tokens,
                 decided=[
@@ -156,6 +178,15 @@ class TraceRecorder:
                 ],
             )
         )
+
+    def _entropy(self, outcome: StepOutcome) -> torch.Tensor:
+        """H of what the model said, MASK's logit included."""
+        logits, selection = outcome.logits.clone(), outcome.selection
+        logits[..., self.mask_token_id] = selection.choice.mask_logits
+        found = [token_entropy(logits)]
+        if selection.draft_scores is not None:
+            found.append(token_entropy(selection.draft_scores))
+        return torch.cat(found, dim=1).cpu()
 
     def end(self) -> None:
         """Nothing is left to do."""

@@ -125,7 +125,7 @@ class PhysicalOrder:
         offsets: `(A, M)` int64, new tokens in front of each of `slots`.
         slot_mask: which of the last physical rows are masks, `(A, masks of the entry with the most)` bool; their
             number where that is the same for all entries.
-        masks_behind: physical rows behind those with logits.
+        masks_behind: physical rows behind those that predict `slots`: the masks of branches.
         visibility: for an order that is not plain causal, see [`Visibility`].
     """
 
@@ -151,14 +151,6 @@ class PhysicalOrder:
     def has_masks(self) -> bool:
         """Whether any physical row is a mask."""
         return not isinstance(self.slot_mask, int) or self.slot_mask > 0
-
-    @property
-    def logits_to_keep(self) -> int | torch.Tensor:
-        """M, or which physical rows these are where others come behind them, `(M,)` int64."""
-        if not self.masks_behind:
-            return self.logit_count
-        end = self.input_ids.shape[1] - self.masks_behind
-        return torch.arange(end - self.logit_count, end, device=self.input_ids.device)
 
 
 def physical_order(
