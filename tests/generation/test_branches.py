@@ -508,11 +508,20 @@ def test_times_are_those_of_a_line_and_of_one_row():
 
 def test_times_of_a_busy_and_of_a_quiet_machine_are_not_compared():
     times = StepTimes(0.02, Clock())
-    for rows in (1, 1, 1, 1, 1, 4, 8, 12, 4, 8, 12):
+    for rows in (1, 4, 8, 12, 1, 1, 1, 1, 1, 4, 8, 12, 4, 8, 12):
         times.record(rows, 2 * fp32_cpu(rows))
     for rows in (4, 8, 12) * 8:
         times.record(rows, fp32_cpu(rows))
     assert times.of(8) / times.of(1) == pytest.approx(fp32_cpu(8) / fp32_cpu(1), rel=0.15)
+
+
+def test_the_first_step_of_a_shape_does_not_count():
+    times = StepTimes(0.02, Clock())
+    for rows in (1, 4, 8):
+        times.record(rows, 10.0)
+    for rows in (1, 1, 1, 4, 8, 4, 8, 4, 8):
+        times.record(rows, bf16_cpu(rows))
+    assert times.of(8) / times.of(1) == pytest.approx(bf16_cpu(8) / bf16_cpu(1), rel=0.1)
 
 
 def test_rows_that_cost_more_than_they_can_bring_are_not_planned():
