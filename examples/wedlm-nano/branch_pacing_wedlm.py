@@ -22,7 +22,7 @@ BIN_MEMORY = 0.995
 RUNS = 32
 PRIOR_CHANCE = 0.65
 # While AR steps are best: steps between two looks at what masks would draft, doubled each time in vain.
-FIRST_LOOK, LAST_LOOK, LOOK_DRAFTS = 16, 128, 4
+FIRST_LOOK, LAST_LOOK, LOOK_DRAFTS = 24, 128, 4
 # While branches are best: steps between two AR steps that measure what those take.
 MEASURE_EVERY = 64
 # Steps between two estimates of the rates, which change slowly.
@@ -47,6 +47,7 @@ class StepTimes:
     Attributes:
         single, others: relative times of the last steps, of one row, and with their rows.
         load: seconds of a step that takes 1; follows the machine.
+        met: numbers of rows that there were.
     """
 
     slot_cost: float
@@ -54,9 +55,13 @@ class StepTimes:
     single: deque[float] = field(default_factory=lambda: deque(maxlen=9))
     others: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))
     load: float = 0.0
+    met: set[int] = field(default_factory=set)
 
     def record(self, rows: int, seconds: float) -> None:
         """Takes in a step, relative to the steps just before it: the machine may have been busier at other times."""
+        if rows not in self.met:
+            self.met.add(rows)  # kernels are prepared when they meet a shape: such a step may take twice as long
+            return
         usual = self.of(rows)
         self.load = self.load or seconds / usual
         relative = seconds / self.load
