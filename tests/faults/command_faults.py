@@ -105,6 +105,7 @@ def start(words: list[str], folder: Path, *, limit: int | None = None, pipe: tup
         os.chdir(folder)
         sys.argv = ["wedlm", *words]
         random.seed()
+        torch.set_num_threads = lambda count: None  # a fork has no thread pool to change
         if pipe is not None:
             os.dup2(pipe[1], 1)
             os.close(pipe[0])
