@@ -210,14 +210,11 @@ class LoadingOptions:
         """Sets the number of CPU threads and returns the device. Raises `ValueError` for one that is not there."""
         import torch
 
+        from ..modeling_wedlm.loading import find_device
+
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            torch.empty(0, device=device).cpu()  # the device `meta` has no data to copy
-        except (AssertionError, NotImplementedError, RuntimeError) as error:
-            raise ValueError(f"`--device {device}` is not available: {error}") from error
-        return device
+        return str(find_device(self.device, called="`--device {}`"))
 
     def load(self, checkpoint: str | None) -> tuple[Any, Any]:
         """Model, in evaluation mode, and tokenizer of a folder or Hub id; of wedlm-nano for None. A folder that

@@ -160,6 +160,20 @@ def load_model(
     return loaded
 
 
+def find_device(name: str | None, called: str = "The device {!r}") -> torch.device:
+    """The device of this name, by default a GPU if there is one.
+
+    Raises:
+        ValueError: for one that is not there, which the message names as `called`.
+    """
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name).cpu()  # the device `meta` has no data to copy
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{called.format(name)} is not available: {error}") from error
+    return torch.device(name)
+
+
 def is_adapter(source: str | os.PathLike[str]) -> bool:
     """Whether a folder holds an adapter and no model."""
     return Path(source, ADAPTER_FILE).is_file() and not Path(source, CONFIG_FILE).is_file()

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
 from ..modeling_wedlm.convert import convert, read_source_config
-from ..modeling_wedlm.loading import load_model, load_tokenizer
+from ..modeling_wedlm.loading import find_device, load_model, load_tokenizer
 from ..modeling_wedlm.mask_adapter_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .adapt_config import AdaptConfig
@@ -86,7 +86,7 @@ class _Run:
         self.plan_file, self.state_file = self.work / "adapt.json", self.work / "state.json"
         self.answers, self.trained_on = self.work / "answers.jsonl", self.work / "training.jsonl"
         self.held_out = self.work / "heldout.jsonl"
-        self.device = _device(config.device)
+        self.device = find_device(config.device)
         self.state: dict[str, Any] = {"answer_seconds": 0.0, "answered": False, "trained_for": None}
 
     # Before any work.
@@ -297,16 +297,6 @@ def _show(bar: tqdm, share: float, note: str) -> None:
     """Says that this share of the stage is done."""
     bar.set_postfix_str(note, refresh=False)
     bar.update(min(share, 1.0) - bar.n)
-
-
-def _device(name: str | None) -> torch.device:
-    """The device of this name, by default a GPU if there is one. Raises `ValueError` for one that is not there."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name).cpu()  # the device `meta` has no data to copy
-    except (RuntimeError, NotImplementedError, AssertionError) as error:
-        raise ValueError(f"The device {name!r} is not available: {error}") from error
-    return torch.device(name)
 
 
 def _faster_dtype(device: torch.device) -> str:
