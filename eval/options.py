@@ -34,6 +34,9 @@ DEMO_PROMPTS = (
     'Complete this Python code:\ndef count_equal(scores, limit):\n    """Count the scores equal to limit."""',
 )
 
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "-m", help="Checkpoint folder or Hub id; default: wedlm-nano.")
+]
 FileOption = Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without a chat template.")]
 CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]

@@ -18,6 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, __version__, cli
+from wedlm_hf.cli.application import console
 from wedlm_hf.eval import options
 from wedlm_hf.eval import prompts as prompting
 from wedlm_hf.eval.measure import Decoding, ForwardCounter
@@ -240,7 +241,7 @@ def test_text_is_shown_where_the_terminal_says_that_it_has_no_columns(wedlm, mon
 
 
 def test_what_looks_like_markup_is_printed_as_it_is(capsys):
-    cli._console().print("build/[/b]/report.html", style="dim")
+    console().print("build/[/b]/report.html", style="dim")
     assert capsys.readouterr().out == "build/[/b]/report.html\n"
 
 
@@ -263,7 +264,7 @@ def test_a_command_gets_the_dataclasses_that_its_options_fill():
     app = typer.Typer()
 
     @app.command()
-    @cli.with_options
+    @options.with_options
     def show(span: Range, name: str = "x") -> None:
         taken.append((span, name))
 
@@ -370,7 +371,7 @@ def test_training_gets_the_words_of_the_command_line_as_they_are(monkeypatch):
 
 
 def test_training_without_trl_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli.models, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.app, ["train"])
     assert (result.exit_code, result.stderr) == (2, "Error: Training needs trl: pip install 'wedlm-hf[train]'.\n")
 
@@ -451,7 +452,7 @@ def test_conversion_errors_are_said_in_one_line(wedlm, qwen, checkpoint, tmp_pat
 @pytest.mark.slow
 def test_the_demo_answers_every_built_in_prompt_in_fewer_forwards_than_ar():
     result = subprocess.run(
-        [sys.executable, "-m", "wedlm_hf.cli", "generate"], capture_output=True, text=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-m", "wedlm_hf", "generate"], capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
     assert (result.returncode, result.stderr) == (0, "")
     assert "97, 93, 89, 85, 81, 77, 73, 69, 65, 61\n" in result.stdout

@@ -18,6 +18,7 @@ from tiny import stock_twin, tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.eval.report.page import blocks_of, fill
 from wedlm_hf.eval.sweep import FIELDS
@@ -55,7 +56,7 @@ def cases(language: str, pages: list[str]) -> list:
 def workplace(tmp_path, monkeypatch):
     """A folder with what the pages name, as the current one."""
     nano = tmp_path / "examples" / "wedlm-nano"
-    shutil.copytree(cli.NANO, nano, ignore=shutil.ignore_patterns("measured.jsonl"))  # of another request
+    shutil.copytree(NANO, nano, ignore=shutil.ignore_patterns("measured.jsonl"))  # of another request
     for page in [*MEASURED, "docs/evaluation.md"]:
         (tmp_path / page).parent.mkdir(exist_ok=True)
         shutil.copyfile(ROOT / page, tmp_path / page)
@@ -157,7 +158,7 @@ def test_measured_numbers_are_those_of_the_stored_report(page):
     measured = blocks_of((RESULTS / "report.md").read_text(encoding="utf-8"))
     text = (ROOT / page).read_text(encoding="utf-8")
     assert fill(text, measured) == text
-    stored = json.loads((cli.NANO / "generation_config.json").read_text())
+    stored = json.loads((NANO / "generation_config.json").read_text())
     window, threshold, penalty = (stored[name] for name in FIELDS)
     assert measured["setup"].startswith(f"Settings: window {window}, τ = {threshold:g}, λ = {penalty:g};")
 

@@ -7,6 +7,7 @@ from tiny import tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode_text
 from wedlm_hf.eval.trace import saved
 from wedlm_hf.eval.trace.page import page
@@ -72,7 +73,7 @@ def test_the_command_writes_a_page_and_keeps_the_trace(wedlm, checkpoint, tmp_pa
         (["--output", ".", "hi"], "'.' is a folder; a file is to be written."),
         (["--save", "trace.json/x", "hi"], "File exists: 'trace.json'"),
         (["--window-size", "0", "hi"], "`window_size` must be an integer of at least 1, got 0."),
-        (["--from", "trace.json", "--model", cli.NANO], "The trace was made with another model than"),
+        (["--from", "trace.json", "--model", NANO], "The trace was made with another model than"),
         ([" "], "A prompt must not be empty."),
     ],
 )

@@ -13,7 +13,7 @@ from itertools import count
 import pytest
 import torch
 
-from wedlm_hf.cli import NANO
+from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode_text
 from wedlm_hf.eval.trace import page as pages
 from wedlm_hf.eval.trace.record import Request, record

@@ -1,0 +1,114 @@
+"""Commands that decode: generate, trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from ..eval.options import (
+    NANO,
+    CompareOption,
+    DecodingOptions,
+    LoadingOptions,
+    ModelOption,
+    PromptOptions,
+    TraceOptions,
+    has_no_chat_template,
+    with_options,
+)
+from .application import app, console
+
+
+@app.command(epilog="Example: wedlm generate 'Count from 5 to 50 by 5.' --verification exact --set top_k=20")
+@with_options
+def generate(
+    prompts: PromptOptions,
+    decoding: DecodingOptions,
+    loading: LoadingOptions,
+    model: ModelOption = None,
+    compare: CompareOption = True,
+) -> None:
+    """Answer prompts, streaming, and show what it took next to plain AR decoding of the same weights."""
+    keywords = decoding.keywords()
+    texts = prompts.read()
+    from ..eval.trace.answers import compare as compare_decoders
+    from ..eval.trace.record import Request
+
+    loaded, tokenizer = loading.load(model)
+    raw = prompts.raw or has_no_chat_template(tokenizer, model)
+    compare_decoders(loaded, tokenizer, Request(texts, keywords, compare, raw, decoding.seed), console())
+
+
+@app.command(epilog="Example: wedlm trace 'Count down from 97 to 61 by 4.' --output page.html")
+@with_options
+def trace(
+    context: typer.Context,
+    prompts: PromptOptions,
+    decoding: DecodingOptions,
+    shown_as: TraceOptions,
+    loading: LoadingOptions,
+    model: ModelOption = None,
+) -> None:
+    """See it decode: a page that replays a generation step by step, AR decoding beside it at the same clock."""
+    _check_trace_options(context)
+    output, save, source = shown_as.output, shown_as.save, shown_as.source
+    if output is None and not shown_as.terminal:
+        output = Path("build/trace.html")
+    from ..eval.files import check_output
+
+    files = [path for path in (output, save, source, prompts.file) if path is not None]
+    for path in (output, save):
+        if path is not None:
+            check_output(path, [other for other in files if other is not path])
+    from ..eval.trace.answers import comparison_table
+    from ..eval.trace.page import write_page
+    from ..eval.trace.record import Request, check_model, decodings, record
+    from ..eval.trace.saved import load
+    from ..eval.trace.saved import save as save_trace
+    from ..eval.trace.terminal import replay_in_terminal
+
+    if source is not None:
+        shown = load(source)
+        if model is not None:
+            check_model(shown, model, *loading.load(model))
+    else:
+        keywords = decoding.keywords()
+        texts = prompts.read()
+        loaded, tokenizer = loading.load(model)
+        raw = prompts.raw or has_no_chat_template(tokenizer, model)
+        request = Request(texts, keywords, shown_as.compare, raw, decoding.seed)
+        name = model or NANO.name
+        shown = record(loaded, tokenizer, request, model_name=name, repeats=shown_as.repeats, title="tracing")
+    if save is not None:
+        save_trace(shown, save)
+    if output is not None:
+        write_page(shown, output)
+    out = console()
+    if shown_as.terminal:
+        replay_in_terminal(shown, out, pace=shown_as.pace)
+    out.print(comparison_table(decodings(shown)))
+    for path in (save, output):
+        if path is not None:
+            typer.echo(path)
+
+
+def _check_trace_options(context: typer.Context) -> None:
+    """Raises `ValueError` for options of `wedlm trace` that have no meaning beside the others."""
+    given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
+    params = context.params
+
+    def refuse(names: set[str], why: str) -> None:
+        if names:
+            shown = ", ".join("PROMPTS" if name == "prompts" else f"`--{name.replace('_', '-')}`" for name in names)
+            raise ValueError(f"{shown}: {why}")
+
+    if params["source"] is not None:
+        about_it = {"source", "output", "terminal", "pace", "model"} | (
+            {"dtype", "device", "threads"} & given if params["model"] else set()
+        )
+        refuse(given - about_it, "a saved trace (`--from`) is shown as it is, nothing is decoded.")
+    elif params["strategy"] == "ar":
+        raise ValueError("A trace shows parallel decoding: `--strategy` must be wedlm or block, got 'ar'.")
+    if not params["terminal"]:
+        refuse(given & {"pace"}, "goes with `--terminal`; the page has its own speed.")

@@ -1,0 +1,67 @@
+"""Commands that make models: convert, train, adapt."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..eval.options import with_options
+from ..training.adapt_config import AdaptConfig
+from .application import app, console
+
+
+@app.command(epilog="Example: wedlm convert Qwen/Qwen2.5-0.5B my-wedlm")
+def convert(
+    source: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
+    output_dir: Annotated[Path, typer.Argument(help="Folder to write to; new or empty.")],
+    mask_token: Annotated[
+        str | None, typer.Option(help="Text of the mask token; default: the tokenizer's own, else <|mask|>.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in that folder or Hub id.")] = None,
+) -> None:
+    """Make a WeDLM checkpoint of a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 model: its weights, and a mask token."""
+    from ..modeling_wedlm import convert as convert_checkpoint
+
+    conversion = convert_checkpoint(source, output_dir, mask_token=mask_token, revision=revision, gguf_file=gguf_file)
+    typer.echo(f"{output_dir}: {conversion}")
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(context: typer.Context) -> None:
+    """Fine-tune from a recipe: wedlm train RECIPE.yaml --setting value …; --help lists the settings."""
+    if find_spec("trl") is None:
+        raise ValueError("Training needs trl: pip install 'wedlm-hf[train]'.")
+    from ..training.train import main as run_training
+
+    run_training(context.args)
+
+
+@app.command(epilog="Example: wedlm adapt HuggingFaceTB/SmolLM2-135M-Instruct my-adapter --minutes 60")
+@with_options
+def adapt(
+    base: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
+    output_dir: Annotated[Path, typer.Argument(help="Folder for the adapter; new, empty, or of a run to go on with.")],
+    config: AdaptConfig,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
+) -> None:
+    """Train a mask adapter: any AR model's own text in fewer forwards, from nothing but the model.
+
+    May be stopped at any moment: the same command goes on. Needs a budget, --minutes or --tokens.
+    """
+    import torch
+
+    from ..eval.adapter_table import measure_adapter
+    from ..training.adapt import adapt as train_adapter
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        train_adapter(base, output_dir, config, measure=measure_adapter, console=console(stderr=True))
+    except KeyboardInterrupt:
+        typer.echo(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here.", err=True)
+        raise typer.Exit(130) from None
+    typer.echo(f"The adapter and its model card are in {output_dir}.")
