@@ -86,6 +86,14 @@ class AnswerBatches(Dataset):
     def __getitem__(self, index: int) -> list[Answer]:
         return [self.answers[member] for member in self.batches[index]]
 
+    def digest(self) -> str:
+        """Of all batches: two of these are the same where their digests are."""
+        digest = hashlib.blake2b(digest_size=16)
+        for batch in self.batches:
+            tokens = [[self.answers[member][part] for part in ("prompt_ids", "response_ids")] for member in batch]
+            digest.update(json.dumps(tokens).encode())
+        return digest.hexdigest()
+
 
 def count_cuts(answer: Answer, cut_stride: int) -> int:
     """How many cuts an answer gets: one for every `cut_stride` tokens that a mask can predict."""

@@ -3,7 +3,8 @@
     python -m wedlm_hf.training.mask_trainer BASE ANSWERS.jsonl OUT --minutes 60
 
 BASE is a WeDLM checkpoint (see `convert`), ANSWERS its own answers (see `answers`), OUT a folder for checkpoints, the
-log and the adapter.
+log and the adapter. A run that was stopped goes on where it was, and so does a finished one with a larger budget, with
+the same answers or with more.
 """
 
 import argparse
@@ -23,7 +24,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from ..modeling_wedlm.loading import load_model
-from ..modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings, read_weights
+from ..modeling_wedlm.mask_adapter_wedlm import (
+    MaskAdapterSettings,
+    check_base,
+    read_adapter_config,
+    read_weights,
+    settings_of,
+)
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .mask_distillation import MaskDistillation
 from .mask_evaluation import measure_acceptance
@@ -79,19 +86,25 @@ class MaskTrainingConfig(TrainingArguments):
 
 
 class Budget(TrainerCallback, ExportableState):
-    """How much of the budget is used, kept over resumes; stops, saves and evaluates by it.
+    """How much of the budget is used and on what, kept over resumes; stops, saves and evaluates by it.
 
     Attributes:
         seconds: of training, the same on every process.
         mask_rows: trained by all processes.
+        settings: what a resumed run must share with the run so far.
+        order: digest of the answers and of the order in which they are trained.
+        first_step: optimizer steps before the present answers.
+        first_epoch: epochs before the present answers.
     """
 
     def __init__(self) -> None:
         self.seconds, self.mask_rows, self.saved_at, self.stop_at = 0.0, 0, 0.0, math.inf
+        self.settings: dict[str, int] = {}
+        self.order, self.first_step, self.first_epoch = "", 0, 0
 
     def state(self) -> dict[str, Any]:
         """For trainer_state.json."""
-        names = ("seconds", "mask_rows", "saved_at")
+        names = ("seconds", "mask_rows", "saved_at", "settings", "order", "first_step", "first_epoch")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
 
     def progress(self, args: MaskTrainingConfig) -> float:
@@ -144,6 +157,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     lr_scheduler: Any
     optimizer: Any
     eval_dataset: Any
+    train_dataset: Any
     control: Any
 
     def __init__(
@@ -201,8 +215,32 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self.budget = restored[0]
         self._seconds_before, self._started = self.budget.seconds, time.monotonic()
 
+    def _init_training_state(
+        self, max_steps: int, steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """The parent's, which takes every step so far for one on the present answers: other answers begin an epoch.
+
+        Returns:
+            The epoch to begin with, and how many of its batches are trained already.
+        """
+        super()._init_training_state(max_steps, steps_per_epoch, num_train_epochs, *args, **kwargs)
+        state, budget = self.state, self.budget
+        settings = {"num_masks": self.args.num_masks, "cut_stride": self.args.cut_stride}
+        for name, value in settings.items():
+            if (before := budget.settings.get(name, value)) != value:
+                raise ValueError(f"A run with `{name}` {before} cannot go on with {value}: choose a new folder.")
+        accumulated = self.args.gradient_accumulation_steps
+        steps = f"{self.args.seed}, {self.accelerator.num_processes}, {accumulated}"
+        order = f"{self.train_dataset.digest()}, {steps}"
+        if state.global_step and budget.order != order:
+            budget.first_step, budget.first_epoch = state.global_step, math.ceil(state.epoch or 0)
+            state.epoch = float(budget.first_epoch)
+        budget.settings, budget.order = settings, order
+        epochs, skipped = divmod(state.global_step - budget.first_step, steps_per_epoch)
+        return budget.first_epoch + epochs, skipped * accumulated
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's."""
+        """The parent's. Raises `ValueError` for a checkpoint of another base, or of an adapter with other settings."""
         self._started = time.monotonic()
         return super().train(*args, **kwargs)
 
@@ -282,7 +320,12 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         model.save_mask_adapter(output_dir or str(self.args.output_dir), torch.float32)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        adapter: Any = self.accelerator.unwrap_model(self.model).model.model.mask_adapter
+        trained = self.accelerator.unwrap_model(self.model).model
+        adapter: Any = trained.model.mask_adapter
+        config = read_adapter_config(resume_from_checkpoint)
+        check_base(trained, config.get("base") or {})
+        if (before := settings_of(config)) != adapter.settings:
+            raise ValueError(f"A run with {before} cannot go on with {adapter.settings}: choose a new folder.")
         adapter.load_state_dict(read_weights(resume_from_checkpoint))
 
 
@@ -296,6 +339,8 @@ def train_mask_adapter(
     dtype: str | torch.dtype = "bfloat16",
 ) -> MaskAdapterTrainer:
     """Trains a mask adapter, going on from the newest checkpoint in `args.output_dir` if there is one.
+
+    A finished run goes on with a larger budget, and with more answers or other ones: they begin a new epoch.
 
     Args:
         base: folder or Hub id of a WeDLM checkpoint.

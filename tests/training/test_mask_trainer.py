@@ -1,6 +1,8 @@
 """Training of mask adapters: layout, loss, trainer."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -186,11 +188,13 @@ class StopAt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def trained(folder: Path, stop_at: int | None = None, resume: bool = False, **settings: Any) -> MaskAdapterTrainer:
-    model = tiny_model()
+def trained(
+    folder: Path, stop_at: int | None = None, resume: bool = False, count: int = 12, model: Any = None, **settings: Any
+) -> MaskAdapterTrainer:
+    model = model or tiny_model()
     torch.manual_seed(0)
-    model.add_mask_adapter(MaskAdapterSettings(rank=4, head_width=8))
-    trainer = MaskAdapterTrainer(model, config(folder, **settings), answers(12))
+    model.add_mask_adapter(MaskAdapterSettings(rank=settings.pop("rank", 4), head_width=8))
+    trainer = MaskAdapterTrainer(model, config(folder, **settings), answers(count))
     if stop_at is not None:
         trainer.add_callback(StopAt(stop_at))
     trainer.train(resume_from_checkpoint=resume or None)
@@ -211,6 +215,55 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
     assert resumed.budget.mask_rows == whole.budget.mask_rows
     for name, expected in weights_of(whole).items():
         assert torch.equal(weights_of(resumed)[name], expected), name
+
+
+def test_a_finished_run_goes_on_with_more_answers_from_a_new_epoch_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []  # epoch of the cuts, index of the batch
+    collate, get = DataCollatorForMaskRuns.__call__, AnswerBatches.__getitem__
+    monkeypatch.setattr(AnswerBatches, "__getitem__", lambda self, index: [index, *get(self, index)])
+
+    def recorded(self: Any, batches: Any) -> Any:
+        seen.append((int(self._epoch), batches[0][0]))
+        return collate(self, [batch[1:] for batch in batches])
+
+    monkeypatch.setattr(DataCollatorForMaskRuns, "__call__", recorded)
+    first = trained(tmp_path / "out", mask_rows=200)
+    before, lines = first.state.global_step, (tmp_path / "out" / "log.jsonl").read_text()
+    assert (first.state.epoch or 0) > 1
+    shutil.copytree(tmp_path / "out", tmp_path / "stopped")
+    seen.clear()
+    whole = trained(tmp_path / "out", resume=True, count=40, mask_rows=900)
+    epoch, batches = math.ceil(first.state.epoch or 0), len(whole.train_dataset)
+    assert batches > before  # the steps so far would skip most of the first epoch of the new answers
+    assert sorted(seen[:batches]) == [(epoch, index) for index in range(batches)]
+    assert whole.state.epoch == pytest.approx(epoch + (whole.state.global_step - before) / batches)
+    assert whole.budget.mask_rows >= 900 > 300 > first.budget.mask_rows >= 200
+    log = (tmp_path / "out" / "log.jsonl").read_text()
+    assert log.startswith(lines) and len(log) > len(lines)
+
+    trained(tmp_path / "stopped", stop_at=before + 3, resume=True, count=40, mask_rows=900)
+    resumed = trained(tmp_path / "stopped", resume=True, count=40, mask_rows=900)
+    for name, expected in weights_of(whole).items():
+        assert torch.equal(weights_of(resumed)[name], expected), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"num_masks": 3}, "`num_masks` 4 cannot go on with 3"), ({"cut_stride": 2}, "`cut_stride` 3 cannot go on"),
+     ({"rank": 2}, "rank=4.* cannot go on with .*rank=2"), ({"model": "other"}, "trained for another model")],
+)  # fmt: skip
+def test_a_run_does_not_go_on_with_other_masks_another_shape_or_another_base(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    trained(tmp_path, mask_rows=100)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    if "model" in changed:
+        changed = {"model": tiny_model(seed=5)}
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, resume=True, mask_rows=200, **changed)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
 
 
 def test_the_budget_of_mask_rows_is_kept_and_the_learning_rate_follows_it(tmp_path: Path) -> None:
