@@ -1,5 +1,5 @@
 # `make demo` shows a tiny model at work, `make real` a pretrained one, which it downloads (93 MB). `make test` checks the
-# code, `make slow` runs the tests that take long. The first call of any of them sets up .venv.
+# code, `make slow` runs the tests that take long, `make docs` builds the documentation. The first call of any of them sets up .venv.
 # PYTHON=python3.12 picks another interpreter; PIP_EXTRA_INDEX_URL and pip's other variables apply as usual.
 
 PYTHON ?= python3
@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
 
-.PHONY: demo real test slow lint types unit format clean
+.PHONY: demo real test slow lint types unit docs dist format clean
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
@@ -38,12 +38,21 @@ unit: $(INSTALLED)
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
+# The site, in build/site. A broken link or a name that is not there ends the build. (Material warns of a version of MkDocs
+# that is not the pinned one.)
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+# What would be uploaded to PyPI, in dist/: docs/releasing.md.
+dist: $(INSTALLED)
+	rm -rf dist && $(BIN)/python -m build --no-isolation --outdir dist .
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version.
 $(INSTALLED): requirements.txt setup.cfg pyproject.toml Makefile

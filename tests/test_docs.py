@@ -1,10 +1,12 @@
-"""The method's index names only what exists."""
+"""The documentation: the paper index names only what exists, pages begin with what they are for."""
 
 import ast
 import re
 from pathlib import Path
 
 import pytest
+
+import wedlm_hf
 
 ROOT = Path(__file__).parents[1]
 ROWS = [
@@ -36,3 +38,46 @@ def test_code_and_test_of_each_entry_exist(entry):
             assert re.fullmatch(rf"{folder}/\w+\.py::\w+(\.\w+)?", reference), reference
             path, name = reference.split("::")
             assert (ROOT / path).is_file() and name in names_in(ROOT / path), reference
+
+
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "serving.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_says_first_what_its_reader_can_do_then(page):
+    _, first = page.read_text(encoding="utf-8").split("\n\n")[:2]
+    assert first.startswith("After reading this page you ")
+
+
+def messages() -> list[re.Pattern[str]]:
+    """Every text literal of the package, with what is filled in at run time as a wildcard."""
+    patterns = []
+    for folder in ("generation", "modeling_wedlm", "training"):
+        for file in (ROOT / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    patterns += map(pattern_of, node.args)
+    return [re.compile(pattern) for pattern in patterns if len(pattern.replace(".*", "")) > 30]
+
+
+def pattern_of(node: ast.expr) -> str:
+    """The regular expression of an expression's text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.escape(node.value)
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(".*" if isinstance(part, ast.FormattedValue) else pattern_of(part) for part in parts)
+
+
+def test_every_message_in_troubleshooting_is_in_the_code():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    shown, known = re.findall(r"^```text\n(.*)\n```$", text, flags=re.MULTILINE), messages()
+    assert len(shown) > 15
+    for message in shown:
+        assert any(pattern.fullmatch(message) for pattern in known), message
+
+
+def test_the_newest_entry_of_the_changelog_is_of_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    version, state = re.findall(r"^## \[(.*)\] - (.*)$", text, flags=re.MULTILINE)[0]
+    assert version == wedlm_hf.__version__
+    assert state == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", state)
