@@ -1,56 +1,133 @@
-"""The command line without its commands: how any of them starts and ends."""
+"""The command line without its commands: how any of them starts and ends.
+
+Exit codes: 0 done; 1 the answer is no (nothing good enough was found, a check failed), or an unexpected failure; 2 the
+request is wrong or cannot be honoured; as shells say it, 130 after Ctrl-C, 141 after a closed pipe, 143 after SIGTERM.
+"""
 
 from __future__ import annotations
 
 import _thread
+import inspect
+import json
+import os
 import signal
 import sys
 import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from typer.core import TyperGroup
+
+from ..eval.options import with_options
+
+NO, WRONG, STOPPED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes
+
+_DEBUG = "wedlm_hf.debug"
+_UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer versions of typer hold a copy of
 
 
 class _Commands(TyperGroup):
     """Says in one line what is wrong with a request."""
 
-    def invoke(self, ctx: Any) -> Any:
-        """Runs the command.
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """Reads the words before the command. Raises [`typer.Exit`] with code 2 for wrong ones."""
+        with _reported({}):
+            return super().make_context(*args, **extra)
 
-        Raises:
-            typer.Exit: with code 2 for a request that is wrong or cannot be honoured, 130 for Ctrl-C.
-        """
-        try:
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command. Raises [`typer.Exit`] with the exit code, unless it is 0."""
+        with _reported(ctx.meta):
             return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
-        except (OSError, ValueError, ImportError) as error:
-            text = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode("utf-8")
-            typer.echo(f"Error: {text}", err=True)
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt:
-            typer.echo("Stopped.", err=True)
-            raise typer.Exit(130) from None
+
+
+@contextmanager
+def _reported(meta: dict[str, Any]) -> Iterator[None]:
+    """Says what went wrong inside, with a traceback after `--debug` alone, and ends with the exit code for it."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except BrokenPipeError:
+        _silence()
+        raise typer.Exit(PIPE_CLOSED) from None
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich has seen it first
+            raise typer.Exit(PIPE_CLOSED) from None
+        raise
+    except KeyboardInterrupt:
+        typer.echo("Stopped.", err=True)
+        raise typer.Exit(STOPPED) from None
+    except _UsageError as error:
+        name = error.ctx.command_path if error.ctx else "wedlm"
+        _fail(f"{error.format_message().rstrip('.')}. `{name} --help` says what there is.", WRONG, meta)
+    except (OSError, ValueError, ImportError) as error:
+        _fail(str(error), WRONG, meta)
+    except Exception as error:
+        hint = "" if meta.get(_DEBUG) else " `--debug` shows where."
+        _fail(f"{type(error).__name__}: {str(error).rstrip('.')}.{hint}", NO, meta)
+
+
+def _fail(message: str, code: int, meta: dict[str, Any]) -> NoReturn:
+    if meta.get(_DEBUG):
+        traceback.print_exc()
+    text = " ".join(message.split()).encode("utf-8", "backslashreplace").decode("utf-8")
+    typer.echo(f"Error: {text}", err=True)
+    raise typer.Exit(code)
+
+
+def _silence() -> None:
+    """Nobody reads the output any more: what Python would still write at its end goes nowhere."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 app = typer.Typer(
     cls=_Commands,
     name="wedlm",
     help="WeDLM: diffusion language models that decode in parallel under causal attention.",
-    add_completion=False,
-    no_args_is_help=True,
+    epilog="Examples:\n\nwedlm generate 'Count from 5 to 50 by 5.'\n\nwedlm generate --help",
     pretty_exceptions_enable=False,
 )
+
+
+def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a function to the commands: parameters of dataclass types become options (see [`with_options`]).
+
+    Args:
+        examples: calls of it, shown at the end of `--help`.
+    """
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        with_values = with_options(function)
+
+        @wraps(function)
+        def run(*, debug: bool, **values: Any) -> None:  # its callback has seen it
+            with_values(**values)
+
+        given = inspect.signature(with_values)
+        debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
+        parameters = [*given.parameters.values(), debug]
+        run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]  # where typer looks
+        title = "Example:" if len(examples) == 1 else "Examples:"
+        return app.command(epilog="\n\n".join((title, *map(escape, examples))))(run)
+
+    return add
 
 
 def main() -> None:
     """Runs the command line. SIGTERM ends a command as Ctrl-C does: files stay whole, the cursor comes back.
 
     Raises:
-        SystemExit: with the shell's codes for signals, 130 for Ctrl-C and 143 for SIGTERM.
+        SystemExit: with the exit code.
     """
     received: list[int] = []
 
@@ -69,8 +146,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and a script's `&` ask for
             signal.signal(number, stop)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that has no letter for τ
+    if os.environ.get("COLUMNS") in ("0", "1"):  # of a terminal that does not know its size
+        del os.environ["COLUMNS"]
     try:
-        app()
+        _run()
     except (SystemExit, Exception, KeyboardInterrupt) as end:
         is_good = isinstance(end, SystemExit) and not end.code
         if is_good or not received:
@@ -80,22 +162,81 @@ def main() -> None:
         sys.exit(128 + received[0])
 
 
+def _run() -> None:
+    """Runs the command, and writes its last lines: later, Python could only say that it could not."""
+    try:
+        app()
+    finally:
+        try:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            _silence()
+            sys.exit(PIPE_CLOSED)
+        except OSError as error:
+            _silence()
+            typer.echo(f"Error: The output cannot be written: {error}.", err=True)
+            sys.exit(WRONG)
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(import_module("..", __package__).__version__)
         raise typer.Exit
 
 
-@app.callback()
+def _set_debug(context: typer.Context, wanted: bool) -> None:
+    if wanted:
+        context.meta[_DEBUG] = True
+
+
+DebugOption = Annotated[
+    bool,
+    typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show where an error comes from."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object and nothing else.")]
+
+
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    debug: DebugOption = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None and (text := context.get_help()):  # typer may have printed it itself
+        typer.echo(text)
 
 
-def console(stderr: bool = False) -> Console:
-    """A console without markup (a path may hold `[/b]`) that shows its text where `COLUMNS` is 0, too."""
-    sized = Console(stderr=stderr, markup=False)
-    return sized if sized.width > 1 else Console(stderr=stderr, markup=False, width=80)
+def is_debugging(context: typer.Context) -> bool:
+    """Whether `--debug` was given."""
+    return bool(context.meta.get(_DEBUG))
+
+
+def console(stderr: bool = False, quiet: bool = False) -> Console:
+    """A console without markup (a path may hold `[/b]`) that shows its text where `COLUMNS` is 0, too.
+
+    Args:
+        stderr: standard error instead of standard output.
+        quiet: shows nothing, for commands that were asked for `--json`.
+    """
+    sized = Console(stderr=stderr, markup=False, quiet=quiet)
+    return sized if sized.width > 1 else Console(stderr=stderr, markup=False, quiet=quiet, width=80)
+
+
+def print_json(results: Any) -> None:
+    """Prints the results of a command for machines. Numbers that are not finite are null."""
+    typer.echo(json.dumps(_finite(results), ensure_ascii=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, str | bool | None):
+        return value
+    if hasattr(value, "item"):  # of numpy
+        value = value.item()
+    return None if isinstance(value, float) and value - value != 0 else value

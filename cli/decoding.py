@@ -15,33 +15,43 @@ from ..eval.options import (
     PromptOptions,
     TraceOptions,
     has_no_chat_template,
-    with_options,
 )
-from .application import app, console
+from .application import JsonOption, command, console, print_json
 
 
-@app.command(epilog="Example: wedlm generate 'Count from 5 to 50 by 5.' --verification exact --set top_k=20")
-@with_options
+@command(
+    "wedlm generate 'Count from 5 to 50 by 5.'",
+    "wedlm generate 'Count from 5 to 50 by 5.' --verification exact --set top_k=20",
+    "wedlm generate --model my-wedlm --file prompts.txt --json > answers.json",
+)
 def generate(
     prompts: PromptOptions,
     decoding: DecodingOptions,
     loading: LoadingOptions,
     model: ModelOption = None,
     compare: CompareOption = True,
+    as_json: JsonOption = False,
 ) -> None:
     """Answer prompts, streaming, and show what it took next to plain AR decoding of the same weights."""
     keywords = decoding.keywords()
     texts = prompts.read()
     from ..eval.trace.answers import compare as compare_decoders
+    from ..eval.trace.answers import records, totals
     from ..eval.trace.record import Request
 
     loaded, tokenizer = loading.load(model)
     raw = prompts.raw or has_no_chat_template(tokenizer, model)
-    compare_decoders(loaded, tokenizer, Request(texts, keywords, compare, raw, decoding.seed), console())
+    request = Request(texts, keywords, compare, raw, decoding.seed)
+    decodings = compare_decoders(loaded, tokenizer, request, console(quiet=as_json))
+    if as_json:
+        print_json({"answers": records(texts, decodings), "decoders": totals(decodings)})
 
 
-@app.command(epilog="Example: wedlm trace 'Count down from 97 to 61 by 4.' --output page.html")
-@with_options
+@command(
+    "wedlm trace 'Count down from 97 to 61 by 4.' --output page.html",
+    "wedlm trace 'Count down from 97 to 61 by 4.' --terminal",
+    "wedlm trace 'Count down from 97 to 61 by 4.' --save trace.json; wedlm trace --from trace.json",
+)
 def trace(
     context: typer.Context,
     prompts: PromptOptions,
@@ -49,6 +59,7 @@ def trace(
     shown_as: TraceOptions,
     loading: LoadingOptions,
     model: ModelOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """See it decode: a page that replays a generation step by step, AR decoding beside it at the same clock."""
     _check_trace_options(context)
@@ -61,7 +72,7 @@ def trace(
     for path in (output, save):
         if path is not None:
             check_output(path, [other for other in files if other is not path])
-    from ..eval.trace.answers import comparison_table
+    from ..eval.trace.answers import comparison_table, totals
     from ..eval.trace.page import write_page
     from ..eval.trace.record import Request, check_model, decodings, record
     from ..eval.trace.saved import load
@@ -84,13 +95,14 @@ def trace(
         save_trace(shown, save)
     if output is not None:
         write_page(shown, output)
-    out = console()
+    out = console(quiet=as_json)
     if shown_as.terminal:
         replay_in_terminal(shown, out, pace=shown_as.pace)
     out.print(comparison_table(decodings(shown)))
-    for path in (save, output):
-        if path is not None:
-            typer.echo(path)
+    written = [str(path) for path in (save, output) if path is not None]
+    out.print(*written, sep="\n", highlight=False, soft_wrap=True)
+    if as_json:
+        print_json({"files": written, "decoders": totals(decodings(shown))})
 
 
 def _check_trace_options(context: typer.Context) -> None:
@@ -110,5 +122,7 @@ def _check_trace_options(context: typer.Context) -> None:
         refuse(given - about_it, "a saved trace (`--from`) is shown as it is, nothing is decoded.")
     elif params["strategy"] == "ar":
         raise ValueError("A trace shows parallel decoding: `--strategy` must be wedlm or block, got 'ar'.")
+    if params["terminal"] and params["as_json"]:
+        refuse({"as_json"}, "goes without `--terminal`.")
     if not params["terminal"]:
         refuse(given & {"pace"}, "goes with `--terminal`; the page has its own speed.")

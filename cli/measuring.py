@@ -13,24 +13,26 @@ from ..eval.options import (
     RawOption,
     has_no_chat_template,
     read_prompt_file,
-    with_options,
 )
 from ..eval.report.request import ReportRequest
-from .application import app, console
+from .application import NO, STOPPED, JsonOption, command, console, print_json
 
 
-@app.command(epilog="Example: wedlm calibrate my-wedlm --file prompts.txt --agreement 0.99 --write")
-@with_options
+@command(
+    "wedlm calibrate my-wedlm --file prompts.txt --agreement 0.99 --write",
+    "wedlm calibrate my-wedlm --file prompts.txt --json > settings.json",
+)
 def calibrate(
     loading: LoadingOptions,
     model: Annotated[str, typer.Argument(help="Checkpoint folder or Hub id.")],
     file: Annotated[Path, typer.Option("--file", "-f", help="Your prompts, one a line; - is standard input.")],
     options: CalibrationOptions,
     raw: RawOption = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the fastest settings that agree with AR decoding well enough on your own prompts."""
     from ..eval.calibrate import calibrate as find_settings
-    from ..eval.calibrate import show
+    from ..eval.calibrate import record, show
     from ..eval.prompts import encode_prompt, split_prompts
     from ..eval.sweep import write_settings
 
@@ -42,16 +44,20 @@ def calibrate(
     raw = raw or has_no_chat_template(tokenizer, model)
     encoded = [encode_prompt(loaded, tokenizer, prompt, raw=raw) for prompt in prompts]
     found = find_settings(loaded, tokenizer, encoded, options, title="settings")
-    show(found, options.agreement, console())
+    show(found, options.agreement, console(quiet=as_json))
+    if as_json:
+        print_json(record(found))
     if found.chosen is None:
-        raise typer.Exit(1)
+        raise typer.Exit(NO)
     if options.write:
         write_settings(Path(model), found.settings)
 
 
-@app.command(epilog="Example: wedlm report my-wedlm --file data.jsonl")
-@with_options
-def report(request: ReportRequest, loading: LoadingOptions) -> None:
+@command(
+    "wedlm report my-wedlm --file data.jsonl",
+    "wedlm report my-wedlm --file data.jsonl --write --fill my-wedlm/README.md",
+)
+def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption = False) -> None:
     """One page on speed and quality against AR decoding, by a sweep over the settings; can be stopped and resumed."""
     from ..eval.report.run import run
 
@@ -63,6 +69,8 @@ def report(request: ReportRequest, loading: LoadingOptions) -> None:
     except KeyboardInterrupt:
         kept = f"Stopped; what was measured is kept in {request.output}. The same command goes on from here."
         typer.echo(kept, err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(STOPPED) from None
+    if as_json:
+        typer.echo((request.output / "report.json").read_text(encoding="utf-8"))
     if request.write and picked is None:
-        raise typer.Exit(1)
+        raise typer.Exit(NO)

@@ -8,12 +8,14 @@ from typing import Annotated
 
 import typer
 
-from ..eval.options import with_options
 from ..training.adapt_config import AdaptConfig
-from .application import app, console
+from .application import STOPPED, JsonOption, app, command, console, is_debugging, print_json
 
 
-@app.command(epilog="Example: wedlm convert Qwen/Qwen2.5-0.5B my-wedlm")
+@command(
+    "wedlm convert Qwen/Qwen2.5-0.5B my-wedlm",
+    "wedlm convert SmolLM2-135M-Instruct.Q4_1.gguf my-wedlm",
+)
 def convert(
     source: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
     output_dir: Annotated[Path, typer.Argument(help="Folder to write to; new or empty.")],
@@ -22,26 +24,36 @@ def convert(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
     gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in that folder or Hub id.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a WeDLM checkpoint of a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 model: its weights, and a mask token."""
     from ..modeling_wedlm import convert as convert_checkpoint
 
     conversion = convert_checkpoint(source, output_dir, mask_token=mask_token, revision=revision, gguf_file=gguf_file)
-    typer.echo(f"{output_dir}: {conversion}")
+    if as_json:
+        print_json({"output_dir": str(output_dir), **conversion.record()})
+    else:
+        typer.echo(f"{output_dir}: {conversion}")
 
 
-@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(  # TRL's parser reads its words, and knows a setting `--debug` of its own
+    epilog="Example:\n\nwedlm train recipe.yaml --model_name_or_path my-wedlm --dataset chats.jsonl --output_dir out",
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def train(context: typer.Context) -> None:
     """Fine-tune from a recipe: wedlm train RECIPE.yaml --setting value …; --help lists the settings."""
     if find_spec("trl") is None:
         raise ValueError("Training needs trl: pip install 'wedlm-hf[train]'.")
     from ..training.train import main as run_training
 
-    run_training(context.args)
+    run_training(context.args, epilog=context.command.epilog, debug=is_debugging(context))
 
 
-@app.command(epilog="Example: wedlm adapt HuggingFaceTB/SmolLM2-135M-Instruct my-adapter --minutes 60")
-@with_options
+@command(
+    "wedlm adapt HuggingFaceTB/SmolLM2-135M-Instruct my-adapter --minutes 60",
+    "wedlm adapt my-wedlm my-adapter --tokens 200000 --prompts prompts.txt",
+)
 def adapt(
     base: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
     output_dir: Annotated[Path, typer.Argument(help="Folder for the adapter; new, empty, or of a run to go on with.")],
@@ -63,5 +75,5 @@ def adapt(
         train_adapter(base, output_dir, config, measure=measure_adapter, console=console(stderr=True))
     except KeyboardInterrupt:
         typer.echo(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here.", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(STOPPED) from None
     typer.echo(f"The adapter and its model card are in {output_dir}.")

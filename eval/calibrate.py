@@ -195,6 +195,19 @@ def trials_table(found: Calibration, agreement: float) -> Table:
     return rows
 
 
+def record(found: Calibration) -> dict[str, Any]:
+    """What was found, as values that JSON has."""
+    trials = found.trials.reset_index(names="setting").to_dict("records")
+    return {
+        "chosen": found.chosen,
+        "settings": dict(found.settings),
+        "tokens_per_second": dict(found.tokens_per_second),
+        "seconds_per_step": found.cost.fixed,
+        "seconds_per_slot": found.cost.slot,
+        "trials": trials,
+    }
+
+
 def show(found: Calibration, agreement: float, console: Console) -> None:
     """Print what was found."""
     cost, speeds = found.cost, found.tokens_per_second

@@ -34,6 +34,14 @@ DEMO_PROMPTS = (
     'Complete this Python code:\ndef count_equal(scores, limit):\n    """Count the scores equal to limit."""',
 )
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _one_of(*values: str) -> Callable[[str], list[str]]:
+    """Completes a value in the shell."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
@@ -89,9 +97,15 @@ class PromptOptions:
 class DecodingOptions:
     """Decoding (default: the checkpoint's generation_config.json)."""
 
-    strategy: Annotated[str, typer.Option(help="wedlm, block or ar.")] = "wedlm"
+    strategy: Annotated[
+        str, typer.Option(help="wedlm, block or ar.", autocompletion=_one_of("wedlm", "block", "ar"))
+    ] = "wedlm"
     verification: Annotated[
-        str | None, typer.Option(help="none; exact: the output of AR decoding; typical: what AR finds plausible.")
+        str | None,
+        typer.Option(
+            autocompletion=_one_of("none", "exact", "typical"),
+            help="none; exact: the output of AR decoding; typical: what AR finds plausible.",
+        ),
     ] = None
     window_size: Annotated[int | None, typer.Option(help="W, slots predicted at a time.")] = None
     entropy_threshold: Annotated[float | None, typer.Option(help="τ, nats: fill the masks below it.")] = None
@@ -205,7 +219,10 @@ class LoadingOptions:
     adapter: Annotated[
         str | None, typer.Option(help="Mask adapter for the model: folder or Hub id (see wedlm adapt).")
     ] = None
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", autocompletion=_one_of(*DTYPES)),
+    ] = "auto"
     device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: as many as have work.")] = None
 
@@ -227,9 +244,8 @@ class LoadingOptions:
             OSError: for what cannot be loaded.
             ValueError: likewise, and for an unknown `dtype` or device.
         """
-        dtypes = ("auto", "float32", "bfloat16", "float16")
-        if self.dtype not in dtypes:
-            raise ValueError(f"`--dtype` must be one of {', '.join(dtypes)}, got {self.dtype!r}.")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"`--dtype` must be one of {', '.join(DTYPES)}, got {self.dtype!r}.")
         device = self.prepare()
         import torch
         from transformers.utils.logging import disable_progress_bar

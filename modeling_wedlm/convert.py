@@ -55,6 +55,11 @@ class Conversion:
             f"mask token {self.tokenizer.mask_token!r} is id {self.mask_token_id} ({self.mask_row} row)"
         )
 
+    def record(self) -> dict[str, Any]:
+        """The report as values that JSON has."""
+        names = ("copied", "missing_keys", "unexpected_keys", "mask_token_id", "mask_row")
+        return {name: getattr(self, name) for name in names} | {"mask_token": self.tokenizer.mask_token}
+
 
 def convert(
     source: str | os.PathLike[str],

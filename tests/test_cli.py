@@ -364,7 +364,7 @@ def test_a_converted_checkpoint_decodes_in_parallel(wedlm, qwen, tmp_path):
 def test_training_gets_the_words_of_the_command_line_as_they_are(monkeypatch):
     train = pytest.importorskip("wedlm_hf.training.train")
     words: list[str] = []
-    monkeypatch.setattr(train, "main", words.extend)
+    monkeypatch.setattr(train, "main", lambda given, **_: words.extend(given))
     given = ["recipe.yaml", "--learning_rate", "1e-4", "--help"]
     assert CliRunner().invoke(cli.app, ["train", *given]).exit_code == 0
     assert words == given

@@ -6,6 +6,7 @@ accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learni
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,11 +165,11 @@ class _Parser(TrlParser):
         raise ValueError(f"{message}. `wedlm train --help` lists the settings.")
 
 
-def _parse(words: Sequence[str]) -> tuple[DataConfig, WeDLMSFTConfig, ModelConfig]:
+def _parse(words: Sequence[str], epilog: str | None = None) -> tuple[DataConfig, WeDLMSFTConfig, ModelConfig]:
     """Settings of the recipe and of the command line. Raises `ValueError` for what cannot be read as such."""
     recipe = [] if not words or words[0].startswith("-") else ["--config"]
     kinds: Any = (DataConfig, WeDLMSFTConfig, ModelConfig)
-    parser = _Parser(kinds, prog="wedlm train [recipe.yaml]", allow_abbrev=False)
+    parser = _Parser(kinds, prog="wedlm train [recipe.yaml]", allow_abbrev=False, epilog=epilog)
     try:
         data, args, model = parser.parse_args_and_config([*recipe, *words])
     except OSError:
@@ -185,14 +186,22 @@ def _parse(words: Sequence[str]) -> tuple[DataConfig, WeDLMSFTConfig, ModelConfi
     return data, args, model
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line: `[recipe.yaml] [--setting value …]`."""
+def main(arguments: Sequence[str] | None = None, *, epilog: str | None = None, debug: bool = False) -> None:
+    """Command line: `[recipe.yaml] [--setting value …]`.
+
+    Args:
+        arguments: its words; default: those of this process.
+        epilog: last line of `--help`.
+        debug: errors come with a traceback.
+    """
     try:
-        run(*_parse(sys.argv[1:] if arguments is None else arguments))
+        run(*_parse(sys.argv[1:] if arguments is None else arguments, epilog))
     except BrokenPipeError:  # `| head`: what reads the output has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # Python flushes it at the end
-        raise SystemExit(1) from None
+        raise SystemExit(141) from None
     except _EXPECTED as error:
+        if debug:
+            traceback.print_exc()
         message = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode("utf-8")
         print(f"Error: {message}", file=sys.stderr)
         raise SystemExit(2) from None

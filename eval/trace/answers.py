@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.box import SIMPLE_HEAD
@@ -64,7 +65,9 @@ class AnswerStreamer(BaseStreamer):
         self.written = len(text)
 
 
-def compare(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: Request, console: Console) -> None:
+def compare(
+    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: Request, console: Console
+) -> dict[str, list[Decoding]]:
     """Answer prompts, streaming, and print what it took, next to AR decoding.
 
     Args:
@@ -72,6 +75,9 @@ def compare(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request
         tokenizer: the model's.
         request: what to decode.
         console: to print on.
+
+    Returns:
+        the answers of each decoder.
 
     Raises:
         ValueError: whatever `generate` refuses.
@@ -99,6 +105,17 @@ def compare(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request
         console.out("" if answer.text.endswith("\n") else "\n", end="")
         console.out(_costs(answer, others), style="dim", highlight=False)
     console.print(comparison_table(decodings))
+    return decodings
+
+
+def records(prompts: Sequence[str], decodings: Mapping[str, Sequence[Decoding]]) -> list[dict[str, Any]]:
+    """For each prompt, what each decoder answered and what it took, as values that JSON has."""
+    fields = ("text", "tokens", "forwards", "token_instances", "seconds")
+    return [
+        {"prompt": prompt}
+        | {name: {field: getattr(one, field) for field in fields} for name, one in zip(decodings, row, strict=True)}
+        for prompt, row in zip(prompts, zip(*decodings.values(), strict=True), strict=True)
+    ]
 
 
 def _costs(answer: Decoding, others: Sequence[Decoding]) -> str:
@@ -110,24 +127,39 @@ def _costs(answer: Decoding, others: Sequence[Decoding]) -> str:
     return f"{text}\n"
 
 
-def comparison_table(decodings: Mapping[str, Sequence[Decoding]]) -> Table:
-    """One column for each decoder, over all its answers; speed is relative to `"ar"`, where that is one of them."""
-    sums: dict[str, tuple[int, int, int, float]] = {}
+def totals(decodings: Mapping[str, Sequence[Decoding]]) -> dict[str, dict[str, float]]:
+    """What each decoder took over all its answers; speed is relative to `"ar"`, where that is one of them."""
+    sums: dict[str, dict[str, float]] = {}
     for name, answers in decodings.items():
         parts = [(len(answer.tokens), answer.forwards, answer.token_instances, answer.seconds) for answer in answers]
         tokens, forwards, read, seconds = map(sum, zip(*parts, strict=True))
-        sums[name] = tokens, forwards, read, seconds
+        sums[name] = {
+            "new_tokens": tokens,
+            "forwards": forwards,
+            "seconds": seconds,
+            "tokens_per_forward": tokens / forwards,
+            # At most 1: an answer's last token is never processed.
+            "prefix_cacheability": min(1.0, tokens / max(1, read)),
+            "tokens_per_second": tokens / seconds,
+        }
+    if AR in sums:
+        for own in sums.values():
+            own["speed_against_ar"] = own["tokens_per_second"] / sums[AR]["tokens_per_second"]
+    return sums
+
+
+def comparison_table(decodings: Mapping[str, Sequence[Decoding]]) -> Table:
+    """One column for each decoder, over all its answers; speed is relative to `"ar"`, where that is one of them."""
+    sums = totals(decodings)
     rows: dict[str, list[str]] = {
-        "new tokens": [f"{tokens}" for tokens, *_ in sums.values()],
-        "forwards": [f"{forwards}" for _, forwards, *_ in sums.values()],
-        "tokens per forward": [f"{tokens / forwards:.2f}" for tokens, forwards, *_ in sums.values()],
-        # At most 1: an answer's last token is never processed.
-        "prefix cacheability": [f"{min(1.0, tokens / max(1, read)):.2f}" for tokens, _, read, _ in sums.values()],
-        "tokens/s": [f"{tokens / seconds:,.0f}" for tokens, *_, seconds in sums.values()],
+        "new tokens": [f"{own['new_tokens']}" for own in sums.values()],
+        "forwards": [f"{own['forwards']}" for own in sums.values()],
+        "tokens per forward": [f"{own['tokens_per_forward']:.2f}" for own in sums.values()],
+        "prefix cacheability": [f"{own['prefix_cacheability']:.2f}" for own in sums.values()],
+        "tokens/s": [f"{own['tokens_per_second']:,.0f}" for own in sums.values()],
     }
     if AR in sums:
-        ar = sums[AR][0] / sums[AR][-1]
-        rows["speed against AR"] = [f"{tokens / seconds / ar:.2f}×" for tokens, *_, seconds in sums.values()]
+        rows["speed against AR"] = [f"{own['speed_against_ar']:.2f}×" for own in sums.values()]
     table = Table("strategy", *(Column(name, justify="right") for name in decodings), box=SIMPLE_HEAD)
     for label, cells in rows.items():
         table.add_row(label, *cells)

@@ -1,0 +1,245 @@
+"""What all commands have in common: help with examples, completion, errors, exit codes, output for machines."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import typer
+from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
+from typer.testing import CliRunner
+
+from wedlm_hf import cli
+from wedlm_hf.cli import application
+from wedlm_hf.eval import options
+from wedlm_hf.generation.settings_wedlm import STRATEGIES, VERIFICATIONS
+
+COMMANDS = typer.main.get_command(cli.app).commands
+
+
+def invoke(*words, **keywords):
+    return CliRunner().invoke(cli.app, list(map(str, words)), **keywords)
+
+
+def run(*words, stdout=subprocess.PIPE, **environment):
+    """Runs the program itself, in a process of its own; output as bytes."""
+    return subprocess.run(
+        [sys.executable, "-m", "wedlm_hf", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        env=os.environ | environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny checkpoint `model`, a stock one `stock`, and `prompts.txt`."""
+    folder = tmp_path_factory.mktemp("commands")
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model.generation_config.suppress_tokens = [MASK]
+    model.save_pretrained(folder / "model")
+    stock_twin(tiny_model()).save_pretrained(folder / "stock")
+    tokenizer.save_pretrained(folder / "model")
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(folder / "stock")
+    (folder / "prompts.txt").write_text("1, 2, 3\n4, 5\n7, 8, 9\n3, 1")
+    return folder
+
+
+# --- help and completion ------------------------------------------------------------------------------------------
+
+
+def examples_of(command):
+    title, *lines = command.epilog.split("\n\n")
+    assert title == ("Examples:" if len(lines) > 1 else "Example:")
+    return [part.strip() for line in lines for part in line.split(";")]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_with_examples_that_the_command_understands(name):
+    command = COMMANDS[name]
+    shown = " ".join(invoke(name, "--help", env={"COLUMNS": "200"}).stdout.split()) if name != "train" else None
+    for example in examples_of(command):
+        assert shown is None or example.replace("\\[", "[") in shown
+        words = shlex.split(example.partition(" > ")[0])
+        assert words[:2] == ["wedlm", name]
+        command.make_context(name, words[2:])  # raises for an option that is not there
+
+
+@pytest.mark.parametrize(("columns", "term"), [("0", "xterm"), ("12", "xterm"), ("30", "dumb")])
+def test_help_is_whole_on_a_narrow_and_on_a_dumb_terminal(columns, term):
+    result = run("convert", "--help", COLUMNS=columns, TERM=term)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"\x1b" not in result.stdout
+    assert "".join(result.stdout.decode().split()).count("my-wedlm") == 2
+
+
+def test_a_terminal_without_greek_letters_gets_another_sign_for_them():
+    result = run("generate", "--help", PYTHONIOENCODING="ascii")
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"?, nats" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("begun", "offered"),
+    [
+        ("wedlm calib", {"calibrate"}),
+        ("wedlm generate --verif", {"--verification"}),
+        ("wedlm generate --strategy ", set(STRATEGIES)),
+        ("wedlm generate --verification ", set(VERIFICATIONS)),
+        ("wedlm generate --dtype b", {"bfloat16"}),
+    ],
+)
+def test_the_shell_completes_commands_options_and_values(begun, offered):
+    words = {"COMP_WORDS": begun, "COMP_CWORD": str(begun.count(" ")), "_WEDLM_COMPLETE": "complete_bash"}
+    assert set(invoke(env=words, prog_name="wedlm").stdout.split()) == offered
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_there_is_a_completion_script_for_each_shell(shell):
+    script = invoke(prog_name="wedlm", env={"_WEDLM_COMPLETE": f"source_{shell}"})
+    assert script.exit_code == 0
+    assert f"_WEDLM_COMPLETE=complete_{shell}" in script.stdout
+
+
+# --- what is wrong ------------------------------------------------------------------------------------------------
+
+
+def test_without_a_command_help_is_shown():
+    result = invoke()
+    assert result.exit_code == 0
+    assert "generate" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nope"], "No such option: --nope"),
+        (["nope"], "No such command 'nope'"),
+        (["generate", "--window-sise", "3"], "--window-size"),
+        (["generate", "--window-size", "x"], "Invalid value for '--window-size'"),
+        (["convert"], "Missing argument"),
+    ],
+)
+def test_a_wrong_word_is_named_in_one_line_that_leads_to_help(words, message):
+    result = invoke(*words)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("Error: ") and message in result.stderr
+    assert result.stderr.endswith(" --help` says what there is.\n")
+
+
+def test_only_debug_shows_a_traceback_wherever_it_stands():
+    plain = invoke("generate", "--file", "missing.txt")
+    assert (plain.exit_code, plain.stderr.count("\n")) == (2, 1)
+    for words in (["generate", "--debug"], ["--debug", "generate"]):
+        result = invoke(*words, "--file", "missing.txt")
+        assert result.exit_code == 2
+        assert result.stderr.startswith("Traceback") and result.stderr.endswith(plain.stderr)
+
+
+def test_an_unexpected_failure_is_one_line_and_code_1(monkeypatch):
+    def fail(*arguments):
+        raise RuntimeError("two\nlines.")
+
+    monkeypatch.setattr(options.LoadingOptions, "load", fail)
+    result = invoke("generate", "hi")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == "Error: RuntimeError: two lines. `--debug` shows where.\n"
+    result = invoke("generate", "hi", "--debug")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("Error: RuntimeError: two lines.\n")
+
+
+def test_a_wrong_recipe_comes_with_a_traceback_after_debug():
+    pytest.importorskip("trl")
+    for words, lines in ((["train", "missing.yaml"], 1), (["--debug", "train", "missing.yaml"], None)):
+        result = invoke(*words)
+        assert result.exit_code == 2
+        assert ("Traceback" in result.stderr) == (lines is None)
+
+
+def test_a_closed_pipe_ends_a_command_with_code_141_and_nothing_more():
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = run("generate", "--help", stdout=writer)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_an_error():
+    with open("/dev/full", "wb") as full:
+        result = run("--version", stdout=full)
+    assert result.returncode == 2
+    assert result.stderr.count(b"\n") == 1
+    assert b"No space left on device" in result.stderr
+
+
+# --- output for machines ------------------------------------------------------------------------------------------
+
+
+def results_of(*words, code=0):
+    result = invoke(*words, "--json")
+    assert result.exit_code == code, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_answers_and_what_they_took_are_printed_as_json(folder):
+    words = ("generate", "1, 2", "4", "--model", folder / "model", "--max-new-tokens", 6, "--verification", "exact")
+    results = results_of(*words)
+    assert [answer["prompt"] for answer in results["answers"]] == ["1, 2", "4"]
+    for answer in results["answers"]:
+        assert answer["wedlm"]["text"] == answer["ar"]["text"]
+        assert answer["ar"]["forwards"] == len(answer["ar"]["tokens"]) == 6
+    assert results["decoders"]["ar"]["new_tokens"] == 12
+    assert results["decoders"]["ar"]["speed_against_ar"] == 1
+
+
+def test_a_trace_names_its_files_as_json(folder, tmp_path):
+    words = (
+        "trace",
+        "1, 2",
+        "--model",
+        folder / "model",
+        "--max-new-tokens",
+        4,
+        "--repeats",
+        1,
+        "--output",
+        tmp_path / "a.html",
+    )
+    results = results_of(*words)
+    assert results["files"] == [str(tmp_path / "a.html")]
+    assert results["decoders"]["wedlm"]["new_tokens"] == 4
+    result = invoke("trace", "1, 2", "--terminal", "--json")
+    assert result.exit_code == 2
+    assert "goes without `--terminal`" in result.stderr
+
+
+def test_a_conversion_is_reported_as_json(folder, tmp_path):
+    results = results_of("convert", folder / "stock", tmp_path / "out")
+    assert results["missing_keys"] == results["unexpected_keys"] == []
+    assert results["output_dir"] == str(tmp_path / "out")
+    assert isinstance(results["mask_token_id"], int)
+
+
+def test_what_calibration_found_is_printed_as_json(folder):
+    pytest.importorskip("pandas")
+    grid = ("--windows", 4, "--thresholds", "0.4", "--penalties", 0, "--draft-thresholds", 1, "--max-new-tokens", 4)
+    words = ("calibrate", folder / "model", "--file", folder / "prompts.txt", "--decoders", "wedlm+exact", *grid)
+    results = results_of(*words)
+    assert results["chosen"] in [trial["setting"] for trial in results["trials"]]
+    assert results["settings"]["slot_cost"] >= 0
+    nothing = results_of(*words[:4], "--decoders", "wedlm", *grid, "--agreement", 1, code=1)
+    assert nothing["chosen"] is None
+
+
+def test_numbers_that_are_not_finite_are_null():
+    assert application._finite({"a": float("nan"), "b": [1, float("inf")], 3: (True, None, "x")}) == {
+        "a": None,
+        "b": [1, None],
+        "3": [True, None, "x"],
+    }
