@@ -87,7 +87,8 @@ class _Run:
         self.answers, self.trained_on = self.work / "answers.jsonl", self.work / "training.jsonl"
         self.held_out = self.work / "heldout.jsonl"
         self.device = find_device(config.device)
-        self.state: dict[str, Any] = {"answer_seconds": 0.0, "answered": False, "trained_for": None}
+        self.budget = {"minutes": config.minutes, "tokens": config.tokens}
+        self.state: dict[str, Any] = {"answer_seconds": 0.0, "answered_for": None, "trained_for": None}
 
     # Before any work.
 
@@ -155,27 +156,27 @@ class _Run:
         return model, load_tokenizer(self.base_path, **options)
 
     def answer(self) -> None:
-        """The model's own answers, and a few of them held out."""
-        if not self.state["answered"]:
-            model, tokenizer = self.load()
-            batch_size = 256 if self.device.type == "cuda" else 48
-            settings = AnswerConfig(batch_size=batch_size, seed=self.config.seed)
-            bar: tqdm | None = None
+        """The model's own answers, and a few of them held out; a larger budget adds to what there is."""
+        if self.state["answered_for"] == self.budget:
+            return
+        model, tokenizer = self.load()
+        batch_size = 256 if self.device.type == "cuda" else 48
+        settings = AnswerConfig(batch_size=batch_size, seed=self.config.seed)
+        bar: tqdm | None = None
+        clock = time.monotonic()
+        for count in write_answers(model, tokenizer, self.answers, self.prompts, settings):
+            seconds = self.state["answer_seconds"] + time.monotonic() - clock
             clock = time.monotonic()
-            for count in write_answers(model, tokenizer, self.answers, self.prompts, settings):
-                seconds = self.state["answer_seconds"] + time.monotonic() - clock
-                clock = time.monotonic()
-                self.save_state(answer_seconds=seconds)
-                share = self._answer_share(count.tokens, seconds)
-                bar = bar or _progress_bar(self.console, "[2/4] The model's own answers", share)
-                _show(bar, share, f"{count.answers:,} answers, {count.tokens:,} tokens")
-                if share >= 1 and count.answers:
-                    break
-            if bar is not None:
-                bar.close()
-            self.save_state(answered=True)
-        if not self.trained_on.exists():
-            self._split()
+            self.save_state(answer_seconds=seconds)
+            share = self._answer_share(count.tokens, seconds)
+            bar = bar or _progress_bar(self.console, "[2/4] The model's own answers", share)
+            _show(bar, share, f"{count.answers:,} answers, {count.tokens:,} tokens")
+            if share >= 1 and count.answers:
+                break
+        if bar is not None:
+            bar.close()
+        self._split()
+        self.save_state(answered_for=self.budget)
 
     def _answer_share(self, tokens: int, seconds: float) -> float:
         """How much of the budget for answers is used; all of it as soon as one of its limits is reached."""
@@ -187,10 +188,14 @@ class _Run:
         return min(1.0, max(shares))
 
     def _split(self) -> None:
-        """Holds out some greedy answers, none of them to a prompt that is trained on."""
+        """Holds out some greedy answers, none of them to a prompt that is trained on: the same ones with more answers,
+        since training has seen the others."""
         answers = read_answers(self.answers)
         greedy = list(dict.fromkeys(tuple(answer["prompt_ids"]) for answer in answers if answer["greedy"]))
-        prompts = set(greedy[:: max(2, len(greedy) // HELD_OUT)][:HELD_OUT]) if len(greedy) > 1 else set()
+        if self.held_out.exists():
+            prompts = {tuple(answer["prompt_ids"]) for answer in read_answers(self.held_out)}
+        else:
+            prompts = set(greedy[:: max(2, len(greedy) // HELD_OUT)][:HELD_OUT]) if len(greedy) > 1 else set()
         parts: dict[bool, list[Answer]] = {True: [], False: []}
         for answer in answers:
             is_held_out = tuple(answer["prompt_ids"]) in prompts
@@ -201,8 +206,7 @@ class _Run:
 
     def train(self) -> None:
         """The adapter, from the newest checkpoint on."""
-        budget = {"minutes": self.config.minutes, "tokens": self.config.tokens}
-        if self.state["trained_for"] == budget:
+        if self.state["trained_for"] == self.budget:
             return
         args = self._training_config()
         model, _ = self.load()
@@ -217,7 +221,7 @@ class _Run:
         trainer.train(resume_from_checkpoint=str(newest_complete_checkpoint(folder)) if has_checkpoint else None)
         model.save_mask_adapter(self.work / "adapter")
         self.save_state(
-            trained_for=budget, mask_rows=trainer.budget.mask_rows, training_seconds=trainer.budget.seconds
+            trained_for=self.budget, mask_rows=trainer.budget.mask_rows, training_seconds=trainer.budget.seconds
         )
 
     def _training_config(self) -> MaskTrainingConfig:

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +83,22 @@ class MaskTrainingConfig(TrainingArguments):
         for name in ("minutes", "mask_rows", "num_masks", "cut_stride", "batch_slots", "save_minutes"):
             if (value := getattr(self, name)) is not None and value <= 0:
                 raise ValueError(f"`{name}` must be more than 0, got {value}.")
+
+
+def budget_schedule(args: TrainingArguments, used: Callable[[], float], final: float) -> Callable[[int], float]:
+    """The share of the peak learning rate at a step: linear warm-up, then a curve of the share of the budget `used`.
+
+    Args:
+        args: `warmup_steps`, and `lr_scheduler_type`, `"cosine"` or linear.
+        used: the share of the budget that is used, 0 to 1.
+        final: the least share of the peak.
+    """
+
+    def factor(step: int) -> float:
+        shape = 0.5 * (1 + math.cos(math.pi * used())) if args.lr_scheduler_type == "cosine" else 1 - used()
+        return min(1.0, (step + 1) / max(1, args.warmup_steps)) * max(final, shape)
+
+    return factor
 
 
 class Budget(TrainerCallback, ExportableState):
@@ -199,13 +215,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         """A learning rate that follows the budget."""
         if self.lr_scheduler is None:
             args = self.args
-
-            def factor(step: int) -> float:
-                used = self.budget.progress(args)
-                shape = 0.5 * (1 + math.cos(math.pi * used)) if args.lr_scheduler_type == "cosine" else 1 - used
-                return min(1.0, (step + 1) / max(1, args.warmup_steps)) * max(args.final_learning_rate, shape)
-
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, factor)
+            schedule = budget_schedule(args, lambda: self.budget.progress(args), args.final_learning_rate)
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, schedule)
             self._created_lr_scheduler = True
         return self.lr_scheduler
 

@@ -1,6 +1,7 @@
 """The scripts in `benchmarks/`: what they measure, on tiny models and with an engine that stands for vLLM's."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from wedlm_hf.eval.decoders import DECODERS
+from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
+from wedlm_hf.training.mask_distillation import MaskDistillation
 
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
 
@@ -24,6 +27,7 @@ def script(name):
 
 
 random_weights, vllm_baseline = script("random_weights"), script("vllm_baseline")
+training_methods, mask_training_cost = script("training_methods"), script("mask_training_cost")
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +133,45 @@ def test_an_engine_that_does_not_start_says_why(model, fake_vllm):
 def test_without_vllm_the_error_says_how_to_get_it(model):
     with pytest.raises(ValueError, match=r"There is no vLLM: No module named 'vllm'\. Install it .*--vllm-python"):
         vllm_baseline.VllmDecoder(model, None, max_new_tokens=2, longest=64)
+
+
+@pytest.mark.parametrize("method", ["all-weights", "adapter"])
+def test_both_ways_of_training_are_measured_alike(tmp_path, method, monkeypatch, capsys):
+    tiny_model().save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    answers = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], EOS]} for prompt in PROMPTS]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    paths = [tmp_path / name for name in ("answers.jsonl", "answers.jsonl", "out")]
+    how = {"minutes": 0.01, "max_new_tokens": 6}
+    training_methods.train(training_methods.Method(method), str(tmp_path / "base"), *paths, **how)
+    monkeypatch.setattr(training_methods, "train_all_weights", None)  # a second call only measures
+    monkeypatch.setattr(training_methods, "train_adapter", None)
+    training_methods.train(training_methods.Method(method), str(tmp_path / "base"), *paths, **how)
+    found = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert set(found["verified"].values()) == {len(PROMPTS)}
+    assert all(rate > 0.8 for rate in found["tokens_per_forward"].values())
+    is_changed = found["loss_after"] != pytest.approx(found["loss_before"], abs=1e-6)
+    assert is_changed == (method == "all-weights")
+    assert found["answers_of_the_base"] == len(PROMPTS) or is_changed
+    assert capsys.readouterr().out.count(f"| {method} | 0.01 |") == 2
+
+
+def test_the_cost_of_mask_training_is_compared_with_a_dense_forward_that_gives_the_same_loss(tmp_path, capsys):
+    model = tiny_model()
+    adapter = model.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=0))
+    for parameter in adapter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    answers = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], *prompt]} for prompt in PROMPTS]
+    batch = mask_training_cost.DataCollatorForMaskRuns(0, mask_training_cost.NUM_MASKS, 3)([answers])
+    dense = mask_training_cost.dense_loss(model, batch, mask_training_cost.dense_inputs(model, batch))
+    all_tokens = MaskDistillation(model, mask_training_cost.NUM_MASKS, depth_decay=1.0, top_tokens=318)
+    assert float(all_tokens(**batch)["loss"].detach()) == pytest.approx(
+        float(dense.detach()), rel=1e-3
+    )  # without MASK
+
+    tiny_model().save_pretrained(tmp_path / "base")
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    mask_training_cost.main(str(tmp_path / "base"), tmp_path / "answers.jsonl", repeats=1, pairs=2)
+    shown = capsys.readouterr().out
+    for part in ("mask adapter: ", "dense dual stream: ", " mask rows/s", "ratio: ", "ratio "):
+        assert part in shown

@@ -157,12 +157,31 @@ def test_a_finished_run_has_nothing_left_to_do(whole, monkeypatch):
     assert weights(whole) == before
 
 
-def test_a_larger_budget_trains_on(tmp_path, whole):
-    shutil.copytree(whole.parent, tmp_path, dirs_exist_ok=True)
-    out, _ = run(tmp_path, whole.parent / "llama", tokens=500)
+def test_a_larger_budget_writes_more_answers_and_trains_on(tmp_path, whole, monkeypatch):
+    stopped, went_on = tmp_path / "stopped", tmp_path / "went_on"
+    for folder in (stopped, went_on):
+        shutil.copytree(whole.parent, folder)
+    base, before = whole.parent / "llama", read_answers(whole / "work" / "answers.jsonl")
+    tokens = 2 * sum(len(answer["response_ids"]) for answer in before)
+
+    out, _ = run(went_on, base, tokens=tokens)
     assert weights(out) != weights(whole)
+    after, held_out = (read_answers(out / "work" / f"{name}.jsonl") for name in ("answers", "heldout"))
+    assert after[: len(before)] == before
+    assert sum(len(answer["response_ids"]) for answer in after) >= tokens
+    assert held_out == read_answers(whole / "work" / "heldout.jsonl")
+    trained_on = read_answers(out / "work" / "training.jsonl")
+    assert len(trained_on) > len(read_answers(whole / "work" / "training.jsonl"))
+    assert not {tuple(one["prompt_ids"]) for one in held_out} & {tuple(one["prompt_ids"]) for one in trained_on}
     log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["mask_rows"] >= 6 * 500
+    assert log[-1]["mask_rows"] >= 6 * tokens
+
+    for stage in ("_split", "train"):
+        with monkeypatch.context() as patched:
+            patched.setattr(adapt_module._Run, stage, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                run(stopped, base, tokens=tokens)
+    assert weights(run(stopped, base, tokens=tokens)[0]) == weights(out)
 
 
 def test_a_wedlm_checkpoint_needs_no_conversion(tmp_path, base):
