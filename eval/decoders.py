@@ -29,6 +29,19 @@ def decoder_name(strategy: str, verification: str) -> str:
     return strategy if verification == "none" else f"{strategy}+{verification}"
 
 
+def with_asked(settings: Options, asked: Options) -> dict[str, Any]:
+    """Settings of parallel decoding for one call.
+
+    Args:
+        settings: where nothing else is asked for, `strategy` among them.
+        asked: what a call names. If that is another decoder, only this counts: `settings` were chosen for theirs.
+    """
+    decoder = {name: settings.get(name) for name in ("strategy", "verification")}
+    if any(asked.get(name, value) != value for name, value in decoder.items()):
+        settings = {"strategy": settings["strategy"]}
+    return {**settings, **asked}
+
+
 def check_decoders(names: Sequence[str]) -> list[str]:
     """The names in the order of [`DECODERS`], each once, AR always among them.
 

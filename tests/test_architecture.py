@@ -1,6 +1,6 @@
 """The layout of the project, held by reading its source: who may import whom, and what a built wheel contains.
 
-    examples, cli -> eval -> training -> modeling_wedlm -> generation -> transformers, torch
+    examples, cli -> apps, serving -> eval -> training -> modeling_wedlm -> generation -> transformers, torch
 
 Files that end in `_wedlm.py` also travel beside the weights to the Hub, whose loader is a regex over one flat folder.
 """
@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 import wedlm_hf
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["generation", "modeling_wedlm", "training", "eval", "cli", "__main__"]  # lowest first
+LAYERS = ["generation", "modeling_wedlm", "training", "eval", "serving", "apps", "cli", "__main__"]  # lowest first
 OUTSIDE_PACKAGE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
 
 SETUP = configparser.ConfigParser()
@@ -119,6 +119,7 @@ def test_every_outside_package_is_declared_in_setup_cfg():
         "modeling_wedlm": declared("gguf", "peft"),
         "training": declared("train"),
         "eval": declared("train", "eval"),
+        "serving": declared("serve"),
         "": set(),
     }
     for name, file in MODULES.items():

@@ -40,7 +40,7 @@ def test_code_and_test_of_each_entry_exist(entry):
             assert (ROOT / path).is_file() and name in names_in(ROOT / path), reference
 
 
-PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "serving.md"]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

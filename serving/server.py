@@ -1,0 +1,187 @@
+"""The work of `wedlm serve`: an OpenAI-compatible server for one model on one machine.
+
+It is transformers' own (`transformers serve`: its handlers, its thread for `generate`), with a model that was loaded
+here: transformers' loader takes `getattr(transformers, architecture)`. If it asked `AutoModelForCausalLM`, which our
+classes are registered with, [`LoadedModel`] would not be needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import uuid
+from collections.abc import Awaitable, Callable
+from copy import deepcopy
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from uvicorn.config import LOGGING_CONFIG
+
+from ..generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+from .calls import CURRENT_CALL, Call, RequestError, log
+from .handlers import ChatHandler, LoadedModel, OneAfterTheOther, TextHandler
+
+SECONDS_TO_END = 20
+"""For forwards that run when the server ends."""
+
+
+class ClientWatch:
+    """ASGI middleware: gives each request a [`Call`], which is cancelled when the client goes away.
+
+    Args:
+        app: the server.
+        running: what is being answered.
+    """
+
+    def __init__(self, app: Any, running: set[Call]):
+        self.app = app
+        self.running = running
+
+    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
+        """Answers a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        call, messages = Call(), asyncio.Queue[Any]()
+        CURRENT_CALL.set(call)
+        self.running.add(call)
+
+        async def listen() -> None:
+            message = await receive()
+            while message["type"] != "http.disconnect":
+                messages.put_nowait(message)
+                message = await receive()
+            call.is_cancelled.set()
+            messages.put_nowait(message)
+
+        listener = asyncio.create_task(listen())
+        try:
+            await self.app(scope, messages.get, send)
+        finally:
+            listener.cancel()
+            call.is_cancelled.set()
+            self.running.remove(call)
+
+
+def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> FastAPI:
+    """The server.
+
+    Args:
+        name: by which clients ask for the model.
+        model: in evaluation mode.
+        tokenizer: the model's.
+        settings: keywords of `generate` for requests that do not name them, `strategy` among them.
+
+    Raises:
+        ValueError: for settings that cannot be honoured, and for a tokenizer that cannot stream.
+    """
+    if not tokenizer.is_fast:
+        raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
+    ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
+    check = deepcopy(model.generation_config)
+    check.update(**settings)
+    WeDLMGenerationSettings.from_generation_config(check, model.config)
+    model.generation_config.update(**{key: value for key, value in settings.items() if key not in ours})
+    manager, state = LoadedModel(name, model, tokenizer, ours), OneAfterTheOther()
+    chat, text = ChatHandler(manager, state), TextHandler(manager, state)
+    app = FastAPI(title="wedlm serve")
+    app.state.calls, app.state.running = state.manager, set()
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: dict[str, Any]) -> Any:
+        return await chat.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
+
+    @app.post("/v1/completions")
+    async def completions(body: dict[str, Any]) -> Any:
+        return await text.handle_request(body, f"cmpl-{uuid.uuid4().hex}")
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        context = model.config.max_position_embeddings
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "", "max_model_len": context}
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    add_errors(app)
+    app.add_middleware(ClientWatch, running=app.state.running)
+    return app
+
+
+def add_errors(app: FastAPI) -> None:
+    """Makes every error of an app one of OpenAI's form, and a line in the log."""
+
+    def said(error: Exception) -> str:
+        return " ".join(str(error).split())
+
+    def respond(message: str, status: int = 400, code: str | None = None) -> JSONResponse:
+        log.info("refused (%d): %s", status, message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        return JSONResponse({"error": error}, status_code=status)
+
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> JSONResponse:
+        return respond(said(error), error.status, error.code)
+
+    @app.exception_handler(ValueError)
+    async def not_possible(_: Request, error: ValueError) -> JSONResponse:
+        return respond(said(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
+        problem = error.errors()[0]
+        why = problem.get("ctx", {}).get("error", problem["msg"])
+        return respond(f"The body of the request must be a JSON object: {why}.")
+
+    @app.exception_handler(HTTPException)
+    async def not_there(request: Request, error: HTTPException) -> JSONResponse:
+        return respond(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+
+    @app.exception_handler(Exception)
+    async def failed(_: Request, error: Exception) -> JSONResponse:
+        return respond(f"{type(error).__name__}: {said(error)}", 500)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections.
+
+    Raises:
+        OSError: for an address that is not there or in use.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(f"Cannot listen on `--host {host} --port {port}`: {error}.") from None
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which cuts off what is being answered when it ends."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Ends the server."""
+        for call in self.config.app.state.running:  # type: ignore[union-attr]
+            call.is_cancelled.set()
+        await super().shutdown(sockets)
+
+
+def run(app: FastAPI, listening: socket.socket, name: str) -> None:
+    """Serves until Ctrl-C or SIGTERM."""
+    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it has a line for each request, too
+    config = deepcopy(LOGGING_CONFIG)
+    config["loggers"][log.name] = {"handlers": ["default"], "level": "INFO", "propagate": False}
+    server = Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=SECONDS_TO_END))
+    host, port = listening.getsockname()[:2]
+    log.info("%s: http://%s:%d/v1", name, f"[{host}]" if ":" in host else host, port)
+    try:
+        server.run(sockets=[listening])
+    finally:
+        app.state.calls.submit(lambda: None).result(timeout=60)  # no forward may run while Python ends

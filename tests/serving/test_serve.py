@@ -1,0 +1,393 @@
+"""`wedlm serve` as its clients see it: the stock `openai` client, on wedlm-nano."""
+
+import gc
+import json
+import logging
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+import torch
+import uvicorn
+from tiny import tiny_model, tiny_tokenizer
+from typer.testing import CliRunner
+
+from wedlm_hf import WeDLMForCausalLM, cli
+from wedlm_hf.eval.decoders import with_asked
+from wedlm_hf.eval.options import NANO
+from wedlm_hf.eval.prompts import encode
+from wedlm_hf.generation import WindowCache
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+from wedlm_hf.serving.calls import StopTrimmer
+from wedlm_hf.serving.server import build_app, listen
+
+NAME = "nano"
+CHAT = [{"role": "user", "content": "Count from 5 to 50 by 5."}]
+ANSWER = "5, 10, 15, 20, 25, 30, 35, 40, 45, 50"
+ENDLESS = {"strategy": "ar", "min_new_tokens": 400}  # a second or more
+
+
+class Server:
+    """The server in a thread of this process, a client, and what the server logs."""
+
+    def __init__(self, model, tokenizer, settings):
+        self.model, self.tokenizer = model, tokenizer
+        listening = listen("127.0.0.1", 0)
+        self.port = listening.getsockname()[1]
+        self.app = build_app(NAME, model, tokenizer, settings)
+        self.uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_level="warning"))
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [listening]})
+        self.thread.start()
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0)
+
+    def chat(self, messages=CHAT, **options):
+        return self.client.chat.completions.create(**{"model": NAME, "messages": messages, **options})
+
+    def text(self, **options):
+        return self.chat(**options).choices[0].message.content
+
+    def stop(self):
+        self.client.close()
+        self.uvicorn.should_exit = True
+        self.thread.join(timeout=30)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def server():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    server = Server(load_model(NANO), load_tokenizer(NANO), {"strategy": "wedlm"})
+    yield server
+    server.stop()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, "wedlm_hf.serving")
+
+    def wait_for(pattern, count=1):
+        """The matches of a pattern in the log, once there are so many."""
+        for _ in range(600):
+            found = re.findall(pattern, caplog.text)
+            if len(found) >= count:
+                return found
+            time.sleep(0.05)
+        raise AssertionError(f"{pattern!r} is not in the log:\n{caplog.text}")
+
+    return wait_for
+
+
+def generated(server, messages=CHAT, **options):
+    """Text and number of tokens that `generate` itself gives."""
+    ids = torch.tensor([encode(server.tokenizer, messages)])
+    output = server.model.generate(ids, **{"max_new_tokens": 100, **options})[0, ids.shape[1] :]
+    return server.tokenizer.decode(output, skip_special_tokens=True), len(output)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"strategy": "ar"},
+        {"verification": "exact"},
+        {"strategy": "block", "window_size": 4, "entropy_threshold": 0.1},
+    ],
+    ids=str,
+)
+def test_a_chat_is_answered_as_generate_answers_it_streaming_or_not(server, settings):
+    text, count = generated(server, **{"strategy": "wedlm", **settings})
+    whole = server.chat(extra_body=settings)
+    assert whole.choices[0].message.content == text
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("stop", count)
+    assert whole.usage.prompt_tokens == len(encode(server.tokenizer, CHAT))
+    chunks = list(server.chat(extra_body={"generation_config": settings}, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert (chunks[-1].choices[0].finish_reason, chunks[-1].usage) == ("stop", whole.usage)
+    assert len(chunks) > 5
+
+
+def test_text_is_completed_streaming_or_not(server):
+    prompt = server.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    options = {"model": NAME, "prompt": prompt, "extra_body": {"generation_config": '{"verification": "exact"}'}}
+    whole = server.client.completions.create(**options)
+    chunks = list(server.client.completions.create(stream=True, **options))
+    assert whole.choices[0].text == ANSWER
+    assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
+    assert chunks[-1].usage == whole.usage
+
+
+def test_a_stream_ends_with_the_line_that_openai_ends_it_with(server):
+    with post(server, {"messages": CHAT, "stream": True}) as response:
+        assert response.read().decode().endswith("\n\ndata: [DONE]\n\n")
+
+
+def test_the_log_says_what_an_answer_took(server, log):
+    server.chat(extra_body={"verification": "exact"})
+    server.chat(extra_body={"strategy": "ar"})
+    exact, ar = log(r"(\d+) new in (\d+) forwards \((\d+\.\d\d) tokens per forward\)(.*) \(\d+ tokens/s\)", count=2)
+    assert (exact[0], ar[:3]) == ("29", ("29", "29", "1.00"))
+    assert float(exact[2]) > 2
+    assert re.match(r", \d+ of \d+ drafts accepted, ", exact[3])
+
+
+def test_a_limit_ends_an_answer_for_its_length(server):
+    for option in ("max_tokens", "max_completion_tokens"):
+        answer = server.chat(**{option: 4})
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 4)
+
+
+def test_an_answer_ends_before_a_stop_string(server):
+    for options in ({}, {"extra_body": {"strategy": "ar"}}):
+        assert server.text(stop=["25", "nothing"], **options) == "5, 10, 15, 20, "
+        chunks = server.chat(stop="5, 3", stream=True, **options)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "5, 10, 15, 20, 2"
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back_until_it_is_certain():
+    trimmer = StopTrimmer(["END", "ND!"])
+    assert [trimmer.feed(text) for text in ("a E", "N", "X", " EN")] == ["a ", "", "ENX", " "]
+    assert trimmer.rest() == "EN"
+    assert [trimmer.feed(text) for text in ("x", "EN", "D y", "z")] == ["x", "", "", ""]
+    assert trimmer.rest() == ""
+
+
+def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for(server):
+    asked = {"temperature": 6, "seed": 3, "max_tokens": 20, "extra_body": {"verification": "exact"}}
+    first = server.text(**asked)
+    others = [threading.Thread(target=server.text, kwargs={**asked, "seed": seed}) for seed in (1, 2)]
+    for other in others:
+        other.start()
+    assert server.text(**asked) == first
+    for other in others:
+        other.join()
+    samples = {server.text(**{**asked, "seed": seed}) for seed in range(4, 8)}
+    assert samples - {first}
+    assert server.text(temperature=0, seed=3) == ANSWER
+
+
+def test_concurrent_requests_are_all_answered(server):
+    answers = {}
+
+    def ask(last):
+        answers[last] = server.text(messages=[{"role": "user", "content": f"Count from 5 to {last} by 5."}])
+
+    threads = [threading.Thread(target=ask, args=(last,)) for last in range(20, 60, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {last: text.split(", ")[-1] for last, text in answers.items()} == {n: str(n) for n in range(20, 60, 5)}
+
+
+def test_the_model_is_listed(server):
+    (model,) = server.client.models.list().data
+    assert (model.id, model.max_model_len) == (NAME, 512)
+
+
+def test_the_servers_settings_are_for_requests_that_ask_for_no_other_decoder():
+    server = {"strategy": "wedlm", "verification": "exact", "window_size": 8}
+    assert with_asked(server, {}) == server
+    assert with_asked(server, {"window_size": 4}) == {**server, "window_size": 4}
+    assert with_asked(server, {"strategy": "ar"}) == {"strategy": "ar"}
+    assert with_asked(server, {"verification": "none"}) == {"strategy": "wedlm", "verification": "none"}
+
+
+# --- bad requests ----------------------------------------------------------------------------------------------------
+
+
+def post(server, body):
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.urlopen(
+        urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/chat/completions", data, headers), timeout=60
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": "gpt-5"}, "The model 'gpt-5' is not served; this server has 'nano'."),
+        ({"extra_body": {"beam": 2}}, "`beam` is not supported by this server"),
+        ({"extra_body": {"generation_config": {"num_beams": 2}}}, "`num_beams` is not supported"),
+        ({"extra_body": {"generation_config": "{"}}, "`generation_config` is no JSON"),
+        ({"extra_body": {"top_k": 3, "generation_config": {"top_k": 4}}}, "leave one out"),
+        ({"extra_body": {"verification": "maybe"}}, "`verification` must be one of"),
+        ({"extra_body": {"window_size": 0}}, "`window_size` must be an integer of at least 1, got 0"),
+        ({"extra_body": {"strategy": "ar", "window_size": 4}}, "`window_size=4` has no meaning with `strategy='ar'`"),
+        ({"extra_body": {"repetition_penalty": 1.2}}, "Use `verification='exact'` or `strategy='ar'`"),
+        ({"frequency_penalty": 0.5}, "Use `verification='exact'` or `strategy='ar'`"),
+        ({"logit_bias": {"7": 1}}, "Use `verification='exact'` or `strategy='ar'`"),
+        ({"n": 2}, "`n`: Input should be 1, got 2"),
+        ({"logprobs": True}, "`logprobs`"),
+        ({"presence_penalty": 1}, "`presence_penalty`"),
+        ({"response_format": {"type": "json_object"}}, "`response_format.type`: Input should be 'text'"),
+        ({"temperature": -1}, "`temperature`: Input should be greater than or equal to 0, got -1"),
+        ({"max_tokens": 0}, "`max_tokens`"),
+        ({"max_tokens": 500}, "This model's context is 512 tokens, but the request asks for 520"),
+        ({"messages": []}, "`messages`"),
+        ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing"),
+        ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "Input should be 'text'",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_request_that_cannot_be_honoured_is_refused_and_the_server_goes_on(server, options, said, stream):
+    with pytest.raises(openai.APIStatusError) as caught:
+        server.chat(**{"max_tokens": 8, **options}, stream=stream)
+    assert said in caught.value.message
+    assert caught.value.status_code == (404 if "model" in options else 400)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_invalid_json_and_unknown_paths_are_refused_in_openais_form(server):
+    for body, said in ((b"{", "JSON object"), (b"[1]", "JSON object"), ({}, "`messages` is missing")):
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            post(server, body)
+        assert caught.value.code == 400
+        error = json.load(caught.value)["error"]
+        assert (error["type"], said in error["message"]) == ("invalid_request_error", True)
+    with pytest.raises(openai.NotFoundError, match=r"POST /v1/embeddings: Not Found"):
+        server.client.embeddings.create(model=NAME, input="?")
+    assert server.text() == ANSWER
+
+
+def test_a_failure_of_the_model_is_an_error_of_its_request_alone(server, monkeypatch, log):
+    def fail(*args, **kwargs):
+        raise RuntimeError('no memory for a "tensor"')
+
+    for stream in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(WeDLMForCausalLM, "forward", fail)
+            with pytest.raises(openai.InternalServerError, match="could not be generated: no memory for a"):
+                server.chat(stream=stream)
+    log("RuntimeError: no memory", count=2)
+    assert server.text() == ANSWER
+
+
+def test_a_failure_in_the_middle_of_a_stream_ends_it_with_an_error(server, monkeypatch):
+    forward, calls = WeDLMForCausalLM.forward, []
+
+    def fail_late(*args, **kwargs):
+        calls.append(None)
+        if len(calls) > 5:
+            raise RuntimeError('no memory for a "tensor"')
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeDLMForCausalLM, "forward", fail_late)
+        stream = server.chat(stream=True, extra_body={"strategy": "ar"})
+        with pytest.raises(openai.APIError):
+            list(stream)
+    assert server.text() == ANSWER
+
+
+# --- clients that go away --------------------------------------------------------------------------------------------
+
+
+def test_generation_stops_when_the_client_of_a_stream_goes_away(server, log):
+    for strategy in ("ar", "wedlm"):
+        stream = server.chat(stream=True, extra_body={**ENDLESS, "strategy": strategy})
+        next(iter(stream))
+        stream.close()
+    counts = log(r"stopped after (\d+) new tokens", count=2)
+    assert all(int(count) < 400 for count in counts)
+    assert server.text() == ANSWER
+
+
+def test_generation_stops_when_the_client_of_a_whole_answer_goes_away(server, log):
+    for _ in range(2):  # one that is answered, one that waits
+        with pytest.raises(openai.APITimeoutError):
+            server.chat(timeout=0.2, extra_body=ENDLESS)
+    counts = log(r"stopped after (\d+) new tokens", count=2)
+    assert all(int(count) < 400 for count in counts)
+
+
+def test_nothing_is_left_of_clients_that_went_away(server, log):
+    streams = [server.chat(stream=True, extra_body={"min_new_tokens": 40}) for _ in range(10)]
+    for stream in streams[::2]:
+        stream.close()
+    for stream in streams[1::2]:
+        assert list(stream)[-1].choices[0].finish_reason in ("stop", "length")
+    assert server.text() == ANSWER
+    for _ in range(100):
+        gc.collect()
+        caches = [value for value in gc.get_objects() if type(value) is WindowCache]
+        if not caches:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{len(caches)} caches are left")
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no/such/folder"], "no checkpoint"),
+        ([str(NANO), "--adapter", "no/such/adapter"], "no/such/adapter"),
+        ([str(NANO), "--strategy", "fast"], "`strategy` must be one of"),
+        ([str(NANO), "--host", "host.invalid"], "Cannot listen on `--host host.invalid --port 0`"),
+    ],
+    ids=["checkpoint", "adapter", "strategy", "host"],
+)
+def test_what_cannot_be_served_ends_the_command_with_one_line(arguments, said):
+    result = CliRunner().invoke(cli.app, ["serve", "--port", "0", *arguments])
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_adapter_of_another_base_is_refused_at_the_start(tmp_path):
+    from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
+
+    base = tiny_model(seed=1)
+    base.add_mask_adapter(MaskAdapterSettings(rank=2))
+    base.save_mask_adapter(tmp_path / "adapter")
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ["serve", str(tmp_path / "model"), "--port", "0", "--adapter", str(tmp_path / "adapter")]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert "base" in result.stderr
+
+
+def test_a_port_in_use_is_refused_at_the_start():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli.app, ["serve", "--host", "127.0.0.1", "--port", str(port)])
+    assert (result.exit_code, f"--port {port}" in result.stderr) == (2, True)
+
+
+def test_the_command_serves_until_ctrl_c():
+    command = [sys.executable, "-m", "wedlm_hf", "serve", "--port", "0", "--threads", "1", "--served-model-name", "x"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        lines = iter(process.stderr.readline, "")
+        address = next(match[0] for line in lines if (match := re.search(r"http://\S+/v1", line)))
+        with openai.OpenAI(base_url=address, api_key="-", max_retries=5) as client:
+            answer = client.chat.completions.create(model="x", messages=CHAT)
+            assert answer.choices[0].message.content == ANSWER
+            stream = client.chat.completions.create(model="x", messages=CHAT, stream=True, extra_body=ENDLESS)
+            next(iter(stream))
+            process.send_signal(signal.SIGINT)
+            rest = process.stderr.read()
+    assert process.returncode == 130
+    assert "Traceback" not in rest
