@@ -1,20 +1,29 @@
-"""Everything that README.md and the model card show: code blocks run, commands run, links and files are there.
+"""Everything that README.md, the guides and the model cards show: code runs, commands run, links and files are there.
 
-Blocks run in a folder of their own that has what they name: `examples/wedlm-nano`, the Hub ids as tiny local
-checkpoints, the pages with measured numbers.
+Blocks run in a folder of their own that has what they name: the Hub ids as tiny local checkpoints, wedlm-nano, data. A
+block whose fence has a title, as in `sh title="needs several GPUs"`, says what it takes; of it, only options and syntax
+are checked.
 """
 
 import importlib.util
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import typer
-from tiny import stock_twin, tiny_model, tiny_tokenizer
+from accelerate.commands.launch import launch_command_parser
+from peft import LoraConfig, get_peft_model
+from tiny import LINES, stock_twin, tiny_model, tiny_tokenizer
+from torch.distributed.run import get_args_parser
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
@@ -22,11 +31,16 @@ from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.eval.report.page import blocks_of, fill
 from wedlm_hf.eval.sweep import FIELDS
+from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
-PAGES = ["README.md", CARD, "CONTRIBUTING.md"]
-MEASURED = ["README.md", CARD]
+PAGES = [
+    *(page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))),
+    *(page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "examples").glob("*/README.md"))),
+    "CONTRIBUTING.md",
+    "README.md",
+]
 RESULTS = ROOT / "examples" / "wedlm-nano" / "results"
 
 # Added to long commands, so that they take seconds: later options win.
@@ -35,61 +49,111 @@ SHORTER = {
     "wedlm trace": "--repeats 1 --max-new-tokens 8".split(),
     "wedlm report": "--count 1 --sweep-count 1 --timed 1 --sweep-timed 1 --repeats 1 --threads 1 --windows 6 "
     "--thresholds 0.8 --penalties 0.1 --draft-thresholds 0.8 --batch-sizes 1 --max-new-tokens 8".split(),
+    "wedlm calibrate": "--windows 6 --thresholds 0.8 --penalties 0.1 --max-new-tokens 8 --agreement 0".split(),
+    "wedlm adapt": "--minutes 0.05 --rank 2 --head-width 8 --device cpu".split(),
+    "wedlm generate": "--max-new-tokens 16".split(),
+    "wedlm train": "--max_steps 1 --use_cpu true --bf16 false --max_length 256 --gradient_accumulation_steps 1 "
+    "--eval_decoding_samples 1 --eval_decoding_tokens 4 --chat_template_path chatml".split(),
+    "wedlm_hf.eval": ["--limit", "1"],
 }
+QUICKER = {"300_000": "30"}  # the same, in Python
+ELSEWHERE = {"git", "cd", "hf", "pip", "sbatch"}  # programs that no test calls
 
 
-def blocks(page: str, language: str) -> list[str]:
+def blocks(page: str, language: str, titled: bool = False) -> list[str]:
+    """The code blocks of a page in one language: those to be run, or those with a title."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    return [content for name, content in fenced if name == language]
+    fenced = re.findall(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    return [content for name, title, content in fenced if name == language and bool(title.strip()) == titled]
 
 
-def cases(language: str, pages: list[str]) -> list:
+def cases(language: str, titled: bool = False, pages: list[str] = PAGES) -> list[Any]:
     return [
-        pytest.param(page, block, id=f"{Path(page).parent.name or 'root'}-{index}")
+        pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}")
         for page in pages
-        for index, block in enumerate(blocks(page, language))
+        for index, block in enumerate(blocks(page, language, titled))
     ]
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """A folder with what the pages name, as the current one."""
-    nano = tmp_path / "examples" / "wedlm-nano"
-    shutil.copytree(NANO, nano, ignore=shutil.ignore_patterns("measured.jsonl"))  # of another request
-    for page in [*MEASURED, "docs/evaluation.md"]:
-        (tmp_path / page).parent.mkdir(exist_ok=True)
-        shutil.copyfile(ROOT / page, tmp_path / page)
-    qwen, published = tmp_path / "Qwen" / "Qwen2.5-0.5B", tmp_path / "tencent" / "WeDLM-8B-Instruct"
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with checkpoints under the names that the pages use."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, style in (("Qwen/Qwen3-0.6B", "qwen3"), ("HuggingFaceTB/SmolLM2-135M-Instruct", "qwen2.5")):
+        stock_twin(tiny_model(style)).save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
     twin = tiny_model("qwen2.5")
-    stock_twin(twin).save_pretrained(qwen)
-    tiny_tokenizer().save_pretrained(qwen)
-    twin.save_pretrained(published)
+    for name in ("tencent/WeDLM-8B-Instruct", "my-adapter/base"):
+        twin.save_pretrained(folder / name)
+        tiny_tokenizer().save_pretrained(folder / name)
+    get_peft_model(tiny_model("qwen2.5"), LoraConfig(target_modules=["q_proj"])).save_pretrained(
+        folder / "my-task-lora"
+    )
+    twin.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=8))
+    twin.save_mask_adapter(folder / "my-adapter")
+    return folder
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, models, page, block):
+    """A folder with what a block names and does not make itself, as the current one."""
+    ignored = shutil.ignore_patterns("measured.jsonl")  # of another request
+    shutil.copytree(NANO, tmp_path / "examples" / "wedlm-nano", ignore=ignored)
+    for name in ("README.md", CARD, "docs/evaluation.md", "examples/recipes", "examples/distributed"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+        copy(ROOT / name, tmp_path / name)
+    for name in ("Qwen", "HuggingFaceTB", "tencent"):
+        shutil.copytree(models / name, tmp_path / name)
+    for name, source in (("my-adapter", models / "my-adapter"), ("my-wedlm", NANO), ("my-chat", NANO)):
+        if not re.search(rf"(adapt|convert) \S+ {name}|--output_dir {name}", block):
+            shutil.copytree(source, tmp_path / name, ignore=ignored)
+    shutil.copytree(models / "my-task-lora", tmp_path / "my-task-lora")
+    (chat,) = blocks("README.md", "json")
+    (tmp_path / "chats.jsonl").write_text(chat * 20, encoding="utf-8")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES * 4))
+    prompts = [f"Count from {first} to {first + 4} by 1." for first in range(1, 13)]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in prompts))
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
     yield tmp_path
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("page", "code"), cases("python", ["README.md", CARD]))
-def test_python_blocks_run(workplace, capsys, page, code):
+@pytest.mark.parametrize(("page", "block"), cases("python"))
+def test_python_blocks_run(workplace, capsys, page, block):
+    code = block
+    for slow, quick in QUICKER.items():
+        code = code.replace(slow, quick)
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
     if "Sort from largest" in code:
-        assert capsys.readouterr().out == "86, 54, 31, 23, 12, 7\n"
+        assert capsys.readouterr().out.startswith("86, 54, 31, 23, 12, 7\n")
+
+
+@pytest.mark.parametrize(("page", "block"), cases("python", titled=True))
+def test_python_blocks_that_need_more_are_python(page, block):
+    compile(block, page, "exec")
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a block, a line each; of a console, those behind its prompt."""
+    lines = block.replace("\\\n", " ").splitlines()
+    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ") or "$ " not in block]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), cases("sh", PAGES))
-def test_shell_blocks_run(workplace, page, block):
-    for line in block.replace("\\\n", " ").splitlines():
-        for command in line.split("#")[0].split("&&"):
+@pytest.mark.parametrize(("page", "block"), cases("sh") + cases("console"))
+def test_shell_blocks_run(workplace, monkeypatch, page, block):
+    for line in commands(block):
+        for command in re.split(r"\s#\s|^#", line)[0].split("&&"):
             stdin = ""
             for stage in command.split("|"):
                 if stage.strip():
-                    stdin = run(shlex.split(stage), stdin)
+                    stdin = run(shlex.split(stage), stdin, monkeypatch)
 
 
-def run(words: list[str], stdin: str) -> str:
+def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run one command in this process and return its output; those that set things up must only exist."""
     program, *arguments = words
     if program == "make":
@@ -102,18 +166,31 @@ def run(words: list[str], stdin: str) -> str:
         app = cli.app
         arguments += SHORTER.get(f"wedlm {arguments[0]}", [])
     elif program == "python":
-        app = typer.Typer()
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
+        if module == "wedlm_hf.eval":
+            return run_harness([*arguments, *SHORTER[module]], monkeypatch)
+        if module == "examples/paper-findings/trends.py":
+            return ""  # tests/examples/test_trends.py
+        app = typer.Typer()
         arguments += SHORTER[module]
         app.command()(main_of(module))
     else:
-        assert words[:2] == ["git", "clone"] or program == "cd", f"no test knows how to run {shlex.join(words)}"
+        assert program in ELSEWHERE, f"no test knows how to run {shlex.join(words)}"
         return ""
     if "build/wedlm-nano" in arguments and not Path("build/wedlm-nano").exists() and program == "wedlm":
         shutil.copytree("examples/wedlm-nano", "build/wedlm-nano")
     result = CliRunner().invoke(app, arguments, input=stdin)
     assert result.exit_code == 0, (words, result.output, result.exception)
     return result.stdout
+
+
+def run_harness(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs `python -m wedlm_hf.eval` in this process."""
+    from wedlm_hf.eval.harness.run import main
+
+    monkeypatch.setattr(sys, "argv", ["eval", *arguments])
+    main()
+    return ""
 
 
 def main_of(module: str):
@@ -123,6 +200,85 @@ def main_of(module: str):
     spec.loader.exec_module(script)
     script.VOCABULARY_SAMPLES_PER_TASK = 20
     return script.main
+
+
+@pytest.mark.parametrize(("page", "block"), cases("sh", titled=True))
+def test_commands_that_need_more_have_the_options_that_are_shown(page, block, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for line in commands(block):
+        words = shlex.split(re.split(r"\s#\s|^#", line)[0])
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            del words[0]
+        if words and words[0] not in ELSEWHERE:
+            parse(words)
+
+
+def parse(words: list[str]) -> None:
+    """Reads the options of a command as the command does, and runs nothing."""
+    program, *arguments = words
+    if program in ("torchrun", "accelerate"):
+        parser = get_args_parser() if program == "torchrun" else launch_command_parser()
+        launch = parser.parse_args(arguments[program == "accelerate" :])
+        return parse(["python", "-m", launch.training_script, *launch.training_script_args])
+    if program == "python":
+        module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
+    else:
+        assert program == "wedlm", words
+        module, *arguments = arguments
+    if module in ("wedlm_hf.training.train", "train"):
+        from wedlm_hf.training.train import _parse
+
+        _parse([*arguments, *("" if "--dataset" in arguments else ("--dataset", "chats.jsonl")), "--bf16", "false"])
+    elif program == "wedlm":
+        get_command(cli.app).commands[module].make_context(module, arguments)
+    else:
+        file = (
+            ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py")
+            if module.startswith("wedlm_hf")
+            else ROOT / module
+        )
+        source = (file if file.exists() else file.with_suffix("") / "harness" / "run.py").read_text(encoding="utf-8")
+        for option in (word for word in arguments if word.startswith("--")):
+            is_harness = module == "wedlm_hf.eval" and option in HARNESS_OPTIONS
+            assert is_harness or re.search(rf'"{option}"|\b{option[2:].replace("-", "_")}:', source), option
+    return None
+
+
+HARNESS_OPTIONS = {"--model", "--model_args", "--batch_size", "--confirm_run_unsafe_code", "--output_path"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "block"), [("README.md", "")], ids=["README"])
+def test_a_release_is_installed_and_runs_the_readme(workplace, tmp_path_factory, page, block):
+    """sdist, the wheel made from it, a clean virtual environment; torch and the others are borrowed from this one."""
+    folder = tmp_path_factory.mktemp("release")
+    skipped = shutil.ignore_patterns(".venv", ".git", "build", "dist", "__pycache__", "*.egg-info", ".*_cache")
+    source = Path(shutil.copytree(ROOT, folder / "source", ignore=skipped))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def call(*command: str | Path) -> str:
+        result = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, (command, result.stdout, result.stderr)
+        return result.stdout
+
+    call(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source)
+    (sdist,), (wheel,) = (folder / "dist").glob("*.tar.gz"), (folder / "dist").glob("*.whl")
+    shutil.unpack_archive(sdist, folder / "unpacked")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    for part in ("tests/test_readme.py", "examples/recipes/sft.yaml", "docs/hooks.py", "Makefile"):
+        assert (unpacked / part).exists(), part
+
+    call(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
+    python = folder / "venv" / "bin" / "python"
+    call(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    purelib = call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    Path(purelib, "borrowed.pth").write_text(str(Path(torch.__file__).parents[1]))
+    where = Path(call(python, "-c", "import wedlm_hf; print(wedlm_hf.__file__)").strip())
+    assert where.is_relative_to(folder / "venv")
+    for code in blocks("README.md", "python"):
+        assert call(python, "-c", code)
+    answer = call(folder / "venv" / "bin" / "wedlm", "generate", "Count from 5 to 20 by 5.")
+    assert "5, 10, 15, 20" in answer
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -153,10 +309,9 @@ def test_the_file_tree_names_files_that_exist():
     assert present <= listed
 
 
-@pytest.mark.parametrize("page", MEASURED)
-def test_measured_numbers_are_those_of_the_stored_report(page):
+def test_measured_numbers_are_those_of_the_stored_report():
     measured = blocks_of((RESULTS / "report.md").read_text(encoding="utf-8"))
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = (ROOT / CARD).read_text(encoding="utf-8")
     assert fill(text, measured) == text
     stored = json.loads((NANO / "generation_config.json").read_text())
     window, threshold, penalty = (stored[name] for name in FIELDS)
@@ -167,3 +322,16 @@ def test_the_model_card_shows_every_task_in_its_own_words():
     text = (ROOT / CARD).read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\w+) \| `", text, flags=re.MULTILINE)
     assert rows == list(dict.fromkeys(prompt.task for prompt in read_tasks(ROOT / CARD.rpartition("/")[0])))
+
+
+def test_the_first_table_repeats_the_measurements_of_the_examples():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    summary = blocks_of((RESULTS / "report.md").read_text(encoding="utf-8"))["summary"]
+    for decoder in ("wedlm+exact", "wedlm"):
+        (row,) = re.findall(rf"^\| {re.escape(decoder)} +\|(.*)\|$", summary, flags=re.MULTILINE)
+        right, per_forward, _, _, speed = (cell.strip() for cell in row.split("|"))
+        assert f"| {per_forward} | {speed.split()[0]}× |" in readme
+    assert right.split()[0] in readme
+    real = (ROOT / "examples" / "smollm2" / "README.md").read_text(encoding="utf-8")
+    for numbers in re.findall(r"^\| (?:\[SmolLM2|the same).*?\| ([\d.]+) \| ([\d.]+×) \|", readme, flags=re.MULTILINE):
+        assert " | ".join(numbers) in real, numbers
