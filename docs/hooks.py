@@ -5,6 +5,7 @@ page below `source/`, so that every link of the site is checked and leads somewh
 """
 
 import configparser
+import json
 import os
 import re
 import shutil
@@ -74,8 +75,24 @@ def as_page(path: PurePosixPath) -> str:
     text = file.read_text(encoding="utf-8")
     if path.suffix == ".md":
         return text
+    if path.suffix == ".ipynb":
+        return "\n\n".join(map(as_markdown, json.loads(text)["cells"]))
     fence = "`" * (3 + max(map(len, re.findall("`+", text)), default=0))
     return f"# {path}\n\n{fence}{LANGUAGES.get(path.suffix, path.suffix[1:])}\n{text}\n{fence}\n"
+
+
+def as_markdown(cell: dict[str, Any]) -> str:
+    """A cell of a notebook with its outputs."""
+    text = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return text
+    parts = [f"```python\n{text}\n```"]
+    for output in cell["outputs"]:
+        if "text" in output:
+            parts.append(f"```text\n{''.join(output['text'])}\n```")
+        for picture in filter(None, [output.get("data", {}).get("image/png")]):
+            parts.append(f"![Output of the cell above](data:image/png;base64,{''.join(picture).strip()})")
+    return "\n\n".join(parts)
 
 
 ORIGIN: dict[str, PurePosixPath] = {}  # source path on the site: path in the repository
@@ -96,7 +113,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if files.get_file_from_path(source) is None:
             content = {"content": as_page(path)} if is_page else {"abs_src_path": str(ROOT / path)}
             files.append(File.generated(config, source, **content))
-        if is_page and (path.suffix == ".md" or (ROOT / path).is_dir()):
+        if is_page and (path.suffix in {".md", ".ipynb"} or (ROOT / path).is_dir()):
             queue += filter(None, (resolve(base_of(path), link) for link in links_of(as_page(path))))
     return files
 

@@ -1,8 +1,8 @@
 """Everything that README.md, the guides and the model cards show: code runs, commands run, links and files are there.
 
 Blocks run in a folder of their own that has what they name: the Hub ids as tiny local checkpoints, wedlm-nano, data. A
-block whose fence has a title, as in `sh title="needs several GPUs"`, says what it takes; of it, only options and syntax
-are checked.
+fence with a title, as in `sh title="needs several GPUs"`, says what its block takes; only options and syntax of such a
+block are checked.
 """
 
 import importlib.util
@@ -46,10 +46,14 @@ RESULTS = ROOT / "examples" / "wedlm-nano" / "results"
 # Added to long commands, so that they take seconds: later options win.
 SHORTER = {
     "examples/wedlm-nano/train.py": ["--max-steps", "2", "--batch-size", "2"],
+    "examples/new-task/train.py": ["--steps", "2", "--count", "6", "--examples", "24", "--old-examples", "12"],
+    "examples/adaptation/train.py": ["--stock-steps", "2", "--steps", "2"],
+    "examples/dpo/train.py": ["--prompts", "12", "--rollouts", "4", "--held-out", "1"],
+    "examples/paper-findings/run.py": "--steps 2 --base-steps 2 --prompts-per-task 2".split(),
     "wedlm trace": "--repeats 1 --max-new-tokens 8".split(),
     "wedlm report": "--count 1 --sweep-count 1 --timed 1 --sweep-timed 1 --repeats 1 --threads 1 --windows 6 "
     "--thresholds 0.8 --penalties 0.1 --draft-thresholds 0.8 --batch-sizes 1 --max-new-tokens 8".split(),
-    "wedlm calibrate": "--windows 6 --thresholds 0.8 --penalties 0.1 --max-new-tokens 8 --agreement 0".split(),
+    "wedlm calibrate": "--windows 6 --thresholds 0.8 --penalties 0.1 --max-new-tokens 8 --agreement 0.01".split(),
     "wedlm adapt": "--minutes 0.05 --rank 2 --head-width 8 --device cpu".split(),
     "wedlm generate": "--max-new-tokens 16".split(),
     "wedlm train": "--max_steps 1 --use_cpu true --bf16 false --max_length 256 --gradient_accumulation_steps 1 "
@@ -164,7 +168,7 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> str:
         return f"{' '.join(arguments)}\n"
     if program == "wedlm":
         app = cli.app
-        arguments += SHORTER.get(f"wedlm {arguments[0]}", [])
+        arguments += [] if "--from" in arguments else SHORTER.get(f"wedlm {arguments[0]}", [])
     elif program == "python":
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
         if module == "wedlm_hf.eval":
@@ -195,7 +199,7 @@ def run_harness(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
 
 def main_of(module: str):
     """The command's function."""
-    spec = importlib.util.spec_from_file_location("train_wedlm_nano", ROOT / module)
+    spec = importlib.util.spec_from_file_location(Path(module).parent.name.replace("-", "_"), ROOT / module)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     script.VOCABULARY_SAMPLES_PER_TASK = 20
