@@ -114,7 +114,7 @@ def forward_cost(model: Any, pairs: int, clock: Callable[[], float]) -> None:
     def forward(slots: int | None) -> Callable[[], None]:
         def step() -> None:
             model(rows, past_key_values=cache, use_cache=True, slot_mask=slots)
-            cache.crop(CACHED)
+            cache.crop(-ROWS)
 
         return step
 
