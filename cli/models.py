@@ -66,13 +66,15 @@ def adapt(
     """
     import torch
 
+    from ..eval.acceptance_curve import draw_acceptance
     from ..eval.adapter_table import measure_adapter
     from ..training.adapt import adapt as train_adapter
 
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        train_adapter(base, output_dir, config, measure=measure_adapter, console=console(stderr=True))
+        shown = console(stderr=True)
+        train_adapter(base, output_dir, config, measure=measure_adapter, draw=draw_acceptance, console=shown)
     except KeyboardInterrupt:
         typer.echo(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here.", err=True)
         raise typer.Exit(STOPPED) from None

@@ -13,6 +13,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
+from ..generation.branch_pacing_wedlm import check_calibration
 from .mask_adapter_wedlm import KEY_PREFIX, MaskAdapterMixin, MaskAdapterSettings, base_of, check_base
 from .mask_adapter_wedlm import PEFT_TYPE as NAME
 
@@ -25,12 +26,14 @@ class MaskAdapterPeftType(str, Enum):
 
 @dataclass
 class MaskAdapterConfig(PeftConfig):
-    """The adapter_config.json of a mask adapter, see [`MaskAdapterSettings`]; `base` is what tells its base."""
+    """The adapter_config.json of a mask adapter, see [`MaskAdapterSettings`]; `base` is what tells its base, and
+    `calibration` how often its drafts pass."""
 
     rank: int = 64
     target_modules: list[str] = field(default_factory=lambda: ["o_proj", "down_proj"])
     head_width: int = 640
     base: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, list[float]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,6 +63,9 @@ class MaskAdapterTuner(BaseTuner):
         adapter = owner.add_mask_adapter(
             MaskAdapterSettings(config.rank, tuple(config.target_modules), config.head_width)
         )
+        if config.calibration:
+            check_calibration(config.calibration)
+            adapter.calibration = config.calibration
         if config.inference_mode:
             adapter.to(owner.dtype).requires_grad_(False)
             if isinstance(model, PeftModel):

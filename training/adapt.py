@@ -1,6 +1,6 @@
 """`wedlm adapt`: a mask adapter for a model, from nothing but the model.
 
-Stages: convert, write the model's own answers, train the adapter on them, measure, write the model card. Everything
+Stages: convert, write the model's own answers, train the adapter on them, calibrate, measure. Everything
 is kept in the output folder as it is made, so that a run may be stopped at any moment: the same call goes on.
 """
 
@@ -26,16 +26,20 @@ from .adapt_config import AdaptConfig
 from .answers import Answer, AnswerConfig, read_answers, read_prompts, write_answers
 from .mask_layout import load_answers
 from .mask_trainer import MaskAdapterTrainer, MaskTrainingConfig
-from .model_card import model_card
+from .model_card import acceptance_table, model_card, read_log
 from .saving import newest_complete_checkpoint, only_writer
 
 ANSWER_SHARE = 1 / 3  # of the minutes: answers are what a small budget lacks first
 ROWS_PER_TOKEN = 6  # mask rows that are trained for each token of an answer where the budget is in tokens
 HELD_OUT = 24  # greedy answers that are not trained on: acceptance is measured on them
+CALIBRATE_EVERY = 3  # of the held-out answers' prompts, one in so many is for calibration, the others for the table
+CALIBRATION_DRAFTS, CALIBRATION_TOKENS = 4, 64
 ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
 
 Measure = Callable[[WeDLMForCausalLM, PreTrainedTokenizerBase, Sequence[Sequence[int]]], dict[str, Any]]
 """Measures AR and verified decoding of the prompts: a table for the model card (see [`model_card`])."""
+Draw = Callable[[Sequence[dict[str, Any]], Path], None]
+"""Draws the acceptance curve of a training log into a folder, as acceptance.png."""
 
 
 def adapt(
@@ -44,6 +48,7 @@ def adapt(
     config: AdaptConfig,
     *,
     measure: Measure | None = None,
+    draw: Draw | None = None,
     console: Console | None = None,
 ) -> Path:
     """Trains a mask adapter for a model on the model's own answers, going on with what `output_dir` holds already.
@@ -57,6 +62,7 @@ def adapt(
         output_dir: new, empty, or that of an earlier call with the same base.
         config: budget and settings.
         measure: makes the table of the model card; without it the card states tokens per forward alone.
+        draw: draws tokens per forward against training for the model card, beside their table.
         console: shows progress and the time left.
 
     Returns:
@@ -74,7 +80,8 @@ def adapt(
         run.convert()
         run.answer()
         run.train()
-        run.finish(measure)
+        run.calibrate()
+        run.finish(measure, draw)
     return run.out
 
 
@@ -88,7 +95,9 @@ class _Run:
         self.held_out = self.work / "heldout.jsonl"
         self.device = find_device(config.device)
         self.budget = {"minutes": config.minutes, "tokens": config.tokens}
-        self.state: dict[str, Any] = {"answer_seconds": 0.0, "answered_for": None, "trained_for": None}
+        # Stages are done for a budget.
+        self.state: dict[str, Any] = {"answer_seconds": 0.0}
+        self.state |= dict.fromkeys(("answered_for", "trained_for", "calibrated_for"))
 
     # Before any work.
 
@@ -146,7 +155,7 @@ class _Run:
             shutil.rmtree(left_over, ignore_errors=True)
         if self.is_wedlm or Path(self.base_path).exists():
             return
-        self.console.print(f"[1/4] Converting {self.base} …", highlight=False, markup=False)
+        self.console.print(f"[1/5] Converting {self.base} …", highlight=False, markup=False)
         convert(self.base, self.base_path, revision=self.config.revision, gguf_file=self.config.gguf_file)
 
     def load(self) -> tuple[WeDLMForCausalLM, PreTrainedTokenizerBase]:
@@ -169,7 +178,7 @@ class _Run:
             clock = time.monotonic()
             self.save_state(answer_seconds=seconds)
             share = self._answer_share(count.tokens, seconds)
-            bar = bar or _progress_bar(self.console, "[2/4] The model's own answers", share)
+            bar = bar or _progress_bar(self.console, "[2/5] The model's own answers", share)
             _show(bar, share, f"{count.answers:,} answers, {count.tokens:,} tokens")
             if share >= 1 and count.answers:
                 break
@@ -239,17 +248,36 @@ class _Run:
             use_cpu=not is_gpu,
         )
 
-    def finish(self, measure: Measure | None) -> None:
-        """The table, the model card, and the adapter where users look for it."""
+    def calibrate(self) -> None:
+        """How often the adapter's drafts pass, so that decoding need not find out first."""
+        prompts = [answer["prompt_ids"] for answer in read_answers(self.held_out)[::CALIBRATE_EVERY]]
+        if self.state["calibrated_for"] == self.budget or not prompts:
+            return
+        self.console.print("[4/5] Calibrating …", highlight=False, markup=False)
+        model, _ = self.load()
+        model.load_mask_adapter(self.work / "adapter")
+        settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "do_sample": False}
+        settings |= {"adaptive_window": False, "window_size": CALIBRATION_DRAFTS, "max_new_tokens": CALIBRATION_TOKENS}
+        decoder: Any = model
+        decoder.generation_config.slot_cost = None  # with one of its own, decoding keeps no record
+        for prompt in prompts:
+            decoder.generate(torch.tensor([prompt], device=self.device), repetition_penalty=1.0, **settings)
+        decoder.model.mask_adapter.calibration = decoder._draft_record.calibration()
+        model.save_mask_adapter(self.work / "adapter")
+        self.save_state(calibrated_for=self.budget)
+
+    def finish(self, measure: Measure | None, draw: Draw | None) -> None:
+        """The table, the figure, the model card, and the adapter where users look for it."""
         answers, held_out = read_answers(self.trained_on), read_answers(self.held_out)
         table: dict[str, Any] = {}
         if measure is not None and held_out:
-            self.console.print("[4/4] Measuring …", highlight=False, markup=False)
+            self.console.print("[5/5] Measuring …", highlight=False, markup=False)
             model, tokenizer = self.load()
             model.load_mask_adapter(self.work / "adapter")
-            table = measure(model, tokenizer, [answer["prompt_ids"] for answer in held_out])
+            others = [answer for index, answer in enumerate(held_out) if index % CALIBRATE_EVERY] or held_out
+            table = measure(model, tokenizer, [answer["prompt_ids"] for answer in others])
         log = self.work / "training" / "log.jsonl"
-        entries = _whole_entries(log)
+        entries = read_log(log)
         facts = {
             "answers": len(answers),
             "answer_tokens": sum(len(answer["response_ids"]) for answer in answers),
@@ -257,7 +285,12 @@ class _Run:
             **{name: self.state[name] for name in ("mask_rows", "training_seconds", "answer_seconds")},
             **{name: value for name, value in asdict(self.config).items() if name in ("rank", "head_width", "seed")},
         }
-        card = model_card(self.base, None if self.is_wedlm else self.base_path, str(self.out), facts, entries, table)
+        figure = None
+        if draw is not None and acceptance_table(entries)["rows"]:
+            draw(entries, self.out)
+            figure = "acceptance.png"
+        base = None if self.is_wedlm else self.base_path
+        card = model_card(self.base, base, str(self.out), facts, entries, table, figure)
         for name in (WEIGHTS_NAME, CONFIG_NAME):
             shutil.copyfile(self.work / "adapter" / name, self.out / f".{name}")
             os.replace(self.out / f".{name}", self.out / name)
@@ -280,7 +313,7 @@ class _ShowProgress(TrainerCallback):
         """Shows them."""
         budget = self.trainer.budget
         share = budget.progress(self.trainer.args)
-        self.bar = self.bar or _progress_bar(self.console, "[3/4] Training the mask adapter", share)
+        self.bar = self.bar or _progress_bar(self.console, "[3/5] Training the mask adapter", share)
         _show(self.bar, share, f"{budget.mask_rows:,} mask rows{self.note}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -317,17 +350,6 @@ def _faster_dtype(device: torch.device) -> str:
             runs.append(time.perf_counter() - start)
         seconds[name] = min(runs)
     return min(seconds, key=lambda name: seconds[name])
-
-
-def _whole_entries(log: Path) -> list[dict[str, Any]]:
-    """The lines of a training log, without those that a full disk or a kill has cut off."""
-    entries = []
-    for line in log.read_bytes().splitlines():
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            continue
-    return entries
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The model card that `wedlm adapt` writes beside an adapter: what it is, how to use it, what was measured."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ def model_card(
     facts: dict[str, Any],
     log: Sequence[dict[str, Any]],
     table: dict[str, Any],
+    figure: str | None = None,
 ) -> str:
     """The text of a model card (README.md), in Markdown.
 
@@ -24,6 +26,7 @@ def model_card(
         facts: what it was trained on and for how long.
         log: entries of the training log.
         table: what was measured: `caption`, `columns` and `rows`; may be empty.
+        figure: name of the file with the acceptance curve, if it was drawn.
     """
     metadata = ModelCardData(
         library_name="peft",
@@ -33,12 +36,25 @@ def model_card(
     )
     names: dict[str, Any] = {"base": base, "converted": converted, "adapter": adapter, "repr": repr}
     template = Path(__file__).with_suffix(".jinja")
-    card = ModelCard.from_template(metadata, str(template), **names, **facts, curve=_curve(log), table=table)
+    card = ModelCard.from_template(
+        metadata, str(template), **names, **facts, curve=acceptance_table(log), figure=figure, table=table
+    )
     return str(card).rstrip() + "\n"
 
 
-def _curve(log: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """A table of tokens per forward against trained mask rows, without rows where nothing was measured."""
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """The lines of a training log, without those that a full disk or a kill has cut off."""
+    entries = []
+    for line in log.read_bytes().splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def acceptance_table(log: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Tokens per forward against trained mask rows: `columns` and `rows` of a table, of the log's evaluations."""
     prefix = "eval_tokens_per_forward_branch_"
     entries = {entry["mask_rows"]: entry for entry in log if f"{prefix}1" in entry}.values()
     names = {name.removeprefix(prefix) for entry in entries for name in entry if name.startswith(prefix)}

@@ -1,6 +1,7 @@
 """Verified decoding with branches: AR's own output whatever is drafted, and drafts that are what they should be."""
 
 import copy
+import json
 from random import Random
 
 import pytest
@@ -11,7 +12,7 @@ from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
 from wedlm_hf.generation import WindowCache, mixin_wedlm
-from wedlm_hf.generation.branch_pacing_wedlm import BranchPacer, DraftRecord, StepTimes
+from wedlm_hf.generation.branch_pacing_wedlm import BranchPacer, DraftRecord, StepTimes, check_calibration
 from wedlm_hf.generation.branches_wedlm import SHORTLIST, BranchRule
 from wedlm_hf.generation.decoding_wedlm import ParallelDecoder
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
@@ -495,6 +496,36 @@ def test_own_probabilities_are_corrected_by_what_passed():
         pace.learn([0.9], checked=1, accepted=0, found=[])
     assert record.chance(0.9) < 0.1
     assert record.chance(0.5) == 0.5
+
+
+def test_decoding_begins_with_what_a_calibration_knows():
+    seen = DraftRecord(StepTimes(0.03))
+    pace = BranchPacer(8, seen)
+    for _ in range(60):
+        pace.learn([0.9, 0.2], checked=2, accepted=1, found=[0.9, 0.2])
+    stored = json.loads(json.dumps(seen.calibration()))
+    check_calibration(stored)
+    assert stored["confidence_by_depth"] == [0.9, 0.2]
+    record = DraftRecord.begin(StepTimes(0.03), None, stored)
+    assert record.chance(0.9) > 0.95 and record.chance(0.2) < 0.1
+    assert BranchPacer(8, record).drafts == 1
+    assert DraftRecord.begin(StepTimes(0.03), None, None) == DraftRecord(StepTimes(0.03))
+    for _ in range(40):  # it gives way to what is seen now
+        BranchPacer(8, record).learn([0.9], 1, 0, [0.9])
+    assert record.chance(0.9) < 0.4
+
+
+@pytest.mark.parametrize(
+    "calibration",
+    [[], "x", {}, {"passed": [0.0] * 8, "tried": [0.0] * 7, "confidence_by_depth": []},
+     {"passed": [1.0] * 8, "tried": [0.0] * 8, "confidence_by_depth": [0.5]},
+     {"passed": [0.0] * 8, "tried": [float("nan")] * 8, "confidence_by_depth": [0.5]},
+     {"passed": [0.0] * 8, "tried": [1.0] * 8, "confidence_by_depth": [1.5]},
+     {"passed": [0.0] * 8, "tried": [1.0] * 8, "confidence_by_depth": ["0.5"]}],
+)  # fmt: skip
+def test_a_calibration_that_is_none_is_refused(calibration):
+    with pytest.raises(ValueError, match="`calibration` must hold `passed` and `tried`, 8 counts each"):
+        check_calibration(calibration)
 
 
 def test_times_are_those_of_a_line_and_of_one_row():

@@ -94,8 +94,12 @@ def test_a_base_and_a_budget_make_an_adapter_its_base_and_a_card(tmp_path, base)
     trained_on = {tuple(answer["prompt_ids"]) for answer in read_answers(out / "work" / "training.jsonl")}
     assert held_out
     assert not held_out & trained_on
-    for stage in ("[1/4] Converting", "[2/4] The model's own answers: 100%", "[3/4] Training the mask adapter: 100%"):
+    for stage in ("[1/5] Converting", "[2/5] The model's own answers: 100%", "[3/5] Training the mask adapter: 100%"):
         assert stage in shown
+    assert shown.index("[4/5] Calibrating") < shown.index("[5/5] Measuring")
+    calibration = model.model.mask_adapter.calibration
+    assert calibration is not None and len(calibration["confidence_by_depth"]) == 4 and sum(calibration["tried"]) > 0
+    assert wrapped.base_model.model.model.mask_adapter.calibration == calibration
 
 
 def test_the_adapter_learns_something(tmp_path, base):
@@ -112,7 +116,7 @@ def test_the_adapter_learns_something(tmp_path, base):
     assert not torch.equal(trained.model.mask_adapter.mask_embedding, untrained.model.mask_adapter.mask_embedding)
 
 
-@pytest.mark.parametrize("stage", ["convert", "answer", "_split", "train", "finish"])
+@pytest.mark.parametrize("stage", ["convert", "answer", "_split", "train", "calibrate", "finish"])
 def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, whole, stage, monkeypatch):
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -123,12 +127,14 @@ def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, whole, stage
             run(tmp_path, base)
     out, _ = run(tmp_path, base)
     assert weights(out) == weights(whole)
+    settings = [json.loads((folder / "adapter_config.json").read_text()) for folder in (out, whole)]
+    assert settings[0]["calibration"] == settings[1]["calibration"]
     for name in ("answers.jsonl", "training.jsonl", "heldout.jsonl"):
         assert (out / "work" / name).read_bytes() == (whole / "work" / name).read_bytes()
 
 
 def test_a_stop_between_two_batches_of_answers_loses_none_of_them(tmp_path, base, monkeypatch):
-    for stage in ("train", "finish"):
+    for stage in ("train", "calibrate", "finish"):
         monkeypatch.setattr(adapt_module._Run, stage, lambda *_: None)
     expected, _ = run(tmp_path, base, "whole", tokens=1500)
     write_answers = adapt_module.write_answers
@@ -242,7 +248,10 @@ def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
     result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words, *prompts])
     assert result.exit_code == 0, result.output
     assert result.stdout == f"The adapter and its model card are in {tmp_path / 'out'}.\n"
-    assert "| decoder | tokens per forward |" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| decoder | tokens per forward |" in card
+    assert "](acceptance.png)\n\n| mask rows | 1 draft | 2 drafts |" in card
+    assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_prompts_that_are_not_there_are_refused(tmp_path, base):
