@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from ...generation.selection_wedlm import token_entropy
 from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
-from ...generation.stats_wedlm import TraceStep
+from ...generation.stats_wedlm import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, Options
 from ..fingerprint import fingerprint
@@ -38,6 +38,10 @@ from .saved import (
     is_setting,
 )
 from .text import pieces_of, token_text
+
+
+LEAST_SHARE = 0.001
+"""Tokens of a lower probability are not kept among the likeliest."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ def record(
     model_name: str,
     repeats: int = 5,
     title: str = "",
+    digests: dict[str, str] | None = None,
+    streamer: Callable[[str], BaseStreamer] | None = None,
 ) -> Trace:
     """Decode prompts and keep every step.
 
@@ -96,8 +102,10 @@ def record(
         tokenizer: the model's.
         request: what to decode.
         model_name: as it is shown.
-        repeats: timed calls, at least 1.
+        repeats: timed calls; with 0, the times are those of the recorded call.
         title: shown with a progress bar on standard error, if any.
+        digests: the model's [`fingerprint`], where it is known already.
+        streamer: called with the strategy before each recorded call; what it returns gets the tokens as they come.
 
     Raises:
         ValueError: for a strategy that has no steps to show, and whatever `generate` refuses.
@@ -111,7 +119,12 @@ def record(
         recorded, *timed = [
             {
                 name: decode_call(
-                    model, tokenizer, [tokens], {**options, **({} if turn else _kept_by(name))}, seed=request.seed
+                    model,
+                    tokenizer,
+                    [tokens],
+                    options if turn else {**options, **_kept_by(name)},
+                    None if turn or streamer is None else streamer(name),
+                    seed=request.seed,
                 )
                 for name, options in decoders.items()
             }
@@ -126,7 +139,7 @@ def record(
     return Trace(
         **FORMAT,
         model=model_name,
-        fingerprint=fingerprint(model, tokenizer),
+        fingerprint=digests or fingerprint(model, tokenizer),
         environment=dict(environment(model)),
         seed=request.seed,
         vocabulary={str(token): token_text(tokenizer, token) for token in sorted(ids)},
@@ -142,7 +155,7 @@ def _kept_by(strategy: str) -> Options:
 
 def _settings(model: WeDLMForCausalLM, options: Options) -> WeDLMGenerationSettings:
     """Those in effect: the call's, else the checkpoint's, else the defaults."""
-    config = SimpleNamespace(**{**vars(model.generation_config), **options})
+    config = model._prepare_generation_config(None, **options)[0]  # type: ignore[operator]  # as `generate` does
     return WeDLMGenerationSettings.from_generation_config(config, model.config)
 
 
@@ -160,7 +173,7 @@ def _run(
     *starts, seconds = [round(median(moments), 7) for moments in zip(*(same or [counter.moments]), strict=True)]
     shown = {name: value for name, value in options.items() if name not in SETTING_NAMES}
     if options["strategy"] == AR:
-        steps = _ar_steps(prompt, decoding.tokens, starts, token_entropy(torch.cat(output.logits)).tolist())
+        steps = _ar_steps(prompt, decoding.tokens, starts, torch.cat(output.logits).float())
         counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances, 0, 0)
     else:
         settings = _settings(model, options)
@@ -187,10 +200,11 @@ def _kept(value: Any) -> Any:
     return sys.float_info.max if value == math.inf else str(value)
 
 
-def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], entropies: list[float]) -> list[Step]:
-    """The first forward reads the prompt, each other one the last token."""
+def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits: torch.Tensor) -> list[Step]:
+    """The first forward reads the prompt, each other one the last token; logits `(len(tokens), V)`."""
     steps = []
-    for index, (token, start, entropy) in enumerate(zip(tokens, starts, entropies, strict=True)):
+    rows = zip(tokens, starts, token_entropy(logits).tolist(), _shares(*likeliest(logits)), strict=True)
+    for index, (token, start, entropy, shares) in enumerate(rows):
         read = [tokens[index - 1]] if index else prompt
         position = len(prompt) + index
         steps.append(
@@ -200,12 +214,20 @@ def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], entropi
                 positions=list(range(position - len(read), position)),
                 kinds=(PENDING if index else PROMPT) * len(read),
                 committed=len(read),
-                predictions=[Prediction(position, "ar", round(entropy, 5), token)],
+                predictions=[Prediction(position, "ar", round(entropy, 5), token, shares)],
                 rejected=[],
                 final=index + 1,
             )
         )
     return steps
+
+
+def _shares(tokens: torch.Tensor, probabilities: torch.Tensor) -> list[list[tuple[int, float]]]:
+    """For each row, its likeliest tokens and their probabilities, without those that can be neglected; both `(n, k)`."""
+    return [
+        [(token, round(share, 4)) for token, share in zip(*row, strict=True) if share >= LEAST_SHARE]
+        for row in zip(tokens.tolist(), probabilities.tolist(), strict=True)
+    ]
 
 
 def _parallel_steps(
@@ -267,8 +289,10 @@ def _predictions(
     """
     count = min(step.logit_positions.shape[1], step.counts[0])
     columns = (step.logit_positions, step.is_mask, step.entropy, step.filled, step.tokens)
+    shares = _shares(step.likeliest[0, -count:], step.probabilities[0, -count:])
     found: dict[tuple[int, str], Prediction] = {}
-    for position, is_mask, entropy, filled, token in zip(*(c[0, -count:].tolist() for c in columns), strict=True):
+    columns_ = zip(*(c[0, -count:].tolist() for c in columns), shares, strict=True)
+    for position, is_mask, entropy, filled, token, likely in columns_:
         by: Literal["mask", "ar"] = "ar"
         chosen: int | None = token if filled else None
         if is_mask:
@@ -281,7 +305,7 @@ def _predictions(
         else:
             position += 1
             chosen = decided.get(position)
-        found[position, by] = Prediction(position, by, round(entropy, 5), chosen)
+        found[position, by] = Prediction(position, by, round(entropy, 5), chosen, likely)
     return [found[key] for key in sorted(found)]
 
 

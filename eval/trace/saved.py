@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict
+from dataclasses import asdict, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,6 +48,7 @@ _FORM = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 Nats = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
 Setting = Annotated[Any, AfterValidator(_check_setting)]
 
 
@@ -59,6 +60,7 @@ class Prediction:
     by: Literal["mask", "ar"]  # its own mask slot, or the next-token head at the position before
     entropy: Nats  # H
     token: Count | None  # filled or drafted by a mask, made final by the AR head; None: the position stays open
+    likeliest: list[tuple[Count, Share]] = field(default_factory=list)  # tokens and probabilities, descending
 
 
 @dataclass(frozen=True, config=_FORM)
@@ -86,7 +88,7 @@ class Run:
     text: str  # without special tokens
     steps: list[Step]  # one for each forward
     seconds: Seconds  # of the whole call
-    timed_runs: Count  # `start` and `seconds` are medians of so many calls that recorded nothing
+    timed_runs: Count  # `start` and `seconds` are medians of so many calls that recorded nothing; 0: of the recorded one
     stats: dict[str, Count]  # as `generate` counts them, see COUNTS
 
     @property
@@ -117,7 +119,9 @@ class Recording:
     def token_ids(self) -> set[int]:
         """All that occur anywhere."""
         steps = [step for run in self.runs for step in run.steps]
-        predicted = {guess.token for step in steps for guess in step.predictions if guess.token is not None}
+        guesses = [guess for step in steps for guess in step.predictions]
+        predicted = {guess.token for guess in guesses if guess.token is not None}
+        predicted.update(token for guess in guesses for token, _ in guess.likeliest)
         answers = [run.tokens for run in self.runs]
         return predicted.union(self.prompt_tokens, *answers, *(step.tokens for step in steps))
 
