@@ -114,7 +114,7 @@ class TraceStep:
         filled: `(A, M)` bool, masks that this step filled; under verification, masks whose argmax became a draft.
         tokens: `(A, M)` int64, what they were filled with.
         likeliest: `(A, M, 5)` int64, the tokens of the highest probability, descending.
-        probabilities: `(A, M, 5)` float32, by the raw logits; of a branch's drafts, among the tokens on their shortlist.
+        probabilities: `(A, M, 5)` float32, by the raw logits; of a branch's drafts, among those on the shortlist.
         decided: offsets (from the prompt's end) of the new tokens whose value this step settled, per entry.
     """
 

@@ -1,6 +1,7 @@
 """Settings for every test, made before transformers is imported: no network, one thread, an empty Hub code cache."""
 
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -28,3 +29,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = [
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium or Chrome, run by playwright. Without them, tests that need one are skipped, unless WEDLM_BROWSER_TESTS
+    is `required`, as CI sets it."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing = "the Python package playwright: pip install playwright"
+    else:
+        missing = None if BROWSER else "a browser: apt-get install chromium, or install Google Chrome"
+    if missing:
+        message = f"Shown pages are tested in a browser, which needs {missing}."
+        if os.environ.get("WEDLM_BROWSER_TESTS") == "required":
+            pytest.fail(message)
+        pytest.skip(message)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=QUIET)
+        yield browser
+        browser.close()

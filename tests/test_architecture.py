@@ -120,6 +120,7 @@ def test_every_outside_package_is_declared_in_setup_cfg():
         "training": declared("train"),
         "eval": declared("train", "eval"),
         "serving": declared("serve"),
+        "apps": declared("demo"),
         "": set(),
     }
     for name, file in MODULES.items():

@@ -140,6 +140,7 @@ function show(trace) {
 function choose(index) {
   view.recording = index;
   view.time = 0;
+  view.counts = [];
   view.drawn = null;
   pause();
   const recording = TRACE.recordings[index], [main] = recording.runs;

@@ -39,7 +39,6 @@ from .saved import (
 )
 from .text import pieces_of, token_text
 
-
 LEAST_SHARE = 0.001
 """Tokens of a lower probability are not kept among the likeliest."""
 
@@ -223,7 +222,7 @@ def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits:
 
 
 def _shares(tokens: torch.Tensor, probabilities: torch.Tensor) -> list[list[tuple[int, float]]]:
-    """For each row, its likeliest tokens and their probabilities, without those that can be neglected; both `(n, k)`."""
+    """For each row, its likeliest tokens and their probabilities, without the negligible ones; both `(n, k)`."""
     return [
         [(token, round(share, 4)) for token, share in zip(*row, strict=True) if share >= LEAST_SHARE]
         for row in zip(tokens.tolist(), probabilities.tolist(), strict=True)

@@ -88,7 +88,7 @@ class Run:
     text: str  # without special tokens
     steps: list[Step]  # one for each forward
     seconds: Seconds  # of the whole call
-    timed_runs: Count  # `start` and `seconds` are medians of so many calls that recorded nothing; 0: of the recorded one
+    timed_runs: Count  # `start`, `seconds`: medians of so many calls that recorded nothing; 0: the recorded one's
     stats: dict[str, Count]  # as `generate` counts them, see COUNTS
 
     @property
@@ -163,13 +163,13 @@ def load(path: str | os.PathLike[str]) -> Trace:
         trace = TypeAdapter(Trace).validate_json(data)
         _check(trace)
     except ValidationError as error:
-        raise ValueError(f"{str(path)!r} is no trace to be read: {_first_of(error)}.") from error
+        raise ValueError(f"{str(path)!r} is no trace to be read: {first_of(error)}.") from error
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is no trace to be read: {error}") from error
     return trace
 
 
-def _first_of(error: ValidationError) -> str:
+def first_of(error: ValidationError) -> str:
     """Where the form is another one, what is wanted there, and what was found."""
     first = error.errors(include_url=False)[0]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")

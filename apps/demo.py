@@ -1,0 +1,294 @@
+"""`wedlm demo`: a page in the browser where the same weights answer a prompt by WeDLM and by AR, on one clock.
+
+The page is that of `wedlm trace` with a form in front: what a request decodes is recorded and drawn as there. All
+decoding is done by one thread, one request after the other, so that no run takes another's time, and two tabs share
+nothing but the loaded models. Behind it is Starlette on uvicorn (0.2 MB): the page exists already, and Gradio would
+bring 31 MB and a page of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import uvicorn
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ..eval.options import LoadingOptions
+from ..eval.trace.answers import AnswerStreamer
+from ..eval.trace.page import escaped, page, render
+from ..eval.trace.record import Request as Recorded
+from ..eval.trace.record import record
+from ..eval.trace.saved import Trace, first_of, to_json
+from ..generation.settings_wedlm import WeDLMGenerationSettings
+from .demo_models import Choice, Models
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+LONGEST_ANSWER = 1024
+LARGEST_BODY = 1 << 20  # bytes of a request
+KEPT = 64
+"""Replays that can still be saved, the last ones of all tabs together."""
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+class Stopped(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Form(BaseModel):
+    """What a tab asks for.
+
+    Raises:
+        ValidationError: for a field that is missing, unknown or of another type.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: str
+    model: str
+    adapter: str = ""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    verification: Literal["none", "typical", "exact"] = "none"
+    window_size: int | None = None  # of this and the following three: None is the checkpoint's own
+    entropy_threshold: float | None = None
+    distance_penalty: float | None = None
+    adaptive_window: bool | None = None
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    keep: str = ""  # an earlier run whose AR answer will do, if it was asked for the same
+
+    def check(self) -> None:
+        """Raises `ValueError` for values out of range, before anything is loaded."""
+        if not self.prompt.strip():
+            raise ValueError("The prompt is empty: type a question or the beginning of a text.")
+        if not self.model.strip():
+            raise ValueError("No model is named: give the folder of a checkpoint, or its Hub id.")
+        if not 1 <= self.max_new_tokens <= LONGEST_ANSWER:
+            raise ValueError(f"`max_new_tokens` must be from 1 to {LONGEST_ANSWER}, got {self.max_new_tokens}.")
+        if not 0 <= self.temperature <= 5:
+            raise ValueError(f"`temperature` must be from 0 (greedy) to 5, got {self.temperature}.")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"`seed` must be from 0 to 2**63 - 1, got {self.seed}.")
+        WeDLMGenerationSettings(strategy="wedlm", **self._window())
+
+    @property
+    def choice(self) -> Choice:
+        """The model."""
+        return Choice(self.model.strip(), self.adapter.strip(), self.dtype)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Of `generate`."""
+        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        return {"strategy": "wedlm", "max_new_tokens": self.max_new_tokens, **self._window(), **sampling}
+
+    @property
+    def about_ar(self) -> tuple[Any, ...]:
+        """All that AR's answer depends on."""
+        return self.choice, self.prompt, self.max_new_tokens, self.temperature, self.seed
+
+    def _window(self) -> dict[str, Any]:
+        names = ("verification", "window_size", "entropy_threshold", "distance_penalty", "adaptive_window")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A run that a tab has seen, and may save."""
+
+    trace: Trace
+    about_ar: tuple[Any, ...]
+
+
+class Demo:
+    """The server's state: loaded models, the last replays, and the one thread that decodes.
+
+    Args:
+        models: that can be asked for.
+        first: of them, the one that the page begins with.
+    """
+
+    def __init__(self, models: Models, first: Choice):
+        self.models = models
+        self.first = first
+        self.kept: OrderedDict[str, Kept] = OrderedDict()
+        self.worker = ThreadPoolExecutor(1, "decoding")
+
+    def page(self, request: Request) -> Response:
+        """The page."""
+        about = {
+            "models": [vars(offer) for offer in self.models.offers],
+            "first": vars(self.first),
+            "longest": LONGEST_ANSWER,
+        }
+        return HTMLResponse(render("demo.html", FOLDER, demo=escaped(json.dumps(about))))
+
+    async def run(self, request: Request) -> Response:
+        """Decodes: a line of JSON for each event, the last one with the trace or with what went wrong."""
+        if request.headers.get("content-type") != "application/json":
+            return JSONResponse({"error": "A request must be application/json."}, 415)
+        if int(request.headers.get("content-length") or LARGEST_BODY + 1) > LARGEST_BODY:
+            return JSONResponse({"error": f"A request may have {LARGEST_BODY:,} bytes."}, 413)
+        try:
+            form = Form.model_validate_json(await request.body())
+            form.check()
+        except ValidationError as error:
+            return JSONResponse({"error": f"The request is malformed: {first_of(error)}."}, 422)
+        except ValueError as error:
+            return JSONResponse({"error": str(error)}, 422)
+        return StreamingResponse(self._events(form, request), media_type="application/x-ndjson")
+
+    def replay(self, request: Request) -> Response:
+        """The replay page of a run, to be saved."""
+        kept = self.kept.get(request.path_params["name"])
+        if kept is None:
+            return HTMLResponse(f"This run is gone: the last {KEPT} are kept. Decode it once more.", 404)
+        return HTMLResponse(page(kept.trace), headers={"content-disposition": 'attachment; filename="replay.html"'})
+
+    async def _events(self, form: Form, request: Request) -> AsyncIterator[str]:
+        """Hands on what the worker tells, until it is done or nobody listens any more."""
+        loop, queue, is_left = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None](), threading.Event()
+
+        def tell(event: dict[str, Any]) -> None:
+            if is_left.is_set():
+                raise Stopped
+            loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        work = loop.run_in_executor(self.worker, self._answer, form, tell)
+        work.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            event: dict[str, Any] | None = {"at": "waiting"}
+            while event is not None:
+                yield _line(event)
+                heard = asyncio.ensure_future(queue.get())
+                while not (await asyncio.wait({heard}, timeout=0.5))[0]:
+                    if await request.is_disconnected():
+                        return
+                event = heard.result()
+            yield await work
+        finally:
+            is_left.set()
+            work.cancel()  # as long as it waits for its turn
+
+    def _answer(self, form: Form, tell: Tell) -> str:
+        """The last event of a request, as a line. Runs in the worker."""
+        try:
+            tell({"at": "loading"})
+            return self._decode(form, tell)
+        except Stopped:
+            return ""
+        except (OSError, ValueError, ImportError) as error:
+            return _line({"error": " ".join(str(error).split())})
+        except Exception as error:  # out of memory, a fault of ours: the page says so, and the server goes on
+            logger.exception("A request failed")
+            text = " ".join(str(error).split())
+            return _line({"error": f"{type(error).__name__}: {text} (the server's terminal has the details)"})
+
+    def _decode(self, form: Form, tell: Tell) -> str:
+        loaded = self.models.load(form.choice, tell)
+        earlier = self.kept.get(form.keep)
+        knows_ar = earlier is not None and earlier.about_ar == form.about_ar
+
+        def streamer(strategy: str) -> AnswerStreamer:
+            def write(text: str, forwards: int) -> None:
+                tell({"at": "decoding", "decoder": strategy, "tokens": len(own.tokens), "text": text})
+
+            own = AnswerStreamer(loaded.tokenizer, write)
+            tell({"at": "decoding", "decoder": strategy, "tokens": 0, "text": ""})
+            return own
+
+        raw = not loaded.tokenizer.chat_template
+        trace = record(
+            loaded.model,
+            loaded.tokenizer,
+            Recorded([form.prompt], form.keywords, not knows_ar, raw, form.seed),
+            model_name=loaded.name,
+            repeats=loaded.repeats,
+            digests=loaded.digests,
+            streamer=streamer,
+        )
+        if knows_ar and earlier is not None:
+            trace = with_ar_of(trace, earlier.trace)
+        name = secrets.token_urlsafe(8)
+        self.kept[name] = Kept(trace, form.about_ar)
+        while len(self.kept) > KEPT:
+            self.kept.popitem(last=False)
+        about = {"run": name, "has_adapter": loaded.has_adapter, "is_raw": raw}
+        return f'{json.dumps(about)[:-1]}, "trace": {to_json(trace)}}}\n'
+
+
+def with_ar_of(trace: Trace, other: Trace) -> Trace:
+    """A trace without AR's run, with that of another trace of the same prompt and model."""
+    (recording,), (earlier,) = trace.recordings, other.recordings
+    return replace(
+        trace,
+        vocabulary={**other.vocabulary, **trace.vocabulary},
+        special=sorted({*other.special, *trace.special}),
+        recordings=[replace(recording, runs=[*recording.runs, earlier.runs[-1]])],
+    )
+
+
+def _line(event: dict[str, Any]) -> str:
+    return json.dumps(event) + "\n"
+
+
+def application(demo: Demo, hosts: list[str]) -> Starlette:
+    """The web application. It answers requests for these host names only, so that no page of another site can use it
+    through the visitor's browser."""
+    return Starlette(
+        routes=[
+            Route("/", demo.page),
+            Route("/runs", demo.run, methods=["POST"]),
+            Route("/runs/{name}.html", demo.replay),
+        ],
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+    )
+
+
+def serve(loading: LoadingOptions, model: str | None, *, host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C.
+
+    Args:
+        loading: dtype, device, threads and adapter.
+        model: folder or Hub id that the page begins with; `None`: wedlm-nano.
+        host: address to listen on.
+        port: 0 takes any that is free.
+        ready: called with the page's address once it can be opened.
+
+    Raises:
+        OSError: if the port cannot be had.
+    """
+    models = Models(loading)
+    first = Choice(model or models.offers[0].model, loading.adapter or "", "")
+    demo = Demo(models, first)
+    try:
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise OSError(f"`--port {port}` of {host} cannot be had: {error.strerror}. Try another one, or 0.") from error
+    with listener:
+        is_local = host in ("127.0.0.1", "::1", "localhost")
+        hosts = ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"]
+        name = f"[{host}]" if ":" in host else host
+        config = uvicorn.Config(application(demo, hosts), log_level="warning", timeout_graceful_shutdown=1)
+        ready(f"http://{name}:{listener.getsockname()[1]}")
+        uvicorn.Server(config).run(sockets=[listener])

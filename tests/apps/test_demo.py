@@ -1,0 +1,220 @@
+"""The server of `wedlm demo`: what it answers is what was decoded, and what is wrong is said."""
+
+import json
+import shutil
+import threading
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from starlette.testclient import TestClient
+from tiny import tiny_model, tiny_tokenizer
+from typer.testing import CliRunner
+
+from wedlm_hf import cli
+from wedlm_hf.apps import demo as server
+from wedlm_hf.apps.demo import Demo, Form, application
+from wedlm_hf.apps.demo_models import IN_MEMORY, Choice, Models
+from wedlm_hf.eval.options import LoadingOptions
+from wedlm_hf.eval.trace.page import page
+from wedlm_hf.eval.trace.saved import Trace
+
+PROMPT = "1, 2, 3"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model = tiny_model()
+    model.generation_config.suppress_tokens = [3]
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def demo(checkpoint):
+    threads = torch.get_num_threads()
+    yield Demo(Models(LoadingOptions()), Choice(checkpoint))
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def client(demo):
+    with TestClient(application(demo, ["testserver"])) as client:
+        yield client
+
+
+@pytest.fixture
+def run(client, checkpoint):
+    """Sends a form and returns the status and the events."""
+
+    def run(**fields):
+        fields = {"prompt": PROMPT, "model": checkpoint, "max_new_tokens": 12, **fields}
+        response = client.post("/runs", json={name: value for name, value in fields.items() if value is not None})
+        return response.status_code, [json.loads(line) for line in response.text.splitlines()]
+
+    return run
+
+
+def trace_of(events):
+    return TypeAdapter(Trace).validate_json(json.dumps(events[-1]["trace"]))
+
+
+def test_a_run_holds_what_both_decoders_answer_and_tells_how_it_goes(run, demo, checkpoint):
+    status, events = run(window_size=4, entropy_threshold=1.5)
+    assert status == 200
+    (recording,) = trace_of(events).recordings
+    loaded = demo.models.load(Choice(checkpoint))
+    prompt = torch.tensor([recording.prompt_tokens])
+    for answer, options in zip(
+        recording.runs,
+        ({"strategy": "wedlm", "window_size": 4, "entropy_threshold": 1.5}, {"strategy": "ar"}),
+        strict=True,
+    ):
+        tokens = loaded.model.generate(prompt, max_new_tokens=12, do_sample=False, **options)[0, prompt.shape[1] :]
+        assert answer.tokens == tokens.tolist()
+        told = [event["text"] for event in events if event.get("decoder") == options["strategy"]]
+        assert "".join(told) == answer.text
+    assert [event["at"] for event in events[:2]] == ["waiting", "loading"]
+
+
+def test_ar_is_decoded_anew_only_where_its_answer_may_differ(run):
+    _, events = run()
+    first, ar = events[-1], trace_of(events).recordings[0].runs[1]
+    _, events = run(keep=first["run"], window_size=2, verification="exact")
+    kept = trace_of(events)
+    assert kept.recordings[0].runs[1] == ar
+    assert kept.recordings[0].runs[0].settings["window_size"] == 2
+    assert not any(event.get("decoder") == "ar" for event in events)
+    for change in ({"prompt": "Sort 31, 7"}, {"max_new_tokens": 5}, {"temperature": 1.0}, {"seed": 4}, {"keep": "?"}):
+        _, events = run(**{"keep": first["run"], **change})
+        assert any(event.get("decoder") == "ar" for event in events), change
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": " \n"}, "The prompt is empty: type a question or the beginning of a text."),
+        ({"model": ""}, "No model is named: give the folder of a checkpoint, or its Hub id."),
+        ({"window_size": 0}, "`window_size` must be an integer of at least 1, got 0."),
+        ({"window_size": 2.5}, "The request is malformed: window_size: input should be a valid integer, got 2.5."),
+        ({"window_size": ""}, "The request is malformed: window_size: input should be a valid integer, got ''."),
+        ({"entropy_threshold": -1}, "`entropy_threshold` must be a number of at least 0, got -1"),
+        ({"distance_penalty": -0.5}, "`distance_penalty` must be a number of at least 0, got -0.5."),
+        ({"verification": "maybe"}, "verification: input should be 'none', 'typical' or 'exact', got 'maybe'."),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be from 1 to 1024, got 0."),
+        ({"temperature": 9}, "`temperature` must be from 0 (greedy) to 5, got 9"),
+        ({"seed": -1}, "`seed` must be from 0 to 2**63 - 1, got -1."),
+        ({"prompt": None}, "The request is malformed: prompt: field required."),
+        ({"colour": "red"}, "The request is malformed: colour: extra inputs are not permitted, got 'red'."),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_is_loaded(run, monkeypatch, fields, message):
+    monkeypatch.setattr(Models, "load", None)
+    status, (answer,) = run(**fields)
+    assert status == 422
+    assert message in answer["error"]
+
+
+def test_what_fails_later_is_said_and_the_server_goes_on(run, checkpoint, tmp_path, monkeypatch):
+    damaged = shutil.copytree(checkpoint, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"no weights")
+    for fields, message in (
+        ({"model": str(tmp_path / "missing")}, "There is no checkpoint folder"),
+        ({"model": str(tmp_path)}, "it has no config.json"),
+        ({"model": str(damaged)}, "damaged"),
+        ({"adapter": str(tmp_path)}, str(tmp_path)),
+        ({"prompt": "1" * 20_000}, "token"),
+    ):
+        status, events = run(**fields)
+        assert status == 200
+        assert message in events[-1]["error"], events[-1]
+        assert "\n" not in events[-1]["error"]
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "record", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        assert run()[1][-1]["error"].startswith("RuntimeError: out of memory")
+    assert "trace" in run()[1][-1]
+
+
+def test_a_request_that_nobody_waits_for_stops(demo, checkpoint, run):
+    heard = []
+
+    def tell(event):
+        heard.append(event)
+        if event.get("tokens"):
+            raise server.Stopped
+
+    assert demo._answer(Form(prompt=PROMPT, model=checkpoint, max_new_tokens=500), tell) == ""
+    assert len([event for event in heard if event.get("tokens")]) == 1
+    assert "trace" in run()[1][-1]
+
+
+def test_requests_at_the_same_time_get_their_own_answers(run):
+    prompts = ["1, 2, 3", "Sort 31, 7", "3 + 4 =", '{"name"']
+    answers = {}
+    threads = [threading.Thread(target=lambda p=prompt: answers.update({p: run(prompt=p)[1]})) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt in prompts:
+        alone = trace_of(run(prompt=prompt)[1]).recordings[0]
+        together = trace_of(answers[prompt]).recordings[0]
+        assert (together.prompt, together.prompt_tokens) == (prompt, alone.prompt_tokens)
+        assert [answer.tokens for answer in together.runs] == [answer.tokens for answer in alone.runs]
+
+
+def test_a_replay_can_be_saved(run, client):
+    _, events = run()
+    response = client.get(f"/runs/{events[-1]['run']}.html")
+    assert response.text == page(trace_of(events))
+    assert response.headers["content-disposition"] == 'attachment; filename="replay.html"'
+    assert client.get("/runs/other.html").status_code == 404
+
+
+def test_pages_of_other_sites_cannot_use_it(client):
+    assert client.get("/", headers={"host": "evil.example"}).status_code == 400
+    assert client.post("/runs", content="{}", headers={"content-type": "text/plain"}).status_code == 415
+    assert (
+        client.post("/runs", content="1" * (1 << 20) + "1", headers={"content-type": "application/json"}).status_code
+        == 413
+    )
+
+
+def test_only_the_last_models_stay_in_memory(checkpoint):
+    models = Models(LoadingOptions())
+    first = models.load(Choice(checkpoint))
+    assert models.load(Choice(checkpoint)) is first
+    for dtype in ("bfloat16", "float16"):
+        assert str(models.load(Choice(checkpoint, dtype=dtype)).model.dtype) == f"torch.{dtype}"
+    assert len(models.loaded) == IN_MEMORY
+    assert models.load(Choice(checkpoint)) is not first
+
+
+def test_the_command_says_where_the_page_is_and_what_is_wrong(monkeypatch):
+    opened = []
+
+    def serve(loading, model, *, host, port, ready):
+        ready(f"http://{host}:{port}")
+        assert (loading.dtype, model) == ("float32", "my-wedlm")
+
+    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    result = CliRunner().invoke(cli.app, ["demo", "--model", "my-wedlm", "--dtype", "float32", "--port", "8123"])
+    assert (result.exit_code, opened) == (0, ["http://127.0.0.1:8123"])
+    assert "http://127.0.0.1:8123" in result.stdout
+    result = CliRunner().invoke(
+        cli.app, ["demo", "-m", "my-wedlm", "--dtype", "float32", "--host", "0.0.0.0", "--no-browser"]
+    )
+    assert "can load any checkpoint" in result.stderr and len(opened) == 1
+
+
+def test_a_port_that_is_taken_is_said_in_one_line():
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(cli.app, ["demo", "--port", str(port), "--no-browser"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: `--port {port}` of 127.0.0.1 cannot be had:")
