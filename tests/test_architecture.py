@@ -212,6 +212,8 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
         *ROOT.glob("training/*.jinja"),
         *ROOT.glob("eval/harness/tasks/*"),
         *ROOT.glob("eval/**/*.html"),
+        *ROOT.glob("eval/trace/page.*s"),
+        *ROOT.glob("apps/demo.[chj]*"),
         *ROOT.glob("eval/report/*.jinja"),
         *ROOT.glob("examples/wedlm-nano/[!.]*"),
     ]

@@ -198,7 +198,7 @@ def test_it_plays_to_the_end_and_pauses(shown, trace):
     page = shown(trace)
     run, ar = trace.recordings[0].runs
     page.locator("#clock").select_option("forwards")
-    page.locator("#speed").select_option("16")
+    page.locator("#speed").select_option("4")
     page.keyboard.press("Space")
     assert page.locator("#play").get_attribute("aria-label") == "Pause"
     wait_for(page, "#panes [data-run=ar]", "data-forwards", re.compile(r"[3-9]|\d\d"))
