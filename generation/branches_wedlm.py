@@ -52,8 +52,10 @@ class BranchRule(VerifyRule):
         super().__init__(settings, sampler, end_tokens)
         self.pacer = pacer
         self.model = model
-        # Of the step under way: probabilities of the drafts that were chosen, `(A, K)`, and each row's entry.
+        # Of the step under way: probabilities of the drafts that were chosen, `(A, K)`, the tokens that they were chosen
+        # from, `(A, K, S)`, and each row's entry.
         self._probabilities: torch.Tensor | None = None
+        self._shortlist: torch.Tensor | None = None
         self._entries: dict[int, int] = {}
 
     def predicted_slots(self, row: Row) -> list[int]:
@@ -115,7 +117,7 @@ class BranchRule(VerifyRule):
         entries = torch.arange(len(rows), device=device)[:, None]
         won = SlotStates(slots.hidden[entries, index], slots.logits[entries, index])
         offsets = torch.tensor(order.first, device=device)[:, None] + accepted + 1 + steps
-        drafts, self._probabilities, scores, shortlist = self._draft(won, before, order, offsets)
+        drafts, self._probabilities, scores = self._draft(won, before, order, offsets)
         return Selection(
             tokens=torch.cat([checked.tokens, drafts], dim=1),
             chosen=torch.cat([checked.chosen, is_draft], dim=1),
@@ -123,12 +125,12 @@ class BranchRule(VerifyRule):
             is_broken=torch.cat([checked.is_broken, torch.zeros_like(is_draft)], dim=1),
             choice=checked.choice,
             draft_scores=scores,
-            shortlist=shortlist,
+            shortlist=self._shortlist,
         )
 
     def _draft(
         self, won: SlotStates, before: torch.Tensor, order: PhysicalOrder, offsets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Chooses drafts one after the other.
 
         Args:
@@ -139,11 +141,11 @@ class BranchRule(VerifyRule):
 
         Returns:
             `(A, K)` int64, the drafts; `(A, K)`, their probabilities over a shortlist of tokens; `(A, K, S)` float32,
-            the shortlist's scores; `(A, K, S)` int64, its tokens.
+            the shortlist's scores.
         """
         head = self.model.get_output_embeddings()
         won.logits[..., self.sampler.mask_token_id] = float("-inf")
-        shortlist = won.logits.topk(min(SHORTLIST, won.logits.shape[-1] - 1), dim=-1).indices
+        shortlist = self._shortlist = won.logits.topk(min(SHORTLIST, won.logits.shape[-1] - 1), dim=-1).indices
         is_plain = type(head) is torch.nn.Linear and head.bias is None and not head._forward_hooks
         weights = head.weight[shortlist] if is_plain else None  # (A, K, S, H)
         drafts, found, places = [], [], []
@@ -159,7 +161,7 @@ class BranchRule(VerifyRule):
             before = torch.stack([before[:, 1], drafts[-1]], dim=1)
         all_scores = torch.stack(found, 1)
         probabilities = all_scores.softmax(-1).gather(2, torch.stack(places, 1))[..., 0]
-        return torch.stack(drafts, 1), probabilities, all_scores, shortlist
+        return torch.stack(drafts, 1), probabilities, all_scores
 
     def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
         """Keeps the accepted drafts, adds the AR head's own token behind them, and takes the next drafts."""

@@ -193,10 +193,10 @@ class TraceRecorder:
         logits[..., self.mask_token_id] = selection.choice.mask_logits
         entropy = [token_entropy(logits)]
         tokens, probabilities = map(list, zip(likeliest(logits), strict=True))
-        if selection.draft_scores is not None and selection.shortlist is not None:
+        if selection.draft_scores is not None:
             entropy.append(token_entropy(selection.draft_scores))
             places, shares = likeliest(selection.draft_scores)
-            tokens.append(selection.shortlist.gather(-1, places))
+            tokens.append(places if selection.shortlist is None else selection.shortlist.gather(-1, places))
             probabilities.append(shares)
         return torch.cat(entropy, dim=1).cpu(), torch.cat(tokens, dim=1).cpu(), torch.cat(probabilities, dim=1).cpu()
 
