@@ -52,8 +52,8 @@ class BranchRule(VerifyRule):
         super().__init__(settings, sampler, end_tokens)
         self.pacer = pacer
         self.model = model
-        # Of the step under way: probabilities of the drafts that were chosen, `(A, K)`, the tokens that they were chosen
-        # from, `(A, K, S)`, and each row's entry.
+        # Of the step under way: probabilities of the drafts that were chosen, `(A, K)`, the tokens among which they
+        # were, `(A, K, S)`, and each row's entry.
         self._probabilities: torch.Tensor | None = None
         self._shortlist: torch.Tensor | None = None
         self._entries: dict[int, int] = {}
