@@ -58,6 +58,7 @@ class StepTimes:
     others: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))
     load: float = 0.0
     met: set[int] = field(default_factory=set)
+    _line: tuple[float, float] | None = None  # until the next step is recorded
 
     def record(self, rows: int, seconds: float) -> None:
         """Takes in a step, relative to the steps just before it: the machine may have been busier at other times."""
@@ -74,6 +75,7 @@ class StepTimes:
             self.single.append(relative)
         else:
             self.others.append((rows, relative))
+        self._line = None
 
     @property
     def knows_single(self) -> bool:
@@ -82,6 +84,12 @@ class StepTimes:
 
     def line(self) -> tuple[float, float]:
         """Intercept and slope for more than one row."""
+        line = self._line  # other threads may drop it
+        if line is None:
+            line = self._line = self._fit()
+        return line
+
+    def _fit(self) -> tuple[float, float]:
         steps = list(self.others)  # of this moment: several threads may decode
         if len(steps) < 3:
             scale = median(self.single) / (1 + self.slot_cost) if self.single else 1.0
