@@ -14,6 +14,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import MaxNLocator
 
 from ..training.model_card import acceptance_table, read_log
 from .report.figures import STYLE, Figure
@@ -35,7 +36,7 @@ def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
     names = {name.removeprefix(prefix).rpartition("_") for entry in entries for name in entry if prefix in name}
     drafts = {kind: sorted(int(count) for name, _, count in names if name == kind) for kind in KINDS}
     with matplotlib.rc_context(STYLE):
-        drawing = Drawing(figsize=(6.0, 3.6), layout="constrained")
+        drawing = Drawing(figsize=(7.2, 3.6), layout="constrained")
         axis = drawing.subplots()
         shades = matplotlib.colormaps["viridis"].resampled(len(drafts[BRANCHES]) + 1)
         for kind, counts in drafts.items():
@@ -46,6 +47,7 @@ def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
                 rows = [entry["mask_rows"] for entry in entries]
                 axis.plot(rows, values, KINDS[kind], marker="o", markersize=3, color=color, label=label)
         axis.set(xlabel="mask rows trained", ylabel="tokens per forward", xlim=(0, None))
+        axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     Figure("acceptance", "Acceptance curve", "", drawing).write_png(folder)
