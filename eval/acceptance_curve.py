@@ -41,7 +41,7 @@ def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
         shades = matplotlib.colormaps["viridis"].resampled(len(drafts[BRANCHES]) + 1)
         for kind, counts in drafts.items():
             for index, count in enumerate(counts if kind == BRANCHES else counts[-1:]):
-                values = [entry.get(f"{prefix}{kind}_{count}") for entry in entries]
+                values: list[Any] = [entry.get(f"{prefix}{kind}_{count}") for entry in entries]
                 color = shades(index) if kind == BRANCHES else "#6b7280"
                 label = f"{NAMES[kind]}, {count} draft{'s' * (count > 1)}"
                 rows = [entry["mask_rows"] for entry in entries]

@@ -116,7 +116,7 @@ class StepTimes:
 def check_calibration(calibration: Any) -> None:
     """Raises `ValueError` for what is no [`DraftRecord.calibration`]."""
     fields = ("passed", "tried", "confidence_by_depth")
-    lists = [calibration.get(name) for name in fields] if isinstance(calibration, dict) else []
+    lists: list[Any] = [calibration.get(name) for name in fields] if isinstance(calibration, dict) else []
     is_known = bool(lists) and all(isinstance(values, list) for values in lists)
     is_known = is_known and all(type(value) in (int, float) and value >= 0 for values in lists for value in values)
     if is_known and len(lists[0]) == len(lists[1]) == BINS:

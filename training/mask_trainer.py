@@ -227,14 +227,21 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self._seconds_before, self._started = self.budget.seconds, time.monotonic()
 
     def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, num_train_epochs: int, *args: Any, **kwargs: Any
+        self,
+        max_steps: Any,
+        num_update_steps_per_epoch: Any,
+        num_train_epochs: Any,
+        resume_from_checkpoint: Any,
+        trial: Any,
     ) -> tuple[int, int]:
         """The parent's, which takes every step so far for one on the present answers: other answers begin an epoch.
 
         Returns:
             The epoch to begin with, and how many of its batches are trained already.
         """
-        super()._init_training_state(max_steps, steps_per_epoch, num_train_epochs, *args, **kwargs)
+        super()._init_training_state(
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
         state, budget = self.state, self.budget
         settings = {"num_masks": self.args.num_masks, "cut_stride": self.args.cut_stride}
         for name, value in settings.items():
@@ -247,7 +254,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             budget.first_step, budget.first_epoch = state.global_step, math.ceil(state.epoch or 0)
             state.epoch = float(budget.first_epoch)
         budget.settings, budget.order = settings, order
-        epochs, skipped = divmod(state.global_step - budget.first_step, steps_per_epoch)
+        epochs, skipped = divmod(state.global_step - budget.first_step, num_update_steps_per_epoch)
         return budget.first_epoch + epochs, skipped * accumulated
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
