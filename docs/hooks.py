@@ -158,7 +158,11 @@ class DocstringLinks(griffe.Extension):
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrites one docstring."""
         if obj.docstring:
-            obj.docstring.value = re.sub(r"\[`([\w.]+)`\](?![(\[])", self.link, obj.docstring.value)
+            text = re.sub(r"\[`([\w.]+)`\](?![(\[])", self.link, obj.docstring.value)
+            # An argument's type is shown as code anyway.
+            obj.docstring.value = re.sub(
+                r"^( *[\w*, ]+ \()(.*)(?=\): )", lambda m: m[1] + m[2].replace("`", ""), text, flags=re.MULTILINE
+            )
 
     def link(self, match: re.Match[str]) -> str:
         """``[`Name`]`` with its target, or without brackets."""

@@ -1,6 +1,7 @@
 """The documentation: the paper index names only what exists, pages begin with what they are for."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -74,6 +75,20 @@ def test_every_message_in_troubleshooting_is_in_the_code():
     assert len(shown) > 15
     for message in shown:
         assert any(pattern.fullmatch(message) for pattern in known), message
+
+
+def test_the_drawings_are_what_the_code_draws(tmp_path, monkeypatch):
+    figures = ROOT / "docs" / "figures"
+    spec = importlib.util.spec_from_file_location("draw", figures / "draw.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    monkeypatch.setattr(draw, "HERE", tmp_path)
+    for drawing in draw.DRAWINGS:
+        drawing()
+    drawn = sorted(tmp_path.glob("*.svg"))
+    assert len(drawn) == len(draw.DRAWINGS)
+    for file in drawn:
+        assert file.read_text(encoding="utf-8") == (figures / file.name).read_text(encoding="utf-8"), file.name
 
 
 def test_the_newest_entry_of_the_changelog_is_of_this_version():

@@ -214,6 +214,8 @@ def mask_adapter() -> None:
     drawing.save("mask-adapter")
 
 
+DRAWINGS = (reordering, dual_stream, streaming_window, mask_adapter)
+
 if __name__ == "__main__":
-    for draw in (reordering, dual_stream, streaming_window, mask_adapter):
+    for draw in DRAWINGS:
         draw()
