@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
 
-.PHONY: demo real test slow lint types unit docs dist format clean
+.PHONY: demo real test test-vllm slow lint types unit docs dist format clean
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
@@ -38,6 +38,18 @@ unit: $(INSTALLED)
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
+# On a real vLLM engine, in an environment of its own (3 GB): vLLM wants other versions than the rest.
+VLLM := .venv-vllm
+
+test-vllm: $(VLLM)/installed
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "not slow" tests/serving/vllm
+
+$(VLLM)/installed: requirements-vllm.txt setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --no-deps --requirement requirements-vllm.txt
+	$(VLLM)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
 # The site, in build/site. A broken link or a name that is not there ends the build. (Material warns of a version of MkDocs
 # that is not the pinned one.)
 docs: $(INSTALLED)
@@ -52,7 +64,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version.
 $(INSTALLED): requirements.txt setup.cfg pyproject.toml Makefile

@@ -1,1 +1,1 @@
-"""Serving: an OpenAI-compatible server on transformers' own."""
+"""Serving: an OpenAI-compatible server on transformers' own, and a plug-in for vLLM."""

