@@ -85,6 +85,21 @@ def adapt(
     return run.out
 
 
+def calibrate_drafts(model: Any, prompts: Sequence[Sequence[int]]) -> None:
+    """Counts how often the drafts of a model's mask adapter pass, and keeps that as the adapter's `calibration`.
+
+    Args:
+        model: in evaluation mode, with its mask adapter.
+        prompts: token ids; each is answered greedily, with up to 64 tokens and 4 drafts a step.
+    """
+    settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "do_sample": False}
+    settings |= {"adaptive_window": False, "window_size": CALIBRATION_DRAFTS, "max_new_tokens": CALIBRATION_TOKENS}
+    model.generation_config.slot_cost = None  # with one of its own, decoding keeps no record
+    for prompt in prompts:
+        model.generate(torch.tensor([prompt], device=model.device), repetition_penalty=1.0, **settings)
+    model.model.mask_adapter.calibration = model._draft_record.calibration()
+
+
 class _Run:
     """The stages of [`adapt`]. Each looks at the disk for what it has done before."""
 
@@ -256,13 +271,7 @@ class _Run:
         self.console.print("[4/5] Calibrating …", highlight=False, markup=False)
         model, _ = self.load()
         model.load_mask_adapter(self.work / "adapter")
-        settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "do_sample": False}
-        settings |= {"adaptive_window": False, "window_size": CALIBRATION_DRAFTS, "max_new_tokens": CALIBRATION_TOKENS}
-        decoder: Any = model
-        decoder.generation_config.slot_cost = None  # with one of its own, decoding keeps no record
-        for prompt in prompts:
-            decoder.generate(torch.tensor([prompt], device=self.device), repetition_penalty=1.0, **settings)
-        decoder.model.mask_adapter.calibration = decoder._draft_record.calibration()
+        calibrate_drafts(model, prompts)
         model.save_mask_adapter(self.work / "adapter")
         self.save_state(calibrated_for=self.budget)
 
