@@ -1,13 +1,15 @@
-"""Commands that decode: generate, trace."""
+"""Commands that decode: generate, chat, trace."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from ..eval.options import (
     NANO,
+    CheckpointArgument,
     CompareOption,
     DecodingOptions,
     LoadingOptions,
@@ -45,6 +47,32 @@ def generate(
     decodings = compare_decoders(loaded, tokenizer, request, console(quiet=as_json))
     if as_json:
         print_json({"answers": records(texts, decodings), "decoders": totals(decodings)})
+
+
+@command(
+    "wedlm chat",
+    "wedlm chat my-wedlm --verification exact --system 'Answer in one sentence.'",
+    "echo 'Count from 5 to 50 by 5.' | wedlm chat",
+)
+def chat(
+    decoding: DecodingOptions,
+    loading: LoadingOptions,
+    checkpoint: CheckpointArgument = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+) -> None:
+    """Talk with a model: answers stream, and the cache is kept from turn to turn. /help lists what can be done."""
+    keywords = decoding.keywords()
+    import torch
+
+    from ..apps.chat import run
+    from ..apps.conversation import Conversation
+
+    loaded, tokenizer = loading.load(checkpoint)
+    if tokenizer.chat_template is None:
+        name = checkpoint or NANO.name
+        raise ValueError(f"{name!r} has no chat template: `wedlm generate --raw` continues texts with it.")
+    torch.manual_seed(decoding.seed)
+    run(Conversation(loaded, tokenizer, keywords, system), console())
 
 
 @command(

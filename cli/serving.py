@@ -7,12 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..eval.options import NANO, DecodingOptions, LoadingOptions
+from ..eval.options import NANO, CheckpointArgument, DecodingOptions, LoadingOptions
 from .application import command
-
-CheckpointArgument = Annotated[
-    str | None, typer.Argument(metavar="[CHECKPOINT]", help="Checkpoint folder or Hub id; default: wedlm-nano.")
-]
 
 
 @command(

@@ -45,6 +45,9 @@ def _one_of(*values: str) -> Callable[[str], list[str]]:
 ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
+CheckpointArgument = Annotated[
+    str | None, typer.Argument(metavar="[CHECKPOINT]", help="Checkpoint folder or Hub id; default: wedlm-nano.")
+]
 FileOption = Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without a chat template.")]
 CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]

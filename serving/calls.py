@@ -193,8 +193,8 @@ class CallManager(GenerateManager):
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
-    ) -> tuple[str, int, torch.Tensor]:
-        """Runs a call to its end. Returns its text, the length of the prompt, and the `(n,)` new tokens.
+    ) -> tuple[str, int, Any]:
+        """Runs a call to its end. Returns its text, the length of the prompt, and the `(n,)` int64 new tokens.
 
         Raises:
             RequestError: for a request over the context, and for one that is cancelled.

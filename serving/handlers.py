@@ -91,7 +91,8 @@ class ParallelHandler(BaseHandler):
         body.update(request.model_dump(exclude_none=True))
         call = CURRENT_CALL.get()
         call.settings = with_asked(self.model_manager.settings, settings_of(request))
-        call.limit = getattr(request, "max_completion_tokens", None) or request.max_tokens or request.max_new_tokens
+        limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_new_tokens"))
+        call.limit = min((limit for limit in limits if limit), default=None)
         call.seed = body.pop("seed", None)  # transformers would set it now, and the call may have to wait
 
     def _check(self, request: Any) -> None:

@@ -95,8 +95,16 @@ class Run:
         return bool(data)
 
 
-def start(words: list[str], folder: Path, *, limit: int | None = None, pipe: tuple[int, int] | None = None) -> Run:
-    """Starts `wedlm WORDS` in a folder; `limit`: the size of its files; `pipe`: both ends, for what it prints."""
+def start(
+    words: list[str],
+    folder: Path,
+    *,
+    limit: int | None = None,
+    pipe: tuple[int, int] | None = None,
+    typing: bool = False,
+) -> Run:
+    """Starts `wedlm WORDS` in a folder; `limit`: the size of its files; `pipe`: both ends, for what it prints;
+    `typing`: it reads what is written to its terminal."""
     pid, terminal = pty.fork()
     if pid:
         return Run(pid, terminal)
@@ -109,7 +117,7 @@ def start(words: list[str], folder: Path, *, limit: int | None = None, pipe: tup
             os.dup2(pipe[1], 1)
             os.close(pipe[0])
             os.close(pipe[1])
-        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))
+        sys.stdin = os.fdopen(0 if typing else os.open(os.devnull, os.O_RDONLY), closefd=False)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))

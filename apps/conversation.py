@@ -1,0 +1,170 @@
+"""A conversation with a model, whose cache is kept from turn to turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from ..eval.decoders import Options
+from ..eval.measure import ForwardCounter, pad_left
+from ..eval.prompts import answer_limit, encode
+from ..eval.trace.answers import AnswerStreamer
+from ..generation.cache_wedlm import WindowCache
+from ..modeling_wedlm import WeDLMForCausalLM
+
+LONGEST_ANSWER = 1024
+"""New tokens of an answer at most, where neither the options nor the checkpoint say."""
+
+
+class AnswerStopped(KeyboardInterrupt):
+    """Ctrl-C, where it ends an answer and not the program."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer, and what it took.
+
+    Attributes:
+        text: of the answer, without special tokens.
+        new_tokens: tokens of it, the end token included.
+        forwards: of the model.
+        prompt_tokens: of the whole conversation up to the answer.
+        cached_tokens: those of them that were in the cache.
+        drafted, accepted: drafts that were checked and that passed; 0 where that is not known.
+        seconds: of `generate`.
+        ended_by: `"end"`, the model; `"limit"`; `"stop"`, Ctrl-C.
+    """
+
+    text: str
+    new_tokens: int
+    forwards: int
+    prompt_tokens: int
+    cached_tokens: int
+    drafted: int
+    accepted: int
+    seconds: float
+    ended_by: str
+
+
+class Conversation:
+    """Turns of a user and a model.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's, with a chat template.
+        options: keywords of `generate`, `strategy` among them; may be replaced between turns.
+        system: text of a system message, if any; may be replaced between turns.
+
+    Attributes:
+        messages: `{"role": ..., "content": ...}`, without the system message.
+        turns: what each answer took.
+    """
+
+    def __init__(
+        self,
+        model: WeDLMForCausalLM,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Options,
+        system: str | None = None,
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.options = options
+        self.system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all turns."""
+        self.messages: list[dict[str, str]] = []
+        self.turns: list[Turn] = []
+        self.cache = WindowCache()
+
+    @property
+    def all_messages(self) -> list[dict[str, str]]:
+        """The messages, with that of the system."""
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*system, *self.messages]
+
+    def ask(self, text: str, write: Callable[[str, int, float], None]) -> Turn:
+        """Asks, and streams the answer. Both are part of the conversation then, unless nothing was answered.
+
+        Args:
+            text: the user's.
+            write: called with new text, the number of its group of tokens, final at once, and tokens per forward.
+
+        Returns:
+            What the answer took; the part that there is, if [`AnswerStopped`] was raised meanwhile.
+
+        Raises:
+            ValueError: for a conversation that leaves no room for an answer in the context, for messages that the
+                chat template refuses, and for what `generate` refuses.
+        """
+        messages = [*self.all_messages, {"role": "user", "content": text}]
+        prompt = self._encode(messages)
+        cached = self._keep_beginning_of(prompt)
+        stored = self.model.generation_config.max_new_tokens
+        limit = self.options.get("max_new_tokens") or stored or LONGEST_ANSWER
+        limit = answer_limit(self.model, len(prompt), limit)
+        options = {**self.options, "max_new_tokens": limit, "return_dict_in_generate": True}
+        inputs: Any = pad_left([prompt], 0, self.model.device)
+        untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
+        output, is_stopped, start = None, False, time.perf_counter()
+        with ForwardCounter(self.model) as counter:
+            streamer = AnswerStreamer(
+                self.tokenizer,
+                lambda new, group: write(new, group, len(streamer.tokens) / max(1, counter.forwards)),
+            )
+            try:
+                output = untyped.generate(**inputs, past_key_values=self.cache, streamer=streamer, **options)
+            except AnswerStopped:
+                is_stopped = True
+                with suppress(AnswerStopped):  # pressed twice
+                    streamer.end()
+        tokens = streamer.tokens
+        stats = getattr(output, "stats", None)
+        turn = Turn(
+            text=str(self.tokenizer.decode(tokens, skip_special_tokens=True)),
+            new_tokens=len(tokens),
+            forwards=counter.forwards,
+            prompt_tokens=len(prompt),
+            cached_tokens=cached,
+            drafted=0 if stats is None else int(stats.drafted.sum()),
+            accepted=0 if stats is None else int(stats.accepted.sum()),
+            seconds=time.perf_counter() - start,
+            ended_by="stop" if is_stopped else "limit" if len(tokens) == limit else "end",
+        )
+        if tokens:
+            self.messages += [messages[-1], {"role": "assistant", "content": turn.text}]
+            self.turns.append(turn)
+        return turn
+
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+        try:
+            prompt = encode(self.tokenizer, messages)
+        except TemplateError as error:
+            raise ValueError(f"The chat template refuses these messages: {error}") from None
+        context = self.model.config.max_position_embeddings
+        if len(prompt) >= context:
+            raise ValueError(
+                f"The conversation has {len(prompt)} tokens now, but the model's context is {context}: it has no room "
+                "for an answer."
+            )
+        return prompt
+
+    def _keep_beginning_of(self, prompt: list[int]) -> int:
+        """Crops the cache to what it shares with a prompt: a template may write an answer in other tokens than the
+        model did. Returns how many tokens of the prompt need not be computed."""
+        if not self.cache.lengths:
+            return 0
+        length = self.cache.lengths[0]
+        held = self.cache.token_ids[0, :length].tolist()
+        pairs = enumerate(zip(held, prompt, strict=False))
+        shared = next((place for place, (one, other) in pairs if one != other), min(length, len(prompt)))
+        self.cache.crop(shared - length)
+        return min(shared, len(prompt) - 1)

@@ -1,0 +1,293 @@
+"""`wedlm chat` on wedlm-nano: answers are those of `generate` on the whole conversation, no prompt is read twice."""
+
+import io
+import json
+import os
+import time
+
+import pytest
+import torch
+from command_faults import start
+from rich.console import Console
+from rich.text import Text
+from typer.testing import CliRunner
+
+from wedlm_hf import cli
+from wedlm_hf.apps.chat import AnswerView, Chat
+from wedlm_hf.apps.conversation import AnswerStopped, Conversation
+from wedlm_hf.eval.decoders import DECODERS
+from wedlm_hf.eval.measure import ForwardCounter
+from wedlm_hf.eval.options import NANO
+from wedlm_hf.eval.prompts import encode
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+
+QUESTIONS = (
+    "Count from 5 to 50 by 5.",
+    "Sort from largest to smallest: 31, 7, 86, 12, 54, 23",
+    "Count from 3 to 30 by 3.",
+)
+ANSWERS = ("5, 10, 15, 20, 25, 30, 35, 40, 45, 50", "86, 54, 31, 23, 12, 7")  # to each as the first question
+
+
+@pytest.fixture(scope="module")
+def nano():
+    threads = torch.get_num_threads()
+    yield load_model(NANO).eval(), load_tokenizer(NANO)
+    torch.set_num_threads(threads)
+
+
+def nothing(text, group, tokens_per_forward):
+    """Shows nothing."""
+
+
+def cold(nano, messages, **options):
+    """The answer to a conversation without a cache."""
+    model, tokenizer = nano
+    ids = torch.tensor([encode(tokenizer, messages)])
+    output = model.generate(ids, **{"max_new_tokens": 100, **options})
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+# --- the cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_every_answer_is_that_of_generate_and_only_new_tokens_are_computed(nano, decoder):
+    options = DECODERS[decoder]
+    talk = Conversation(*nano, {**options, "max_new_tokens": 100})
+    for number, question in enumerate(QUESTIONS):
+        expected = cold(nano, [*talk.messages, {"role": "user", "content": question}], **options)
+        earlier = talk.turns[-1] if number else None
+        with ForwardCounter(nano[0]) as counter:
+            turn = talk.ask(question, nothing)
+        assert turn.text == expected
+        first = counter.shapes[0][1]
+        if earlier is None:
+            assert turn.cached_tokens == 0
+            assert first >= turn.prompt_tokens
+        else:  # all of the turns before, but for the last tokens of the answer
+            assert turn.cached_tokens >= earlier.prompt_tokens + earlier.new_tokens - 2
+            assert first <= turn.prompt_tokens - turn.cached_tokens + 2 * 32
+            assert first < turn.prompt_tokens
+    assert talk.messages[1] == {"role": "assistant", "content": ANSWERS[0]}
+
+
+def test_the_cache_is_kept_where_the_decoder_or_the_system_message_changes(nano):
+    talk = Conversation(*nano, DECODERS["wedlm"])
+    talk.ask(QUESTIONS[0], nothing)
+    for decoder in ("ar", "wedlm+exact", "wedlm"):
+        talk.options = DECODERS[decoder]
+        messages = [*talk.messages, {"role": "user", "content": QUESTIONS[1]}]
+        turn = talk.ask(QUESTIONS[1], nothing)
+        assert turn.cached_tokens > turn.prompt_tokens / 2
+        assert turn.text == cold(nano, messages, **DECODERS[decoder])
+    talk.system = "Be brief."
+    messages = [*talk.all_messages, {"role": "user", "content": QUESTIONS[1]}]
+    turn = talk.ask(QUESTIONS[1], nothing)
+    assert turn.cached_tokens < 3
+    assert turn.text == cold(nano, messages, **DECODERS["wedlm"])
+
+
+def test_an_answer_that_the_template_writes_in_other_tokens_is_read_anew_from_there(nano):
+    talk = Conversation(*nano, DECODERS["wedlm"])
+    first = talk.ask(QUESTIONS[0], nothing)
+    talk.messages[-1]["content"] = "5, 10, 99"
+    messages = [*talk.messages, {"role": "user", "content": QUESTIONS[1]}]
+    turn = talk.ask(QUESTIONS[1], nothing)
+    assert first.prompt_tokens < turn.cached_tokens < first.prompt_tokens + first.new_tokens
+    assert turn.text == cold(nano, messages, **DECODERS["wedlm"])
+
+
+# --- answers that end early -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decoder", ["ar", "wedlm", "wedlm+exact"])
+def test_a_stopped_answer_stays_as_far_as_it_came(nano, decoder):
+    def stop_after(groups):
+        def write(text, group, tokens_per_forward):
+            if group >= groups:
+                raise AnswerStopped
+
+        return write
+
+    options = DECODERS[decoder]
+    talk = Conversation(*nano, options)
+    turn = talk.ask(QUESTIONS[0], stop_after(3))
+    assert turn.ended_by == "stop"
+    assert ANSWERS[0].startswith(turn.text) and 0 < len(turn.text) < len(ANSWERS[0])
+    assert talk.messages[-1]["content"] == turn.text
+    for question in QUESTIONS[1:]:
+        messages = [*talk.messages, {"role": "user", "content": question}]
+        after = talk.ask(question, nothing)
+        assert after.text == cold(nano, messages, **options)
+        assert talk.ask("And now?", stop_after(1)).ended_by == "stop"
+    assert after.cached_tokens > 0
+
+
+def test_an_answer_that_is_stopped_before_it_begins_is_no_turn(nano, monkeypatch):
+    model, tokenizer = nano
+    talk = Conversation(model, tokenizer, DECODERS["wedlm"])
+
+    def stop(*args, **kwargs):
+        raise AnswerStopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", stop)
+        turn = talk.ask(QUESTIONS[0], nothing)
+    assert (turn.ended_by, turn.new_tokens, talk.messages, talk.turns) == ("stop", 0, [], [])
+    assert talk.ask(QUESTIONS[0], nothing).text == ANSWERS[0]
+
+
+def test_a_limit_ends_an_answer_and_the_context_a_conversation(nano):
+    talk = Conversation(*nano, {"strategy": "ar", "max_new_tokens": 4})
+    assert (talk.ask(QUESTIONS[0], nothing).ended_by, talk.turns[0].new_tokens) == ("limit", 4)
+    with pytest.raises(ValueError, match="tokens now, but the model's context is 512: it has no room"):
+        talk.ask("1, " * 500, nothing)
+    assert len(talk.turns) == 1
+    assert len(talk.messages) == 2
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def chat(nano):
+    """`chat(line)` is what the program prints on it."""
+    console = Console(file=io.StringIO(), width=100)
+    talk = Chat(Conversation(*nano, {"strategy": "wedlm", "window_size": 4, "max_new_tokens": 100}), console)
+
+    def say(line):
+        start = console.file.tell()
+        talk.handle(line)
+        return console.file.getvalue()[start:]
+
+    say.conversation, say.program = talk.conversation, talk
+    return say
+
+
+def test_an_answer_is_followed_by_what_it_took(chat):
+    shown = chat(QUESTIONS[0])
+    answer, costs = shown.split("\n", 1)
+    assert answer == ANSWERS[0]
+    turn = chat.conversation.turns[0]
+    assert f"29 tokens in {turn.forwards} forwards ({29 / turn.forwards:.2f} tokens per forward)" in costs
+    assert "0 of 20 prompt tokens from the cache" in costs
+
+
+def test_the_system_message_is_set_and_taken_away(chat):
+    chat("/system Count well.")
+    assert chat.conversation.all_messages == [{"role": "system", "content": "Count well."}]
+    assert "stays" in chat("/reset")
+    assert "no system message" in chat("/system")
+    assert chat.conversation.all_messages == []
+
+
+def test_another_decoder_has_its_own_settings_and_the_first_one_gets_its_back(chat):
+    assert chat("/strategy") == "Decoding by wedlm.\n"
+    assert chat("/strategy wedlm+exact") == "Decoding by wedlm+exact.\n"
+    assert chat.conversation.options == {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 100}
+    assert chat("/strategy ar") == "Decoding by ar.\n"
+    assert chat.conversation.options == {"strategy": "ar", "max_new_tokens": 100}
+    chat("/strategy wedlm")
+    assert chat.conversation.options["max_new_tokens"] == 100
+    assert "Unknown decoder 'fast': choose among ar, block, wedlm" in chat("/strategy fast").replace("\n", " ")
+
+
+def test_stats_are_those_of_all_answers_and_reset_forgets_them(chat):
+    assert "no answer yet" in chat("/stats")
+    for question in QUESTIONS[:2]:
+        chat(question)
+    turns = chat.conversation.turns
+    shown = chat("/stats").replace("\n", " ")
+    assert shown.startswith(f"2 answers: {sum(turn.new_tokens for turn in turns)} tokens in ")
+    assert f"; {turns[1].cached_tokens} of {sum(turn.prompt_tokens for turn in turns)} prompt tokens" in shown
+    chat("/reset")
+    assert "no answer yet" in chat("/stats")
+
+
+def test_a_conversation_is_saved_as_training_reads_it_and_replaces_nothing(chat, tmp_path):
+    chat("/system Count well.")
+    chat(QUESTIONS[0])
+    file = tmp_path / "talk.jsonl"
+    assert "The conversation is in" in chat(f"/save {file}")
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert row == {"messages": chat.conversation.all_messages}
+    assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant"]
+    assert "is there already" in chat(f"/save {file}").replace("\n", " ")
+    assert chat("/save").startswith("Error: /save needs the name of a file.")
+    assert chat(f"/save {tmp_path}/no\0name").startswith("Error: ")
+
+
+def test_help_lists_every_command_and_what_is_none_is_said(chat):
+    shown = chat("/help")
+    assert all(f"{name} " in shown for name in chat.program.commands)
+    assert "There is no command /strateg:" in chat("/strateg")
+    assert chat("") == chat("  ") == ""
+    assert "not UTF-8" in chat("\udcff")
+    assert chat.conversation.messages == []
+    chat("/exit")
+    assert chat.program.is_over
+
+
+def test_what_generate_refuses_is_said_and_the_message_is_dropped(chat):
+    chat.conversation.options = {"strategy": "wedlm", "repetition_penalty": 1.2}
+    assert "Error: RepetitionPenaltyLogitsProcessor needs the tokens before" in chat("Hello")
+    assert chat.conversation.messages == []
+    chat.conversation.options = {"strategy": "wedlm"}
+    assert chat(QUESTIONS[0]).startswith(ANSWERS[0])
+
+
+@pytest.mark.parametrize("width", [3, 12, 80])
+def test_on_a_terminal_of_any_width_every_row_of_an_answer_stays(width, monkeypatch):
+    file, rows = io.StringIO(), []
+    console = Console(file=file, width=width, height=5, force_terminal=True)
+    show = console.print
+    monkeypatch.setattr(console, "print", lambda row: (rows.append(row), show(row)))
+    text = "one two threefourfive\n\nsix, seven 8 9\x1b 10"
+    with AnswerView(console) as view:
+        for group, letter in enumerate(text):
+            view.write(letter, group, 1.5)
+        assert "1.50 tokens per forward"[: width - 1] in file.getvalue()
+    rows = [row.plain for row in rows if isinstance(row, Text)]  # not what moves the cursor
+    assert "".join("".join(rows).split()) == "".join(text.replace("\x1b", "␛").split())
+    assert all(len(row) <= width for row in rows)
+    assert "" in rows  # the empty line
+    assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_lines_that_are_piped_in_are_answered_in_turn(nano):
+    lines = "\n".join([QUESTIONS[0], "", "/stats", "/reset", "/strategy wedlm+exact", QUESTIONS[1]])
+    result = CliRunner().invoke(cli.app, ["chat", str(NANO), "--threads", "1"], input=lines)
+    assert result.exit_code == 0, result.output
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=False):
+        assert f"> {question}\n{answer}\n" in result.stdout
+    assert "1 answers: " in result.stdout
+    assert result.stdout.count("tokens per forward") == 3
+
+
+@pytest.mark.parametrize(("terminal", "sign"), [("xterm", b"1.00 tokens per forward"), ("dumb", b"10, 15")])
+def test_ctrl_c_stops_an_answer_and_not_the_program(nano, tmp_path, monkeypatch, terminal, sign):
+    monkeypatch.setenv("TERM", terminal)
+    monkeypatch.setenv("COLUMNS", "30")
+    words = ["chat", str(NANO), "--strategy", "ar", "--set", "min_new_tokens=450", "--max-new-tokens", "460"]
+    run = start([*words, "--threads", "1"], tmp_path, typing=True)
+
+    def type_once(shown, keys):
+        end = time.monotonic() + 100
+        while shown not in run.output and run.code is None and time.monotonic() < end:
+            run.wait(0.05)
+        assert shown in run.output, run.output
+        run.output = b""
+        os.write(run.terminal, keys)
+
+    type_once(b"> ", b"Count from 5 to 50 by 5.\n")
+    type_once(sign, b"\x03")
+    type_once(b"Stopped.", b"\x03")
+    type_once(b"> ", b"/stats\n")
+    type_once(b"1 answers: ", b"\x04")
+    run.wait()
+    assert run.code == 0
+    assert b"Traceback" not in run.output
