@@ -50,10 +50,10 @@ $(VLLM)/installed: requirements-vllm.txt setup.cfg pyproject.toml
 	$(VLLM)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# The site, in build/site. A broken link or a name that is not there ends the build. (Material warns of a version of MkDocs
-# that is not the pinned one.)
+# The site, in build/site. A broken link or a name that is not there ends the build; with `--quiet` it would not. (Material
+# warns of a version of MkDocs that is not the pinned one.)
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # What would be uploaded to PyPI, in dist/: docs/releasing.md.
 dist: $(INSTALLED)
