@@ -1,4 +1,4 @@
-"""Commands that make models: convert, train, adapt."""
+"""Commands that make models, and send them to the Hub: convert, train, adapt, push."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..eval.push.request import PushRequest
 from ..training.adapt_config import AdaptConfig
-from .application import STOPPED, JsonOption, app, command, console, is_debugging, print_json
+from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, print_json
 
 
 @command(
@@ -79,3 +80,37 @@ def adapt(
         typer.echo(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here.", err=True)
         raise typer.Exit(STOPPED) from None
     typer.echo(f"The adapter and its model card are in {output_dir}.")
+
+
+@command(
+    "wedlm push my-wedlm you/my-wedlm --dry-run",
+    "wedlm push my-wedlm you/my-wedlm --license apache-2.0 --private",
+    "wedlm push my-adapter you/my-adapter",
+)
+def push(request: PushRequest, as_json: JsonOption = False) -> None:
+    """Check a model or an adapter, then upload it to the Hub.
+
+    It must load and generate the same in a process without this package; code 1 where a check finds a problem.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from ..eval.push.checks import Check, check_folder
+    from ..eval.push.upload import upload
+
+    disable_progress_bar()
+    out = console(quiet=as_json)
+
+    def show(check: Check) -> None:
+        words = f"{'ok' if check.is_good else 'PROBLEM':8}{check.name:11}{check.found}"
+        out.print(words, style=None if check.is_good else "bold", highlight=False, soft_wrap=True)
+
+    package = check_folder(request, show)
+    address = None
+    if package.is_good and not request.dry_run:
+        address = upload(request, package)
+        out.print(address, highlight=False, soft_wrap=True)
+    if as_json:
+        checks = [vars(check) for check in package.checks]
+        print_json({"checks": checks, "files": list(package.files), "uploaded_to": address})
+    if not package.is_good:
+        raise typer.Exit(NO)

@@ -20,7 +20,7 @@ from ..generation.settings_wedlm import check_mask_token_id
 from .configuration_wedlm import WeDLMConfig
 from .families import read_family, wedlm_config
 from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model
-from .loading import load_config_dict, load_model, load_tokenizer, reading
+from .loading import fetch_card, load_config_dict, load_model, load_tokenizer, reading
 from .modeling_wedlm import WeDLMForCausalLM
 
 MASK_TOKEN = "<|mask|>"
@@ -101,6 +101,7 @@ def convert(
     tokenizer = load_tokenizer(folder, revision=revision, **options)
     if gguf_file is not None:
         complete_tokenizer(tokenizer)
+    fetch_card(folder, revision=revision)  # its licence is the copy's
     used = sorted(set(tokenizer.get_vocab().values()))
     mask_token_id = _add_mask_token(tokenizer, mask_token)
     with reading(f"The config of {os.fspath(source)!r}"):
@@ -143,8 +144,8 @@ def _write(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizer
     """Writes the checkpoint, whole or not at all. Raises `ValueError` for a tokenizer that is not loaded as it was."""
     with _written_whole(target) as unfinished:
         _require_space(unfinished, model)
-        model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+        model.save_pretrained(unfinished)  # its card has a chat for an example where there is a chat template
         reloaded = load_tokenizer(unfinished)
         if reloaded.mask_token_id != tokenizer.mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"The tokenizer of {source!r} does not survive being saved and loaded again.")

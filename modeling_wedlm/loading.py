@@ -12,7 +12,7 @@ Every command and library call of ours loads through here, so that all of them
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from .card_wedlm import CARD_NAME
 from .modeling_wedlm import WeDLMForCausalLM
 
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
@@ -158,6 +159,13 @@ def load_model(
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _check_token_ids(name, getattr(model.generation_config, name))
     return loaded
+
+
+def fetch_card(source: str, *, revision: str | None = None) -> None:
+    """Downloads the model card of a Hub id, where there is one and the Hub can be reached."""
+    if not os.path.isdir(source) and is_hub_reachable():
+        with suppress(OSError):
+            cached_file(source, CARD_NAME, revision=revision)
 
 
 def find_device(name: str | None, called: str = "The device {!r}") -> torch.device:

@@ -18,6 +18,7 @@ from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
+from ..modeling_wedlm.card_wedlm import CARD_NAME, write_card
 from ..modeling_wedlm.convert import convert, read_source_config
 from ..modeling_wedlm.loading import find_device, load_model, load_tokenizer
 from ..modeling_wedlm.mask_adapter_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
@@ -303,7 +304,8 @@ class _Run:
         for name in (WEIGHTS_NAME, CONFIG_NAME):
             shutil.copyfile(self.work / "adapter" / name, self.out / f".{name}")
             os.replace(self.out / f".{name}", self.out / name)
-        _write(self.out / "README.md", card)
+        if not write_card(self.out, card):
+            self.console.print(f"{self.out / CARD_NAME} was edited: it stays as it is.", highlight=False, markup=False)
 
 
 class _ShowProgress(TrainerCallback):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from ..modeling_wedlm.card_wedlm import is_hub_id, provenance, render
 
 
 def model_card(
@@ -28,18 +28,17 @@ def model_card(
         table: what was measured: `caption`, `columns` and `rows`; may be empty.
         figure: name of the file with the acceptance curve, if it was drawn.
     """
-    metadata = ModelCardData(
-        library_name="peft",
-        pipeline_tag="text-generation",
-        base_model=None if Path(base).exists() else base,  # the Hub links to ids
-        tags=["wedlm", "mask-adapter"],
-    )
+    _, stated = provenance(base)
+    metadata = {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "base_model": base if is_hub_id(base) else None,  # the Hub links to ids
+        "tags": ["mask-adapter"],
+        **stated,
+    }
     names: dict[str, Any] = {"base": base, "converted": converted, "adapter": adapter, "repr": repr}
-    template = Path(__file__).with_suffix(".jinja")
-    card = ModelCard.from_template(
-        metadata, str(template), **names, **facts, curve=acceptance_table(log), figure=figure, table=table
-    )
-    return str(card).rstrip() + "\n"
+    template = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
+    return render(template, metadata, **names, **facts, curve=acceptance_table(log), figure=figure, table=table)
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,8 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from ..modeling_wedlm.card_wedlm import CARD_NAME, is_written_by_a_person, read_card
+
 logger = logging.getLogger(__name__)
 
 # Beside what they become, so that a rename is enough. Pushes to the Hub leave out what begins with an underscore.
@@ -183,8 +185,11 @@ def _move_folder(finished: Path, name: str, run_dir: Path) -> None:
 
 
 def _move_files(finished: Path, folder: Path) -> None:
-    """Moves each file to the same place in `folder`; removes the weight files there that are not among them."""
+    """Moves each file to the same place in `folder`, except for a model card where a person wrote one; removes the
+    weight files there that are not among them."""
     files = [path.relative_to(finished) for path in sorted(finished.rglob("*")) if path.is_file()]
+    if is_written_by_a_person(read_card(folder)):
+        files = [path for path in files if str(path) != CARD_NAME]
     weights = {path.name for path in files if path.match("model*.safetensors*")}
     for path in files:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

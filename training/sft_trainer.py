@@ -16,11 +16,14 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers.modelcard import extract_hyperparameters_from_trainer, make_markdown_table, parse_log_history
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.data_utils import pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
+from ..modeling_wedlm.card_wedlm import is_written_by_a_person, model_card, read_card, write_card
+from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .callback import DynamicMaskingCallback, refuse_context_parallelism
 from .collator import DataCollatorForDualStreamMasking
 from .examples import first_example
@@ -306,6 +309,32 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             return {"tokens_per_forward": tokens_per_forward(model, prompts, limit, device)}
 
     # Checkpoints.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The parent's, and a model card that says how the model was trained."""
+        super().save_model(output_dir, _internal_call)
+        if not self._is_staging and output_dir in (None, self.args.output_dir):
+            self.create_model_card()
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Writes the model card, unless a person's own is there: TRL's for an adapter, else [`model_card`]."""
+        folder = str(self.args.output_dir)
+        if not self.is_world_process_zero() or is_written_by_a_person(read_card(folder)):
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        if not isinstance(model, WeDLMForCausalLM):
+            super().create_model_card(model_name, dataset_name, tags)
+            return
+        _, evaluations, _ = parse_log_history(self.state.log_history)
+        settings = [f"- {name}: {value}" for name, value in extract_hyperparameters_from_trainer(self).items()]
+        parts = [f"By `WeDLMSFTTrainer`, {self.state.global_step:,} steps:", "\n".join(settings)]
+        parts += [make_markdown_table(evaluations)] if evaluations else []
+        named = [tags] if isinstance(tags, str) else tags or []
+        metadata = {"datasets": dataset_name, "tags": [*self._tag_names, *named]}
+        card = model_card(model, folder, repo_id=self.hub_model_id, training="\n\n".join(parts), metadata=metadata)
+        write_card(folder, card)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The parent's. Raises `OSError` for an output folder that cannot be written to."""

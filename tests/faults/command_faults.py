@@ -165,6 +165,7 @@ class Command:
     check: Callable[[Path], None]
     earlier: str = ""
     unchanged: str = "*"  # pattern of files at the top that no run may change
+    may_say_no: bool = False  # it checks, and a fault may be what it finds: code 1
 
 
 def whole_json(*names: str) -> Callable[[Path], None]:
@@ -236,6 +237,11 @@ COMMANDS = {
         REPORT + "--restart --max-new-tokens 6",
     ),
     "convert": Command("convert stock new", lambda folder: whole_model(folder / "new")),
+    "push": Command(
+        "push model someone/model --license mit --dry-run",
+        lambda folder: whole_model(folder / "model"),
+        may_say_no=True,
+    ),
     "train": Command(TRAIN + "3", whole_training, TRAIN + "1"),
     "adapt": Command(ADAPT + "200", whole_adapter, ADAPT + "60"),
 }
@@ -292,10 +298,10 @@ def run_under(fault: str, words: list[str], folder: Path, seconds: float, rng: r
     return [run]
 
 
-def problem_of(run: Run, fault: str) -> str:
+def problem_of(run: Run, fault: str, may_say_no: bool = False) -> str:
     """What is wrong with how a run ended."""
     text = run.output.decode(errors="replace")
-    if run.code not in CODES[fault]:
+    if run.code not in CODES[fault] | ({1} if may_say_no else set()):
         return f"exit code {run.code}: {text[-300:]!r}"
     if "Traceback" in text or "Exception ignored" in text:
         return f"traceback: {text[-1500:]}"
@@ -321,7 +327,7 @@ def trial(command: Command, fault: str, template: Path, seconds: float, rng: ran
             runs = run_under(fault, command.words.split(), folder, seconds, rng)
             if fault == "full":
                 subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
-            problem = next(filter(None, (problem_of(run, fault) for run in runs)), "")
+            problem = next(filter(None, (problem_of(run, fault, command.may_say_no) for run in runs)), "")
             if not problem and all(run.code for run in runs) and fault == "twice":
                 problem = f"both failed: {[run.output[-300:] for run in runs]}"
             try:

@@ -1,0 +1,42 @@
+"""What `wedlm push` is asked for. Light to import: `--help` needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True)
+class PushRequest:
+    """Push.
+
+    Raises:
+        OSError: for a folder that is not there.
+    """
+
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of a model, or of an adapter that `wedlm adapt` or PEFT has saved.")
+    ]
+    repo: Annotated[str, typer.Argument(help="Where to: NAME or OWNER/NAME on the Hub; made if it is not there.")]
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check alone, upload nothing.")] = False
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False
+    revision: Annotated[str | None, typer.Option(help="Branch to upload to; default: main.")] = None
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of a commit.")] = False
+    message: Annotated[str | None, typer.Option(help="Of the commit.")] = None
+    license: Annotated[str | None, typer.Option(help="For the model card, such as apache-2.0.")] = None
+    base: Annotated[
+        str | None, typer.Option(help="Of an adapter: the WeDLM checkpoint to check it on; default: its own.")
+    ] = None
+    overwrite_card: Annotated[
+        bool, typer.Option("--overwrite-card", help="Replace a model card that a person wrote, here or on the Hub.")
+    ] = False
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the folder's code also where it is not this version's.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if not self.folder.is_dir():
+            raise NotADirectoryError(f"There is no folder {str(self.folder)!r}.")
