@@ -22,7 +22,6 @@ import numpy as np
 import pandas as pd
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import track
 from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
@@ -30,6 +29,7 @@ from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import AR, EXACT, WEDLM
 from .measure import ForwardCounter, agreeing_tokens, decode, measure
 from .options import CalibrationOptions
+from .progress import track
 from .prompts import Prompt, split_prompts
 from .sweep import beaten, configured, pick
 from .table import mark_same, per_prompt
@@ -138,7 +138,7 @@ def calibrate(
 
     def tried(names: Sequence[str], part: Sequence[Prompt], title: str = "") -> pd.DataFrame:
         rows = []
-        for name in track(names, title, console=Console(stderr=True), disable=not title):
+        for name in track(names, title):
             size = 1 if name.startswith(EXACT) else request.batch_size
             rows += measure(model, tokenizer, part, {name: greedy[name]}, batch_size=size)
         return summarise_trials(model, part, rows, cost)

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import Options
+from .progress import track
 from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 
 WORK_PER_THREAD = 300_000_000
@@ -299,7 +298,7 @@ def measure(
     take_turns(model, tokenizer, prompts, decoders, batches[0])
     work = list(itertools.product(batches, range(repeats)))
     rows = []
-    for batch, repeat in track(work, title, console=Console(stderr=True), disable=not title):
+    for batch, repeat in track(work, title):
         rows += [row | {"repeat": repeat} for row in take_turns(model, tokenizer, prompts, decoders, batch)]
     return rows
 

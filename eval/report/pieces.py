@@ -17,13 +17,13 @@ from itertools import cycle, islice
 
 import pandas as pd
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, EXACT, Options
 from ..measure import Row, agreeing_tokens, answer_entropy, batches_of, take_turns
 from ..memory import peak_bytes
+from ..progress import LongProgress
 from ..prompts import Prompt, answer_limit
 from .request import ReportRequest
 from .store import Store
@@ -76,10 +76,7 @@ class Measurement:
         pieces = list(self._pieces(part))
         left = [piece for piece in pieces if piece[0] not in self.store.pieces]
         total, rest = (sum(cost for _, cost, _ in some) for some in (pieces, left))
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        times = (TextColumn("elapsed, left"), TimeRemainingColumn())
-        bar = Progress(*columns, *times, console=self.console, refresh_per_second=2, speed_estimate_period=120)
-        with bar:
+        with LongProgress(self.console) as bar:
             task = bar.add_task(part.name, total=total, completed=total - rest)
             if left:
                 self._decode(part, part.decoders, [0])  # a warm-up, which also refuses what cannot be decoded

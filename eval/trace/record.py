@@ -10,8 +10,6 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -22,6 +20,7 @@ from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, Options
 from ..fingerprint import fingerprint
 from ..measure import Decoding, ForwardCounter, decode_call, environment
+from ..progress import track
 from ..prompts import answer_limit, encode_text
 from .saved import (
     COUNTS,
@@ -113,7 +112,7 @@ def record(
         raise ValueError("A trace shows parallel decoding: `strategy` must be 'wedlm' or 'block', got 'ar'.")
     recordings = []
     encoded = request.encode(model, tokenizer)
-    for prompt, tokens in track(encoded, title, console=Console(stderr=True), disable=not title):
+    for prompt, tokens in track(encoded, title):
         decoders = request.decoders(model, len(tokens))
         recorded, *timed = [
             {
