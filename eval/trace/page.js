@@ -118,6 +118,7 @@ function chip(text, kind = "", tip = null) { return el("span", {class: `chip ${k
 function show(trace) {
   TRACE = trace;
   SPECIAL = new Set(trace.special);
+  delete $("lanes").dataset.key; // drawn for another trace
   for (const {runs, prompt_tokens} of trace.recordings) {
     for (const run of runs) prepare(run, prompt_tokens.length);
     for (const run of runs) run.difference = runs.length > 1 ? firstDifference(...runs) : null;
@@ -355,7 +356,7 @@ function drawDepths(run, count) {
   $("bars").replaceChildren(...depths.map(({tried, passed}, depth) => {
     const number = run.verified ? depth + 1 : depth, told = `${place} ${number}: ${passed} of ${plural(tried, what.slice(0, -1), what)} ${done}`;
     return el("span", {"data-tip": told, "data-depth": number, "data-tried": tried, "data-passed": passed, tabindex: 0, role: "img", "aria-label": told},
-      el("i", {style: `--share: ${tried ? passed / tried : 0}`}), depths.length <= 12 || number % 4 === 0 ? String(number) : "");
+      el("i", {style: `--share: ${tried ? passed / tried : 0}`}), depths.length <= 12 || number % 4 === 0 ? String(number) : "\u00a0");
   }));
 }
 
@@ -458,7 +459,7 @@ function drawForward(run, count) {
   const logical = [...new Set([...rows.map(row => row.position), ...(known ? decided.keys() : [])])].sort((a, b) => a - b);
   const columns = Math.max(logical.length, rows.length) + (promptRows ? 2 : 0), shift = promptRows ? 2 : 0;
   const space = $("drawing").clientWidth - 84, cell = Math.max(40, Math.min(64, Math.floor(space / Math.max(columns, 14))));
-  const width = columns * cell + 52, box = cell - 6, tall = 32;
+  const width = Math.max(330, columns * cell + 52), box = cell - 6, tall = 32;
   const Y = {caption: 12, bars: 66, top: 83, bottom: 181, marks: 231}, all = known ? 257 : 231;
   const x = column => 2 + (column + shift) * cell + 3;
   const column = new Map(logical.map((position, place) => [position, place]));
@@ -561,7 +562,7 @@ function tell(run, step, index, known, promptRows, tally, decided) {
     $("story").replaceChildren(`It will read ${read.join(", ")}. What is known comes first, masks last, so each mask sees everything known under plain causal attention.`);
     return;
   }
-  parts.push("Read ", bold(`${step.kinds.length} rows`), `: ${read.join(", ")}. `);
+  parts.push("Read ", bold(plural(step.kinds.length, "row")), `: ${read.join(", ")}. `);
   const gained = step.final - (index ? run.steps[index - 1].final : 0);
   const fills = [...decided.values()].filter(prediction => prediction.by === "mask" || !run.verified).length;
   if (run.verified) {

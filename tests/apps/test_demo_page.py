@@ -150,6 +150,7 @@ def test_a_setting_decodes_again_at_once_and_keeps_ars_run(tab):
     assert (run.settings["window_size"], kept) == (2, ar)
     assert max(step.kinds.count("m") for step in run.steps) == 2
     assert page.locator('#panes [data-run=wedlm] [data-number="forwards"]').inner_text() == str(len(run.steps))
+    assert page.locator("#lanes [data-moment]").count() == len(run.steps) + len(ar.steps)
     page.locator("#verification label", has_text="exact").click()
     finished(page, 3)
     settings = trace_of(page).recordings[0].runs[0].settings

@@ -8,7 +8,7 @@ from tiny import tiny_model, tiny_tokenizer
 
 from wedlm_hf.eval.measure import ForwardCounter, decode_call
 from wedlm_hf.eval.trace import record as recording_module
-from wedlm_hf.eval.trace.record import check_model
+from wedlm_hf.eval.trace.record import Request, check_model
 from wedlm_hf.eval.trace.saved import COUNTS, replay
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
@@ -110,6 +110,29 @@ def test_entropies_are_those_of_the_model(model, recorded):
         for guess in step.predictions:
             row = step.positions.index(guess.position if guess.by == "mask" else guess.position - 1)
             assert guess.entropy == pytest.approx(entropies[row].item(), abs=2e-4)
+            shares, tokens = log_probs[row].exp().topk(5)
+            assert [token for token, _ in guess.likeliest] == tokens.tolist()[: len(guess.likeliest)]
+            kept = [share for share in shares.tolist() if share >= 0.001]
+            assert [share for _, share in guess.likeliest] == pytest.approx(kept, abs=1e-4)
+
+
+def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "window_size", 4, raising=False)
+    monkeypatch.setattr(model.generation_config, "entropy_threshold", 1.5, raising=False)
+    for options, window, threshold in (
+        ({}, 4, 1.5),
+        ({"verification": "exact"}, 32, 2.0),  # what is stored was chosen for another decoder
+        ({"window_size": 3, "verification": "exact"}, 3, 2.0),
+    ):
+        request = Request([PROMPT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True)
+        trace = recording_module.record(model, tiny_tokenizer(), request, model_name="tiny", repeats=0)
+        settings = trace.recordings[0].runs[0].settings
+        assert (settings["window_size"], settings["entropy_threshold"]) == (window, threshold)
+
+
+def test_without_timed_calls_the_clock_is_that_of_the_recorded_one(recorded):
+    for run in recorded(SETTINGS["greedy"], tokens=5, repeats=0).recordings[0].runs:
+        assert run.timed_runs == 0 and 0 < run.steps[0].start < run.seconds
 
 
 def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_nothing(recorded, monkeypatch):
