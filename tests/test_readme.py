@@ -61,7 +61,7 @@ SHORTER = {
     "wedlm_hf.eval": ["--limit", "1"],
 }
 QUICKER = {"300_000": "30"}  # the same, in Python
-ELSEWHERE = {"git", "cd", "hf", "pip", "sbatch"}  # programs that no test calls
+ELSEWHERE = {"cd", "git", "hf", "pip", "sbatch", "vllm"}  # programs that no test calls
 
 
 def blocks(page: str, language: str, titled: bool = False) -> list[str]:
