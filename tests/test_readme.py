@@ -235,6 +235,8 @@ def parse(words: list[str]) -> None:
         from wedlm_hf.training.train import _parse
 
         _parse([*arguments, *("" if "--dataset" in arguments else ("--dataset", "chats.jsonl")), "--bf16", "false"])
+    elif module.startswith("-"):
+        assert any(module in option.opts for option in get_command(cli.app).params), module
     elif program == "wedlm":
         get_command(cli.app).commands[module].make_context(module, arguments)
     else:
