@@ -18,11 +18,11 @@ from wedlm_hf.serving.vllm.runner import expand_batch_to_tokens
 SMOLLM2_ADAPTER = Path(__file__).parents[3] / "examples" / "smollm2"
 SIZES = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "rope_theta": 10000.0, "max_position_embeddings": 256, "eos_token_id": 2,
+    "num_key_value_heads": 2, "head_dim": 32, "rope_theta": 10000.0, "max_position_embeddings": 256, "eos_token_id": 2,
     "pad_token_id": 0, "bos_token_id": 1, "mask_token_id": 3,
 }  # fmt: skip
 STYLES = {
-    "qwen3": {"head_dim": 32},
+    "qwen3": {},
     "qwen2.5": {"qk_norm": False, "attention_bias": True, "tie_word_embeddings": True},
     "llama": {"qk_norm": False, "rope_theta": None, "rope_parameters": {
         "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -134,7 +134,7 @@ def test_the_proposer_is_for_wedlm_checkpoints(tmp_path, start):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     sizes = {key: value for key, value in SIZES.items() if key != "mask_token_id"}
-    Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=32)).save_pretrained(tmp_path)
+    Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(tmp_path)
     with pytest.raises((ValueError, RuntimeError), match="for WeDLM checkpoints"):
         start(tmp_path, tokens=8, skip_tokenizer_init=True, max_model_len=128, num_gpu_blocks_override=64)
 
