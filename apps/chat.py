@@ -171,7 +171,7 @@ class Chat:
 
     def say(self, text: str, style: str = "dim") -> None:
         """Prints what is not the model's."""
-        self.console.print(Text(printable(text), style=style))
+        self.console.print(Text(printable(text), style=style), soft_wrap=True)
 
 
 def summary(turns: list[Turn]) -> str:
