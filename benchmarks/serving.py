@@ -197,16 +197,17 @@ def percentile(values: list[float], share: float = 0.95) -> float:
 
 def write(rows: list[dict], folder: Path, title: str) -> None:
     """The table and the picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     folder.mkdir(parents=True, exist_ok=True)
     texts = [[f"{value:,.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *texts)]
     (folder / "serving.md").write_text(f"{title}\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
     (folder / "serving.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     for axis, name in zip(axes, ("tokens/s", "first token ms", "ms per token"), strict=True):
         for decoder in dict.fromkeys(row["decoder"] for row in rows):
@@ -220,7 +221,6 @@ def write(rows: list[dict], folder: Path, title: str) -> None:
     axes[0].legend()
     figure.suptitle(title, fontsize=9)
     figure.savefig(folder / "serving.png", dpi=110)
-    print("\n".join(lines))
 
 
 def read_chats(path: Path, count: int) -> list[Any]:
