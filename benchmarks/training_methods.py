@@ -31,8 +31,9 @@ from wedlm_hf.eval.measure import ar_logits, measure
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer
+from wedlm_hf.training.mask_budget import MaskTrainingConfig, budget_schedule
 from wedlm_hf.training.mask_layout import load_answers
-from wedlm_hf.training.mask_trainer import MaskTrainingConfig, budget_schedule, train_mask_adapter
+from wedlm_hf.training.mask_trainer import train_mask_adapter
 
 DRAFTS = 4
 LONGEST = 640  # tokens of a prompt and its answer

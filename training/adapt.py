@@ -25,8 +25,9 @@ from ..modeling_wedlm.mask_adapter_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskA
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .adapt_config import AdaptConfig
 from .answers import Answer, AnswerConfig, read_answers, read_prompts, write_answers
+from .mask_budget import MaskTrainingConfig
 from .mask_layout import load_answers
-from .mask_trainer import MaskAdapterTrainer, MaskTrainingConfig
+from .mask_trainer import MaskAdapterTrainer
 from .model_card import acceptance_table, model_card, read_log
 from .saving import newest_complete_checkpoint, only_writer
 

@@ -13,10 +13,11 @@ from tiny import EOS, MASK, tiny_model
 from transformers import TrainerCallback
 
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
+from wedlm_hf.training.mask_budget import MaskTrainingConfig
 from wedlm_hf.training.mask_distillation import MaskDistillation
 from wedlm_hf.training.mask_evaluation import measure_acceptance
 from wedlm_hf.training.mask_layout import AnswerBatches, DataCollatorForMaskRuns, load_answers
-from wedlm_hf.training.mask_trainer import MaskAdapterTrainer, MaskTrainingConfig, train_mask_adapter
+from wedlm_hf.training.mask_trainer import MaskAdapterTrainer, train_mask_adapter
 
 K = 4
 
