@@ -5,6 +5,7 @@ python docs/figures/screenshots.py [NAME ...]     # names of FIGURES; by default
 Needs Chromium or Chrome, and `pip install "wedlm-hf[demo]" playwright`.
 """
 
+import io
 import shutil
 import sys
 import tempfile
@@ -16,7 +17,11 @@ from typing import Any
 
 import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
 
+from wedlm_hf.apps.chat import run
+from wedlm_hf.apps.conversation import Conversation
 from wedlm_hf.apps.demo import Demo, application
 from wedlm_hf.apps.demo_models import Choice, Models
 from wedlm_hf.eval.options import NANO, LoadingOptions
@@ -38,6 +43,15 @@ REPLAYS: dict[str, tuple[str, dict[str, Any], int]] = {
         2,
     ),
 }
+
+
+CHAT = (
+    "Emma lives in Paris. Jack has a horse. Emma likes soup. Where does Emma live?",
+    "Count down from 97 to 61 by 4.",
+    "/strategy ar",
+    "Sort from largest to smallest: 31, 7, 86, 12, 54, 23",
+    "/stats",
+)
 
 
 def open_page(browser: Browser, address: str, width: int, height: int, scheme: Any) -> Page:
@@ -99,9 +113,26 @@ def demo(browser: Browser, name: str, scheme: str, width: int = 1280, height: in
         thread.join()
 
 
+def chat(browser: Browser, name: str) -> None:
+    """A session of `wedlm chat` with lines that are piped in, in the colours of a terminal."""
+    model, tokenizer = LoadingOptions(threads=1).load(None)
+    console = Console(record=True, width=88, file=io.StringIO(), markup=False)
+    before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO("\n".join(CHAT).encode()))
+    try:
+        run(Conversation(model, tokenizer, {"strategy": "wedlm", "verification": "exact"}, None), console)
+    finally:
+        sys.stdin = before
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "chat.html")
+        path.write_text(console.export_html(theme=MONOKAI, inline_styles=True), encoding="utf-8")
+        page = open_page(browser, path.as_uri(), 800, 300, "dark")
+        page.screenshot(path=FOLDER / f"{name}.png", full_page=True)
+
+
 FIGURES: dict[str, Callable[[Browser], None]] = {
     "trace": lambda browser: replay(browser, "trace", "light"),
     "trace-exact": lambda browser: replay(browser, "trace-exact", "dark"),
+    "chat": lambda browser: chat(browser, "chat"),
     "demo": lambda browser: demo(browser, "demo", "light"),
     "demo-dark": lambda browser: demo(browser, "demo-dark", "dark"),
     "demo-narrow": lambda browser: demo(browser, "demo-narrow", "light", 390, 1500),
