@@ -52,7 +52,7 @@ def generate(
 @command(
     "wedlm chat",
     "wedlm chat my-wedlm --verification exact --system 'Answer in one sentence.'",
-    "echo 'Count from 5 to 50 by 5.' | wedlm chat",
+    "wedlm chat my-base --adapter my-adapter --verification exact",
 )
 def chat(
     decoding: DecodingOptions,
