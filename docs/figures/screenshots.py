@@ -46,12 +46,15 @@ REPLAYS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 CHAT = (
-    "Emma lives in Paris. Jack has a horse. Emma likes soup. Where does Emma live?",
     "Count down from 97 to 61 by 4.",
+    "/reset",
+    "Emma lives in Paris. Jack has a horse. Emma likes soup. Where does Emma live?",
+    "/reset",
     "/strategy ar",
     "Sort from largest to smallest: 31, 7, 86, 12, 54, 23",
     "/stats",
 )
+"""wedlm-nano answers single turns, hence the resets."""
 
 
 def open_page(browser: Browser, address: str, width: int, height: int, scheme: Any) -> Page:
@@ -116,7 +119,7 @@ def demo(browser: Browser, name: str, scheme: str, width: int = 1280, height: in
 def chat(browser: Browser, name: str) -> None:
     """A session of `wedlm chat` with lines that are piped in, in the colours of a terminal."""
     model, tokenizer = LoadingOptions(threads=1).load(None)
-    console = Console(record=True, width=88, file=io.StringIO(), markup=False)
+    console = Console(record=True, width=96, file=io.StringIO(), markup=False)
     before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO("\n".join(CHAT).encode()))
     try:
         run(Conversation(model, tokenizer, {"strategy": "wedlm", "verification": "exact"}, None), console)
@@ -125,7 +128,7 @@ def chat(browser: Browser, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "chat.html")
         path.write_text(console.export_html(theme=MONOKAI, inline_styles=True), encoding="utf-8")
-        page = open_page(browser, path.as_uri(), 800, 300, "dark")
+        page = open_page(browser, path.as_uri(), 880, 200, "dark")
         page.screenshot(path=FOLDER / f"{name}.png", full_page=True)
 
 
