@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -28,8 +29,12 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Make a WeDLM checkpoint of a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 model: its weights, and a mask token."""
+    from transformers.utils.logging import disable_progress_bar
+
     from ..modeling_wedlm import convert as convert_checkpoint
 
+    if sys.stderr is None or not sys.stderr.isatty():
+        disable_progress_bar()
     conversion = convert_checkpoint(source, output_dir, mask_token=mask_token, revision=revision, gguf_file=gguf_file)
     if as_json:
         print_json({"output_dir": str(output_dir), **conversion.record()})
