@@ -64,7 +64,7 @@ def test_help_ends_with_examples_that_the_command_understands(name):
     shown = " ".join(invoke(name, "--help", env={"COLUMNS": "200"}).stdout.split()) if name != "train" else None
     for example in examples_of(command):
         assert shown is None or example.replace("\\[", "[") in shown
-        words = shlex.split(example.partition(" > ")[0])
+        words = shlex.split(example.partition(" > ")[0].rpartition(" | ")[2])
         assert words[:2] == ["wedlm", name]
         command.make_context(name, words[2:])  # raises for an option that is not there
 
