@@ -23,10 +23,11 @@ from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
 from tiny import LINES, stock_twin, tiny_model, tiny_tokenizer
 from torch.distributed.run import get_args_parser
+from transformers import AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from wedlm_hf import cli
+from wedlm_hf import WeDLMForCausalLM, cli
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.eval.report.page import blocks_of, fill
@@ -90,6 +91,8 @@ def models(tmp_path_factory) -> Path:
     for name in ("tencent/WeDLM-8B-Instruct", "my-adapter/base"):
         twin.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
+    WeDLMForCausalLM.from_pretrained(NANO).save_pretrained(folder / "my-wedlm")
+    AutoTokenizer.from_pretrained(NANO).save_pretrained(folder / "my-wedlm")
     get_peft_model(tiny_model("qwen2.5"), LoraConfig(target_modules=["q_proj"])).save_pretrained(
         folder / "my-task-lora"
     )
@@ -109,7 +112,7 @@ def workplace(tmp_path, monkeypatch, models, page, block):
         copy(ROOT / name, tmp_path / name)
     for name in ("Qwen", "HuggingFaceTB", "tencent"):
         shutil.copytree(models / name, tmp_path / name)
-    for name, source in (("my-adapter", models / "my-adapter"), ("my-wedlm", NANO), ("my-chat", NANO)):
+    for name, source in (("my-adapter", models / "my-adapter"), ("my-wedlm", models / "my-wedlm"), ("my-chat", NANO)):
         if not re.search(rf"(adapt|convert) \S+ {name}|--output_dir {name}", block):
             shutil.copytree(source, tmp_path / name, ignore=ignored)
     shutil.copytree(models / "my-task-lora", tmp_path / "my-task-lora")
