@@ -153,7 +153,7 @@ def _kept_by(strategy: str) -> Options:
 
 def _settings(model: WeDLMForCausalLM, options: Options) -> WeDLMGenerationSettings:
     """Those in effect: the call's, else the checkpoint's, else the defaults."""
-    config = model._prepare_generation_config(None, **options)[0]  # type: ignore[operator]  # as `generate` does
+    config = model._prepare_generation_config(None, **options)[0]  # as `generate` does
     return WeDLMGenerationSettings.from_generation_config(config, model.config)
 
 
