@@ -316,7 +316,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         if not self._is_staging and output_dir in (None, self.args.output_dir):
             self.create_model_card()
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]  # TRL's own signature, which is not transformers'
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Writes the model card, unless a person's own is there: TRL's for an adapter, else [`model_card`]."""

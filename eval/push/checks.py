@@ -49,8 +49,8 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 LARGEST_FILE = 50 * 10**9  # bytes; the Hub's limit for one file
 PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
-LEFT_OUT = ("_*", "checkpoint-*", "runs", "base", "work", "__pycache__", "training_args.bin", "trainer_state.json")
-LEFT_OUT += ("optimizer*", "scheduler*", "rng_state*")
+LEFT_OUT: tuple[str, ...] = ("_*", "checkpoint-*", "runs", "base", "work", "__pycache__", "training_args.bin")
+LEFT_OUT += ("trainer_state.json", "optimizer*", "scheduler*", "rng_state*")
 """What a training leaves in its folder and a user of the model does not need; and what begins with a dot."""
 
 
@@ -198,7 +198,7 @@ def _card(request: PushRequest, package: Package, is_model: bool, model: Any) ->
 
 def _metadata_problems(text: str, is_model: bool) -> list[str]:
     try:
-        data = ModelCard(text).data
+        data: Any = ModelCard(text).data
     except Exception as error:  # YAML's kinds, and values of a wrong type
         return [f"Its metadata cannot be read: {' '.join(str(error).split())}."]
     problems = []

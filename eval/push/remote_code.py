@@ -21,7 +21,7 @@ class _Blocker:
 
 def main() -> None:
     """See the top of the file."""
-    sys.meta_path.insert(0, _Blocker())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _Blocker())
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -60,7 +60,8 @@ def upload(request: PushRequest, package: Package, api: HfApi | None = None) -> 
 def _adapter_config(path: Path, card: str | None) -> bytes:
     """An adapter_config.json whose base is the one on the Hub that the card names, where it was a folder here."""
     config = json.loads(path.read_bytes())
-    base = None if card is None else ModelCard(card).data.base_model
+    stated: Any = None if card is None else ModelCard(card).data
+    base = None if stated is None else stated.base_model
     if isinstance(base, str) and os.path.exists(config.get("base_model_name_or_path") or "."):
         config["base_model_name_or_path"] = base
     return (json.dumps(config, indent=2) + "\n").encode()
