@@ -6,7 +6,7 @@ n rows takes, relative to one of AR decoding, differs too much between machines 
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -21,6 +21,8 @@ BIN_MEMORY = 0.995
 # Runs of drafts that are remembered, and what their chances are taken for before there is any.
 RUNS = 32
 PRIOR_CHANCE = 0.65
+# What a stored calibration counts for: observations of a bin, at most, and runs of drafts.
+CALIBRATED_BIN, CALIBRATED_RUNS = 16.0, 8
 # While AR steps are best: steps between two looks at what masks would draft, doubled each time in vain.
 FIRST_LOOK, LAST_LOOK, LOOK_DRAFTS = 24, 128, 4
 # While branches are best: steps between two AR steps that measure what those take.
@@ -56,6 +58,7 @@ class StepTimes:
     others: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))
     load: float = 0.0
     met: set[int] = field(default_factory=set)
+    _line: tuple[float, float] | None = None  # until the next step is recorded
 
     def record(self, rows: int, seconds: float) -> None:
         """Takes in a step, relative to the steps just before it: the machine may have been busier at other times."""
@@ -72,6 +75,7 @@ class StepTimes:
             self.single.append(relative)
         else:
             self.others.append((rows, relative))
+        self._line = None
 
     @property
     def knows_single(self) -> bool:
@@ -80,6 +84,12 @@ class StepTimes:
 
     def line(self) -> tuple[float, float]:
         """Intercept and slope for more than one row."""
+        line = self._line  # other threads may drop it
+        if line is None:
+            line = self._line = self._fit()
+        return line
+
+    def _fit(self) -> tuple[float, float]:
         steps = list(self.others)  # of this moment: several threads may decode
         if len(steps) < 3:
             scale = median(self.single) / (1 + self.slot_cost) if self.single else 1.0
@@ -103,6 +113,22 @@ class StepTimes:
         return intercept + slope * rows
 
 
+def check_calibration(calibration: Any) -> None:
+    """Raises `ValueError` for what is no [`DraftRecord.calibration`]."""
+    fields = ("passed", "tried", "confidence_by_depth")
+    lists: list[Any] = [calibration.get(name) for name in fields] if isinstance(calibration, dict) else []
+    is_known = bool(lists) and all(isinstance(values, list) for values in lists)
+    is_known = is_known and all(type(value) in (int, float) and value >= 0 for values in lists for value in values)
+    if is_known and len(lists[0]) == len(lists[1]) == BINS:
+        counted = zip(lists[0], lists[1], strict=True)
+        if all(passed <= tried < 1e9 for passed, tried in counted) and all(value <= 1 for value in lists[2]):
+            return
+    raise ValueError(
+        f"`calibration` must hold `passed` and `tried`, {BINS} counts each, and `confidence_by_depth`, probabilities; "
+        f"got {str(calibration)[:200]}."
+    )
+
+
 @dataclass
 class DraftRecord:
     """What is known of drafts and times; a model that is decoded with again goes on from it.
@@ -123,6 +149,32 @@ class DraftRecord:
     runs: deque[list[float]] = field(default_factory=lambda: deque(maxlen=RUNS))
     look_after: int = FIRST_LOOK
     steps_since: int = 0
+
+    @classmethod
+    def begin(cls, times: StepTimes, key: Any, calibration: Mapping[str, Sequence[float]] | None) -> "DraftRecord":
+        """A new record, which knows what the [`calibration`] of an earlier one says, if there is one."""
+        record = cls(times, key)
+        if calibration:
+            record.passed, record.tried = list(calibration["passed"]), list(calibration["tried"])
+            record.runs.extend([list(calibration["confidence_by_depth"])] * CALIBRATED_RUNS)
+        return record
+
+    def calibration(self) -> dict[str, list[float]]:
+        """What to store of this record, so that decoding begins with it: numbers of the model, not of the machine.
+
+        Returns:
+            `passed` and `tried`, counts of the `BINS` bins of probability; `confidence_by_depth`, the mean
+            probability of a draft by its place in a run.
+        """
+        weights = [min(1.0, CALIBRATED_BIN / tried) if tried else 0.0 for tried in self.tried]
+        runs = list(self.runs)
+        depths = range(max(map(len, runs), default=0))
+        by_depth = [[run[depth] for run in runs if len(run) > depth] for depth in depths]
+        return {
+            "passed": [round(count * weight, 2) for count, weight in zip(self.passed, weights, strict=True)],
+            "tried": [round(count * weight, 2) for count, weight in zip(self.tried, weights, strict=True)],
+            "confidence_by_depth": [round(sum(known) / len(known), 3) for known in by_depth],
+        }
 
     def chance(self, confidence: float) -> float:
         """The chance that a draft passes, given that those before it do."""

@@ -52,8 +52,10 @@ class BranchRule(VerifyRule):
         super().__init__(settings, sampler, end_tokens)
         self.pacer = pacer
         self.model = model
-        # Of the step under way: probabilities of the drafts that were chosen, `(A, K)`, and each row's entry.
+        # Of the step under way: probabilities of the drafts that were chosen, `(A, K)`, the tokens among which they
+        # were, `(A, K, S)`, and each row's entry.
         self._probabilities: torch.Tensor | None = None
+        self._shortlist: torch.Tensor | None = None
         self._entries: dict[int, int] = {}
 
     def predicted_slots(self, row: Row) -> list[int]:
@@ -123,6 +125,7 @@ class BranchRule(VerifyRule):
             is_broken=torch.cat([checked.is_broken, torch.zeros_like(is_draft)], dim=1),
             choice=checked.choice,
             draft_scores=scores,
+            shortlist=self._shortlist,
         )
 
     def _draft(
@@ -142,7 +145,7 @@ class BranchRule(VerifyRule):
         """
         head = self.model.get_output_embeddings()
         won.logits[..., self.sampler.mask_token_id] = float("-inf")
-        shortlist = won.logits.topk(min(SHORTLIST, won.logits.shape[-1] - 1), dim=-1).indices
+        shortlist = self._shortlist = won.logits.topk(min(SHORTLIST, won.logits.shape[-1] - 1), dim=-1).indices
         is_plain = type(head) is torch.nn.Linear and head.bias is None and not head._forward_hooks
         weights = head.weight[shortlist] if is_plain else None  # (A, K, S, H)
         drafts, found, places = [], [], []
@@ -217,33 +220,8 @@ def branch_order(
     real_width = max(row.pending + len(row.window) for row in rows)
     masks = [sum(row.branches) for row in rows]
     mask_width = max(masks)
-    columns: list[list[list[int]]] = []
-    for row in rows:
-        end, drafts = len(row.tokens), len(row.window)
-        real = list(range(row.committed, end + drafts))
-        is_real = len(real)
-        behind = row.committed + is_real
-        positions, until, start = list(real), list(real), list(real)
-        for draft, size in enumerate(row.branches):
-            first = behind + len(positions) - is_real
-            positions += range(end + draft + 1, end + draft + 1 + size)
-            until += [end - 1 + draft] * size
-            start += [first] * size
-        count = len(positions)
-        padding = real_width - is_real, mask_width - (count - is_real)
-        behind += count - is_real
-        front, back = range(behind, behind + padding[0]), range(behind + padding[0], behind + sum(padding))
-        tokens = row.tokens[row.committed :] + row.filled_tokens + [mask_token_id] * (count - is_real)
-        columns.append(
-            [
-                [mask_token_id] * padding[0] + tokens + [mask_token_id] * padding[1],
-                [*front, *positions, *back],
-                [*front, *range(row.committed, behind), *back],
-                [*front, *until, *back],
-                [*front, *start, *back],
-            ]
-        )
-    ids, positions_, slots_, until_, start_ = torch.tensor(columns, device=device).unbind(1)
+    columns = [_branch_columns(row, mask_token_id, real_width, mask_width) for row in rows]
+    ids, positions, cache_slots, until, start = torch.tensor(columns, device=device).unbind(1)
     width = max(map(len, slot_lists))
     first_new = [row.new_count for row in rows]
     slots = torch.tensor([[-1] * (width - len(slots)) + slots for slots in slot_lists], device=device)
@@ -251,8 +229,8 @@ def branch_order(
     return PhysicalOrder(
         rows=[row.index for row in rows],
         input_ids=ids,
-        position_ids=positions_,
-        cache_slots=slots_,
+        position_ids=positions,
+        cache_slots=cache_slots,
         counts=[row.pending + len(row.window) + size for row, size in zip(rows, masks, strict=True)],
         slots=slots,
         slot_lists=slot_lists,
@@ -260,5 +238,30 @@ def branch_order(
         offsets=slots + torch.tensor(first_new, device=device)[:, None],
         slot_mask=slot_mask(masks, device, at_left=True),
         masks_behind=mask_width,
-        visibility=None if is_causal else Visibility(until_, start_),
+        visibility=None if is_causal else Visibility(until, start),
     )
+
+
+def _branch_columns(row: Row, mask_token_id: int, real_width: int, mask_width: int) -> list[list[int]]:
+    """One entry of the forward: its tokens, positions and cache slots, and what [`Visibility`] needs."""
+    end, drafts = len(row.tokens), len(row.window)
+    positions = list(range(row.committed, end + drafts))
+    until, start = list(positions), list(positions)
+    tokens = row.tokens[row.committed :] + row.filled_tokens
+    padding = real_width - len(tokens)
+    for draft, size in enumerate(row.branches):
+        first = row.committed + len(positions)
+        positions += range(end + draft + 1, end + draft + 1 + size)
+        until += [end - 1 + draft] * size
+        start += [first] * size
+    behind = row.committed + len(positions)
+    tokens += [mask_token_id] * (len(positions) - len(tokens))
+    front = range(behind, behind + padding)
+    back = range(behind + padding, row.committed + real_width + mask_width)
+    return [
+        [mask_token_id] * len(front) + tokens + [mask_token_id] * len(back),
+        [*front, *positions, *back],
+        [*front, *range(row.committed, behind), *back],
+        [*front, *until, *back],
+        [*front, *start, *back],
+    ]

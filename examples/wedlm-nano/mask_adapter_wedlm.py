@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.utils import cached_file
 
+from .branch_pacing_wedlm import check_calibration
+
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_TYPE = "MASK_ADAPTER"
@@ -143,11 +145,15 @@ class MaskAdapter(nn.Module):
     Args:
         settings: its shape.
         backbone: the [`WeDLMModel`] that it belongs to.
+
+    Attributes:
+        calibration: how often its drafts pass, which decoding begins with (`DraftRecord.calibration`); or None.
     """
 
     def __init__(self, settings: MaskAdapterSettings, backbone: Any):
         super().__init__()
         self.settings, self.is_enabled = settings, True
+        self.calibration: dict[str, list[float]] | None = None
         layers, embeddings = backbone.layers, backbone.embed_tokens.weight
         self.mask_embedding = nn.Parameter(embeddings[backbone.config.mask_token_id].detach().float().clone())
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
@@ -288,6 +294,8 @@ class MaskAdapterMixin:
             "head_width": adapter.settings.head_width,
             "base": base_of(self),
         }
+        if adapter.calibration:
+            config["calibration"] = adapter.calibration
         weights = {
             KEY_PREFIX + name: tensor.detach().to(dtype or self.dtype).cpu().contiguous()
             for name, tensor in adapter.state_dict().items()
@@ -334,6 +342,8 @@ class MaskAdapterMixin:
         weights = read_weights(name, **download_options)
         base, settings = config.get("base"), settings_of(config)
         check_base(self, base if isinstance(base, dict) else {}, any_base=any_base)
+        if calibration := config.get("calibration"):
+            check_calibration(calibration)
         if not all(bool(weight.isfinite().all()) for weight in weights.values()):
             raise ValueError(f"The weights of {str(name)!r} hold NaN or infinite numbers.")
         ranks = {weight.shape[1:2] for key, weight in weights.items() if key.startswith("down.")}
@@ -345,6 +355,7 @@ class MaskAdapterMixin:
         except RuntimeError as error:
             self.unload_mask_adapter()
             raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: {error}") from error
+        adapter.calibration = calibration
         if not is_trainable:
             adapter.to(self.dtype).requires_grad_(False)
 

@@ -452,7 +452,7 @@ def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: Decodi
     device = request.prompt_ids.device
     if not is_timed or record is None or record.key != (str(device), model.dtype):
         times = StepTimes(_slot_cost(settings, request), perf_counter if is_timed else None)
-        record = DraftRecord(times, (str(device), model.dtype))
+        record = DraftRecord.begin(times, (str(device), model.dtype), model.model.mask_adapter.calibration)
         if is_timed:
             model._draft_record = record
     return BranchPacer(

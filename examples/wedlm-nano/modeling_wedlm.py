@@ -21,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import can_return_tuple
 
 from .mixin_wedlm import WeDLMGenerationMixin
+from .card_wedlm import ModelCardMixin
 from .configuration_wedlm import WeDLMConfig
 from .dual_stream_wedlm import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
 from .mask_adapter_wedlm import MaskAdapter, MaskAdapterMixin
@@ -85,8 +86,9 @@ def grouped_sdpa(
     return output.view_as(query)
 
 
-class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
-    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model."""
+class WeDLMPreTrainedModel(ModelCardMixin, Qwen3PreTrainedModel):
+    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model, and gets a
+    model card."""
 
     config: WeDLMConfig
     _can_record_outputs = {"hidden_states": Qwen3DecoderLayer, "attentions": WeDLMAttention}

@@ -45,6 +45,7 @@ class Selection:
         is_broken: `(A, M)` bool, where there is nothing to choose from: the logits are NaN, or no token is left.
         choice: what the tokens were chosen from; of branches, those of the real rows.
         draft_scores: `(A, K, S)` float32, what the K drafts of a branch were chosen from: S tokens each.
+        shortlist: `(A, K, S)` int64, those tokens.
     """
 
     tokens: torch.Tensor
@@ -53,6 +54,7 @@ class Selection:
     is_broken: torch.Tensor
     choice: Choice
     draft_scores: torch.Tensor | None = None
+    shortlist: torch.Tensor | None = None
 
 
 @dataclass

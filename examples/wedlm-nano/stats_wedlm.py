@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .decoding_wedlm import StepOutcome
@@ -112,6 +113,8 @@ class TraceStep:
         entropy: `(A, M)` float32, H in nats.
         filled: `(A, M)` bool, masks that this step filled; under verification, masks whose argmax became a draft.
         tokens: `(A, M)` int64, what they were filled with.
+        likeliest: `(A, M, 5)` int64, the tokens of the highest probability, descending.
+        probabilities: `(A, M, 5)` float32, by the raw logits; of a branch's drafts, among those on the shortlist.
         decided: offsets (from the prompt's end) of the new tokens whose value this step settled, per entry.
     """
 
@@ -125,6 +128,8 @@ class TraceStep:
     entropy: torch.Tensor
     filled: torch.Tensor
     tokens: torch.Tensor
+    likeliest: torch.Tensor
+    probabilities: torch.Tensor
     decided: list[list[int]]
 
 
@@ -160,6 +165,7 @@ class TraceRecorder:
         end = order.input_ids.shape[1] - order.masks_behind
         read = predicted.clone()
         read[:, : order.logit_count] = order.position_ids[:, end - order.logit_count : end].cpu()
+        entropy, likeliest, probabilities = self._predicted(outcome)
         self.steps.append(
             TraceStep(
                 rows=list(order.rows),
@@ -169,9 +175,11 @@ class TraceRecorder:
                 committed=[row.committed for row in outcome.rows],
                 logit_positions=torch.where(is_mask, predicted, read),
                 is_mask=is_mask,
-                entropy=self._entropy(outcome),
+                entropy=entropy,
                 filled=filled,
                 tokens=tokens,
+                likeliest=likeliest,
+                probabilities=probabilities,
                 decided=[
                     [first + slot for _, slot, _ in row.decided]
                     for first, row in zip(order.first, outcome.rows, strict=True)
@@ -179,17 +187,29 @@ class TraceRecorder:
             )
         )
 
-    def _entropy(self, outcome: StepOutcome) -> torch.Tensor:
-        """H of what the model said, MASK's logit included."""
+    def _predicted(self, outcome: StepOutcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """H of what the model said, MASK's logit included; its likeliest tokens and their probabilities."""
         logits, selection = outcome.logits.clone(), outcome.selection
         logits[..., self.mask_token_id] = selection.choice.mask_logits
-        found = [token_entropy(logits)]
+        entropy = [token_entropy(logits)]
+        tokens, probabilities = map(list, zip(likeliest(logits), strict=True))
         if selection.draft_scores is not None:
-            found.append(token_entropy(selection.draft_scores))
-        return torch.cat(found, dim=1).cpu()
+            entropy.append(token_entropy(selection.draft_scores))
+            places, shares = likeliest(selection.draft_scores)
+            tokens.append(places if selection.shortlist is None else selection.shortlist.gather(-1, places))
+            probabilities.append(shares)
+        return torch.cat(entropy, dim=1).cpu(), torch.cat(tokens, dim=1).cpu(), torch.cat(probabilities, dim=1).cpu()
 
     def end(self) -> None:
         """Nothing is left to do."""
+
+
+def likeliest(logits: torch.Tensor, count: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of the highest probability, `(…, count)` int64, and their probabilities, float32; logits `(…, V)`.
+    Where V is less than `count`, what is missing has probability 0."""
+    values, tokens = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    missing = (0, count - values.shape[-1])
+    return F.pad(tokens, missing), F.pad((values - logits.logsumexp(-1, keepdim=True)).exp(), missing)
 
 
 def _padded_in_front(values: torch.Tensor, order: PhysicalOrder) -> torch.Tensor:
