@@ -15,14 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from demo import GGUF_FILE, HERE, converted, fetch
 from scipy import stats
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.apps.smollm2 import FOLDER, GGUF_FILE, converted, fetch
 from wedlm_hf.eval.prompts import read_prompts
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
+HERE = Path(__file__).parent
 TOPICS = (
     "volcanoes, photosynthesis, the French Revolution, inflation, black holes, vaccines, chess, the water cycle, DNA, "
     "democracy, coffee, whales, electric cars, Mozart, the Great Wall of China, earthquakes, the heart, recycling"
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--drafts", type=int, default=2, help="checked in every step, at most")
-    parser.add_argument("--folder", type=Path, default=Path("build/smollm2"), help="where the model is kept")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the model is kept")
     parser.add_argument("--adapter", type=Path, default=HERE, help="folder of the mask adapter")
     options = parser.parse_args()
     checkpoint = converted(options.folder)

@@ -1,0 +1,79 @@
+"""The check of examples/smollm2 finds what it is there to find, on a tiny Llama."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+CHECK = Path(__file__).parents[2] / "examples" / "smollm2" / "check.py"
+
+
+@pytest.fixture(scope="module")
+def check():
+    spec = importlib.util.spec_from_file_location("smollm2_check", CHECK)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class WordTokenizer:
+    """Stands for the model's: a token for each character of a question."""
+
+    eos_token_id = pad_token_id = 1
+
+    def apply_chat_template(self, messages, **kwargs):
+        return messages[0]["content"]
+
+    def __call__(self, texts, **kwargs):
+        ids = [[2 + ord(character) % 20 for character in text[:8]] for text in texts]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), 8, dtype=torch.long)}
+
+
+def tiny_llama(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.5, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+class OtherDecoder:
+    """Stands for the model that is checked: another Llama, with AR's `generate`."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def generate(self, **kwargs):
+        names = ("strategy", "verification", "adaptive_window", "window_size", "return_dict_in_generate")
+        sequences = self.model.generate(**{name: value for name, value in kwargs.items() if name not in names})
+        ones = torch.ones(len(sequences))
+        stats = argparse.Namespace(new_tokens=ones, forwards=ones, drafted=ones, accepted=ones)
+        return argparse.Namespace(sequences=sequences, stats=stats)
+
+
+@pytest.fixture
+def options() -> argparse.Namespace:
+    return argparse.Namespace(answers=4, samples=640, max_new_tokens=6, batch_size=2, drafts=2)
+
+
+def test_probabilities_of_all_sequences_sum_to_one(check):
+    found = dict(check.probabilities(tiny_llama(0), torch.tensor([[3, 4, 5]]), eos_token_id=1))
+
+    assert len(found) <= check.TOP_K**check.LENGTH
+    assert sum(found.values()) == pytest.approx(1)
+
+
+def test_the_same_model_passes(check, options):
+    model = tiny_llama(0)
+
+    assert check.check_greedy(OtherDecoder(model), model, WordTokenizer(), options)
+    assert check.check_samples(OtherDecoder(model), model, WordTokenizer(), options)
+
+
+def test_another_model_fails(check, options):
+    assert not check.check_greedy(OtherDecoder(tiny_llama(1)), tiny_llama(0), WordTokenizer(), options)
+    assert not check.check_samples(OtherDecoder(tiny_llama(1)), tiny_llama(0), WordTokenizer(), options)
