@@ -452,5 +452,7 @@ def test_a_hub_id_is_a_source_too(tmp_path, monkeypatch):
     convert("someone/tiny", tmp_path / "out")
     convert(tmp_path / "source", tmp_path / "expected")
     out, expected = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("out", "expected"))
-    del out["tokenizer_config.json"], expected["tokenizer_config.json"]
+    assert b"base_model: someone/tiny\n" in out["README.md"]
+    for name in ("tokenizer_config.json", "README.md"):
+        del out[name], expected[name]
     assert out == expected

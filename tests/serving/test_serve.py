@@ -137,7 +137,8 @@ def test_a_stream_ends_with_the_line_that_openai_ends_it_with(server):
 def test_the_log_says_what_an_answer_took(server, log):
     server.chat(extra_body={"verification": "exact"})
     server.chat(extra_body={"strategy": "ar"})
-    exact, ar = log(r"(\d+) new in (\d+) forwards \((\d+\.\d\d) tokens per forward\)(.*) \(\d+ tokens/s\)", count=2)
+    pattern = r"(\d+) new in (\d+) forwards \((\d+\.\d\d) tokens per forward\)(.*) \(\d+ tokens/s\)"
+    exact, ar = log(pattern, count=2)[-2:]  # an answer whose client left an earlier test may come first
     assert (exact[0], ar[:3]) == ("29", ("29", "29", "1.00"))
     assert float(exact[2]) > 2
     assert re.match(r", \d+ of \d+ drafts accepted, ", exact[3])
