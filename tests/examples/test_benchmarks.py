@@ -175,3 +175,20 @@ def test_the_cost_of_mask_training_is_compared_with_a_dense_forward_that_gives_t
     shown = capsys.readouterr().out
     for part in ("mask adapter: ", "dense dual stream: ", " mask rows/s", "ratio: ", "ratio "):
         assert part in shown
+
+
+def test_the_parts_of_a_step_add_up(model, tmp_path, capsys):
+    adapted = tiny_model()
+    adapted.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=4))
+    adapted.save_pretrained(tmp_path / "base")
+    adapted.save_mask_adapter(tmp_path / "adapter")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "count to ten"}\n' * 2)
+    script("step_time").main(
+        str(tmp_path / "base"), str(tmp_path / "adapter"), tmp_path / "prompts.jsonl", "float32", 2, 2, 8
+    )
+    lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
+    times = {name.strip(): float(time) for _, name, time, _, _ in lines}
+    assert len(times) == 8
+    assert all(time >= 0 for time in times.values())
+    assert times["updates of the mask adapter"] + times["norms"] + times["matrices of the base and its head"] > 0
