@@ -11,6 +11,7 @@ from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from wedlm_hf.eval.decoders import DECODERS
+from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 from wedlm_hf.training.mask_distillation import MaskDistillation
 
@@ -192,3 +193,12 @@ def test_the_parts_of_a_step_add_up(model, tmp_path, capsys):
     assert len(times) == 8
     assert all(time >= 0 for time in times.values())
     assert times["updates of the mask adapter"] + times["norms"] + times["matrices of the base and its head"] > 0
+
+
+def test_fixed_windows_are_compared_with_the_default(model):
+    fixed_windows = script("fixed_windows")
+    prompts = [fixed_windows.encode_prompt(model, tiny_tokenizer(), Prompt.of("count", tokens=ids)) for ids in PROMPTS]
+    table = fixed_windows.compare(model, tiny_tokenizer(), prompts, [1, 4], 2, 6)
+    assert list(table.index) == ["ar", "wedlm+exact", "window 1", "window 4"]
+    assert table.loc["ar", "tokens per forward"] == table.loc["ar", "speed against AR"] == 1
+    assert (table["tokens/s"] > 0).all()
