@@ -159,7 +159,7 @@ class Proposer:
         if len(active) == 1 and has_clock:
             self._alone += 1
             is_due = self._alone % MEASURE_EVERY == 0
-            if is_due or (not self.costs.times.knows_single and self._alone > 4):
+            if is_due or (not self.costs.times.knows_plain(1) and self._alone > 4):
                 return False
         self._is_look = self._steps % (FIRST_LOOKS if self._steps < 2 * LOOK_EVERY else LOOK_EVERY) == 0
         if any(step.spec_tokens) or self._is_look:
