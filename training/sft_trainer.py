@@ -323,6 +323,8 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         folder = str(self.args.output_dir)
         if not self.is_world_process_zero() or is_written_by_a_person(read_card(folder)):
             return
+        if self._is_staging and not self.args.push_to_hub:
+            return  # a checkpoint: beside it, the folder may hold an older model with its own card
         model = self.accelerator.unwrap_model(self.model)
         if not isinstance(model, WeDLMForCausalLM):
             super().create_model_card(model_name, dataset_name, tags)
