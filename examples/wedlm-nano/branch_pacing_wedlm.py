@@ -39,48 +39,57 @@ LOAD_RATE = 0.5
 class StepTimes:
     """What a step of n physical rows takes, relative to other steps.
 
-    A processor reads a matrix for one row in its own way, so one row has a time of its own (a median); all others lie
-    on a line, fitted to the last steps. All are relative to the load of the machine when they were taken.
+    A processor reads a matrix for few rows in its own way, and steps without masks and drafts do less for each row. So
+    AR steps have times of their own, a median for each number of rows; all others lie on a line, fitted to the last
+    steps. All are relative to the load of the machine when they were taken.
 
     Args:
         slot_cost: what one more row adds, relative to an empty forward; a first guess where there is a clock.
         clock: seconds; `None`: the slot cost is all there is to know.
 
     Attributes:
-        single, others: relative times of the last steps, of one row, and with their rows.
+        plain: relative times of the last AR steps, by their rows; one row alone is always an AR step.
+        others: rows and relative times of the other last steps.
         load: seconds of a step that takes 1; follows the machine.
         met: numbers of rows that there were.
     """
 
     slot_cost: float
     clock: Callable[[], float] | None = None
-    single: deque[float] = field(default_factory=lambda: deque(maxlen=9))
+    plain: dict[int, deque[float]] = field(default_factory=dict)
     others: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))
     load: float = 0.0
     met: set[int] = field(default_factory=set)
     _line: tuple[float, float] | None = None  # until the next step is recorded
 
-    def record(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float, is_plain: bool = False) -> None:
         """Takes in a step, relative to the steps just before it: the machine may have been busier at other times."""
+        is_plain = is_plain or rows == 1
         if rows not in self.met:
             self.met.add(rows)  # kernels are prepared when they meet a shape: such a step may take twice as long
             return
-        usual = self.of(rows)
+        usual = self.of(rows, is_plain)
         self.load = self.load or seconds / usual
         relative = seconds / self.load
-        if rows == 1 or len(self.others) >= 6:  # before, it is the cost of rows that is not known
+        if is_plain or len(self.others) >= 6:  # before, it is the cost of rows that is not known
             now = min(max(relative / usual, 0.5), 2.0)  # a single step may be an accident
             self.load *= now**LOAD_RATE
-        if rows == 1:
-            self.single.append(relative)
+        if is_plain:
+            self.plain.setdefault(rows, deque(maxlen=9)).append(relative)
         else:
             self.others.append((rows, relative))
         self._line = None
 
-    @property
-    def knows_single(self) -> bool:
-        """Whether the time of one row is known well enough."""
-        return self.clock is None or len(self.single) >= 3
+    def knows_plain(self, rows: int) -> bool:
+        """Whether the time of an AR step is known well enough."""
+        near = self._nearest(rows)
+        is_near = near is not None and 2 * rows <= 3 * near and 2 * near <= 3 * rows
+        return self.clock is None or (is_near and len(self.plain[near]) >= 3)
+
+    def _nearest(self, rows: int) -> int | None:
+        """Rows of AR steps that were timed: the least number that is not smaller, otherwise the largest."""
+        counts = sorted(self.plain)
+        return next((count for count in counts if count >= rows), counts[-1] if counts else None)
 
     def line(self) -> tuple[float, float]:
         """Intercept and slope for more than one row."""
@@ -92,7 +101,8 @@ class StepTimes:
     def _fit(self) -> tuple[float, float]:
         steps = list(self.others)  # of this moment: several threads may decode
         if len(steps) < 3:
-            scale = median(self.single) / (1 + self.slot_cost) if self.single else 1.0
+            near = self._nearest(1)
+            scale = median(self.plain[near]) / (1 + self.slot_cost * near) if near else 1.0
             return scale, scale * self.slot_cost
         typical = median(seconds for _, seconds in steps)
         points = [(rows, min(seconds, 1.5 * typical)) for rows, seconds in steps]
@@ -105,12 +115,13 @@ class StepTimes:
         slope = min(max(slope, 0.1 * guess), 0.9 * mean / mean_rows)
         return mean - slope * mean_rows, slope
 
-    def of(self, rows: int) -> float:
-        """Time of a step."""
-        if rows == 1 and self.single:
-            return median(self.single)
+    def of(self, rows: int, is_plain: bool = False) -> float:
+        """Time of a step, or of an AR step."""
         intercept, slope = self.line()
-        return intercept + slope * rows
+        near = self._nearest(rows) if is_plain or rows == 1 else None
+        if near is None:
+            return intercept + slope * rows
+        return median(self.plain[near]) * (intercept + slope * rows) / (intercept + slope * near)
 
 
 def check_calibration(calibration: Any) -> None:
@@ -226,14 +237,14 @@ class BranchPacer:
         self.rows = rows
         self.is_chain = is_chain
         self.is_adaptive = is_adaptive
-        self._began: tuple[int, float] | None = None
+        self._began: tuple[int, bool, float] | None = None
         self.drafts, self.rate, self._age, self._is_ar_step = 0, 1.0, 0, False
         self._update()
 
-    def begin_step(self, physical_rows: int, is_prefill: bool) -> None:
-        """Starts the clock. A prefill tells nothing of the steps behind it."""
+    def begin_step(self, physical_rows: int, is_prefill: bool, rows: int = 1) -> None:
+        """Starts the clock for a step of so many rows of the batch. A prefill tells nothing of the steps behind it."""
         clock = self.record.times.clock
-        self._began = None if clock is None or is_prefill else (physical_rows, clock())
+        self._began = None if clock is None or is_prefill else (physical_rows, physical_rows == rows, clock())
 
     def learn(self, confidences: Sequence[float], checked: int, accepted: int, found: Sequence[float]) -> None:
         """Takes in what became of a row's drafts, and its new ones.
@@ -260,8 +271,8 @@ class BranchPacer:
         """Ends a step, and chooses the kind of the next."""
         times = self.record.times
         if self._began is not None and times.clock is not None:
-            rows, began = self._began
-            times.record(rows, times.clock() - began)
+            rows, is_plain, began = self._began
+            times.record(rows, times.clock() - began, is_plain)
         rows = max(1, sum(not outcome.row.is_finished for outcome in outcomes))
         self.record.steps_since += 1
         self._age += 1
@@ -306,7 +317,7 @@ class BranchPacer:
         """Chooses between AR steps and branches, and how deep."""
         self._age = 0
         times, rows = self.record.times, self.rows
-        ar_time = times.of(rows)
+        ar_time = times.of(rows, is_plain=True)
         slope = rows * times.line()[1] / ar_time
         reached, worth = self._reached()
         self._set_price(self.rate * slope, worth)
@@ -339,13 +350,13 @@ class BranchPacer:
         record = self.record
         if not self.is_adaptive:
             return False
-        if self.rows == 1 and not record.times.knows_single:
+        if not record.times.knows_plain(self.rows):
             return True
         if self.drafts:
             if self.rate > CLEAR:
                 record.look_after = FIRST_LOOK
             after = MEASURE_EVERY if self.rate > CLEAR else MEASURE_EVERY // 8
-            is_due = record.times.clock is not None and self.rows == 1 and record.steps_since >= after
+            is_due = record.times.clock is not None and record.steps_since >= after
             if is_due:
                 record.steps_since = 0
             return is_due

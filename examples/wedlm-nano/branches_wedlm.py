@@ -72,7 +72,8 @@ class BranchRule(VerifyRule):
     ) -> PhysicalOrder:
         """The rows of a forward, see [`branch_order`]."""
         order = branch_order(rows, slot_lists, mask_token_id, device)
-        self.pacer.begin_step(order.input_ids.numel(), is_prefill=any(row.new_count == 0 for row in rows))
+        is_prefill = any(row.new_count == 0 for row in rows)
+        self.pacer.begin_step(order.input_ids.numel(), is_prefill, len(rows))
         return order
 
     def select(
