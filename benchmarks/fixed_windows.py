@@ -1,8 +1,8 @@
 """Verified decoding without any setting, beside AR and beside every fixed window: how far from the best choice is it?
 
     python benchmarks/fixed_windows.py examples/wedlm-nano examples/wedlm-nano/tasks.jsonl --windows "2 4 8 16"
-    python benchmarks/fixed_windows.py BASE examples/smollm2/prompts-heldout.jsonl --dtype bfloat16 --batch-sizes "1 4 16"
-        --adapter examples/smollm2
+    python benchmarks/fixed_windows.py BASE examples/smollm2/prompts-heldout.jsonl --dtype bfloat16
+        --batch-sizes "1 4 16" --adapter examples/smollm2
 
 All decode the same greedy answers in turn, on one clock. With a mask adapter a window is the most drafts of a step.
 """
