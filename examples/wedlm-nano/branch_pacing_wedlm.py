@@ -82,9 +82,12 @@ class StepTimes:
 
     def knows_plain(self, rows: int) -> bool:
         """Whether the time of an AR step is known well enough."""
+        if self.clock is None:
+            return True
         near = self._nearest(rows)
-        is_near = near is not None and 2 * rows <= 3 * near and 2 * near <= 3 * rows
-        return self.clock is None or (is_near and len(self.plain[near]) >= 3)
+        if near is None or 2 * rows > 3 * near or 2 * near > 3 * rows:
+            return False
+        return len(self.plain[near]) >= 3
 
     def _nearest(self, rows: int) -> int | None:
         """Rows of AR steps that were timed: the least number that is not smaller, otherwise the largest."""
