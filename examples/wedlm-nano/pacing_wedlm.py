@@ -3,7 +3,7 @@
 Everything here is a function of counts, never of a clock, so a seed gives the same generation on any machine.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .rules_wedlm import RowOutcome
 
@@ -73,18 +73,28 @@ class WindowPacer:
 
     def best_window(self, rows: int) -> int:
         """The W of the highest rate for this many rows, by what is known so far."""
-        cost = self.slot_cost * rows
-        best, window_size = 1 / (1 + cost), 0
-        chance, reached, tokens = PRIOR, 1.0, 1.0
-        for drafts, (passed, tried) in enumerate(zip(self.passed, self.tried, strict=True), 1):
-            chance = (passed + PRIOR_WEIGHT * min(chance, PRIOR)) / (tried + PRIOR_WEIGHT)
-            reached *= chance
-            tokens += reached
-            fails = 1 - reached
-            time = 1 + cost * (2 * drafts + 2) + fails * (1 + cost * (drafts + 2))
-            if (tokens + fails) / time > best:
-                best, window_size = (tokens + fails) / time, drafts + 1
-        return window_size
+        return best_window(self.passed, self.tried, rows, lambda count: 1 + self.slot_cost * count)
+
+
+def best_window(passed: Sequence[float], tried: Sequence[float], rows: int, time: Callable[[int], float]) -> int:
+    """The number of masks W of the highest rate of tokens, by [`WindowPacer`]'s reasoning; 0 for AR steps.
+
+    Args:
+        passed, tried: drafts, by their place in a run.
+        rows: of the batch.
+        time: of a step of so many physical rows, relative to others.
+    """
+    best, window_size = 1 / time(rows), 0
+    chance, reached, tokens = PRIOR, 1.0, 1.0
+    for drafts, (passed_here, tried_here) in enumerate(zip(passed, tried, strict=True), 1):
+        chance = (passed_here + PRIOR_WEIGHT * min(chance, PRIOR)) / (tried_here + PRIOR_WEIGHT)
+        reached *= chance
+        tokens += reached
+        fails = 1 - reached
+        both = time(rows * (2 * drafts + 2)) + fails * time(rows * (drafts + 2))
+        if (tokens + fails) / both > best:
+            best, window_size = (tokens + fails) / both, drafts + 1
+    return window_size
 
 
 def default_slot_cost(device_type: str) -> float:

@@ -7,7 +7,7 @@ Verified output depends on none of this, so times may be measured while serving.
 from dataclasses import dataclass, field
 
 from ...generation.branch_pacing_wedlm import StepTimes
-from ...generation.pacing_wedlm import MEMORY, PRIOR, PRIOR_WEIGHT
+from ...generation.pacing_wedlm import MEMORY, best_window
 
 # What a request starts from: what other requests have seen, taken for so many observations.
 KNOWN_WEIGHT = 3.0
@@ -67,17 +67,7 @@ class Acceptance:
             costs: of steps.
             requests: that are decoded together.
         """
-        best, window = 1 / costs.of(requests), 0
-        chance, reached, tokens = PRIOR, 1.0, 1.0
-        for drafts, (passed, tried) in enumerate(zip(self.passed, self.tried, strict=True), 1):
-            chance = (passed + PRIOR_WEIGHT * min(chance, PRIOR)) / (tried + PRIOR_WEIGHT)
-            reached *= chance
-            tokens += reached
-            fails = 1 - reached
-            time = costs.of(requests * (2 * drafts + 2)) + fails * costs.of(requests * (drafts + 2))
-            if (tokens + fails) / time > best:
-                best, window = (tokens + fails) / time, drafts + 1
-        return window
+        return best_window(self.passed, self.tried, requests, costs.of)
 
 
 class StepCosts:
