@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,21 +22,11 @@ from ..fingerprint import fingerprint
 from ..measure import Decoding, ForwardCounter, decode_call, environment
 from ..progress import track
 from ..prompts import answer_limit, encode_text
-from .saved import (
-    COUNTS,
-    FILLED,
-    FORMAT,
-    MASK,
-    PENDING,
-    PROMPT,
-    Prediction,
-    Recording,
-    Run,
-    Step,
-    Trace,
-    is_setting,
-)
+from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, Recording, Run, Step, Trace
 from .text import pieces_of, token_text
+
+Call = tuple[list[Decoding], Any, ForwardCounter]
+"""What [`decode_call`] returns."""
 
 LEAST_SHARE = 0.001
 """Tokens of a lower probability are not kept among the likeliest."""
@@ -110,32 +100,12 @@ def record(
     """
     if request.options["strategy"] == AR:
         raise ValueError("A trace shows parallel decoding: `strategy` must be 'wedlm' or 'block', got 'ar'.")
-    recordings = []
-    encoded = request.encode(model, tokenizer)
-    for prompt, tokens in track(encoded, title):
-        decoders = request.decoders(model, len(tokens))
-        recorded, *timed = [
-            {
-                name: decode_call(
-                    model,
-                    tokenizer,
-                    [tokens],
-                    options if turn else {**options, **_kept_by(name)},
-                    None if turn or streamer is None else streamer(name),
-                    seed=request.seed,
-                )
-                for name, options in decoders.items()
-            }
-            for turn in range(repeats + 1)
-        ]
-        runs = [
-            _run(model, tokenizer, options, tokens, recorded[name], [calls[name][2].moments for calls in timed])
-            for name, options in decoders.items()
-        ]
-        recordings.append(Recording(prompt, tokens, runs))
+    recordings = [
+        _recording(model, tokenizer, request, prompt, repeats, streamer)
+        for prompt in track(request.encode(model, tokenizer), title)
+    ]
     ids = set[int]().union(*(recording.token_ids for recording in recordings))
     return Trace(
-        **FORMAT,
         model=model_name,
         fingerprint=digests or fingerprint(model, tokenizer),
         environment=dict(environment(model)),
@@ -146,15 +116,27 @@ def record(
     )
 
 
-def _kept_by(strategy: str) -> Options:
-    """Keywords of `generate` that let it return what happened."""
-    return {"output_logits": True} if strategy == AR else {"output_trace": True}
-
-
-def _settings(model: WeDLMForCausalLM, options: Options) -> WeDLMGenerationSettings:
-    """Those in effect: the call's, else the checkpoint's, else the defaults."""
-    config = model._prepare_generation_config(None, **options)[0]  # as `generate` does
-    return WeDLMGenerationSettings.from_generation_config(config, model.config)
+def _recording(
+    model: WeDLMForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    request: Request,
+    prompt: tuple[str, list[int]],
+    repeats: int,
+    streamer: Callable[[str], BaseStreamer] | None,
+) -> Recording:
+    """One prompt, a text and its tokens, decoded by all decoders in turn; the first turn is recorded."""
+    text, tokens = prompt
+    decoders = request.decoders(model, len(tokens))
+    calls: dict[str, list[Call]] = {name: [] for name in decoders}
+    for turn in range(repeats + 1):
+        for name, options in decoders.items():
+            is_recorded = turn == 0
+            kept = {"output_logits" if name == AR else "output_trace": True} if is_recorded else {}
+            told = streamer(name) if is_recorded and streamer else None
+            call = decode_call(model, tokenizer, [tokens], {**options, **kept}, told, seed=request.seed)
+            calls[name].append(call)
+    runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
+    return Recording(text, tokens, runs)
 
 
 def _run(
@@ -162,40 +144,44 @@ def _run(
     tokenizer: PreTrainedTokenizerBase,
     options: Options,
     prompt: list[int],
-    recorded: tuple[list[Decoding], Any, ForwardCounter],
-    clocks: Sequence[list[float]],
+    calls: Sequence[Call],
 ) -> Run:
-    """What was recorded, with the medians of the clocks of the same forwards."""
-    (decoding,), output, counter = recorded
-    same = [clock for clock in clocks if len(clock) == len(counter.moments)]
-    *starts, seconds = [round(median(moments), 7) for moments in zip(*(same or [counter.moments]), strict=True)]
-    shown = {name: value for name, value in options.items() if name not in SETTING_NAMES}
+    """What the first call recorded, with the medians of the clocks of the others' same forwards."""
+    ((decoding,), output, counter), *timed = calls
+    clocks = [call[2].moments for call in timed if len(call[2].moments) == len(counter.moments)]
+    *starts, seconds = [round(median(moments), 7) for moments in zip(*(clocks or [counter.moments]), strict=True)]
+    shown = {"strategy": options["strategy"]}
+    shown |= {name: value for name, value in options.items() if name not in SETTING_NAMES}
     if options["strategy"] == AR:
         steps = _ar_steps(prompt, decoding.tokens, starts, torch.cat(output.logits).float())
         counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances, 0, 0)
     else:
-        settings = _settings(model, options)
+        config = model._prepare_generation_config(None, **options)[0]  # as `generate` does
+        settings = WeDLMGenerationSettings.from_generation_config(config, model.config)
         steps = _parallel_steps(prompt, decoding.tokens, starts, output.trace, settings)
         counts = tuple(getattr(output.stats, name).item() for name in COUNTS)
         shown |= {name: value for name, value in asdict(settings).items() if name != "output_trace"}
     return Run(
         name=options["strategy"],
-        settings={name: _kept(value) for name, value in {"strategy": options["strategy"], **shown}.items()},
+        settings={name: _kept(value) for name, value in shown.items()},
         tokens=decoding.tokens,
         pieces=pieces_of(tokenizer, decoding.tokens),
         text=decoding.text,
         steps=steps,
         seconds=seconds,
-        timed_runs=len(same),
+        timed_runs=len(clocks),
         stats=dict(zip(COUNTS, counts, strict=True)),
     )
 
 
 def _kept(value: Any) -> Any:
     """A setting as it is saved: JSON has no infinity, which τ may be, and no objects."""
-    if is_setting(value):
-        return value
-    return sys.float_info.max if value == math.inf else str(value)
+    if value == float("inf"):
+        return sys.float_info.max
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits: torch.Tensor) -> list[Step]:
@@ -240,25 +226,25 @@ def _parallel_steps(
     steps: list[Step] = []
     settled: set[int] = set()  # positions
     end = len(prompt)  # where final tokens end
+
+    def kind_of(position: int, token: int) -> str:
+        if position < end:
+            return PROMPT if position < len(prompt) else PENDING
+        return MASK if token == settings.mask_token_id else FILLED  # a mask is never emitted
+
     for step, start in zip(trace, starts, strict=True):
         count = step.counts[0]
         read, positions = step.input_ids[0, -count:].tolist(), step.position_ids[0, -count:].tolist()
-        kinds = "".join(
-            (PROMPT if position < len(prompt) else PENDING)
-            if position < end
-            else (MASK if token == settings.mask_token_id else FILLED)  # a mask is never emitted
-            for position, token in zip(positions, read, strict=True)
-        )
-        rows = dict(zip(positions, kinds, strict=True))
+        kinds = "".join(map(kind_of, positions, read))
         decided = {len(prompt) + offset: sequence.get(len(prompt) + offset) for offset in step.decided[0]}
-        predictions = _predictions(step, rows, decided, end - 1 if is_verified else None)
+        predictions = _predictions(
+            step, dict(zip(positions, kinds, strict=True)), decided, end - 1 if is_verified else None
+        )
         settled |= decided.keys()
         while end in settled and end in sequence:
             end += 1
-        drafts = [
-            (position, token) for position, token, kind in zip(positions, read, kinds, strict=True) if kind == FILLED
-        ]
-        kept = {position for position, token in drafts if position < end and sequence[position] == token}
+        rows = zip(positions, read, kinds, strict=True)
+        drafts = [(position, token) for position, token, kind in rows if kind == FILLED and is_verified]
         steps.append(
             Step(
                 start=start,
@@ -267,7 +253,7 @@ def _parallel_steps(
                 kinds=kinds,
                 committed=step.committed[0],
                 predictions=predictions,
-                rejected=[position for position, _ in drafts if position not in kept] if is_verified else [],
+                rejected=[place for place, token in drafts if place >= end or sequence[place] != token],
                 final=end - len(prompt),
             )
         )

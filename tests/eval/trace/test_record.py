@@ -9,10 +9,10 @@ from tiny import tiny_model, tiny_tokenizer
 from wedlm_hf.eval.measure import ForwardCounter, decode_call
 from wedlm_hf.eval.trace import record as recording_module
 from wedlm_hf.eval.trace.record import Request, check_model
-from wedlm_hf.eval.trace.saved import COUNTS, replay
+from wedlm_hf.eval.trace.saved import COUNTS, FILLED, MASK, PENDING, PROMPT
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
-PROMPT = "1, 2, 3"
+TEXT = "1, 2, 3"
 SETTINGS = {
     "greedy": {"entropy_threshold": 1.5},
     "sampled": {"entropy_threshold": 1.5, "do_sample": True, "temperature": 1.3},
@@ -29,7 +29,7 @@ SETTINGS = {
 
 def generated(model, name, tokens=24, seed=5):
     """The same by a direct call."""
-    inputs = tiny_tokenizer()(PROMPT, return_tensors="pt")
+    inputs = tiny_tokenizer()(TEXT, return_tensors="pt")
     torch.manual_seed(seed)
     settings = {"strategy": "wedlm", "window_size": 6, "max_new_tokens": tokens, **SETTINGS[name]}
     with ForwardCounter(model) as counter:
@@ -50,6 +50,44 @@ def rebuilt(recording, run):
     assert [position for position, _ in cache] == list(range(len(cache)))
     assert [token for _, token in cache] == (recording.prompt_tokens + run.tokens)[: len(cache)]
     return [canvas[length + offset] for offset in range(run.steps[-1].final)]
+
+
+def replay(recording, run):
+    """The new tokens and the counts, rebuilt from the rows of the steps and what they filled and committed.
+
+    No step may contradict an earlier one, or the prompt.
+    """
+    settled = dict(enumerate(recording.prompt_tokens))
+    filled = {}
+    cached, start, counts = 0, len(settled), dict.fromkeys(COUNTS, 0)
+    for number, step in enumerate(run.steps, 1):
+        here = f"forward {number}:"
+        widths = {len(step.positions), len(step.tokens), len(step.kinds)}
+        assert len(widths) == 1 and step.committed <= max(widths), f"{here} rows of different lengths"
+        assert set(step.kinds) <= {PROMPT, PENDING, FILLED, MASK}, f"{here} rows of kinds {step.kinds!r}"
+        rows = list(zip(step.positions, step.tokens, step.kinds, strict=True))
+        read = {position: token for position, token, kind in rows if kind == FILLED}
+        for position, token in read.items():
+            assert filled.get(position) == token, f"{here} nothing filled position {position} so"
+        assert read.keys() >= set(step.rejected), f"{here} what was no draft is rejected"
+        for prediction in step.predictions:
+            if prediction.token is not None:
+                filled[prediction.position] = prediction.token
+                if prediction.by == "ar" or not run.is_verified:
+                    settled[prediction.position] = prediction.token
+        for position, token, _ in rows[: step.committed]:
+            in_turn = position == cached and settled.get(position) == token
+            assert in_turn, f"{here} position {position} is cached out of turn"
+            cached += 1
+        while (end := start + counts["new_tokens"]) in settled and end < start + step.final:
+            counts["new_tokens"] += 1
+        assert end == start + step.final, f"{here} position {end} is final, and nothing filled it"
+        counts["forwards"] += 1
+        counts["token_instances"] += len(rows) - step.kinds.count(PROMPT)
+        if run.is_verified:
+            counts["drafted"] += len(read)
+            counts["accepted"] += len(read) - len(step.rejected)
+    return [settled[start + offset] for offset in range(counts["new_tokens"])], counts
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -124,7 +162,7 @@ def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
         ({"verification": "exact"}, 32, 2.0),  # what is stored was chosen for another decoder
         ({"window_size": 3, "verification": "exact"}, 3, 2.0),
     ):
-        request = Request([PROMPT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True)
+        request = Request([TEXT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True)
         trace = recording_module.record(model, tiny_tokenizer(), request, model_name="tiny", repeats=0)
         settings = trace.recordings[0].runs[0].settings
         assert (settings["window_size"], settings["entropy_threshold"]) == (window, threshold)
