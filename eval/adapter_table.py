@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import AR, DECODERS, EXACT, LOOKUP, LOOKUP_OPTIONS
-from .measure import environment, measure
+from .measure import environment, measure, rates
 from .prompts import Prompt
 from .table import mark_same
 
@@ -69,19 +69,19 @@ def measure_adapter(
 
 def _lines(table: pd.DataFrame, is_greedy: bool) -> list[list[str]]:
     """A line of the table for each decoder."""
-    same = mark_same(table)["same"]
-    sums = table.assign(same=same).groupby("decoder", sort=False)[["new_tokens", "forwards", "seconds", "same"]].sum()
-    speed = sums["new_tokens"] / sums["seconds"]
-    count = table["prompt"].nunique()
+    names = ["new_tokens", "forwards", "token_instances", "seconds", "same"]
+    sums = mark_same(table).groupby("decoder", sort=False)[names].sum()
+    sums = sums.assign(**rates(sums))
+    count, reference = table["prompt"].nunique(), sums.loc[AR, "tokens_per_second"]
     return [
         [
-            str(name),
-            f"{line['new_tokens'] / line['forwards']:.2f}",
-            f"{speed[name]:.1f}",
-            f"{speed[name] / speed[AR]:.2f}x",
-            f"{line['same']:.0f} of {count}" if is_greedy else "another draw",
+            str(line.Index),
+            f"{line.tokens_per_forward:.2f}",
+            f"{line.tokens_per_second:.1f}",
+            f"{line.tokens_per_second / reference:.2f}x",
+            f"{line.same:.0f} of {count}" if is_greedy else "another draw",
         ]
-        for name, line in sums.iterrows()
+        for line in sums.itertuples()
     ]
 
 

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
@@ -382,6 +383,25 @@ def default_threads(model: torch.nn.Module, rows: int = 16) -> int:
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return max(1, min(torch.get_num_threads(), parameters * rows // WORK_PER_THREAD))
+
+
+def rates(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from sums over answers.
+
+    Args:
+        sums: numbers, columns or tables: `new_tokens`, `forwards`, `token_instances`, perhaps `seconds`.
+
+    Returns:
+        `tokens_per_forward`, `prefix_cacheability` and, where there are seconds, `tokens_per_second`.
+    """
+    found = {
+        "tokens_per_forward": sums["new_tokens"] / sums["forwards"],
+        # At most 1: an answer's last token is never processed.
+        "prefix_cacheability": np.minimum(sums["new_tokens"] / np.maximum(sums["token_instances"], 1), 1.0),
+    }
+    if "seconds" in sums:
+        found["tokens_per_second"] = sums["new_tokens"] / sums["seconds"]
+    return found
 
 
 def _until_end(tokens: list[int], end_tokens: int | list[int] | None) -> list[int]:

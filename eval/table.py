@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 
 from .decoders import AR
+from .measure import rates
 
 RESAMPLES = 1000
 LEAST_PROMPTS = 6
@@ -69,15 +70,9 @@ def resample(table: pd.DataFrame, *, resamples: int = RESAMPLES, seed: int = 0) 
 
 def metrics(sums: Mapping[str, pd.DataFrame], count: int) -> dict[str, pd.DataFrame]:
     """From sums over `count` prompts, each `(…, D)`, what follows from them; speeds are relative to [`AR`]."""
-    made: dict[str, pd.DataFrame] = {}
-    for name in ("quality", "same"):
-        if name in sums:
-            made[name] = sums[name] / count
-    made["tokens_per_forward"] = sums["new_tokens"] / sums["forwards"]
-    # At most 1: an answer's last token is never processed.
-    made["prefix_cacheability"] = (sums["new_tokens"] / sums["token_instances"].clip(lower=1)).clip(upper=1)
+    made: dict[str, pd.DataFrame] = {name: sums[name] / count for name in ("quality", "same") if name in sums}
+    made |= rates(sums)
     if "seconds" in sums:
-        made["tokens_per_second"] = sums["new_tokens"] / sums["seconds"]
         if AR in sums["seconds"]:
             made["speed"] = made["tokens_per_second"].div(made["tokens_per_second"][AR], axis=0)
         made["own_cost"] = sums["seconds"] / sums["forward_seconds"] - 1

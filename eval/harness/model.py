@@ -23,8 +23,7 @@ from transformers.utils.logging import tqdm
 
 from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
-from ..measure import now
-from ..table import metrics
+from ..measure import now, rates
 from .likelihood import LEAST, block_elbo, check_integer
 
 Likelihood = Literal["ar", "elbo"]
@@ -288,8 +287,7 @@ def _by_task(records: pd.DataFrame, statistics: Callable[[Any], pd.DataFrame]) -
 def _decoding_statistics(groups: Any) -> pd.DataFrame:
     """A row for each group: sums over its prompts, and what follows from them."""
     sums = groups[[*COUNTS, "seconds"]].sum()
-    made = sums.assign(prompts=groups.size(), **metrics(sums[[*COUNTS]], 0))
-    return made.assign(tokens_per_second=sums["new_tokens"] / sums["seconds"])
+    return sums.assign(prompts=groups.size(), **rates(sums))
 
 
 def _likelihood_statistics(groups: Any) -> pd.DataFrame:

@@ -16,11 +16,21 @@ from transformers.generation.streamers import BaseStreamer
 
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR
-from ..measure import Decoding, decode
+from ..measure import Decoding, decode, rates
 from .record import Request
 from .text import GROUP_STYLES, REPLACEMENT, printable
 
 WARM_UP_TOKENS = 8
+
+SHOWN = (
+    ("new tokens", "new_tokens", "{}"),
+    ("forwards", "forwards", "{}"),
+    ("tokens per forward", "tokens_per_forward", "{:.2f}"),
+    ("prefix cacheability", "prefix_cacheability", "{:.2f}"),
+    ("tokens/s", "tokens_per_second", "{:,.0f}"),
+    ("speed against AR", "speed_against_ar", "{:.2f}×"),
+)
+"""Rows of [`comparison_table`]: label, name in [`totals`], format."""
 
 
 class AnswerStreamer(BaseStreamer):
@@ -129,38 +139,23 @@ def _costs(answer: Decoding, others: Sequence[Decoding]) -> str:
 
 def totals(decodings: Mapping[str, Sequence[Decoding]]) -> dict[str, dict[str, float]]:
     """What each decoder took over all its answers; speed is relative to `"ar"`, where that is one of them."""
-    sums: dict[str, dict[str, float]] = {}
+    made: dict[str, dict[str, float]] = {}
     for name, answers in decodings.items():
-        parts = [(len(answer.tokens), answer.forwards, answer.token_instances, answer.seconds) for answer in answers]
-        tokens, forwards, read, seconds = map(sum, zip(*parts, strict=True))
-        sums[name] = {
-            "new_tokens": tokens,
-            "forwards": forwards,
-            "seconds": seconds,
-            "tokens_per_forward": tokens / forwards,
-            # At most 1: an answer's last token is never processed.
-            "prefix_cacheability": min(1.0, tokens / max(1, read)),
-            "tokens_per_second": tokens / seconds,
-        }
-    if AR in sums:
-        for own in sums.values():
-            own["speed_against_ar"] = own["tokens_per_second"] / sums[AR]["tokens_per_second"]
-    return sums
+        sums = {"new_tokens": sum(len(answer.tokens) for answer in answers)}
+        fields = ("forwards", "token_instances", "seconds")
+        sums |= {field: sum(getattr(answer, field) for answer in answers) for field in fields}
+        made[name] = sums | {rate: float(value) for rate, value in rates(sums).items()}
+    if AR in made:
+        for own in made.values():
+            own["speed_against_ar"] = own["tokens_per_second"] / made[AR]["tokens_per_second"]
+    return made
 
 
 def comparison_table(decodings: Mapping[str, Sequence[Decoding]]) -> Table:
     """One column for each decoder, over all its answers; speed is relative to `"ar"`, where that is one of them."""
-    sums = totals(decodings)
-    rows: dict[str, list[str]] = {
-        "new tokens": [f"{own['new_tokens']}" for own in sums.values()],
-        "forwards": [f"{own['forwards']}" for own in sums.values()],
-        "tokens per forward": [f"{own['tokens_per_forward']:.2f}" for own in sums.values()],
-        "prefix cacheability": [f"{own['prefix_cacheability']:.2f}" for own in sums.values()],
-        "tokens/s": [f"{own['tokens_per_second']:,.0f}" for own in sums.values()],
-    }
-    if AR in sums:
-        rows["speed against AR"] = [f"{own['speed_against_ar']:.2f}×" for own in sums.values()]
     table = Table("strategy", *(Column(name, justify="right") for name in decodings), box=SIMPLE_HEAD)
-    for label, cells in rows.items():
-        table.add_row(label, *cells)
+    sums = totals(decodings).values()
+    for label, name, form in SHOWN:
+        if all(name in own for own in sums):
+            table.add_row(label, *(form.format(own[name]) for own in sums))
     return table
