@@ -55,16 +55,17 @@ $(VLLM)/installed: requirements-vllm.txt setup.cfg pyproject.toml
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# What would be uploaded to PyPI, in dist/: docs/releasing.md.
+# What would be uploaded to PyPI, in dist/: docs/releasing.md. The build leaves metadata in this folder, which Python prefers to
+# those of the installed package whenever it runs here: once they are old, vLLM does not find its plug-in.
 dist: $(INSTALLED)
-	rm -rf dist && $(BIN)/python -m build --no-isolation --outdir dist .
+	rm -rf dist && $(BIN)/python -m build --no-isolation --outdir dist . && rm -rf wedlm_hf.egg-info
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist wedlm_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version.
 $(INSTALLED): requirements.txt setup.cfg pyproject.toml Makefile

@@ -1,6 +1,7 @@
 """Real vLLM engines in this process, on wedlm-nano. Where there is no vLLM, these tests are skipped in one line:
 `make test-vllm` sets up an environment that has it."""
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -22,6 +23,18 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Without vLLM, test_available.py is left, and says so.
 NEED_VLLM = ["test_equality.py", "test_requests.py", "test_server.py", "test_start_up.py"]
 collect_ignore = [] if importlib.util.find_spec("vllm") else NEED_VLLM
+
+
+def check_entry_point() -> None:
+    """Ends the tests where vLLM would not find the plug-in: it then takes our checkpoints for ones with code of their
+    own. Metadata that an older build left in a folder hide those of the installed package."""
+    if not any(each.name == "wedlm" for each in importlib.metadata.entry_points(group="vllm.general_plugins")):
+        found = [getattr(each, "_path", "") for each in importlib.metadata.distributions(name="wedlm-hf")]
+        pytest.exit(f"vLLM does not find its plug-in: install this folder, or delete metadata that are old: {found}", 2)
+
+
+if not collect_ignore:
+    check_entry_point()
 
 
 def start_engine(model: str | Path = NANO, tokens: int = 0, **options: Any) -> Any:
