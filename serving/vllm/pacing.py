@@ -13,7 +13,7 @@ from ...generation.pacing_wedlm import MEMORY, best_window
 KNOWN_WEIGHT = 3.0
 # Steps between two looks at what masks would draft, while AR steps are best; fewer at first, when costs are guessed.
 LOOK_EVERY, FIRST_LOOKS = 32, 4
-# Steps of one request alone between two AR steps that measure what those take.
+# Steps between two AR steps that measure what those take.
 MEASURE_EVERY = 64
 # Steps between two estimates of what rows cost.
 ESTIMATE_EVERY = 8
@@ -67,7 +67,7 @@ class Acceptance:
             costs: of steps.
             requests: that are decoded together.
         """
-        return best_window(self.passed, self.tried, requests, costs.of)
+        return best_window(self.passed, self.tried, requests, lambda rows: costs.of(rows, rows == requests))
 
 
 class StepCosts:
@@ -80,17 +80,23 @@ class StepCosts:
 
     def __init__(self, times: StepTimes):
         self.times = times
-        self._age, self._line, self._single = 0, times.line(), times.of(1)
+        self._age, self._line = 0, times.line()
+        self._plain: dict[int, float] = {}
 
-    def record(self, rows: int, seconds: float) -> None:
+    def record(self, rows: int, seconds: float, is_plain: bool) -> None:
         """Takes in a step."""
         if self.times.clock is None:
             return
-        self.times.record(rows, seconds)
+        self.times.record(rows, seconds, is_plain)
         self._age += 1
         if self._age % ESTIMATE_EVERY == 0 or self._age < ESTIMATE_EVERY:
-            self._line, self._single = self.times.line(), self.times.of(1)
+            self._line = self.times.line()
+            self._plain.clear()
 
-    def of(self, rows: int) -> float:
-        """Time of a step, relative to others."""
-        return self._single if rows == 1 else self._line[0] + self._line[1] * rows
+    def of(self, rows: int, is_plain: bool = False) -> float:
+        """Time of a step, or of an AR step, relative to others."""
+        if not is_plain:
+            return self._line[0] + self._line[1] * rows
+        if rows not in self._plain:
+            self._plain[rows] = self.times.of(rows, is_plain=True)
+        return self._plain[rows]

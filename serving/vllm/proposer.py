@@ -90,7 +90,7 @@ class Proposer:
         self.model: Any = None
         self._step: Step | None = None
         self._last: tuple[frozenset[str], float] = frozenset(), 0.0
-        self._steps = self._alone = 0
+        self._steps = self._since = 0
         self._is_look = False
 
     def load_model(self, target_model: Any) -> None:
@@ -145,7 +145,7 @@ class Proposer:
         now, requests = time.perf_counter(), frozenset(step.requests)
         before, began = self._last
         if step.is_decode and requests == before:
-            self.costs.record(step.rows, now - began)
+            self.costs.record(step.rows, now - began, step.rows == len(step.requests))
         self._last = requests, now
         if requests != before:
             for name in [name for name in self.states if name not in step.states]:
@@ -155,11 +155,11 @@ class Proposer:
         """Whether this step gives drafts: now and then none does, to measure AR steps; under a load where drafts do
         not pay for most requests, only every so many steps do, to look whether that has changed."""
         self._steps += 1
-        has_clock = self.costs.times.clock is not None
-        if len(active) == 1 and has_clock:
-            self._alone += 1
-            is_due = self._alone % MEASURE_EVERY == 0
-            if is_due or (not self.costs.times.knows_plain(1) and self._alone > 4):
+        times = self.costs.times
+        if times.clock is not None and any(step.spec_tokens):
+            self._since += 1
+            if self._since > MEASURE_EVERY or (self._since > 4 and not times.knows_plain(len(active))):
+                self._since = 0
                 return False
         self._is_look = self._steps % (FIRST_LOOKS if self._steps < 2 * LOOK_EVERY else LOOK_EVERY) == 0
         if any(step.spec_tokens) or self._is_look:
@@ -271,5 +271,5 @@ class Proposer:
         checked = self._count_drafts(spec_tokens)
         for each in (state.acceptance, self.acceptance):
             each.learn(accepted, accepted if accepted < checked else unsure)
-            if checked:
+            if checked or unsure == 0:  # nothing is lost where there is no draft: what a rejection costs must fade
                 each.extra += 0.1 * (accepted - each.extra)

@@ -39,12 +39,19 @@ if not collect_ignore:
 
 def start_engine(model: str | Path = NANO, tokens: int = 0, **options: Any) -> Any:
     """An engine; with `tokens`, one of verified decoding with so many speculative tokens."""
+    from prometheus_client import REGISTRY, CollectorRegistry
     from vllm import LLM
 
     defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 32, "block_size": 32}
     if tokens:
         options["speculative_config"] = {"model": PROPOSER, "num_speculative_tokens": tokens}
-    return LLM(str(model), disable_log_stats=False, **defaults | options)
+    engine = LLM(str(model), disable_log_stats=False, **defaults | options)
+    # The next engine of this process takes the place of this one's metrics.
+    engine.metrics = CollectorRegistry()
+    for metric in list(REGISTRY._collector_to_names):
+        if getattr(metric, "_name", "").startswith("vllm:"):
+            engine.metrics.register(metric)
+    return engine
 
 
 @pytest.fixture(scope="session")
@@ -110,9 +117,14 @@ def complete() -> Callable[..., list[Any]]:
 def metrics() -> Callable[[Any], dict[str, Any]]:
     """vLLM's own metrics of an engine, by the last part of their names."""
 
+    from vllm.v1.metrics import reader
+
     def read(engine: Any) -> dict[str, Any]:
         found = {}
-        for metric in engine.get_metrics():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(reader, "REGISTRY", engine.metrics)
+            all_of_them = engine.get_metrics()
+        for metric in all_of_them:
             value = getattr(metric, "value", getattr(metric, "values", None))
             found[metric.name.removeprefix("vllm:").removeprefix("spec_decode_")] = value
         return found
