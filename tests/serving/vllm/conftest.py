@@ -30,7 +30,7 @@ def check_entry_point() -> None:
     own. Metadata that an older build left in a folder hide those of the installed package."""
     if not any(each.name == "wedlm" for each in importlib.metadata.entry_points(group="vllm.general_plugins")):
         found = [getattr(each, "_path", "") for each in importlib.metadata.distributions(name="wedlm-hf")]
-        pytest.exit(f"vLLM does not find its plug-in: install this folder, or delete metadata that are old: {found}", 2)
+        pytest.exit(f"vLLM does not find its plug-in: install this folder, or delete old metadata: {found}", 2)
 
 
 if not collect_ignore:
