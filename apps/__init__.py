@@ -1,1 +1,1 @@
-"""What people use without writing code: `wedlm chat` on a terminal, `wedlm demo` in the browser."""
+"""What people use without writing code: `wedlm chat`, `wedlm demo` in the browser, `wedlm push`."""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..eval.push.request import PushRequest
+from ..apps.push.request import PushRequest
 from ..training.adapt_config import AdaptConfig
 from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, print_json
 
@@ -99,8 +99,8 @@ def push(request: PushRequest, as_json: JsonOption = False) -> None:
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from ..eval.push.checks import Check, check_folder
-    from ..eval.push.upload import upload
+    from ..apps.push.checks import Check, check_folder
+    from ..apps.push.upload import upload
 
     disable_progress_bar()
     out = console(quiet=as_json)

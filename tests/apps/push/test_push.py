@@ -14,8 +14,8 @@ from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
-from wedlm_hf.eval.push import checks, upload
-from wedlm_hf.eval.push.request import PushRequest
+from wedlm_hf.apps.push import checks, upload
+from wedlm_hf.apps.push.request import PushRequest
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 
 OWN = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
