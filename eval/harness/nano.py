@@ -1,6 +1,7 @@
 """The offline tasks: prompts that a checkpoint brings along (see [`prompts`]), one harness task for each of theirs."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -54,8 +55,8 @@ def documents(prompts: Sequence[Prompt], name: str | None) -> datasets.DatasetDi
 def _rows(prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
     """The wrong choices are the answers to the prompts that follow."""
     for index, prompt in enumerate(prompts):
-        following = [other.answers[0] for other in (*prompts[index + 1 :], *prompts[:index])]
-        wrong = [answer for answer in dict.fromkeys(following) if not prompt.is_right(answer)][:3]
+        following = dict.fromkeys(other.answers[0] for other in (*prompts[index + 1 :], *prompts[:index]))
+        wrong = [*islice((answer for answer in following if not prompt.is_right(answer)), 3)]
         label = index % 4
         yield {
             "task": prompt.task,
