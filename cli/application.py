@@ -6,7 +6,6 @@ request is wrong or cannot be honoured; as shells say it, 130 after Ctrl-C, 141 
 
 from __future__ import annotations
 
-import _thread
 import inspect
 import json
 import os
@@ -138,7 +137,8 @@ def main() -> None:
     def lost(unraisable: Any) -> None:
         """Python drops what is raised while it destroys an object: then once more, a moment later."""
         if received and isinstance(unraisable.exc_value, KeyboardInterrupt):
-            threading.Timer(0.01, _thread.interrupt_main, [received[0]]).start()
+            main = threading.main_thread().ident  # a real signal, for only that ends a sleep
+            threading.Timer(0.01, signal.pthread_kill, [main, received[0]]).start()
         else:
             sys.__unraisablehook__(unraisable)
 

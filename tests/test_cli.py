@@ -226,6 +226,7 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
     monkeypatch.setattr(options.LoadingOptions, "load", interrupted)
     monkeypatch.setattr(sys, "argv", ["wedlm", "generate", "hi"])
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    start = time.monotonic()
     try:
         with pytest.raises(SystemExit) as exit_:
             cli.main()
@@ -233,6 +234,7 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
         for each, handler in handlers.items():
             signal.signal(each, handler)
     assert exit_.value.code == code
+    assert time.monotonic() - start < 30
 
 
 def test_text_is_shown_where_the_terminal_says_that_it_has_no_columns(wedlm, monkeypatch):
