@@ -9,11 +9,10 @@ import difflib
 import inspect
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, get_args
 
-import pandas as pd
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
@@ -23,15 +22,15 @@ from transformers.utils.logging import tqdm
 
 from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
-from ..measure import now, rates
+from ..measure import now
 from .likelihood import LEAST, block_elbo, check_integer
+from .statistics import COUNTS, by_task, decoding_statistics, likelihood_statistics
 
 Likelihood = Literal["ar", "elbo"]
 
 DECODING = tuple(name for name in SETTING_NAMES if name != "output_trace")
 ELBO = {"samples": 16, "block_size": 32, "seed": 0}
 """Settings of [`block_elbo`], as `elbo_samples` and so on."""
-COUNTS = ("new_tokens", "forwards", "token_instances")
 # Names that the harness itself gives to options of a request.
 _REQUEST = {"until", "max_gen_toks", "max_tokens", "max_completion_tokens"}
 # What `from_pretrained` takes besides its named parameters and the fields of a config.
@@ -266,38 +265,13 @@ class WeDLMHarnessLM(HFLM):
         if len(different) > 1:  # tasks may bring settings of their own
             info["decoding"] = {task: asdict(settings) for task, settings in self._in_force.items()}
         if decoded := self._all_records["decoding"]:
-            info["decoding_statistics"] = _by_task(pd.DataFrame(decoded), _decoding_statistics)
+            info["decoding_statistics"] = by_task(decoded, decoding_statistics)
         info["likelihood"] = {"kind": self.likelihood}
         if estimated := self._all_records["likelihood"]:
-            table = pd.DataFrame(estimated)
-            errors = table.assign(error=table["variance"] ** 0.5)[["task", "document", "index", "error"]]
-            info["likelihood"] |= self._elbo | _by_task(table, _likelihood_statistics)
-            info["likelihood"]["standard_errors"] = errors.values.tolist()
+            names = ("task", "document", "index")
+            errors = [[*(row[name] for name in names), row["variance"] ** 0.5] for row in estimated]
+            info["likelihood"] |= self._elbo | by_task(estimated, likelihood_statistics) | {"standard_errors": errors}
         return info
-
-
-def _by_task(records: pd.DataFrame, statistics: Callable[[Any], pd.DataFrame]) -> dict[str, Any]:
-    """Statistics of all records together and of those of each task."""
-    pooled, tasks = (
-        statistics(rows.groupby("task", sort=False)).to_dict("index") for rows in (records.assign(task=""), records)
-    )
-    return {"pooled": pooled[""], "tasks": tasks}
-
-
-def _decoding_statistics(groups: Any) -> pd.DataFrame:
-    """A row for each group: sums over its prompts, and what follows from them."""
-    sums = groups[[*COUNTS, "seconds"]].sum()
-    return sums.assign(prompts=groups.size(), **rates(sums))
-
-
-def _likelihood_statistics(groups: Any) -> pd.DataFrame:
-    """A row for each group: sums over its requests, nats, and nats a token."""
-    sums = groups[["requests", "tokens", "elbo", "variance", "ar"]].sum()
-    sums["elbo_standard_error"] = sums.pop("variance") ** 0.5
-    names = ["elbo", "elbo_standard_error", "ar"]
-    per_token = sums[names].div(sums["tokens"], axis=0)
-    titles = ["elbo_per_token", "elbo_per_token_standard_error", "ar_per_token"]
-    return sums.join(per_token.set_axis(titles, axis=1))
 
 
 def _tasks(requests: Sequence[Any]) -> Iterator[str | None]:

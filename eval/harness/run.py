@@ -16,16 +16,15 @@ from unittest.mock import patch
 import datasets
 import lm_eval
 import lm_eval.tasks
-import pandas as pd
 from lm_eval._cli import HarnessCLI
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import setup_logging
 
-from ...generation.settings_wedlm import WeDLMGenerationSettings
 from ...modeling_wedlm.loading import find_checkpoint, load_tokenizer
 from .model import check_request
+from .statistics import show
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 SUITES = {"paper": "wedlm_paper"}
@@ -188,58 +187,6 @@ def _first_line(error: Exception) -> str:
 
 
 # --- the command --------------------------------------------------------------------------------
-
-
-_DECODING_COLUMNS = {
-    "prompts": "prompts",
-    "new_tokens": "tokens",
-    "forwards": "forwards",
-    "tokens_per_forward": "tokens/forward",
-    "prefix_cacheability": "cacheability",
-    "tokens_per_second": "tokens/s",
-}
-_LIKELIHOOD_COLUMNS = {
-    "requests": "requests",
-    "tokens": "tokens",
-    "elbo_per_token": "ELBO",
-    "elbo_per_token_standard_error": "standard error",
-    "ar_per_token": "AR head",
-}
-
-
-def show(results: Mapping[str, Any]) -> None:
-    """Prints the statistics of decoding and of likelihoods as Markdown tables, like the harness' own."""
-    config = results["config"]
-    if statistics := config.get("decoding_statistics"):
-        decoding = config["decoding"]
-        is_one = "strategy" in decoding
-        words = _in_words(WeDLMGenerationSettings(**decoding)) if is_one else "each task with settings of its own"
-        formats = [",.0f"] * 3 + [".2f"] * 2 + [",.0f"]
-        print(f"Decoding: {words}\n{_markdown(statistics, _DECODING_COLUMNS, formats)}")
-    if "tasks" in (elbo := config.get("likelihood", {})):
-        title = f"Block ELBO: {elbo['samples']} samples, B = {elbo['block_size']}, seed {elbo['seed']}; nats a token"
-        print(f"{title}\n{_markdown(elbo, _LIKELIHOOD_COLUMNS, [',.0f'] * 2 + ['.4f'] * 3)}")
-
-
-def _markdown(statistics: Mapping[str, Any], columns: Mapping[str, str], formats: Sequence[str]) -> str:
-    table = pd.DataFrame.from_dict({**statistics["tasks"], "all": statistics["pooled"]}, orient="index")
-    return (
-        table[[*columns]]
-        .astype(float)
-        .rename(columns=columns)
-        .rename_axis("task")
-        .to_markdown(floatfmt=("", *formats))
-    )
-
-
-def _in_words(settings: WeDLMGenerationSettings) -> str:
-    if settings.strategy == "ar":
-        return "strategy ar"
-    return (
-        f"strategy {settings.strategy}, verification {settings.verification}, "
-        f"W {'up to' if settings.is_adaptive else '='} {settings.window_size}, "
-        f"τ = {settings.entropy_threshold:g}, λ = {settings.distance_penalty:g}"
-    )
 
 
 def main() -> None:
