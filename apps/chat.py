@@ -147,7 +147,8 @@ class Chat:
     def show_stats(self, _: str = "") -> None:
         """Says what the answers took."""
         turns = self.conversation.turns
-        self.say(f"{len(turns)} answers: {summary(turns)}" if turns else "There is no answer yet.")
+        count = f"{len(turns)} answer{'s' * (len(turns) > 1)}"
+        self.say(f"{count}: {summary(turns)}" if turns else "There is no answer yet.")
 
     def save(self, name: str) -> None:
         """Writes the conversation, as `wedlm train` reads one."""
@@ -210,11 +211,13 @@ def read_line() -> str | None:
 
 
 @contextmanager
-def _ctrl_c_stops_answers() -> Iterator[None]:
-    """Ctrl-C raises [`AnswerStopped`]; SIGTERM ends the program, as in every command."""
+def _ctrl_c_stops_answers(conversation: Conversation) -> Iterator[None]:
+    """Ctrl-C ends an answer after its present forward. Pressed again, or where there is no answer, it raises
+    [`AnswerStopped`]. SIGTERM ends the program, as in every command."""
 
     def stop(number: int, frame: object) -> None:
-        raise AnswerStopped
+        if not conversation.stop():
+            raise AnswerStopped
 
     before = signal.getsignal(signal.SIGINT)
     if before != signal.SIG_IGN:
@@ -236,7 +239,7 @@ def run(conversation: Conversation, console: Console) -> None:
     is_piped = sys.stdin is not None and not sys.stdin.isatty()
     if not is_piped:
         chat.say("/help lists the commands; Ctrl-C stops an answer, /exit or Ctrl-D ends.")
-    with _ctrl_c_stops_answers():
+    with _ctrl_c_stops_answers(conversation):
         while not chat.is_over:
             try:
                 line = read_line()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -23,7 +24,7 @@ LONGEST_ANSWER = 1024
 
 
 class AnswerStopped(KeyboardInterrupt):
-    """Ctrl-C, where it ends an answer and not the program."""
+    """Ctrl-C, where nothing but an exception ends what goes on; it does not end the program."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Conversation:
         self.tokenizer = tokenizer
         self.options = options
         self.system = system
+        self.may_go_on = False  # while an answer is written that nobody has stopped
         self.reset()
 
     def reset(self) -> None:
@@ -91,6 +93,12 @@ class Conversation:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return [*system, *self.messages]
 
+    def stop(self) -> bool:
+        """Ends the answer that is being written after its present forward, so that the cache keeps what was computed.
+        Returns False where there is no answer, or it was asked to end before."""
+        was_going_on, self.may_go_on = self.may_go_on, False
+        return was_going_on
+
     def ask(self, text: str, write: Callable[[str, int, float], None]) -> Turn:
         """Asks, and streams the answer. Both are part of the conversation then, unless nothing was answered.
 
@@ -99,7 +107,7 @@ class Conversation:
             write: called with new text, the number of its group of tokens, final at once, and tokens per forward.
 
         Returns:
-            What the answer took; the part that there is, if [`AnswerStopped`] was raised meanwhile.
+            What the answer took; the part that there is, where [`stop`] or [`AnswerStopped`] ended it.
 
         Raises:
             ValueError: for a conversation that leaves no room for an answer in the context, for messages that the
@@ -114,18 +122,26 @@ class Conversation:
         options = {**self.options, "max_new_tokens": limit, "return_dict_in_generate": True}
         inputs: Any = pad_left([prompt], 0, self.model.device)
         untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
-        output, is_stopped, start = None, False, time.perf_counter()
+        output, self.may_go_on, start = None, True, time.perf_counter()
         with ForwardCounter(self.model) as counter:
             streamer = AnswerStreamer(
                 self.tokenizer,
                 lambda new, group: write(new, group, len(streamer.tokens) / max(1, counter.forwards)),
             )
             try:
-                output = untyped.generate(**inputs, past_key_values=self.cache, streamer=streamer, **options)
+                output = untyped.generate(
+                    **inputs,
+                    past_key_values=self.cache,
+                    streamer=streamer,
+                    stopping_criteria=[self._is_stopped],
+                    **options,
+                )
             except AnswerStopped:
-                is_stopped = True
-                with suppress(AnswerStopped):  # pressed twice
+                self.stop()
+                with suppress(AnswerStopped):  # pressed once more
                     streamer.end()
+            finally:
+                is_stopped = not self.stop()
         tokens = streamer.tokens
         stats = getattr(output, "stats", None)
         turn = Turn(
@@ -143,6 +159,10 @@ class Conversation:
             self.messages += [messages[-1], {"role": "assistant", "content": turn.text}]
             self.turns.append(turn)
         return turn
+
+    def _is_stopped(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+        """A stopping criterion."""
+        return torch.full(input_ids.shape[:1], not self.may_go_on, device=input_ids.device)
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         try:

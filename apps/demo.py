@@ -276,7 +276,8 @@ def serve(loading: LoadingOptions, model: str | None, *, host: str, port: int, r
         ready: called with the page's address once it can be opened.
 
     Raises:
-        OSError: if the port cannot be had.
+        OSError: if the port cannot be had, and for a model that cannot be loaded.
+        ValueError: for a model that cannot be loaded.
     """
     models = Models(loading)
     first = Choice(model or models.offers[0].model, loading.adapter or "", "")
@@ -286,6 +287,7 @@ def serve(loading: LoadingOptions, model: str | None, *, host: str, port: int, r
     except OSError as error:
         raise OSError(f"`--port {port}` of {host} cannot be had: {error.strerror}. Try another one, or 0.") from error
     with listener:
+        models.load(first)  # what is wrong with it is said here, not on the page
         is_local = host in ("127.0.0.1", "::1", "localhost")
         hosts = ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"]
         name = f"[{host}]" if ":" in host else host

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from ..apps.push.request import PushRequest
 from ..training.adapt_config import AdaptConfig
@@ -47,13 +52,27 @@ def convert(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
-def train(context: typer.Context) -> None:
-    """Fine-tune from a recipe: wedlm train RECIPE.yaml --setting value …; --help lists the settings."""
+def train(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Fine-tune from a recipe: wedlm train RECIPE.yaml --setting value …; --help lists the settings.
+
+    Settings of the command line replace those of the recipe. --json prints the results as one JSON object and nothing
+    else.
+    """
     if find_spec("trl") is None:
         raise ValueError("Training needs trl: pip install 'wedlm-hf[train]'.")
     from ..training.train import main as run_training
 
-    run_training(context.args, epilog=context.command.epilog, debug=is_debugging(context))
+    found: list[dict[str, Any]] = []
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log to standard output
+        run_training(
+            context.args,
+            description=context.command.help,
+            epilog=context.command.epilog,
+            debug=is_debugging(context),
+            report=found.append if as_json else None,
+        )
+    if found:
+        print_json(found[0])
 
 
 @command(
@@ -65,6 +84,7 @@ def adapt(
     output_dir: Annotated[Path, typer.Argument(help="Folder for the adapter; new, empty, or of a run to go on with.")],
     config: AdaptConfig,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a mask adapter: any AR model's own text in fewer forwards, from nothing but the model.
 
@@ -79,12 +99,33 @@ def adapt(
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        shown = console(stderr=True)
-        train_adapter(base, output_dir, config, measure=measure_adapter, draw=draw_acceptance, console=shown)
+        made = train_adapter(
+            base,
+            output_dir,
+            config,
+            measure=partial(measure_adapter, max_new_tokens=96, title="AR and verified decoding in turn"),
+            draw=draw_acceptance,
+            console=console(stderr=True),
+        )
     except KeyboardInterrupt:
         typer.echo(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here.", err=True)
         raise typer.Exit(STOPPED) from None
-    typer.echo(f"The adapter and its model card are in {output_dir}.")
+    if as_json:
+        print_json(made)
+        return
+    out = console()
+    if rows := made["table"].get("rows"):
+        table = Table(*made["table"]["columns"], box=SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*row)
+        out.print(table)
+    out.print(
+        f"The adapter and its model card are in {output_dir}. To try it:",
+        shlex.join(("wedlm", "generate", "Why is the sky blue?", "--model", str(output_dir))),
+        sep="\n",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 @command(

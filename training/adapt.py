@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ ROWS_PER_TOKEN = 6  # mask rows that are trained for each token of an answer whe
 HELD_OUT = 24  # greedy answers that are not trained on: acceptance is measured on them
 CALIBRATE_EVERY = 3  # of the held-out answers' prompts, one in so many is for calibration, the others for the table
 CALIBRATION_DRAFTS, CALIBRATION_TOKENS = 4, 64
+MEASURED = 8  # prompts of the table at most: it is no part of the budget
 ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
 
 Measure = Callable[[WeDLMForCausalLM, PreTrainedTokenizerBase, Sequence[Sequence[int]]], dict[str, Any]]
@@ -52,7 +53,7 @@ def adapt(
     measure: Measure | None = None,
     draw: Draw | None = None,
     console: Console | None = None,
-) -> Path:
+) -> dict[str, Any]:
     """Trains a mask adapter for a model on the model's own answers, going on with what `output_dir` holds already.
 
     The base itself is only read. In the end `output_dir` holds `adapter_config.json`, `adapter_model.safetensors` and
@@ -68,7 +69,9 @@ def adapt(
         console: shows progress and the time left.
 
     Returns:
-        `output_dir`.
+        What was made and measured: `output_dir` and `base`; `answers`, `answer_tokens`, `answer_seconds`, `held_out`,
+        `mask_rows` and `training_seconds`; `acceptance`, tokens per forward against mask rows, and `table`, what
+        `measure` found (empty without it), both with `columns` and `rows`.
 
     Raises:
         FileExistsError: for an `output_dir` that holds something else.
@@ -83,11 +86,10 @@ def adapt(
         run.answer()
         run.train()
         run.calibrate()
-        run.finish(measure, draw)
-    return run.out
+        return run.finish(measure, draw)
 
 
-def calibrate_drafts(model: Any, prompts: Sequence[Sequence[int]]) -> None:
+def calibrate_drafts(model: Any, prompts: Iterable[Sequence[int]]) -> None:
     """Counts how often the drafts of a model's mask adapter pass, and keeps that as the adapter's `calibration`.
 
     Args:
@@ -270,15 +272,22 @@ class _Run:
         prompts = [answer["prompt_ids"] for answer in read_answers(self.held_out)[::CALIBRATE_EVERY]]
         if self.state["calibrated_for"] == self.budget or not prompts:
             return
-        self.console.print("[4/5] Calibrating …", highlight=False, markup=False)
         model, _ = self.load()
         model.load_mask_adapter(self.work / "adapter")
-        calibrate_drafts(model, prompts)
+        calibrate_drafts(model, self._tracked("[4/5] Calibrating", prompts))
         model.save_mask_adapter(self.work / "adapter")
         self.save_state(calibrated_for=self.budget)
 
-    def finish(self, measure: Measure | None, draw: Draw | None) -> None:
-        """The table, the figure, the model card, and the adapter where users look for it."""
+    def _tracked(self, name: str, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+        """The prompts one by one, and how many of them are done."""
+        bar = _progress_bar(self.console, name, 0.0)
+        for index, prompt in enumerate(prompts, 1):
+            yield prompt
+            _show(bar, index / len(prompts), f"{index} of {len(prompts)} prompts")
+        bar.close()
+
+    def finish(self, measure: Measure | None, draw: Draw | None) -> dict[str, Any]:
+        """The table, the figure, the model card, and the adapter where users look for it; what [`adapt`] returns."""
         answers, held_out = read_answers(self.trained_on), read_answers(self.held_out)
         table: dict[str, Any] = {}
         if measure is not None and held_out:
@@ -286,7 +295,7 @@ class _Run:
             model, tokenizer = self.load()
             model.load_mask_adapter(self.work / "adapter")
             others = [answer for index, answer in enumerate(held_out) if index % CALIBRATE_EVERY] or held_out
-            table = measure(model, tokenizer, [answer["prompt_ids"] for answer in others])
+            table = measure(model, tokenizer, [answer["prompt_ids"] for answer in others[:MEASURED]])
         log = self.work / "training" / "log.jsonl"
         entries = read_log(log)
         facts = {
@@ -307,6 +316,9 @@ class _Run:
             os.replace(self.out / f".{name}", self.out / name)
         if not write_card(self.out, card):
             self.console.print(f"{self.out / CARD_NAME} was edited: it stays as it is.", highlight=False, markup=False)
+        table = {name: table[name] for name in ("caption", "columns", "rows") if name in table}
+        made = {"output_dir": str(self.out), "base": self.base_path}
+        return made | facts | {"acceptance": acceptance_table(entries), "table": table}
 
 
 class _ShowProgress(TrainerCallback):
@@ -338,8 +350,16 @@ def _progress_bar(console: Console, name: str, share: float) -> tqdm:
     """A line about a stage, this share of which is done: redrawn on a terminal, printed twice a minute elsewhere."""
     every = 0.1 if console.is_terminal else 30.0  # seconds
     shown = "{desc}: {percentage:.0f}%{postfix}, about {remaining} left"
-    done = min(share, 1.0)
-    return tqdm(desc=name, total=1.0, initial=done, file=console.file, bar_format=shown, mininterval=every, miniters=0)
+    return tqdm(
+        desc=name,
+        total=1.0,
+        initial=min(share, 1.0),
+        file=console.file,
+        bar_format=shown,
+        mininterval=every,
+        miniters=0,
+        ncols=console.width,  # tqdm shows nothing where the terminal does not know its width
+    )
 
 
 def _show(bar: tqdm, share: float, note: str) -> None:

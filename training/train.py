@@ -7,7 +7,7 @@ accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learni
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,8 +64,16 @@ class DataConfig:
             )
 
 
-def run(data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig) -> WeDLMSFTTrainer:
+def run(
+    data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig, report: Callable[[dict[str, Any]], None] | None = None
+) -> WeDLMSFTTrainer:
     """Loads data and model, trains, evaluates, saves; returns the trainer.
+
+    Args:
+        data: what to train on.
+        args: how.
+        model: which model.
+        report: called with the [`results`]; by default they are printed as a table.
 
     Raises:
         OSError: for files that cannot be read or written, and while another run writes into the output folder.
@@ -99,7 +107,7 @@ def run(data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig) -> WeDLMSFTT
         trainer.save_model()
         trainer.save_state()
     if trainer.is_world_process_zero():
-        summarize(trainer, metrics)
+        (report or summarize)(results(trainer, metrics))
     if args.push_to_hub:
         trainer.push_to_hub()
     return trainer
@@ -136,24 +144,43 @@ def _resume_from(args: WeDLMSFTConfig) -> str | bool | None:
     return args.resume_from_checkpoint
 
 
-def summarize(trainer: WeDLMSFTTrainer, metrics: dict[str, float]) -> None:
-    """Prints what was trained on what, and what came out."""
-    table = Table("", "", title=f"Saved in {trainer.args.output_dir}", show_header=False)
-    for report in trainer.data_reports.values():
-        table.add_row("data", str(report))
+def results(trainer: WeDLMSFTTrainer, metrics: dict[str, float]) -> dict[str, Any]:
+    """What was trained on what, and what came out.
+
+    Args:
+        trainer: after training.
+        metrics: of its evaluation; empty where there was none.
+    """
     weights = [parameter.numel() for parameter in trainer.model.parameters()]
     trained = [parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad]
-    table.add_row("weights trained", f"{sum(trained):,} of {sum(weights):,}")
-    table.add_row("steps", str(trainer.state.global_step))
     logs: dict[str, Any] = {}
     for entry in trainer.state.log_history:
         logs |= entry
-    for name in ("loss", "ar_nll", "mask_nll", "tokens_per_second", "supervised_tokens_per_second"):
-        if name in logs:
-            table.add_row(f"last {name}", f"{logs[name]:,.4g}")
-    for name, value in metrics.items():
-        if name.startswith("eval_") and isinstance(value, float):
-            table.add_row(name, f"{value:,.4g}")
+    names = ("loss", "ar_nll", "mask_nll", "tokens_per_second", "supervised_tokens_per_second")
+    return {
+        "output_dir": str(trainer.args.output_dir),
+        "data": [str(report) for report in trainer.data_reports.values()],
+        "weights": sum(weights),
+        "weights_trained": sum(trained),
+        "steps": trainer.state.global_step,
+        "last": {name: logs[name] for name in names if name in logs},
+        "evaluation": {
+            name: value for name, value in metrics.items() if name.startswith("eval_") and isinstance(value, float)
+        },
+    }
+
+
+def summarize(results: dict[str, Any]) -> None:
+    """Prints [`results`] as a table."""
+    table = Table("", "", title=f"Saved in {results['output_dir']}", show_header=False)
+    for report in results["data"]:
+        table.add_row("data", report)
+    table.add_row("weights trained", f"{results['weights_trained']:,} of {results['weights']:,}")
+    table.add_row("steps", str(results["steps"]))
+    for name, value in results["last"].items():
+        table.add_row(f"last {name}", f"{value:,.4g}")
+    for name, value in results["evaluation"].items():
+        table.add_row(name, f"{value:,.4g}")
     Console().print(table)
 
 
@@ -165,11 +192,14 @@ class _Parser(TrlParser):
         raise ValueError(f"{message}. `wedlm train --help` lists the settings.")
 
 
-def _parse(words: Sequence[str], epilog: str | None = None) -> tuple[DataConfig, WeDLMSFTConfig, ModelConfig]:
+def _parse(
+    words: Sequence[str], description: str | None = None, epilog: str | None = None
+) -> tuple[DataConfig, WeDLMSFTConfig, ModelConfig]:
     """Settings of the recipe and of the command line. Raises `ValueError` for what cannot be read as such."""
     recipe = [] if not words or words[0].startswith("-") else ["--config"]
     kinds: Any = (DataConfig, WeDLMSFTConfig, ModelConfig)
-    parser = _Parser(kinds, prog="wedlm train [recipe.yaml]", allow_abbrev=False, epilog=epilog)
+    usage = "wedlm train [RECIPE.yaml] [--SETTING VALUE …]"
+    parser = _Parser(kinds, usage=usage, allow_abbrev=False, description=description, epilog=epilog)
     try:
         data, args, model = parser.parse_args_and_config([*recipe, *words])
     except OSError:
@@ -186,16 +216,25 @@ def _parse(words: Sequence[str], epilog: str | None = None) -> tuple[DataConfig,
     return data, args, model
 
 
-def main(arguments: Sequence[str] | None = None, *, epilog: str | None = None, debug: bool = False) -> None:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    description: str | None = None,
+    epilog: str | None = None,
+    debug: bool = False,
+    report: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
     """Command line: `[recipe.yaml] [--setting value …]`.
 
     Args:
         arguments: its words; default: those of this process.
+        description: text of `--help` above the settings.
         epilog: last line of `--help`.
         debug: errors come with a traceback.
+        report: as in [`run`].
     """
     try:
-        run(*_parse(sys.argv[1:] if arguments is None else arguments, epilog))
+        run(*_parse(sys.argv[1:] if arguments is None else arguments, description, epilog), report)
     except BrokenPipeError:  # `| head`: what reads the output has seen enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # Python flushes it at the end
         raise SystemExit(141) from None

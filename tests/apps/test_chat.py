@@ -105,16 +105,19 @@ def test_an_answer_that_the_template_writes_in_other_tokens_is_read_anew_from_th
 
 
 @pytest.mark.parametrize("decoder", ["ar", "wedlm", "wedlm+exact"])
-def test_a_stopped_answer_stays_as_far_as_it_came(nano, decoder):
+@pytest.mark.parametrize("is_pressed_twice", [False, True])
+def test_a_stopped_answer_stays_as_far_as_it_came(nano, decoder, is_pressed_twice):
+    options = DECODERS[decoder]
+    talk = Conversation(*nano, options)
+
     def stop_after(groups):
         def write(text, group, tokens_per_forward):
-            if group >= groups:
+            if group >= groups and talk.stop() and is_pressed_twice:
                 raise AnswerStopped
 
         return write
 
-    options = DECODERS[decoder]
-    talk = Conversation(*nano, options)
+    assert not talk.stop()
     turn = talk.ask(QUESTIONS[0], stop_after(3))
     assert turn.ended_by == "stop"
     assert ANSWERS[0].startswith(turn.text) and 0 < len(turn.text) < len(ANSWERS[0])
@@ -123,8 +126,9 @@ def test_a_stopped_answer_stays_as_far_as_it_came(nano, decoder):
         messages = [*talk.messages, {"role": "user", "content": question}]
         after = talk.ask(question, nothing)
         assert after.text == cold(nano, messages, **options)
-        assert talk.ask("And now?", stop_after(1)).ended_by == "stop"
-    assert after.cached_tokens > 0
+        assert (after.cached_tokens > turn.prompt_tokens) == (not is_pressed_twice)
+        turn = talk.ask("And now?", stop_after(1))
+        assert turn.ended_by == "stop"
 
 
 def test_an_answer_that_is_stopped_before_it_begins_is_no_turn(nano, monkeypatch):
@@ -267,7 +271,7 @@ def test_lines_that_are_piped_in_are_answered_in_turn(nano):
     assert result.exit_code == 0, result.output
     for question, answer in zip(QUESTIONS, ANSWERS, strict=False):
         assert f"> {question}\n{answer}\n" in result.stdout
-    assert "1 answers: " in result.stdout
+    assert "1 answer: " in result.stdout
     assert result.stdout.count("tokens per forward") == 3
 
 
@@ -290,7 +294,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(nano, tmp_path, monkeypatch,
     type_once(sign, b"\x03")
     type_once(b"Stopped.", b"\x03")
     type_once(b"> ", b"/stats\n")
-    type_once(b"1 answers: ", b"\x04")
+    type_once(b"1 answer: ", b"\x04")
     run.wait()
     assert run.code == 0
     assert b"Traceback" not in run.output

@@ -3,18 +3,23 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import typer
 from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
 from wedlm_hf.cli import application
 from wedlm_hf.eval import options
 from wedlm_hf.generation.settings_wedlm import STRATEGIES, VERIFICATIONS
+from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 
 COMMANDS = typer.main.get_command(cli.app).commands
 
@@ -36,7 +41,7 @@ def run(*words, stdout=subprocess.PIPE, **environment):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny checkpoint `model`, a stock one `stock`, and `prompts.txt`."""
+    """A tiny checkpoint `model`, a stock one `stock`, `prompts.txt`, and what cannot be used."""
     folder = tmp_path_factory.mktemp("commands")
     model, tokenizer = tiny_model(), tiny_tokenizer()
     model.generation_config.suppress_tokens = [MASK]
@@ -46,6 +51,16 @@ def folder(tmp_path_factory):
     tokenizer.mask_token = None
     tokenizer.save_pretrained(folder / "stock")
     (folder / "prompts.txt").write_text("1, 2, 3\n4, 5\n7, 8, 9\n3, 1")
+    chat = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "7"}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    (folder / "empty").mkdir()
+    weights = shutil.copytree(folder / "model", folder / "damaged") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder / "gpt2")
+    (folder / "truncated.gguf").write_bytes(b"GGUF\3\0\0\0")
+    other = tiny_model(seed=1)
+    other.add_mask_adapter(MaskAdapterSettings(rank=2))
+    other.save_mask_adapter(folder / "adapter")
     return folder
 
 
@@ -129,6 +144,61 @@ def test_a_wrong_word_is_named_in_one_line_that_leads_to_help(words, message):
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith("Error: ") and message in result.stderr
     assert result.stderr.endswith(" --help` says what there is.\n")
+
+
+LOADING = {  # words of each command that loads a checkpoint
+    "generate": "hi --model CHECKPOINT",
+    "chat": "CHECKPOINT",
+    "demo": "--model CHECKPOINT --port 0 --no-browser",
+    "serve": "CHECKPOINT --port 0",
+    "trace": "hi --model CHECKPOINT --output OUT/page.html",
+    "calibrate": "CHECKPOINT --file prompts.txt",
+    "report": "CHECKPOINT --file prompts.txt --output OUT",
+    "convert": "CHECKPOINT OUT",
+    "train": "--model_name_or_path CHECKPOINT --dataset chats.jsonl --output_dir OUT --use_cpu true --bf16 false",
+    "adapt": "CHECKPOINT OUT --tokens 9",
+}
+
+
+@pytest.fixture
+def refused(folder, tmp_path, monkeypatch):
+    """`refused(command, checkpoint, options…)` is what the command says: one line, and no file is written."""
+    monkeypatch.chdir(folder)
+    return partial(refusal, tmp_path / "out")
+
+
+def refusal(out, command, checkpoint, *options):
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    words = LOADING[command].replace("CHECKPOINT", checkpoint).replace("OUT", str(out)).split()
+    result = invoke(command, *words, *options)
+    *progress, error = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (2, "") and error.startswith("Error: "), result.output
+    assert not progress or command == "train"  # it has read the dataset
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
+    left = {path.name for path in out.rglob("*") if path.is_file()}
+    assert left <= ({"adapt.json", "_lock"} if command == "adapt" else set())  # what the run was asked for
+    return error
+
+
+@pytest.mark.parametrize("command", LOADING)
+@pytest.mark.parametrize("checkpoint", ["./missing", "empty", "damaged", "gpt2", "truncated.gguf"])
+def test_a_checkpoint_that_cannot_be_used_is_one_error_of_every_command(refused, command, checkpoint):
+    assert checkpoint in refused(command, checkpoint)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "demo", "serve", "trace", "calibrate", "report"])
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--adapter ./missing", "'./missing'"),
+        ("--adapter adapter", "was trained for another model of this shape"),
+        ("--device abacus", "`--device abacus` is not available"),
+        ("--dtype int8", "`--dtype` must be one of"),
+        ("--threads 0", "Invalid value for '--threads'"),
+    ],
+)
+def test_an_option_of_loading_that_is_wrong_is_one_error_of_every_command(refused, command, option, message):
+    assert message in refused(command, "model", *option.split())
 
 
 def test_only_debug_shows_a_traceback_wherever_it_stands():
@@ -235,6 +305,20 @@ def test_what_calibration_found_is_printed_as_json(folder):
     assert results["settings"]["slot_cost"] >= 0
     nothing = results_of(*words[:4], "--decoders", "wedlm", *grid, "--agreement", 1, code=1)
     assert nothing["chosen"] is None
+
+
+def test_what_adapting_and_training_gave_is_printed_as_json(folder, tmp_path):
+    pytest.importorskip("trl")
+    words = ("adapt", folder / "model", tmp_path / "adapter", "--tokens", 60, "--rank", 2, "--head-width", 0)
+    results = results_of(*words, "--prompts", folder / "prompts.txt", "--device", "cpu")
+    assert results["output_dir"] == str(tmp_path / "adapter") and results["answer_tokens"] >= 60
+    assert [row[0] for row in results["table"]["rows"]] == ["ar", "ar+lookup", "wedlm+exact"]
+    words = "--use_cpu true --bf16 false --max_steps 2 --max_length 64 --block_size 4 --logging_steps 1".split()
+    words += ["--model_name_or_path", folder / "model", "--dataset", folder / "chats.jsonl"]
+    words += ["--output_dir", tmp_path / "trained", "--save_strategy", "no", "--disable_tqdm", "true"]
+    results = results_of("train", *words)
+    assert (results["output_dir"], results["steps"]) == (str(tmp_path / "trained"), 2)
+    assert results["weights_trained"] == results["weights"] > 0 and results["last"]["loss"] > 0
 
 
 def test_numbers_that_are_not_finite_are_null():

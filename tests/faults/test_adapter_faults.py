@@ -87,7 +87,8 @@ def test_a_damaged_file_of_an_earlier_run_is_named(tmp_path, monkeypatch, name, 
 def test_a_run_ends_although_a_full_disk_cut_off_a_line_of_its_log(tmp_path):
     base = write_base(tmp_path / "llama")
     prompts = tmp_path / "prompts.txt"
-    out = adapt(base, tmp_path / "out", AdaptConfig(tokens=30, prompts=prompts, **SMALL))
+    out = tmp_path / "out"
+    adapt(base, out, AdaptConfig(tokens=30, prompts=prompts, **SMALL))
     log = out / "work" / "training" / "log.jsonl"
     whole = log.read_bytes().count(b"\n")
     log.write_bytes(log.read_bytes() + b'{"step": 3, "lo')

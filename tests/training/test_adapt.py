@@ -55,8 +55,8 @@ def whole(tmp_path_factory) -> Path:
 def run(tmp_path: Path, base: Any, name: str = "out", measure: Any = None, **settings: Any) -> tuple[Path, str]:
     console = Console(file=io.StringIO(), width=200)
     config = AdaptConfig(**{"tokens": 300, "prompts": tmp_path / "prompts.txt"} | SMALL | settings)
-    out = adapt(base, tmp_path / name, config, measure=measure, console=console)
-    return out, console.file.getvalue()
+    adapt(base, tmp_path / name, config, measure=measure, console=console)
+    return tmp_path / name, console.file.getvalue()
 
 
 def weights(folder: Path) -> bytes:
@@ -247,7 +247,10 @@ def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
     prompts = ["--prompts", str(tmp_path / "prompts.txt")]
     result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words, *prompts])
     assert result.exit_code == 0, result.output
-    assert result.stdout == f"The adapter and its model card are in {tmp_path / 'out'}.\n"
+    table, made, example = result.stdout.rsplit("\n", 3)[:3]
+    assert "wedlm+exact" in table
+    assert made == f"The adapter and its model card are in {tmp_path / 'out'}. To try it:"
+    assert example == f"wedlm generate 'Why is the sky blue?' --model {tmp_path / 'out'}"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| decoder | tokens per forward |" in card
     assert "](acceptance.png)\n\n| mask rows | 1 draft | 2 drafts |" in card
