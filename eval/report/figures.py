@@ -16,7 +16,7 @@ from matplotlib.figure import Figure as Drawing
 
 from ..decoders import AR, BLOCK, EXACT, TYPICAL, WEDLM
 from ..files import written_whole
-from .numbers import Numbers
+from .numbers import TITLES, Numbers
 
 COLORS = {AR: "#6b7280", BLOCK: "#c7922e", WEDLM: "#2f7fc8", TYPICAL: "#a855a0", EXACT: "#17966e"}
 MARKERS = "osD^vP*X"
@@ -32,12 +32,7 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "svg.hashsalt": "wedlm",  # the same drawing is the same file
 }
-LABELS = {
-    "tokens_per_forward": "tokens per forward",
-    "prefix_cacheability": "prefix cacheability",
-    "tokens_per_second": "tokens/s",
-    "speed": "speed against AR, ×",
-}
+LABELS = TITLES | {"speed": "speed against AR, ×"}
 
 
 @dataclass(frozen=True)

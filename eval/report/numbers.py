@@ -25,6 +25,22 @@ from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summari
 AREA_LOSS = 0.05
 """Settings that lose more of AR's quality have no place on the accuracy–parallelism curve."""
 
+TITLES = {
+    "batch_size": "batch size",
+    "tokens_per_forward": "tokens per forward",
+    "prefix_cacheability": "prefix cacheability",
+    "tokens_per_second": "tokens/s",
+    "speed": "speed against AR",
+    "first_token_seconds": "ms to first token",
+    "own_cost": "own cost",
+    "same": "same answers",
+    "peak_bytes": "peak MiB",
+    "area": "area, AR = 1",
+    "entropy": "entropy, nats",
+    "answer_tokens": "tokens of an answer",
+}
+"""Columns in words, for tables and axes; other names are words already."""
+
 
 @dataclass(frozen=True)
 class Numbers:

@@ -18,7 +18,7 @@ from ..decoders import AR, EXACT, WEDLM
 from ..files import write_text
 from ..sweep import FIELDS
 from .figures import figures
-from .numbers import AREA_LOSS, Numbers
+from .numbers import AREA_LOSS, TITLES, Numbers
 
 BLOCKS = ("summary", "tasks", "batches", "setup", "front")
 ALL_TASKS = "all tasks"
@@ -35,20 +35,6 @@ FORMATS = {
     "answer_tokens": (1, 0, ""),
 }
 """Factor, digits and unit; of other names, two digits."""
-TITLES = {
-    "batch_size": "batch size",
-    "tokens_per_forward": "tokens per forward",
-    "prefix_cacheability": "prefix cacheability",
-    "tokens_per_second": "tokens/s",
-    "speed": "speed against AR",
-    "first_token_seconds": "ms to first token",
-    "own_cost": "own cost",
-    "same": "same answers",
-    "peak_bytes": "peak MiB",
-    "area": "area, AR = 1",
-    "entropy": "entropy, nats",
-    "answer_tokens": "tokens of an answer",
-}
 
 
 class Words:
