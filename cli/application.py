@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from ..eval.options import with_options
+from .groups import with_options
 
 NO, WRONG, STOPPED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, __version__, cli
 from wedlm_hf.cli.application import console
+from wedlm_hf.cli.groups import with_options
 from wedlm_hf.eval import options
 from wedlm_hf.eval import prompts as prompting
 from wedlm_hf.eval.measure import Decoding, ForwardCounter
@@ -266,7 +267,7 @@ def test_a_command_gets_the_dataclasses_that_its_options_fill():
     app = typer.Typer()
 
     @app.command()
-    @options.with_options
+    @with_options
     def show(span: Range, name: str = "x") -> None:
         taken.append((span, name))
 
