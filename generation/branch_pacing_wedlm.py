@@ -18,6 +18,9 @@ MOST_DRAFTS = 8
 BINS = 8
 BIN_PRIOR = 4.0  # observations that the probability itself counts for
 BIN_MEMORY = 0.995
+# Drafts that were found in the text have two more bins, for the first of a run and for those behind it; what their
+# chances are taken for at first.
+LOOKUP_CHANCES = (0.6, 0.9)
 # Runs of drafts that are remembered, and what their chances are taken for before there is any.
 RUNS = 32
 PRIOR_CHANCE = 0.65
@@ -150,7 +153,7 @@ class DraftRecord:
     Attributes:
         times: of steps.
         key: of the machine and the numbers that the times belong to.
-        passed, tried: drafts of each bin of probability.
+        passed, tried: drafts of each bin of probability, and those that were found in the text.
         runs: the masks' own probabilities of the last runs of drafts.
         look_after: AR steps until the next look at what masks would draft.
         steps_since: steps since the last look, or since the last AR step.
@@ -158,8 +161,8 @@ class DraftRecord:
 
     times: StepTimes
     key: Any = None
-    passed: list[float] = field(default_factory=lambda: [0.0] * BINS)
-    tried: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    passed: list[float] = field(default_factory=lambda: [0.0] * (BINS + len(LOOKUP_CHANCES)))
+    tried: list[float] = field(default_factory=lambda: [0.0] * (BINS + len(LOOKUP_CHANCES)))
     runs: deque[list[float]] = field(default_factory=lambda: deque(maxlen=RUNS))
     look_after: int = FIRST_LOOK
     steps_since: int = 0
@@ -169,7 +172,7 @@ class DraftRecord:
         """A new record, which knows what the [`calibration`] of an earlier one says, if there is one."""
         record = cls(times, key)
         if calibration:
-            record.passed, record.tried = list(calibration["passed"]), list(calibration["tried"])
+            record.passed[:BINS], record.tried[:BINS] = calibration["passed"], calibration["tried"]
             record.runs.extend([list(calibration["confidence_by_depth"])] * CALIBRATED_RUNS)
         return record
 
@@ -185,30 +188,44 @@ class DraftRecord:
         depths = range(max(map(len, runs), default=0))
         by_depth = [[run[depth] for run in runs if len(run) > depth] for depth in depths]
         return {
-            "passed": [round(count * weight, 2) for count, weight in zip(self.passed, weights, strict=True)],
-            "tried": [round(count * weight, 2) for count, weight in zip(self.tried, weights, strict=True)],
+            "passed": [round(count * weight, 2) for count, weight in zip(self.passed[:BINS], weights, strict=False)],
+            "tried": [round(count * weight, 2) for count, weight in zip(self.tried[:BINS], weights, strict=False)],
             "confidence_by_depth": [round(sum(known) / len(known), 3) for known in by_depth],
         }
 
-    def chance(self, confidence: float) -> float:
-        """The chance that a draft passes, given that those before it do."""
-        bin_ = min(int(confidence * BINS), BINS - 1)
-        return (self.passed[bin_] + BIN_PRIOR * confidence) / (self.tried[bin_] + BIN_PRIOR)
+    def learn(self, confidences: Sequence[float | None], accepted: int) -> None:
+        """Takes in that the first `accepted` drafts of a run passed, and no more of them."""
+        for place, (bin_, _) in enumerate(_bins(confidences[: accepted + 1])):
+            self.passed[bin_] = BIN_MEMORY * self.passed[bin_] + (place < accepted)
+            self.tried[bin_] = BIN_MEMORY * self.tried[bin_] + 1
 
-    def reaches(self, confidences: Sequence[float]) -> list[float]:
+    def reaches(self, confidences: Sequence[float | None]) -> list[float]:
         """For each draft of a run the chance that it and all before it pass."""
         reached, found = 1.0, []
-        for confidence in confidences:
-            reached *= self.chance(confidence)
+        for bin_, prior in _bins(confidences):
+            reached *= (self.passed[bin_] + BIN_PRIOR * prior) / (self.tried[bin_] + BIN_PRIOR)
             found.append(reached)
         return found
+
+
+def _bins(confidences: Sequence[float | None]) -> list[tuple[int, float]]:
+    """The bin of each draft of a run, and the chance that it is taken for at first."""
+    bins, behind = [], 0
+    for confidence in confidences:
+        if confidence is None:
+            bins.append((BINS + behind, LOOKUP_CHANCES[behind]))
+        else:
+            bins.append((min(int(confidence * BINS), BINS - 1), confidence))
+        behind = int(confidence is None)
+    return bins
 
 
 class BranchPacer:
     """Plans steps.
 
     *Chances.* A draft's own probability tells how likely it is to pass, once corrected by what became of drafts of
-    similar probability. For drafts that masks will only give, the runs of the last steps stand.
+    similar probability; drafts that were found in the text have what became of such drafts. For drafts that masks will
+    only give, the runs of the last steps stand.
 
     *Price.* Let ρ be the best rate of tokens per time that steps of one kind can have, 1 being that of AR steps, and
     t(n) the time of a step of n rows, relative to theirs. One more row is worth it if it brings more tokens than
@@ -218,7 +235,8 @@ class BranchPacer:
     *Rate.* With drafts to depth D, A_k the chance that draft k is accepted and q that the branch of the last accepted
     draft has masks, two steps in a row bring 1 + A_1 + … + A_D + (1 − q) tokens in t(n) + (1 − q)·t(n′), n′ being the
     rows of a step without drafts. ρ is the largest such ratio. Where none exceeds that of AR steps, these are taken,
-    and every now and then masks without drafts, to look whether that has changed.
+    with as many drafts from the text as make their own ratio largest, and every now and then masks without drafts, to
+    look whether that has changed.
 
     Args:
         largest: most drafts of a step.
@@ -249,20 +267,24 @@ class BranchPacer:
         clock = self.record.times.clock
         self._began = None if clock is None or is_prefill else (physical_rows, physical_rows == rows, clock())
 
-    def learn(self, confidences: Sequence[float], checked: int, accepted: int, found: Sequence[float]) -> None:
+    @property
+    def lookup_drafts(self) -> int:
+        """Most drafts to look for in the text: in a batch, one row's drafts take columns of all rows."""
+        if not self.is_adaptive:
+            return 0
+        return self.largest if self.rows == 1 else self.drafts
+
+    def learn(self, confidences: Sequence[float | None], checked: int, accepted: int, found: Sequence[float]) -> None:
         """Takes in what became of a row's drafts, and its new ones.
 
         Args:
-            confidences: the masks' own probability of each of the drafts.
+            confidences: the masks' own probability of each of the drafts; `None` for those found in the text.
             checked: how many of these were checked.
             accepted: how many passed.
             found: the probabilities of the new drafts.
         """
         record = self.record
-        for index in range(min(accepted + 1, checked)):
-            bin_ = min(int(confidences[index] * BINS), BINS - 1)
-            record.passed[bin_] = BIN_MEMORY * record.passed[bin_] + (index < accepted)
-            record.tried[bin_] = BIN_MEMORY * record.tried[bin_] + 1
+        record.learn(confidences[:checked], accepted)
         if found:
             if not self.drafts:
                 self._age = UPDATE_EVERY
@@ -285,18 +307,18 @@ class BranchPacer:
         else:
             self._is_ar_step = self._choose_ar_step()
 
-    def plan(self, confidence: Sequence[float], remaining: int) -> list[int]:
+    def plan(self, confidence: Sequence[float | None], remaining: int) -> list[int]:
         """Masks of each branch: behind the last pending token, and behind each draft that is to be checked.
 
         Args:
-            confidence: the masks' own probability of each draft there is.
+            confidence: the masks' own probability of each draft there is; `None` for those found in the text.
             remaining: new tokens that are still allowed.
         """
         most = min(len(confidence), self.largest, remaining - 1)
         if not self.is_adaptive:
             sizes = [self.largest] * (most + 1)
         elif self._is_ar_step:
-            return [0]
+            return [0] * (1 + self._lookup_depth(confidence[:most]))
         elif not self.drafts:
             sizes = [min(LOOK_DRAFTS, self.largest)]
         else:
@@ -306,6 +328,17 @@ class BranchPacer:
         if self.is_chain:
             sizes[:-1] = [0] * (len(sizes) - 1)
         return [max(0, min(size, remaining - draft - 1)) for draft, size in enumerate(sizes)]
+
+    def _lookup_depth(self, confidence: Sequence[float | None]) -> int:
+        """How many drafts from the text give an AR step the most tokens per time."""
+        best, depth, tokens = 1 / self.record.times.of(1, is_plain=True), 0, 1.0
+        reached = self.record.reaches(confidence) if confidence[:1] == [None] else []
+        for drafts, chance in enumerate(reached, 1):
+            tokens += chance
+            rate = tokens / self.record.times.of(1 + drafts)
+            if rate > best:
+                best, depth = rate, drafts
+        return depth
 
     def _sizes(self, reached: Sequence[float]) -> list[int]:
         """Masks of each branch, by the chances that the drafts to it pass (1 for none)."""

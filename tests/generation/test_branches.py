@@ -494,8 +494,8 @@ def test_own_probabilities_are_corrected_by_what_passed():
     pace = BranchPacer(8, record)
     for _ in range(100):
         pace.learn([0.9], checked=1, accepted=0, found=[])
-    assert record.chance(0.9) < 0.1
-    assert record.chance(0.5) == 0.5
+    assert record.reaches([0.9])[0] < 0.1
+    assert record.reaches([0.5])[0] == 0.5
 
 
 def test_decoding_begins_with_what_a_calibration_knows():
@@ -507,12 +507,12 @@ def test_decoding_begins_with_what_a_calibration_knows():
     check_calibration(stored)
     assert stored["confidence_by_depth"] == [0.9, 0.2]
     record = DraftRecord.begin(StepTimes(0.03), None, stored)
-    assert record.chance(0.9) > 0.95 and record.chance(0.2) < 0.1
+    assert record.reaches([0.9])[0] > 0.95 and record.reaches([0.2])[0] < 0.1
     assert BranchPacer(8, record).drafts == 1
     assert DraftRecord.begin(StepTimes(0.03), None, None) == DraftRecord(StepTimes(0.03))
     for _ in range(40):  # it gives way to what is seen now
         BranchPacer(8, record).learn([0.9], 1, 0, [0.9])
-    assert record.chance(0.9) < 0.4
+    assert record.reaches([0.9])[0] < 0.4
 
 
 @pytest.mark.parametrize(
