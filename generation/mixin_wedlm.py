@@ -17,7 +17,7 @@ from transformers.generation import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
-from .branch_pacing_wedlm import MOST_DRAFTS, BranchPacer, DraftRecord, StepTimes
+from .branch_pacing_wedlm import MOST_DRAFTS, BranchPacer, DraftRecord
 from .branches_wedlm import BranchRule
 from .cache_wedlm import WindowCache
 from .decoding_wedlm import DENSE_MASK_ATTENTION, DecodingRequest, ParallelDecoder, StepObserver
@@ -27,6 +27,7 @@ from .sampling_wedlm import TokenSampler
 from .scores_wedlm import ScoreRecorder
 from .settings_wedlm import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
 from .stats_wedlm import StatsRecorder, TraceRecorder, WeDLMGenerateOutput, step_map
+from .step_times_wedlm import StepTimes
 from .streaming_wedlm import TokenStream
 
 # Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.

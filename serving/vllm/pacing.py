@@ -6,8 +6,8 @@ Verified output depends on none of this, so times may be measured while serving.
 
 from dataclasses import dataclass, field
 
-from ...generation.branch_pacing_wedlm import StepTimes
 from ...generation.pacing_wedlm import MEMORY, best_window
+from ...generation.step_times_wedlm import StepTimes
 
 # What a request starts from: what other requests have seen, taken for so many observations.
 KNOWN_WEIGHT = 3.0

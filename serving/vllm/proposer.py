@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from ...generation.branch_pacing_wedlm import StepTimes
 from ...generation.pacing_wedlm import default_slot_cost
+from ...generation.step_times_wedlm import StepTimes
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
 from .pacing import FIRST_LOOKS, LOOK_EVERY, MEASURE_EVERY, Acceptance, StepCosts
 

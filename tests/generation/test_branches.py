@@ -12,9 +12,10 @@ from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
 from wedlm_hf.generation import WindowCache, mixin_wedlm
-from wedlm_hf.generation.branch_pacing_wedlm import BranchPacer, DraftRecord, StepTimes, check_calibration
+from wedlm_hf.generation.branch_pacing_wedlm import BranchPacer, DraftRecord, check_calibration
 from wedlm_hf.generation.branches_wedlm import SHORTLIST, BranchRule
 from wedlm_hf.generation.decoding_wedlm import ParallelDecoder
+from wedlm_hf.generation.step_times_wedlm import StepTimes
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 
 FIXED = {"adaptive_window": False, "window_size": 4}
