@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -452,7 +452,9 @@ def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: Decodi
     record = getattr(model, "_draft_record", None)
     device = request.prompt_ids.device
     if not is_timed or record is None or record.key != (str(device), model.dtype):
-        times = StepTimes(_slot_cost(settings, request), perf_counter if is_timed else None)
+        # A CPU's own seconds do not count those of other programs on the machine.
+        clock = thread_time if device.type == "cpu" else perf_counter
+        times = StepTimes(_slot_cost(settings, request), clock if is_timed else None)
         record = DraftRecord.begin(times, (str(device), model.dtype), model.model.mask_adapter.calibration)
         if is_timed:
             model._draft_record = record
