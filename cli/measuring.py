@@ -24,7 +24,7 @@ from .application import NO, STOPPED, JsonOption, command, console, print_json
 )
 def calibrate(
     loading: LoadingOptions,
-    model: Annotated[str, typer.Argument(help="Checkpoint folder or Hub id.")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub id.")],
     file: Annotated[Path, typer.Option("--file", "-f", help="Your prompts, one a line; - is standard input.")],
     options: CalibrationOptions,
     raw: RawOption = False,

@@ -24,8 +24,8 @@ from .application import NO, STOPPED, JsonOption, app, command, console, is_debu
     "wedlm convert SmolLM2-135M-Instruct.Q4_1.gguf my-wedlm",
 )
 def convert(
-    source: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
-    output_dir: Annotated[Path, typer.Argument(help="Folder to write to; new or empty.")],
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or Hub id of a checkpoint, or a GGUF file.")],
+    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder to write to; new or empty.")],
     mask_token: Annotated[
         str | None, typer.Option(help="Text of the mask token; default: the tokenizer's own, else <|mask|>.")
     ] = None,
@@ -80,8 +80,11 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
     "wedlm adapt my-wedlm my-adapter --tokens 200000 --prompts prompts.txt",
 )
 def adapt(
-    base: Annotated[str, typer.Argument(help="Folder or Hub id of a checkpoint, or a GGUF file.")],
-    output_dir: Annotated[Path, typer.Argument(help="Folder for the adapter; new, empty, or of a run to go on with.")],
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Folder or Hub id of a checkpoint, or a GGUF file.")],
+    output_dir: Annotated[
+        Path,
+        typer.Argument(metavar="OUTPUT_DIR", help="Folder for the adapter; new, empty, or of a run to go on with."),
+    ],
     config: AdaptConfig,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: torch's choice.")] = None,
     as_json: JsonOption = False,
@@ -120,7 +123,7 @@ def adapt(
             table.add_row(*row)
         out.print(table)
     out.print(
-        f"The adapter and its model card are in {output_dir}. To try it:",
+        f"The adapter and its model card are in {output_dir}; a larger budget goes on from there. To try it:",
         shlex.join(("wedlm", "generate", "Why is the sky blue?", "--model", str(output_dir))),
         sep="\n",
         highlight=False,

@@ -43,7 +43,7 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", "-m", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
 CheckpointArgument = Annotated[
-    str | None, typer.Argument(metavar="[CHECKPOINT]", help="Checkpoint folder or Hub id; default: wedlm-nano.")
+    str | None, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
 FileOption = Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without a chat template.")]
@@ -65,7 +65,10 @@ class PromptOptions:
 
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(help="Default: the lines of standard input where it is piped, else a few built-in prompts."),
+        typer.Argument(
+            metavar="PROMPTS",
+            help="Default: the lines of standard input where it is piped, else a few built-in prompts.",
+        ),
     ] = None
     file: FileOption = None
     raw: RawOption = False

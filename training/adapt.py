@@ -86,7 +86,9 @@ def adapt(
         run.answer()
         run.train()
         run.calibrate()
-        return run.finish(measure, draw)
+        run.publish()
+        run.measure(measure)
+        return run.finish(draw)
 
 
 def calibrate_drafts(model: Any, prompts: Iterable[Sequence[int]]) -> None:
@@ -115,8 +117,8 @@ class _Run:
         self.device = find_device(config.device)
         self.budget = {"minutes": config.minutes, "tokens": config.tokens}
         # Stages are done for a budget.
-        self.state: dict[str, Any] = {"answer_seconds": 0.0}
-        self.state |= dict.fromkeys(("answered_for", "trained_for", "calibrated_for"))
+        self.state: dict[str, Any] = {"answer_seconds": 0.0, "table": {}}
+        self.state |= dict.fromkeys(("answered_for", "trained_for", "calibrated_for", "measured_for"))
 
     # Before any work.
 
@@ -286,18 +288,28 @@ class _Run:
             _show(bar, index / len(prompts), f"{index} of {len(prompts)} prompts")
         bar.close()
 
-    def finish(self, measure: Measure | None, draw: Draw | None) -> dict[str, Any]:
-        """The table, the figure, the model card, and the adapter where users look for it; what [`adapt`] returns."""
+    def publish(self) -> None:
+        """The adapter where users look for it."""
+        for name in (WEIGHTS_NAME, CONFIG_NAME):
+            shutil.copyfile(self.work / "adapter" / name, self.out / f".{name}")
+            os.replace(self.out / f".{name}", self.out / name)
+
+    def measure(self, measure: Measure | None) -> None:
+        """The table of the model card."""
+        held_out = read_answers(self.held_out)
+        if measure is None or not held_out or self.state["measured_for"] == self.budget:
+            return
+        self.console.print("[5/5] Measuring …", highlight=False, markup=False)
+        model, tokenizer = self.load()
+        model.load_mask_adapter(self.work / "adapter")
+        others = [answer for index, answer in enumerate(held_out) if index % CALIBRATE_EVERY] or held_out
+        table = measure(model, tokenizer, [answer["prompt_ids"] for answer in others[:MEASURED]])
+        self.save_state(measured_for=self.budget, table={name: table[name] for name in ("caption", "columns", "rows")})
+
+    def finish(self, draw: Draw | None) -> dict[str, Any]:
+        """The figure and the model card; returns what [`adapt`] does."""
         answers, held_out = read_answers(self.trained_on), read_answers(self.held_out)
-        table: dict[str, Any] = {}
-        if measure is not None and held_out:
-            self.console.print("[5/5] Measuring …", highlight=False, markup=False)
-            model, tokenizer = self.load()
-            model.load_mask_adapter(self.work / "adapter")
-            others = [answer for index, answer in enumerate(held_out) if index % CALIBRATE_EVERY] or held_out
-            table = measure(model, tokenizer, [answer["prompt_ids"] for answer in others[:MEASURED]])
-        log = self.work / "training" / "log.jsonl"
-        entries = read_log(log)
+        entries, table = read_log(self.work / "training" / "log.jsonl"), self.state["table"]
         facts = {
             "answers": len(answers),
             "answer_tokens": sum(len(answer["response_ids"]) for answer in answers),
@@ -305,18 +317,15 @@ class _Run:
             **{name: self.state[name] for name in ("mask_rows", "training_seconds", "answer_seconds")},
             **{name: value for name, value in asdict(self.config).items() if name in ("rank", "head_width", "seed")},
         }
+        is_chat = load_tokenizer(self.base_path).chat_template is not None
         figure = None
         if draw is not None and acceptance_table(entries)["rows"]:
             draw(entries, self.out)
             figure = "acceptance.png"
         base = None if self.is_wedlm else self.base_path
-        card = model_card(self.base, base, str(self.out), facts, entries, table, figure)
-        for name in (WEIGHTS_NAME, CONFIG_NAME):
-            shutil.copyfile(self.work / "adapter" / name, self.out / f".{name}")
-            os.replace(self.out / f".{name}", self.out / name)
+        card = model_card(self.base, base, str(self.out), facts | {"is_chat": is_chat}, entries, table, figure)
         if not write_card(self.out, card):
             self.console.print(f"{self.out / CARD_NAME} was edited: it stays as it is.", highlight=False, markup=False)
-        table = {name: table[name] for name in ("caption", "columns", "rows") if name in table}
         made = {"output_dir": str(self.out), "base": self.base_path}
         return made | facts | {"acceptance": acceptance_table(entries), "table": table}
 

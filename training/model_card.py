@@ -23,7 +23,7 @@ def model_card(
         base: what the adapter was trained for.
         converted: folder of the WeDLM checkpoint made of it; `None` where the base is one.
         adapter: folder of the adapter.
-        facts: what it was trained on and for how long.
+        facts: what it was trained on and for how long, and `is_chat`, whether the base has a chat template.
         log: entries of the training log.
         table: what was measured: `caption`, `columns` and `rows`; may be empty.
         figure: name of the file with the acceptance curve, if it was drawn.
@@ -36,7 +36,14 @@ def model_card(
         "tags": ["mask-adapter"],
         **stated,
     }
-    names: dict[str, Any] = {"base": base, "converted": converted, "adapter": adapter, "repr": repr}
+    name = base if is_hub_id(base) else Path(base).stem
+    names: dict[str, Any] = {
+        "name": name,
+        "base": base,
+        "converted": converted,
+        "adapter": adapter,
+        "repr": json.dumps,
+    }
     template = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
     return render(template, metadata, **names, **facts, curve=acceptance_table(log), figure=figure, table=table)
 

@@ -18,9 +18,14 @@ class PushRequest:
     """
 
     folder: Annotated[
-        Path, typer.Argument(help="Folder of a model, or of an adapter that `wedlm adapt` or PEFT has saved.")
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Folder of a model, or of an adapter that `wedlm adapt` or PEFT has saved."
+        ),
     ]
-    repo: Annotated[str, typer.Argument(help="Where to: NAME or OWNER/NAME on the Hub; made if it is not there.")]
+    repo: Annotated[
+        str, typer.Argument(metavar="REPO", help="Where to: NAME or OWNER/NAME on the Hub; made if it is not there.")
+    ]
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check alone, upload nothing.")] = False
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False
     revision: Annotated[str | None, typer.Option(help="Branch to upload to; default: main.")] = None

@@ -32,7 +32,8 @@ class ReportRequest(SweepOptions):
     """
 
     model: Annotated[
-        str, typer.Argument(show_default=False, help="Checkpoint folder or Hub id; default: wedlm-nano.")
+        str,
+        typer.Argument(metavar="MODEL", show_default=False, help="Checkpoint folder or Hub id; default: wedlm-nano."),
     ] = str(NANO)
     file: Annotated[
         Path | None,

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,8 @@ def test_a_base_and_a_budget_make_an_adapter_its_base_and_a_card(tmp_path, base)
     card = (out / "README.md").read_text()
     for part in ("library_name: peft", "On a test machine.", "| AR | 1.0 |", "PeftModel.from_pretrained"):
         assert part in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    exec(compile(code, "card", "exec"), {})
     answers = read_answers(out / "work" / "answers.jsonl")
     assert sum(len(answer["response_ids"]) for answer in answers) >= 300
     held_out = {tuple(prompt) for prompt in seen["prompts"]}
@@ -116,7 +119,9 @@ def test_the_adapter_learns_something(tmp_path, base):
     assert not torch.equal(trained.model.mask_adapter.mask_embedding, untrained.model.mask_adapter.mask_embedding)
 
 
-@pytest.mark.parametrize("stage", ["convert", "answer", "_split", "train", "calibrate", "finish"])
+@pytest.mark.parametrize(
+    "stage", ["convert", "answer", "_split", "train", "calibrate", "publish", "measure", "finish"]
+)
 def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, whole, stage, monkeypatch):
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -134,7 +139,7 @@ def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, whole, stage
 
 
 def test_a_stop_between_two_batches_of_answers_loses_none_of_them(tmp_path, base, monkeypatch):
-    for stage in ("train", "calibrate", "finish"):
+    for stage in ("train", "calibrate", "publish", "measure", "finish"):
         monkeypatch.setattr(adapt_module._Run, stage, lambda *_: None)
     expected, _ = run(tmp_path, base, "whole", tokens=1500)
     write_answers = adapt_module.write_answers
@@ -161,6 +166,20 @@ def test_a_finished_run_has_nothing_left_to_do(whole, monkeypatch):
     monkeypatch.setattr(adapt_module, "write_answers", None)
     run(whole.parent, whole.parent / "llama")
     assert weights(whole) == before
+
+
+def test_what_was_measured_is_measured_again_only_for_another_budget(whole, tmp_path):
+    shutil.copytree(whole.parent, tmp_path, dirs_exist_ok=True)
+    base, calls = whole.parent / "llama", []
+
+    def measure(*_: Any) -> dict[str, Any]:
+        calls.append(1)
+        return {"caption": "On a test machine.", "columns": ["decoder"], "rows": [["AR"]], "measured": []}
+
+    for tokens, count in ((300, 1), (300, 1), (400, 2)):
+        out, _ = run(tmp_path, base, measure=measure, tokens=tokens)
+        assert len(calls) == count
+        assert "On a test machine." in (out / "README.md").read_text()
 
 
 def test_a_larger_budget_writes_more_answers_and_trains_on(tmp_path, whole, monkeypatch):
@@ -249,7 +268,7 @@ def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
     assert result.exit_code == 0, result.output
     table, made, example = result.stdout.rsplit("\n", 3)[:3]
     assert "wedlm+exact" in table
-    assert made == f"The adapter and its model card are in {tmp_path / 'out'}. To try it:"
+    assert made.startswith(f"The adapter and its model card are in {tmp_path / 'out'}; ")
     assert example == f"wedlm generate 'Why is the sky blue?' --model {tmp_path / 'out'}"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "| decoder | tokens per forward |" in card
