@@ -12,9 +12,7 @@ rest; only the outcome is timed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import AR, EXACT, WEDLM
-from .measure import ForwardCounter, agreeing_tokens, decode, measure
+from .measure import ForwardCounter, agreeing_tokens, decode, measure, rates
 from .options import CalibrationOptions
 from .progress import track
 from .prompts import Prompt, split_prompts
@@ -37,6 +35,15 @@ from .table import mark_same, per_prompt
 TIMED_REPEATS = 5
 # How the slot cost is measured: so many tokens, one a step, with windows of these sizes.
 COST_WINDOWS, COST_TOKENS, COST_REPEATS = (1, 4, 8, 16, 24), 32, 3
+
+COLUMNS = (
+    ("agreement", "agreement", "{:.2%}"),
+    ("checked", "checked", "{:.2%}"),
+    ("same", "same answers", "{:.0%}"),
+    ("tokens_per_forward", "tok/fwd", "{:.2f}"),
+    ("speed", "speed to AR", "{:.2f}×"),
+)
+"""What is shown of the trials: column, title, format."""
 
 
 @dataclass(frozen=True)
@@ -80,32 +87,19 @@ class Calibration:
     tokens_per_second: Mapping[str, float]
 
 
-@contextmanager
-def _without_end_token(model: WeDLMForCausalLM) -> Iterator[None]:
-    """Answers inside the block are as long as they may be."""
-    saved: Any = model.generation_config
-    model.generation_config = copy(saved)
-    model.generation_config.eos_token_id = None
-    try:
-        yield
-    finally:
-        model.generation_config = saved
-
-
 def measure_slot_cost(model: WeDLMForCausalLM, prompt: Sequence[int]) -> SlotCost:
     """Time the steps of decoding with several window sizes, in turn.
 
     What a slot costs outside the forward (its entropy, the choice of its token) counts as well.
     """
     steps: list[tuple[int, float]] = []
-    with _without_end_token(model):
-        for repeat, window in itertools.product(range(COST_REPEATS + 1), COST_WINDOWS):
-            options = {**configured(WEDLM, window, 0.0, 0.0), "max_new_tokens": COST_TOKENS, "do_sample": False}
-            with ForwardCounter(model) as counter:
-                decode(model, None, [list(prompt)], options)
-            if repeat > 0:  # the first turn is a warm-up, and the first forward reads the prompt
-                widths = [width for _, width in counter.shapes[1:]]
-                steps += zip(widths, np.diff(counter.starts[1:]), strict=False)
+    length = {"max_new_tokens": COST_TOKENS, "min_new_tokens": COST_TOKENS, "do_sample": False}
+    for repeat, window in itertools.product(range(COST_REPEATS + 1), COST_WINDOWS):
+        with ForwardCounter(model) as counter:
+            decode(model, None, [list(prompt)], {**configured(WEDLM, window, 0.0, 0.0), **length})
+        if repeat > 0:  # the first turn is a warm-up, and the first forward reads the prompt
+            widths = [width for _, width in counter.shapes[1:]]
+            steps += zip(widths, np.diff(counter.starts[1:]), strict=False)
     return SlotCost.fit(pd.DataFrame(steps, columns=["width", "seconds"]))
 
 
@@ -172,7 +166,7 @@ def summarise_trials(
         {
             "agreement": sums["agreeing"] / sums["new_tokens"],
             "same": groups["same"].mean(),
-            "tokens_per_forward": sums["new_tokens"] / sums["forwards"],
+            "tokens_per_forward": rates(sums)["tokens_per_forward"],
             "speed": seconds[AR] / seconds,
         }
     )
@@ -182,14 +176,11 @@ def trials_table(found: Calibration, agreement: float) -> Table:
     """AR, the settings that no other one beats in both agreement and speed, and those that were checked."""
     trials = found.trials
     best = ~beaten(trials[["agreement", "speed"]]) | trials["checked"].notna()
-    formats = {"agreement": "{:.2%}", "checked": "{:.2%}", "same": "{:.0%}"}
-    formats |= {"tokens_per_forward": "{:.2f}", "speed": "{:.2f}×"}
-    titles = ("agreement", "checked", "same answers", "tok/fwd", "speed to AR")
-    columns = (Column(title, justify="right", no_wrap=True) for title in titles)
+    columns = (Column(title, justify="right", no_wrap=True) for _, title, _ in COLUMNS)
     rows = Table("setting", *columns, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
     for name in [AR, *trials[best].drop(index=AR, errors="ignore").sort_values("speed", ascending=False).index]:
         trial = trials.loc[name]
-        cells = ("" if pd.isna(trial[column]) else form.format(trial[column]) for column, form in formats.items())
+        cells = ("" if pd.isna(trial[column]) else form.format(trial[column]) for column, _, form in COLUMNS)
         is_good = trial["agreement"] >= agreement
         rows.add_row(name, *cells, style="bold" if name == found.chosen else "" if is_good else "dim")
     return rows
