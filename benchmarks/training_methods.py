@@ -25,9 +25,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
+from wedlm_hf.eval.ar_head import ar_logits
 from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
 from wedlm_hf.eval.files import write_text
-from wedlm_hf.eval.measure import ar_logits, measure
+from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer

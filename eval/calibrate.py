@@ -24,8 +24,9 @@ from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
+from .ar_head import agreeing_tokens
 from .decoders import AR, EXACT, WEDLM
-from .measure import ForwardCounter, agreeing_tokens, decode, measure, rates
+from .measure import ForwardCounter, decode, measure, rates
 from .options import CalibrationOptions
 from .progress import track
 from .prompts import Prompt, split_prompts

@@ -20,8 +20,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling_wedlm import WeDLMForCausalLM
+from ..ar_head import agreeing_tokens, answer_entropy
 from ..decoders import AR, EXACT, Options
-from ..measure import Row, agreeing_tokens, answer_entropy, batches_of, take_turns
+from ..measure import Row, batches_of, take_turns
 from ..memory import peak_bytes
 from ..progress import LongProgress
 from ..prompts import Prompt, answer_limit
