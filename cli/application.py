@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import signal
 import sys
@@ -129,6 +130,7 @@ def main() -> None:
         SystemExit: with the exit code.
     """
     received: list[int] = []
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of a kernel it may lack
 
     def stop(number: int, frame: object) -> None:
         received.append(number)

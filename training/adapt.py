@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
 
 from ..modeling_wedlm.card_wedlm import CARD_NAME, write_card
 from ..modeling_wedlm.convert import convert, read_source_config
@@ -182,6 +184,8 @@ class _Run:
     def load(self) -> tuple[WeDLMForCausalLM, PreTrainedTokenizerBase]:
         """The base and its tokenizer."""
         options = {"revision": self.config.revision} if self.is_wedlm else {}
+        if Path(self.base_path).is_dir():  # nothing is downloaded, and each stage loads it
+            disable_progress_bar()
         model = load_model(self.base_path, dtype=getattr(torch, self.state["dtype"]), **options).to(self.device).eval()
         return model, load_tokenizer(self.base_path, **options)
 
@@ -192,19 +196,16 @@ class _Run:
         model, tokenizer = self.load()
         batch_size = 256 if self.device.type == "cuda" else 48
         settings = AnswerConfig(batch_size=batch_size, seed=self.config.seed)
-        bar: tqdm | None = None
         clock = time.monotonic()
-        for count in write_answers(model, tokenizer, self.answers, self.prompts, settings):
-            seconds = self.state["answer_seconds"] + time.monotonic() - clock
-            clock = time.monotonic()
-            self.save_state(answer_seconds=seconds)
-            share = self._answer_share(count.tokens, seconds)
-            bar = bar or _progress_bar(self.console, "[2/5] The model's own answers", share)
-            _show(bar, share, f"{count.answers:,} answers, {count.tokens:,} tokens")
-            if share >= 1 and count.answers:
-                break
-        if bar is not None:
-            bar.close()
+        with closing(_Progress(self.console, "[2/5] The model's own answers")) as progress:
+            for count in write_answers(model, tokenizer, self.answers, self.prompts, settings):
+                seconds = self.state["answer_seconds"] + time.monotonic() - clock
+                clock = time.monotonic()
+                self.save_state(answer_seconds=seconds)
+                share = self._answer_share(count.tokens, seconds)
+                progress.show(share, f"{count.answers:,} answers, {count.tokens:,} tokens")
+                if share >= 1 and count.answers:
+                    break
         self._split()
         self.save_state(answered_for=self.budget)
 
@@ -245,10 +246,11 @@ class _Run:
         held_out: Any = read_answers(self.held_out)
         trainer = MaskAdapterTrainer(model, args, load_answers(self.trained_on, 10**9), held_out)
         trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
-        trainer.add_callback(_ShowProgress(trainer, self.console))
         folder = Path(str(args.output_dir))
         has_checkpoint = any(folder.glob("checkpoint-*"))
-        trainer.train(resume_from_checkpoint=str(newest_complete_checkpoint(folder)) if has_checkpoint else None)
+        with closing(_Progress(self.console, "[3/5] Training the mask adapter")) as progress:
+            trainer.add_callback(_ShowProgress(trainer, progress))
+            trainer.train(resume_from_checkpoint=str(newest_complete_checkpoint(folder)) if has_checkpoint else None)
         model.save_mask_adapter(self.work / "adapter")
         self.save_state(
             trained_for=self.budget, mask_rows=trainer.budget.mask_rows, training_seconds=trainer.budget.seconds
@@ -282,11 +284,11 @@ class _Run:
 
     def _tracked(self, name: str, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
         """The prompts one by one, and how many of them are done."""
-        bar = _progress_bar(self.console, name, 0.0)
-        for index, prompt in enumerate(prompts, 1):
-            yield prompt
-            _show(bar, index / len(prompts), f"{index} of {len(prompts)} prompts")
-        bar.close()
+        with closing(_Progress(self.console, name)) as progress:
+            for index, prompt in enumerate(prompts):
+                progress.show(index / len(prompts), f"{index} of {len(prompts)} prompts")
+                yield prompt
+            progress.show(1.0, f"{len(prompts)} of {len(prompts)} prompts")
 
     def publish(self) -> None:
         """The adapter where users look for it."""
@@ -333,9 +335,8 @@ class _Run:
 class _ShowProgress(TrainerCallback):
     """Shows how much of the budget is used."""
 
-    def __init__(self, trainer: MaskAdapterTrainer, console: Console):
-        self.trainer, self.console, self.note = trainer, console, ""
-        self.bar: tqdm | None = None
+    def __init__(self, trainer: MaskAdapterTrainer, progress: "_Progress"):
+        self.trainer, self.progress, self.note = trainer, progress, ""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Keeps the newest numbers."""
@@ -345,36 +346,36 @@ class _ShowProgress(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Shows them."""
         budget = self.trainer.budget
-        share = budget.progress(self.trainer.args)
-        self.bar = self.bar or _progress_bar(self.console, "[3/5] Training the mask adapter", share)
-        _show(self.bar, share, f"{budget.mask_rows:,} mask rows{self.note}")
+        self.progress.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{self.note}")
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leaves the last line on the screen."""
+
+class _Progress:
+    """A line about a stage: redrawn on a terminal, printed twice a minute elsewhere."""
+
+    def __init__(self, console: Console, name: str):
+        self.console, self.name = console, name
+        self.bar: tqdm | None = None
+
+    def show(self, share: float, note: str) -> None:
+        """Says that this share of the stage is done."""
+        share = min(share, 1.0)
+        self.bar = self.bar or tqdm(
+            desc=self.name,
+            total=1.0,
+            initial=share,  # of an earlier run: the time left is told from this one
+            file=self.console.file,
+            bar_format="{desc}: {percentage:.0f}%{postfix}, about {remaining} left",
+            mininterval=0.1 if self.console.is_terminal else 30.0,  # seconds
+            miniters=0,
+            ncols=self.console.width,  # tqdm shows nothing where the terminal does not know its width
+        )
+        self.bar.set_postfix_str(note, refresh=False)
+        self.bar.update(share - self.bar.n)
+
+    def close(self) -> None:
+        """Leaves the line on the screen, whatever has ended the stage."""
         if self.bar is not None:
             self.bar.close()
-
-
-def _progress_bar(console: Console, name: str, share: float) -> tqdm:
-    """A line about a stage, this share of which is done: redrawn on a terminal, printed twice a minute elsewhere."""
-    every = 0.1 if console.is_terminal else 30.0  # seconds
-    shown = "{desc}: {percentage:.0f}%{postfix}, about {remaining} left"
-    return tqdm(
-        desc=name,
-        total=1.0,
-        initial=min(share, 1.0),
-        file=console.file,
-        bar_format=shown,
-        mininterval=every,
-        miniters=0,
-        ncols=console.width,  # tqdm shows nothing where the terminal does not know its width
-    )
-
-
-def _show(bar: tqdm, share: float, note: str) -> None:
-    """Says that this share of the stage is done."""
-    bar.set_postfix_str(note, refresh=False)
-    bar.update(min(share, 1.0) - bar.n)
 
 
 def _faster_dtype(device: torch.device) -> str:

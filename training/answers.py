@@ -192,7 +192,7 @@ def write_answers(
         if empty == _EMPTY_BATCHES:
             raise ValueError(
                 f"The model gave no answer in {empty} batches: {'it answers none of the prompts' if source else ''}"
-                f"{'' if source else 'it ends no prompt of its own in time; pass a file of prompts'}."
+                f"{'' if source else 'it ends no prompt of its own in time; pass `prompts`, a file of them'}."
             )
         yield count
 
