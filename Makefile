@@ -43,6 +43,7 @@ VLLM := .venv-vllm
 
 test-vllm: $(VLLM)/installed
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "not slow" tests/serving/vllm
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(VLLM)/bin/python -m pytest tests/serving/vllm
 
 $(VLLM)/installed: requirements-vllm.txt setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(VLLM)

@@ -23,7 +23,8 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
     Attributes:
         mask_token_id: of the checkpoint; `None` where it has none.
         adapter: the mask adapter, if there is one.
-        sampled_logits: `(R, V)`, of the step under way, for the drafts that its masks give. Kept only for drafting.
+        sampled_logits, sampled_hidden: `(R, V)` and `(R, H)`, of the step under way, for the drafts that its masks
+            give. Kept only for drafting.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -37,8 +38,20 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
         self._most_rows: int = vllm_config.scheduler_config.max_num_batched_tokens
         self.adapter: VllmMaskAdapter | None = None
         self.sampled_logits: torch.Tensor | None = None
-        if self.is_drafting:
+        self.is_streaming = options.verification == "none"
+        self.sampled_hidden: torch.Tensor | None = None
+        if self.is_drafting and not vllm_config.use_v2_model_runner:
             prepare_runner()
+
+    def get_model_state_cls(self) -> Any:
+        """What model runner V2 asks for."""
+        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+
+        if not self.is_drafting and not self.is_streaming:
+            return DefaultModelState
+        from .model_state import StreamingState, VerifiedState
+
+        return StreamingState if self.is_streaming else VerifiedState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Loads the checkpoint, then the mask adapter."""
@@ -62,10 +75,11 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> Any:
-        """`(R, V)` logits, in which the mask token has no chance; `None` where another process has them."""
+        """`(R, V)` logits, in which the mask token has no chance (the paper's decoder looks at it before, and sees to
+        that itself); `None` where another process has them."""
         logits = super().compute_logits(hidden_states)
-        if logits is not None and self.mask_token_id is not None:
+        if logits is not None and self.mask_token_id is not None and not self.is_streaming:
             logits[:, self.mask_token_id] = float("-inf")
             if self.is_drafting:
-                self.sampled_logits = logits
+                self.sampled_logits, self.sampled_hidden = logits, hidden_states
         return logits

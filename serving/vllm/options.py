@@ -4,10 +4,10 @@ This module does not import vLLM.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...generation.settings_wedlm import check_mask_token_id
+from ...generation.settings_wedlm import WeDLMGenerationSettings, check_mask_token_id
 from ...modeling_wedlm.loading import ADAPTER_FILE, find_checkpoint
 from ...modeling_wedlm.mask_adapter_wedlm import PEFT_TYPE, read_adapter_config
 
@@ -17,43 +17,69 @@ PROPOSER = "wedlm_hf.serving.vllm.Proposer"
 MOST_SPECULATIVE_TOKENS = 128
 PREFIX = "wedlm_"
 STRATEGIES = ("ar", "wedlm")
+# Of the paper's decoder: an engine's, and of one request those that have a meaning.
+STREAMING = ("window_size", "entropy_threshold", "distance_penalty")
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an engine.
+    """Options of an engine: `speculative_config`, and `additional_config={"wedlm": {…}}`.
 
     Attributes:
-        is_drafting: verified parallel decoding (`speculative_config`); otherwise AR decoding.
-        mask_adapter: folder or Hub id of a mask adapter (`additional_config={"wedlm": {"mask_adapter": …}}`).
+        is_drafting: verified parallel decoding (`speculative_config`).
+        mask_adapter: folder or Hub id of a mask adapter.
         any_base: take the mask adapter also where the weights are not those that it was trained for.
+        verification: `"none"`: the paper's decoder. Without either decoding is AR.
+        window_size, entropy_threshold, distance_penalty: of the paper's decoder, for requests that do not state their
+            own; default: the checkpoint's, else [`WeDLMGenerationSettings`]'.
     """
 
     is_drafting: bool = False
     mask_adapter: str | None = None
     any_base: bool = False
+    verification: str | None = None
+    window_size: int | None = None
+    entropy_threshold: float | None = None
+    distance_penalty: float | None = None
 
     @classmethod
     def of(cls, vllm_config: Any) -> "EngineOptions":
         """Reads them. Raises `ValueError` for unknown or ill-typed ones."""
         spec, additional = vllm_config.speculative_config, vllm_config.additional_config
         own = additional.get("wedlm", {}) if isinstance(additional, Mapping) else {}
-        if not isinstance(own, Mapping) or not set(own) <= {"mask_adapter", "any_base"}:
-            raise ValueError(
-                "`additional_config['wedlm']` may hold 'mask_adapter' (a folder or Hub id) and 'any_base' (true or "
-                f"false), got {own!r}."
-            )
+        names = [name for name in cls.__dataclass_fields__ if name != "is_drafting"]
+        if not isinstance(own, Mapping) or not set(own) <= set(names):
+            raise ValueError(f"`additional_config['wedlm']` may hold {', '.join(names)}; got {own!r}.")
         adapter, any_base = own.get("mask_adapter"), own.get("any_base", False)
         if not isinstance(adapter, str | None) or not isinstance(any_base, bool):
             raise ValueError(
                 "Of `additional_config['wedlm']`, 'mask_adapter' is the name of a folder or Hub id and 'any_base' is "
                 f"true or false; got {own!r}."
             )
-        return cls(spec is not None and spec.model == PROPOSER, adapter, any_base)
+        is_streaming = own.get("verification") == "none"
+        if "verification" in own and not is_streaming:
+            raise ValueError(
+                "`verification` of `additional_config['wedlm']` may be 'none', the decoder without it, got "
+                f"{own['verification']!r}. Verified decoding is switched on by `speculative_config`."
+            )
+        if (without := sorted(set(own) & set(STREAMING))) and not is_streaming:
+            raise ValueError(f"`{without[0]}` of `additional_config['wedlm']` goes with 'verification': 'none'.")
+        is_drafting = spec.model == PROPOSER if spec else vllm_config.diffusion_config is not None and not is_streaming
+        return cls(is_drafting, **own)
+
+    def settings(self, vllm_config: Any) -> WeDLMGenerationSettings:
+        """Of the paper's decoder. Raises `ValueError` for a value out of range."""
+        stored = vllm_config.model_config.try_get_generation_config()
+        own = {name: getattr(self, name) for name in STREAMING}
+        given = {name: stored.get(name) if value is None else value for name, value in own.items()}
+        return WeDLMGenerationSettings("wedlm", **{name: value for name, value in given.items() if value is not None})
 
     def check(self, vllm_config: Any) -> None:
         """Raises `ValueError` for what cannot be honoured, `OSError` for an adapter that is not there."""
         config, spec = vllm_config.model_config.hf_config, vllm_config.speculative_config
+        if self.verification and (spec is not None or self.mask_adapter):
+            other = "`speculative_config`" if spec is not None else "A mask adapter"
+            raise ValueError(f"{other} is for verified decoding and excludes 'verification': 'none'.")
         if self.mask_adapter is not None:
             if not self.is_drafting:
                 raise ValueError(
@@ -68,14 +94,17 @@ class EngineOptions:
             kind = read_adapter_config(self.mask_adapter).get("peft_type")
             if kind != PEFT_TYPE:
                 raise ValueError(f"{self.mask_adapter!r} is no mask adapter: its `peft_type` is {kind!r}.")
-        if not self.is_drafting:
+        if not self.is_drafting and not self.verification:
             return
         if config.mask_token_id is None:
             raise ValueError(
-                f"Verified decoding needs a mask token, but the config of {vllm_config.model_config.model!r} has no "
-                "`mask_token_id`. Convert the checkpoint (`wedlm convert`), or serve it without `speculative_config`."
+                f"Parallel decoding needs a mask token, but the config of {vllm_config.model_config.model!r} has no "
+                "`mask_token_id`. Convert the checkpoint (`wedlm convert`), or serve it with AR decoding."
             )
         check_mask_token_id(config.mask_token_id, config.vocab_size, config.eos_token_id, config.pad_token_id)
+        if self.verification:
+            self.settings(vllm_config)
+            return
         tokens = spec.num_speculative_tokens
         if tokens is None or not 2 <= tokens <= MOST_SPECULATIVE_TOKENS:
             raise ValueError(
@@ -88,15 +117,19 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Options of a request, in `SamplingParams.extra_args` or `vllm_xargs` of an HTTP request.
+    """Options of a request, in `SamplingParams.extra_args` or `vllm_xargs` of an HTTP request; `wedlm_` stands before
+    each name.
 
     Attributes:
-        strategy: `wedlm_strategy`: `"ar"` switches parallel decoding off for this request.
-        window_size: `wedlm_window_size`: the most masks of a step, at least 1; default: as many as the engine allows.
+        strategy: `"ar"` switches parallel decoding off for this request.
+        window_size: the most masks of a step, at least 1; default: as many as the engine allows.
+        entropy_threshold, distance_penalty: τ and λ of the paper's decoder; default: the engine's.
     """
 
     strategy: str = "wedlm"
     window_size: int | None = None
+    entropy_threshold: float | None = None
+    distance_penalty: float | None = None
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> "RequestOptions":
@@ -111,4 +144,34 @@ class RequestOptions:
         size = options.window_size
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"`wedlm_window_size` must be a whole number of at least 1, got {size!r}.")
+        options.settings(WeDLMGenerationSettings("wedlm"))
         return options
+
+    def settings(self, engine: WeDLMGenerationSettings) -> WeDLMGenerationSettings:
+        """Of the paper's decoder. Raises `ValueError` for a value out of range."""
+        own = {name: value for name, value in asdict(self).items() if name in STREAMING and value is not None}
+        return replace(engine, **own)
+
+    def most_rows(self, engine: int) -> int:
+        """Drafts and masks of a step on runner V2, where those of the engine are as many."""
+        return 0 if self.strategy == "ar" else min(engine, self.window_size or engine)
+
+    def check(self, largest_window: int | None) -> None:
+        """Raises `ValueError` for an option without a meaning in this engine.
+
+        Args:
+            largest_window: of the paper's decoder; `None` for AR and verified decoding.
+        """
+        if largest_window is None:
+            for name in ("entropy_threshold", "distance_penalty"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"`{PREFIX}{name}` is an option of the paper's decoder: the engine must run with "
+                        "'verification': 'none'."
+                    )
+        elif self.strategy == "ar":
+            raise ValueError("`wedlm_strategy='ar'` goes with verified decoding; this engine decodes without it.")
+        elif self.window_size is not None and self.window_size > largest_window:
+            raise ValueError(
+                f"`wedlm_window_size` can be at most the engine's, {largest_window}, got {self.window_size}."
+            )

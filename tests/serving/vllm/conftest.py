@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,22 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-# Without vLLM, test_available.py is left, and says so.
+# Without vLLM, test_available.py is left, and says so. Model runner V2 needs a process of its own, see its tests.
 NEED_VLLM = ["test_equality.py", "test_requests.py", "test_server.py", "test_start_up.py"]
-collect_ignore = [] if importlib.util.find_spec("vllm") else NEED_VLLM
+NEED_TRITON = ["test_runner_v2.py"]
+NEED_TRL = ["test_window.py"]  # as tests/tiny.py does, which vLLM's environment has not
+HAS_VLLM, IS_RUNNER_V2 = bool(importlib.util.find_spec("vllm")), os.environ.get("TRITON_INTERPRET") == "1"
+collect_ignore = [] if HAS_VLLM and not IS_RUNNER_V2 else NEED_VLLM
+collect_ignore = collect_ignore + ([] if HAS_VLLM and IS_RUNNER_V2 else NEED_TRITON) + NEED_TRL * HAS_VLLM
+
+
+def offer_triton() -> None:
+    """vLLM for CPU uses Triton only where that has a backend for CPUs, which the interpreter makes needless."""
+    import triton.backends
+
+    driver = SimpleNamespace(is_active=lambda: True)
+    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
 
 
 def check_entry_point() -> None:
@@ -33,8 +47,10 @@ def check_entry_point() -> None:
         pytest.exit(f"vLLM does not find its plug-in: install this folder, or delete old metadata: {found}", 2)
 
 
-if not collect_ignore:
+if HAS_VLLM:
     check_entry_point()
+    if IS_RUNNER_V2:
+        offer_triton()
 
 
 def start_engine(model: str | Path = NANO, tokens: int = 0, **options: Any) -> Any:
@@ -130,3 +146,22 @@ def metrics() -> Callable[[Any], dict[str, Any]]:
         return found
 
     return read
+
+
+@pytest.fixture(scope="session")
+def random_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A mask adapter of wedlm-nano with random updates of fused layers too, and the model that has it."""
+    import torch
+
+    from wedlm_hf import WeDLMForCausalLM
+    from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
+
+    torch.manual_seed(0)
+    model = WeDLMForCausalLM.from_pretrained(NANO)
+    targets = ("o_proj", "down_proj", "k_proj", "up_proj")
+    adapter = model.add_mask_adapter(MaskAdapterSettings(rank=4, target_modules=targets, head_width=16))
+    for parameter in [*adapter.up.values(), adapter.head.up, adapter.mask_embedding]:
+        torch.nn.init.normal_(parameter, std=0.02)
+    folder = tmp_path_factory.mktemp("adapter")
+    model.save_mask_adapter(folder)
+    return folder, model.eval().requires_grad_(False)

@@ -10,7 +10,6 @@ import vllm
 from vllm.v1.sample import rejection_sampler
 
 from wedlm_hf import WeDLMConfig, WeDLMForCausalLM
-from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 from wedlm_hf.serving.vllm.options import PROPOSER
 from wedlm_hf.serving.vllm.plugin import register
 from wedlm_hf.serving.vllm.runner import expand_batch_to_tokens
@@ -52,20 +51,6 @@ def test_checkpoints_of_every_style_decode_as_in_transformers(tmp_path, start, c
         mask = [config.mask_token_id]
         expected = model.generate(ids, attention_mask=ids >= 0, max_new_tokens=24, suppress_tokens=mask)
         assert list(output.token_ids) == expected[0, 20:].tolist()
-
-
-@pytest.fixture(scope="module")
-def random_adapter(tmp_path_factory, nano):
-    """A mask adapter of wedlm-nano with random updates of fused layers too, and the model that has it."""
-    torch.manual_seed(0)
-    model = WeDLMForCausalLM.from_pretrained(nano)
-    targets = ("o_proj", "down_proj", "k_proj", "up_proj")
-    adapter = model.add_mask_adapter(MaskAdapterSettings(rank=4, target_modules=targets, head_width=16))
-    for parameter in [*adapter.up.values(), adapter.head.up, adapter.mask_embedding]:
-        torch.nn.init.normal_(parameter, std=0.02)
-    folder = tmp_path_factory.mktemp("adapter")
-    model.save_mask_adapter(folder)
-    return folder, model.eval().requires_grad_(False)
 
 
 def test_a_mask_adapter_drafts_as_in_transformers_and_leaves_the_answers_as_they_are(
