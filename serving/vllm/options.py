@@ -49,7 +49,7 @@ class EngineOptions:
         own = additional.get("wedlm", {}) if isinstance(additional, Mapping) else {}
         names = [name for name in cls.__dataclass_fields__ if name != "is_drafting"]
         if not isinstance(own, Mapping) or not set(own) <= set(names):
-            raise ValueError(f"`additional_config['wedlm']` may hold {', '.join(names)}; got {own!r}.")
+            raise ValueError(f"`additional_config['wedlm']` may hold {', '.join(map(repr, names))}, got {own!r}.")
         adapter, any_base = own.get("mask_adapter"), own.get("any_base", False)
         if not isinstance(adapter, str | None) or not isinstance(any_base, bool):
             raise ValueError(

@@ -98,6 +98,10 @@ def test_a_mask_adapter_drafts_as_in_transformers_and_leaves_the_answers_as_they
         (8, {"additional_config": {"wedlm": {"mask_adapter": str(SMOLLM2_ADAPTER)}}}, "belongs to another base"),
         (8, {"additional_config": {"wedlm": {"mask_adapter": "no/folder"}}}, "no/folder"),
         (8, {"scheduler_cls": "my.Scheduler"}, "scheduler of its own"),
+        (0, {"additional_config": {"wedlm": {"verification": "none"}}}, "runner V2 here, which needs Triton.*cpu"),
+        (8, {"additional_config": {"wedlm": {"verification": "none"}}}, "`speculative_config` is for verified"),
+        (0, {"additional_config": {"wedlm": {"verification": "exact"}}}, "may be 'none'.*got 'exact'"),
+        (0, {"additional_config": {"wedlm": {"window_size": 8}}}, "`window_size`.*goes with 'verification': 'none'"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_named_at_start_up(start, tokens, options, message):
