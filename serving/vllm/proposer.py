@@ -82,9 +82,11 @@ class Proposer:
         self.max_model_len = vllm_config.model_config.max_model_len
         self.mask_token_id = vllm_config.model_config.hf_config.mask_token_id
         # Processes of a tensor-parallel group must decide alike: no clock of their own there.
-        clock = time.perf_counter if vllm_config.parallel_config.tensor_parallel_size == 1 else None
-        slot_cost = default_slot_cost(vllm_config.device_config.device_type)
-        self.costs = StepCosts(StepTimes(slot_cost, clock))
+        device = vllm_config.device_config.device_type
+        # A CPU's own seconds do not count those of other programs on the machine.
+        clock = time.thread_time if device == "cpu" else time.perf_counter
+        is_alone = vllm_config.parallel_config.tensor_parallel_size == 1
+        self.costs = StepCosts(StepTimes(default_slot_cost(device), clock if is_alone else None))
         self.acceptance = Acceptance(max(1, (self.most - 1) // 2))
         self.states: dict[str, RequestState] = {}
         self.model: Any = None
@@ -142,7 +144,8 @@ class Proposer:
 
     def _measure(self, step: Step) -> None:
         """Times steps that follow each other without a pause, and forgets requests that are gone."""
-        now, requests = time.perf_counter(), frozenset(step.requests)
+        clock, requests = self.costs.times.clock, frozenset(step.requests)
+        now = clock() if clock else 0.0
         before, began = self._last
         if step.is_decode and requests == before:
             self.costs.record(step.rows, now - began, step.rows == len(step.requests))
