@@ -207,19 +207,28 @@ def decode_call(
         torch.manual_seed(seed)
     with ForwardCounter(model) as counter:
         output = untyped.generate(**inputs, streamer=streamer or clock, return_dict_in_generate=True, **options)
-    answers, forwards, instances = _counts(model, inputs["input_ids"], options, output, counter)
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(prompts)
-    first = clock.moments[1] - counter.entered if clock else 0.0
-    costs = counter.moments[-1] / len(prompts), sum(counter.spans) / len(prompts), first
+    counts = _counts(model, inputs["input_ids"], options, output, counter)
+    texts = tokenizer.batch_decode(counts[0], skip_special_tokens=True) if tokenizer else [""] * len(prompts)
+    times: dict[str, Any] = {
+        "seconds": counter.moments[-1] / len(prompts),
+        "forward_seconds": sum(counter.spans) / len(prompts),
+        "first_token_seconds": clock.moments[1] - counter.entered if clock else 0.0,
+    }
+    names = ("text", "tokens", "forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")
+    rows = zip(texts, *counts, *_depths(output, len(prompts)), strict=True)
+    return [Decoding(**times, **dict(zip(names, row, strict=True))) for row in rows], output, counter
+
+
+def _depths(output: Any, count: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Drafts of each prompt that were checked, and those that passed, by depth: as deep as its own went, whatever the
+    batch's."""
     stats = getattr(output, "stats", None)
-    depths: list[Any] = [([], [])] * len(prompts)
-    if stats is not None:  # as deep as the row's own drafts went, whatever the batch's
-        pairs = zip(stats.drafted_by_depth.tolist(), stats.accepted_by_depth.tolist(), strict=True)
-        depths = [
-            (drafted[: sum(map(bool, drafted))], accepted[: sum(map(bool, drafted))]) for drafted, accepted in pairs
-        ]
-    parts = zip(answers, texts, forwards, instances, depths, strict=True)
-    return [Decoding(*part[:4], *costs, *part[4]) for part in parts], output, counter
+    if stats is None:
+        return [[]] * count, [[]] * count
+    both = stats.drafted_by_depth.tolist(), stats.accepted_by_depth.tolist()
+    depths = [sum(map(bool, row)) for row in both[0]]
+    drafted, accepted = ([row[:depth] for row, depth in zip(rows, depths, strict=True)] for rows in both)
+    return drafted, accepted
 
 
 def _counts(
