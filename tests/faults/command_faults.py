@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1", TERM="xterm", COLUMNS="90")
 TESTS = Path(__file__).parents[1]
@@ -40,6 +41,7 @@ from wedlm_hf.cli import main  # noqa: E402
 
 torch.set_num_threads = lambda count: None  # a fork has no thread pool to change; OMP_NUM_THREADS says 1
 TIME_LIMIT = 120.0  # seconds, for what should take two
+SERVING = 15.0  # seconds after which a server is stopped whose words a fault has kept from us
 FAULTS = ("SIGINT", "SIGTERM", "full", "limit", "pipe", "twice")
 # A negative code: the signal came before the command line was there to take it, and ended the process.
 CODES = {
@@ -64,6 +66,7 @@ class Run:
     output: bytes = b""
     code: int | None = None
     started: float = field(default_factory=time.monotonic)
+    until: bytes = b""  # it goes on until it is stopped: by Ctrl-C, once it has said this
 
     def wait(self, seconds: float | None = None) -> None:
         """Reads what it says until it ends, or for so long."""
@@ -72,6 +75,9 @@ class Run:
             ready, _, _ = select.select([self.terminal], [], [], min(left, 0.05))
             if ready:
                 self._read()
+            if self.until and (self.until in self.output or time.monotonic() - self.started > SERVING):
+                self.until = b""
+                os.kill(self.pid, signal.SIGINT)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.code = os.waitstatus_to_exitcode(status)
@@ -102,12 +108,14 @@ def start(
     limit: int | None = None,
     pipe: tuple[int, int] | None = None,
     typing: bool = False,
+    until: str = "",
+    stdin: str = os.devnull,
 ) -> Run:
     """Starts `wedlm WORDS` in a folder; `limit`: the size of its files; `pipe`: both ends, for what it prints;
-    `typing`: it reads what is written to its terminal."""
+    `typing`: it reads what is written to its terminal; `until`: see [`Run`]; `stdin`: file that it reads."""
     pid, terminal = pty.fork()
     if pid:
-        return Run(pid, terminal)
+        return Run(pid, terminal, until=until.encode())
     code = 1
     try:
         os.chdir(folder)
@@ -117,7 +125,7 @@ def start(
             os.dup2(pipe[1], 1)
             os.close(pipe[0])
             os.close(pipe[1])
-        sys.stdin = os.fdopen(0 if typing else os.open(os.devnull, os.O_RDONLY), closefd=False)
+        sys.stdin = os.fdopen(0 if typing else os.open(stdin, os.O_RDONLY), closefd=False)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -166,6 +174,17 @@ class Command:
     earlier: str = ""
     unchanged: str = "*"  # pattern of files at the top that no run may change
     may_say_no: bool = False  # it checks, and a fault may be what it finds: code 1
+    until: str = ""  # what it says when it serves, until Ctrl-C
+    stdin: str = os.devnull
+
+    def start(self, folder: Path, **fault: Any) -> Run:
+        """Starts it."""
+        return start(self.words.split(), folder, until=self.until, stdin=self.stdin, **fault)
+
+    @property
+    def codes(self) -> set[int]:
+        """Exit codes that may end it without a fault."""
+        return ({130} if self.until else {0}) | ({1} if self.may_say_no else set())
 
 
 def whole_json(*names: str) -> Callable[[Path], None]:
@@ -242,6 +261,9 @@ COMMANDS = {
         lambda folder: whole_model(folder / "model"),
         may_say_no=True,
     ),
+    "chat": Command("chat model --max-new-tokens 24", lambda folder: None, stdin="prompts.txt"),
+    "demo": Command("demo --model model --port 0 --no-browser", lambda folder: None, until="http://"),
+    "serve": Command("serve model --port 0", lambda folder: None, until="http://"),
     "train": Command(TRAIN + "3", whole_training, TRAIN + "1"),
     "adapt": Command(ADAPT + "200", whole_adapter, ADAPT + "60"),
 }
@@ -266,42 +288,42 @@ def prepare(folder: Path) -> None:
 # --- trials ---------------------------------------------------------------------------------------------------------
 
 
-def run_under(fault: str, words: list[str], folder: Path, seconds: float, rng: random.Random) -> list[Run]:
+def run_under(fault: str, command: Command, folder: Path, seconds: float, rng: random.Random) -> list[Run]:
     """Runs the command under a fault, at a random moment of the `seconds` that it takes."""
     if fault in ("SIGINT", "SIGTERM"):
-        run = start(words, folder)
+        run = command.start(folder)
         run.wait(rng.uniform(0, seconds))
         if run.code is None:
             os.kill(run.pid, signal.Signals[fault])
             run.wait()
         return [run]
     if fault == "limit":
-        run = start(words, folder, limit=int(10 ** rng.uniform(0, 5.5)))
+        run = command.start(folder, limit=int(10 ** rng.uniform(0, 5.5)))
     elif fault == "pipe":
         reader, writer = os.pipe()
-        run = start(words, folder, pipe=(reader, writer))
+        run = command.start(folder, pipe=(reader, writer))
         os.close(writer)
         if rng.random() < 0.7:
             select.select([reader], [], [], TIME_LIMIT)  # `| head -1`; otherwise it is closed from the beginning
         os.close(reader)
     elif fault == "twice":
-        run = start(words, folder)
+        run = command.start(folder)
         run.wait(rng.uniform(0, seconds))
-        second = start(words, folder)
+        second = command.start(folder)
         if run.code is None:
             run.wait()
         second.wait()
         return [run, second]
     else:
-        run = start(words, folder)
+        run = command.start(folder)
     run.wait()
     return [run]
 
 
-def problem_of(run: Run, fault: str, may_say_no: bool = False) -> str:
+def problem_of(run: Run, fault: str, codes: set[int]) -> str:
     """What is wrong with how a run ended."""
     text = run.output.decode(errors="replace")
-    if run.code not in CODES[fault] | ({1} if may_say_no else set()):
+    if run.code not in CODES[fault] | codes:
         return f"exit code {run.code}: {text[-300:]!r}"
     if "Traceback" in text or "Exception ignored" in text:
         return f"traceback: {text[-1500:]}"
@@ -324,11 +346,11 @@ def trial(command: Command, fault: str, template: Path, seconds: float, rng: ran
             before = {
                 path: path.read_bytes() for path in folder.glob("model/*") if path.name != "generation_config.json"
             }
-            runs = run_under(fault, command.words.split(), folder, seconds, rng)
+            runs = run_under(fault, command, folder, seconds, rng)
             if fault == "full":
                 subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
-            problem = next(filter(None, (problem_of(run, fault, command.may_say_no) for run in runs)), "")
-            if not problem and all(run.code for run in runs) and fault == "twice":
+            problem = next(filter(None, (problem_of(run, fault, command.codes) for run in runs)), "")
+            if not problem and not any(run.code in command.codes for run in runs) and fault == "twice":
                 problem = f"both failed: {[run.output[-300:] for run in runs]}"
             try:
                 command.check(folder)
@@ -336,12 +358,14 @@ def trial(command: Command, fault: str, template: Path, seconds: float, rng: ran
             except Exception as error:
                 problem = problem or f"not whole: {type(error).__name__}: {error}"
             if not problem and any(run.code for run in runs):
-                again = start(command.words.split(), folder)
+                again = command.start(folder)
                 again.wait()
                 text = again.output.decode(errors="replace")
                 is_done = "must be new or empty" in text  # a conversion that had ended
                 problem = (
-                    "" if again.code == 0 or is_done else f"the next run ended with {again.code}: {text[-400:]!r}"
+                    ""
+                    if again.code in command.codes or is_done
+                    else f"the next run ended with {again.code}: {text[-400:]!r}"
                 )
                 left = [path.name for path in folder.rglob(".*") if path.is_file() and path.name != ".lock"]
                 problem = problem or (f"left over: {left}" if left else "")
@@ -359,10 +383,11 @@ def template_of(command: Command, folder: Path) -> float:
     with tempfile.TemporaryDirectory() as name:
         shutil.copytree(folder, name, dirs_exist_ok=True)
         shutil.copytree(folder, f"{name}/here")
-        run_here(command.words.split(), Path(name) / "here")
-        run = start(command.words.split(), Path(name))
+        if not command.until and command.stdin == os.devnull:
+            run_here(command.words.split(), Path(name) / "here")
+        run = command.start(Path(name))
         run.wait()
-        assert run.code == 0, run.output.decode(errors="replace")
+        assert run.code in command.codes, run.output.decode(errors="replace")
         command.check(Path(name))
         return time.monotonic() - run.started
 
