@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` leaves the slow tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests come first, as the longest: where processes share the files, none is left with one."""
+    """Files with slow tests come first, as the longest, then those with many tests: where processes share the files,
+    none is left with a long one at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: (item.path not in slow, -counts[item.path]))
 
 
 settings.register_profile("suite", deadline=None, derandomize=True)
