@@ -107,7 +107,8 @@ class DecodingOptions:
         str | None,
         typer.Option(
             autocompletion=_one_of("none", "exact", "typical"),
-            help="none; exact: the output of AR decoding; typical: what AR finds plausible.",
+            help="none; exact: the output of AR decoding (default with a mask adapter); typical: what AR finds "
+            "plausible.",
         ),
     ] = None
     window_size: Annotated[int | None, typer.Option(help="W, slots predicted at a time.")] = None
@@ -262,6 +263,8 @@ class LoadingOptions:
         model = load_model(source, dtype=self.dtype)
         if adapter is not None:
             model.load_mask_adapter(adapter)
+            if getattr(model.generation_config, "verification", None) is None:
+                model.generation_config.verification = "exact"  # what it was trained for: its base's own answers
         model = model.to(device).eval()
         if self.threads is None:
             from .measure import default_threads

@@ -35,6 +35,17 @@ def test_a_folder_with_adapter_and_base_is_loaded_as_both(folder):
     assert by_folder.has_mask_adapter
 
 
+def test_with_an_adapter_verified_decoding_is_the_default_and_what_is_stored_stays(folder):
+    assert LoadingOptions().load(str(folder))[0].generation_config.verification == "exact"
+    base, _ = LoadingOptions().load(str(folder / "base"))
+    assert getattr(base.generation_config, "verification", None) is None
+    base.generation_config.verification = "typical"
+    base.save_pretrained(folder / "typical")
+    tiny_tokenizer().save_pretrained(folder / "typical")
+    model, _ = LoadingOptions(adapter=str(folder)).load(str(folder / "typical"))
+    assert model.generation_config.verification == "typical"
+
+
 def test_an_adapter_alone_names_its_base(folder, tmp_path):
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(folder / name, tmp_path)
