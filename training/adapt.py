@@ -156,7 +156,10 @@ class _Run:
             needed += bytes_each * (embeddings + source.num_hidden_layers * layer)
         place = next(folder for folder in (self.out.absolute(), *self.out.absolute().parents) if folder.exists())
         if (free := shutil.disk_usage(place).free) < needed:
-            raise OSError(f"About {needed / 1e9:.1f} GB are needed, and {str(place)!r} has {free / 1e9:.1f} GB free.")
+            raise OSError(
+                f"About {needed / 1e9:.1f} GB are needed, and {str(place)!r} has {free / 1e9:.1f} GB free: make room, or "
+                "choose a folder on another disk."
+            )
 
     def begin(self) -> None:
         """Writes down what this run is, or reads how far it has come."""
@@ -258,7 +261,8 @@ class _Run:
 
     def _training_config(self) -> MaskTrainingConfig:
         minutes, tokens = self.config.minutes, self.config.tokens
-        left = None if minutes is None else max(0.01, minutes - self.state["answer_seconds"] / 60)
+        # A first batch of answers may take longer than their share: an adapter without training is of no use.
+        left = None if minutes is None else max(minutes / 2, minutes - self.state["answer_seconds"] / 60)
         is_gpu = self.device.type == "cuda"
         return MaskTrainingConfig(
             output_dir=str(self.work / "training"),

@@ -15,7 +15,7 @@ class AdaptConfig:
     What [`adapt`] is to do; the first line is the title of its options in `wedlm adapt --help`.
 
     Args:
-        minutes: of work, over all calls; a third of them for answers.
+        minutes: of work, over all calls; a third of them for answers, at least half for training.
         tokens: of answers to write; training then takes six mask rows for each of them.
         prompts: file of prompts (see [`read_prompts`]); by default they are drawn from the model.
         revision: branch, tag or commit of a Hub id.

@@ -128,7 +128,7 @@ def chat(browser: Browser, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "chat.html")
         path.write_text(console.export_html(theme=MONOKAI, inline_styles=True), encoding="utf-8")
-        page = open_page(browser, path.as_uri(), 880, 200, "dark")
+        page = open_page(browser, path.as_uri(), 910, 200, "dark")
         page.screenshot(path=FOLDER / f"{name}.png", full_page=True)
 
 

@@ -134,7 +134,7 @@ function show(trace) {
     legend("border: 1.5px dashed var(--mask)", "mask"),
     ...(verified ? [legend("border: 1.5px solid var(--rejected)", "rejected by the AR head")] : []),
     el("span", {}, "sure", el("i", {class: "ramp", style: `background: linear-gradient(90deg, ${[0, .1, .25, .45, .7, 1].map(share => heat(share, 1)).join(", ")})`}), "unsure (entropy)"));
-  const times = timed_runs ? `medians of ${plural(timed_runs, "run")}` : "those of the recorded run,";
+  const times = timed_runs > 1 ? `medians of ${timed_runs} runs` : timed_runs ? "of one run" : "those of the recorded run,";
   $("machine").textContent = `Times: ${times} on ${machine.device}, ${plural(machine.threads, "thread")}, torch ${machine.torch}, transformers ${machine.transformers}, ${machine.dtype}.`;
 }
 

@@ -292,7 +292,7 @@ def test_a_device_that_is_not_there_is_refused(tmp_path, base):
 
 def test_a_disk_without_room_is_refused(tmp_path, base, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    refused(tmp_path, base, OSError, r"About 1\.0 GB are needed, and '.*' has 0\.0 GB free\.")
+    refused(tmp_path, base, OSError, r"About 1\.0 GB are needed, and '.*' has 0\.0 GB free: make room, or choose a")
 
 
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path, base):
