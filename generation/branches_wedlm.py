@@ -182,7 +182,7 @@ class BranchRule(VerifyRule):
         if self._probabilities is not None:
             found = self._probabilities[self._entries[row.index], : len(filled)].tolist()
         self.pacer.learn(row.confidence, len(drafts), accepted, found)
-        row.confidence = found
+        row.confidence = list(found)
         row.window = [*settled, *(token for _, _, token in filled)]
         return RowOutcome(
             row=row,

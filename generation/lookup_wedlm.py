@@ -39,9 +39,9 @@ class TextLookup:
         self._indexed = max(self._indexed, len(text))
         first = list(drafts[:1])
         for known, least in [([], SURE_MATCH), (first, AGREED_MATCH)][: 1 + len(first)]:
-            end = self._longest_match(text, known, least)
-            if end is not None:
-                found = [*text[end : end + count], *known]
+            match = self._longest_match(text, known, least)
+            if match is not None:
+                found = [*text[match : match + count], *known]
                 period = len(found)  # of a text that repeats itself up to the present
                 while len(found) < count:
                     found.append(found[-period])
