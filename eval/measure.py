@@ -220,8 +220,7 @@ def decode_call(
 
 
 def _depths(output: Any, count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Drafts of each prompt that were checked, and those that passed, by depth: as deep as its own went, whatever the
-    batch's."""
+    """Drafts of each prompt that were checked, and that passed, by depth: as deep as its own drafts went."""
     stats = getattr(output, "stats", None)
     if stats is None:
         return [[]] * count, [[]] * count
