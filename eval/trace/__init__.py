@@ -1,5 +1,5 @@
 """Decoding made visible: `wedlm trace` and `wedlm generate`.
 
-`record` keeps every step of a generation, `saved` is its form as JSON, `page` and `terminal` replay it, `live` shows
-answers while they are decoded.
+`record` keeps every step of a generation, `saved` is its form as JSON, `page` and `terminal` replay it; `answers` is
+the work of `wedlm generate`.
 """

@@ -38,6 +38,21 @@ def nano():
 
 
 @pytest.fixture(scope="module")
+def measured(nano):
+    """Some prompts of each task, and what the measuring core counts for them; once for the same options."""
+    model, tokenizer = nano
+    everything = [encode_prompt(model, tokenizer, prompt) for task in TASKS for prompt in PROMPTS[task]]
+    kept = {}
+
+    def measured(options):
+        if (key := str(options)) not in kept:
+            kept[key] = pd.DataFrame(measure(model, tokenizer, everything, {"own": options | {"max_new_tokens": 160}}))
+        return everything, kept[key]
+
+    return measured
+
+
+@pytest.fixture(scope="module")
 def manager(tmp_path_factory):
     """Our tasks alone, with caches that vanish."""
     with pytest.MonkeyPatch.context() as patch:
@@ -86,9 +101,9 @@ def estimates(lm):
     ids=str,
 )
 def test_answers_are_those_of_generate_token_for_token_and_scores_those_of_measure(
-    nano, manager, monkeypatch, options, batch_size
+    nano, manager, measured, monkeypatch, options, batch_size
 ):
-    model, tokenizer = nano
+    _, tokenizer = nano
     seen = {}
 
     def spied(lm, context, *args, **kwargs):
@@ -102,8 +117,7 @@ def test_answers_are_those_of_generate_token_for_token_and_scores_those_of_measu
     monkeypatch.setattr(WeDLMHarnessLM, "_model_generate", spied)
     results = run(manager, ["wedlm_nano"], options, batch_size=batch_size)
 
-    everything = [encode_prompt(model, tokenizer, prompt) for task in TASKS for prompt in PROMPTS[task]]
-    own = pd.DataFrame(measure(model, tokenizer, everything, {"own": options | {"max_new_tokens": 160}}))
+    everything, own = measured(options)
     assert len(seen) == len(everything)
     for task in TASKS:
         logged = results["samples"][f"wedlm_nano_{task}"]
