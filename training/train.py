@@ -4,6 +4,7 @@ wedlm train examples/recipes/sft.yaml --model_name_or_path Qwen/Qwen3-0.6B --dat
 accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learning_rate 1e-4
 """
 
+import logging
 import os
 import sys
 import traceback
@@ -24,6 +25,8 @@ from .data import load
 from .saving import only_writer
 from .sft_config import WeDLMSFTConfig
 from .sft_trainer import WeDLMSFTTrainer
+
+logger = logging.getLogger(__name__)
 
 # What is wrong with a request or with a machine, not with this program.
 _EXPECTED = (
@@ -118,7 +121,9 @@ def _datasets(data: DataConfig, seed: int) -> tuple[Any, Any]:
     train = load(data.dataset, data.dataset_split, config_name=data.dataset_config, streaming=data.streaming)
     if data.eval_dataset is not None:
         return train, load(data.eval_dataset, data.eval_split)
-    if data.eval_share:
+    if data.eval_share and len(train) < 2:
+        logger.warning("The only example of %r is trained on, and none is left to evaluate on.", data.dataset)
+    elif data.eval_share:
         parts = train.train_test_split(test_size=data.eval_share, seed=seed)
         return parts["train"], parts["test"]
     return train, None

@@ -90,6 +90,16 @@ def test_a_recipe_trains_with_settings_of_the_command_line_and_says_what_came_ou
     assert not torch.equal(tuned.lm_head.weight, tiny_model().lm_head.weight)
 
 
+def test_the_one_conversation_that_the_readme_shows_is_trained_on(tmp_path, checkpoint, capsys, caplog):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (chat,) = re.findall(r"```json\n(.*?)```", text, flags=re.DOTALL)
+    (tmp_path / "chats.jsonl").write_text(chat)
+    words = ["--model_name_or_path", checkpoint, "--dataset", str(tmp_path / "chats.jsonl")]
+    main([str(ROOT / "examples/recipes/sft.yaml"), *words, "--output_dir", str(tmp_path / "out"), *QUICK])
+    assert "train dataset: 1 example" in capsys.readouterr().out
+    assert "none is left to evaluate on" in caplog.text
+
+
 def test_a_stock_qwen_checkpoint_becomes_a_wedlm_by_one_command(tmp_path, stock_checkpoint):
     (recipe,) = (path for path in RECIPES if path.stem == "adapt")
     texts = tmp_path / "texts.parquet"
