@@ -29,6 +29,7 @@ from ...modeling_wedlm.mask_adapter_wedlm import (
 
 # Layers that vLLM fuses into one, in the order of their outputs.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+FUSED_INTO = {part: name for name, parts in FUSED.items() for part in parts}
 
 
 class AdaptedLinear(nn.Module):
@@ -36,10 +37,10 @@ class AdaptedLinear(nn.Module):
 
     Args:
         base: the layer.
-        down: `(in, rank)`; of a layer that is cut along its inputs, this process' part.
-        up: `(rank, out)`, this process' part.
-        start: the first of the outputs that are updated.
-        flags: `(most rows, 1)` bool, which rows are masks.
+        down: `(in, ranks)`, of all layers that are fused into it, side by side; of a layer that is cut along its
+            inputs, this process' part.
+        up: `(ranks, out)`, this process' part; each fused layer's updates its own outputs only.
+        flags: `(most rows, 1)`, 1 for rows that are masks, otherwise 0.
         sums: the parts of the processes must be added up.
     """
 
@@ -47,24 +48,19 @@ class AdaptedLinear(nn.Module):
     up: torch.Tensor
     flags: torch.Tensor
 
-    def __init__(
-        self, base: nn.Module, down: torch.Tensor, up: torch.Tensor, start: int, flags: torch.Tensor, sums: bool
-    ):
+    def __init__(self, base: nn.Module, down: torch.Tensor, up: torch.Tensor, flags: torch.Tensor, sums: bool):
         super().__init__()
-        self.base, self.start, self.sums = base, start, sums
+        self.base, self.sums = base, sums
         for name, tensor in (("down", down), ("up", up), ("flags", flags)):
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(self, rows: torch.Tensor) -> Any:
         """`(N, in)` to `(N, out)` and the bias, which is left to the caller, as in vLLM."""
         output, bias = self.base(rows)
-        inner = rows @ self.down
+        inner = rows @ self.down * self.flags[: len(rows)]
         if self.sums:
             inner = tensor_model_parallel_all_reduce(inner)
-        end = self.start + self.up.shape[1]
-        here = output[:, self.start : end]
-        updated = torch.where(self.flags[: len(rows)], here + inner @ self.up, here)
-        return torch.cat([output[:, : self.start], updated, output[:, end:]], dim=1), bias
+        return torch.addmm(output, inner, self.up), bias  # adds exactly 0 to rows that are no masks
 
 
 class VllmMaskAdapter(nn.Module):
@@ -97,38 +93,48 @@ class VllmMaskAdapter(nn.Module):
         parameter = next(model.model.parameters())
         self.dtype, device = parameter.dtype, parameter.device
         weights = {key: weight.to(device, self.dtype) for key, weight in weights.items()}
-        self.register_buffer("flags", torch.zeros(most_rows, 1, dtype=torch.bool, device=device), persistent=False)
+        self.register_buffer("flags", torch.zeros(most_rows, 1, dtype=self.dtype, device=device), persistent=False)
         try:
             self.register_buffer("mask_embedding", weights["mask_embedding"], persistent=False)
-            for target in settings.target_modules:
-                self._adapt(model, target, weights[f"down.{target}"], weights[f"up.{target}"])
+            for name in sorted({FUSED_INTO.get(target, target) for target in settings.target_modules}):
+                self._adapt(model, name, settings, weights)
             self.head = self._make_head(settings, model.config.hidden_size, weights)
         except (KeyError, RuntimeError) as error:
             raise ValueError(f"The weights of {name!r} do not fit its adapter_config.json: {error}") from error
 
-    def _adapt(self, model: Any, target: str, down: torch.Tensor, up: torch.Tensor) -> None:
-        """Puts the updates of `(layers, rank, in)` and `(layers, out, rank)` into the layers of this process."""
+    def _adapt(self, model: Any, name: str, settings: MaskAdapterSettings, weights: dict[str, torch.Tensor]) -> None:
+        """Puts the updates, `(layers, rank, in)` and `(layers, out, rank)`, into one layer of vLLM in each block."""
         rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        fused = next((name for name, parts in FUSED.items() if target in parts), target)
+        parts = FUSED.get(name, (name,))
+        sums = name not in FUSED and world > 1  # cut along its inputs
         for index in range(model.model.start_layer, model.model.end_layer):
             layer = model.model.layers[index]
-            owner = layer.self_attn if hasattr(layer.self_attn, fused) else layer.mlp
-            linear = getattr(owner, fused)
-            base: Any = linear
-            while isinstance(base, AdaptedLinear):
-                base = base.base
-            start, cut_down, cut_up = 0, down[index].T, up[index].T
-            if fused == target:  # cut along its inputs
-                cut_down = cut_down.chunk(world)[rank]
-            else:
-                sizes = list(base.output_partition_sizes)
-                place = FUSED[fused].index(target)
-                start, size = sum(sizes[:place]), sizes[place]
-                heads = cut_up.shape[1] // size  # fewer parts than processes where key/value heads are shared
-                cut_up = cut_up.split(size, dim=1)[rank * heads // world]
-            sums = fused == target and world > 1
-            adapted = AdaptedLinear(linear, cut_down.contiguous(), cut_up.contiguous(), start, self.flags, sums)
-            setattr(owner, fused, adapted)
+            owner = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
+            linear = getattr(owner, name)
+            downs: list[torch.Tensor] = []
+            ups: list[tuple[int, torch.Tensor]] = []  # where the outputs begin, and the part of this process
+            start = 0
+            for place, target in enumerate(parts):
+                size = linear.output_partition_sizes[place] if name in FUSED else linear.output_size
+                if target in settings.target_modules:
+                    down, up = weights[f"down.{target}"][index].T, weights[f"up.{target}"][index].T
+                    if name in FUSED:
+                        pieces = up.split(size, dim=1)  # fewer than processes where key/value heads are shared
+                        up = pieces[rank * len(pieces) // world]
+                    else:
+                        down = down.chunk(world)[rank]
+                    downs.append(down)
+                    ups.append((start, up))
+                start += size
+            combined = torch.zeros(
+                sum(up.shape[0] for _, up in ups), start, dtype=self.dtype, device=self.flags.device
+            )
+            row = 0
+            for begin, up in ups:
+                combined[row : row + up.shape[0], begin : begin + up.shape[1]] = up
+                row += up.shape[0]
+            down = torch.cat(downs, dim=1).contiguous()
+            setattr(owner, name, AdaptedLinear(linear, down, combined, self.flags, sums))
 
     def _make_head(
         self, settings: MaskAdapterSettings, hidden_size: int, weights: dict[str, torch.Tensor]
@@ -150,12 +156,12 @@ class VllmMaskAdapter(nn.Module):
             positions: of all rows of the forward, which change.
         """
         self.flags.zero_()
-        self.flags[rows, 0] = is_mask
+        self.flags[rows, 0] = is_mask.to(self.flags.dtype)
         positions[rows] += is_mask.to(positions.dtype)
 
     def embed(self, embeddings: torch.Tensor) -> torch.Tensor:
         """`(N, H)` embeddings of a step, with the masks' own."""
-        return torch.where(self.flags[: len(embeddings)], self.mask_embedding, embeddings)
+        return torch.where(self.flags[: len(embeddings)] > 0, self.mask_embedding, embeddings)
 
     def draft(
         self, model: Any, hidden: torch.Tensor, logits: torch.Tensor, before: torch.Tensor

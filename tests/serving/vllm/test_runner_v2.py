@@ -50,12 +50,10 @@ def test_verified_output_is_the_ar_output_in_fewer_steps(ar, verified, prompts, 
 
 def test_requests_of_many_kinds_share_a_batch(ar, verified, prompts):
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
 
     kinds = [
         {}, {"stop": ["1"]}, {"extra_args": {"wedlm_strategy": "ar"}}, {"extra_args": {"wedlm_window_size": 3}},
         {"logprobs": 1}, {"repetition_penalty": 1.3}, {"min_tokens": 12},
-        {"structured_outputs": StructuredOutputsParams(regex=r"(\d+, ){2,5}\d+")},
     ]  # fmt: skip
     params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 16} | kind) for kind in kinds]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts[: len(kinds)]]
@@ -63,16 +61,6 @@ def test_requests_of_many_kinds_share_a_batch(ar, verified, prompts):
     assert [list(each.outputs[0].token_ids) for each in found] == [
         list(each.outputs[0].token_ids) for each in expected
     ]
-
-
-def test_answers_run_up_to_the_longest_length_and_prompts_come_in_parts(ar, start, prompts, complete):
-    engine = start(tokens=6, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48, num_gpu_blocks_override=10)
-    long = [token for prompt in prompts for token in prompt]
-    both = [long[:122], long[30:150], prompts[3]]
-    outputs = complete(engine, both, max_tokens=12, ignore_eos=True)
-    expected = complete(ar, both, max_tokens=12, ignore_eos=True)
-    for prompt, output, reference in zip(both, outputs, expected, strict=True):
-        assert list(output.token_ids) == list(reference.token_ids)[: 128 - len(prompt)]
 
 
 def test_an_abort_leaves_nothing_behind(verified, prompts, complete):
@@ -86,6 +74,16 @@ def test_an_abort_leaves_nothing_behind(verified, prompts, complete):
     complete(verified, prompts[:1], max_tokens=2)
     scheduler = engine.engine_core.engine_core.scheduler
     assert name and not scheduler.requests and scheduler.kv_cache_manager.usage == 0
+
+
+def test_answers_run_up_to_the_longest_length_and_prompts_come_in_parts(ar, start, prompts, complete):
+    engine = start(tokens=6, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48, num_gpu_blocks_override=10)
+    long = [token for prompt in prompts for token in prompt]
+    both = [long[:122], long[30:150], prompts[3]]
+    outputs = complete(engine, both, max_tokens=12, ignore_eos=True)
+    expected = complete(ar, both, max_tokens=12, ignore_eos=True)
+    for prompt, output, reference in zip(both, outputs, expected, strict=True):
+        assert list(output.token_ids) == list(reference.token_ids)[: 128 - len(prompt)]
 
 
 def test_a_mask_adapter_leaves_the_answers_as_they_are(ar, start, prompts, complete, random_adapter, steps):
