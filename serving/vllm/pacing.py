@@ -95,8 +95,9 @@ class StepCosts:
 
     def of(self, rows: int, is_plain: bool = False) -> float:
         """Time of a step, or of an AR step, relative to others."""
+        on_line = self._line[0] + self._line[1] * rows
         if not is_plain:
-            return self._line[0] + self._line[1] * rows
-        if rows not in self._plain:
-            self._plain[rows] = self.times.of(rows, is_plain=True)
+            return on_line
+        if rows not in self._plain:  # what AR steps of fewer rows save tells little of these
+            self._plain[rows] = self.times.of(rows, is_plain=True) if self.times.knows_plain(rows) else on_line
         return self._plain[rows]

@@ -161,7 +161,9 @@ class Proposer:
         times = self.costs.times
         if times.clock is not None and any(step.spec_tokens):
             self._since += 1
-            if self._since > MEASURE_EVERY or (self._since > 4 and not times.knows_plain(len(active))):
+            # The size of a batch changes all the time: what AR steps of another size take must do for most.
+            is_unknown = len(active) == 1 and not times.knows_plain(1)
+            if self._since > (4 if is_unknown else MEASURE_EVERY):
                 self._since = 0
                 return False
         self._is_look = self._steps % (FIRST_LOOKS if self._steps < 2 * LOOK_EVERY else LOOK_EVERY) == 0
