@@ -15,10 +15,13 @@ import sys
 import zipfile
 from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from transformers.dynamic_module_utils import get_relative_imports
 
 import wedlm_hf
@@ -181,6 +184,16 @@ def test_shipped_file_imports_in_the_forms_that_the_hub_loader_follows(file: Pat
     seen = [line for line in file.read_text(encoding="utf-8").splitlines() if re.match(r"\s*(from|import)\s+\.", line)]
     assert len(seen) == len(relative), f"lines that look like relative imports: {seen}"
     assert set(get_relative_imports(file)) == {"." * (node.level - 1) + (node.module or "") for node in relative}
+
+
+def test_every_pinned_package_takes_the_oldest_python_that_the_readme_names():
+    lines = [line.strip() for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()]
+    pinned = {canonicalize_name(Requirement(line).name) for line in lines if line and line[0] != "#"}
+    needed = {
+        canonicalize_name(found.metadata["Name"]): found.metadata.get("Requires-Python") or ""
+        for found in distributions()
+    }
+    assert {name for name in pinned & needed.keys() if "3.11.0" not in SpecifierSet(needed[name])} == set()
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
