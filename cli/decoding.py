@@ -72,6 +72,11 @@ def chat(
         name = checkpoint or NANO.name
         raise ValueError(f"{name!r} has no chat template: `wedlm generate --raw` continues texts with it.")
     torch.manual_seed(decoding.seed)
+    if checkpoint is None:
+        note = (
+            "wedlm-nano answers prompts one by one, of six kinds: type /reset before the next. wedlm chat CHECKPOINT "
+        )
+        typer.echo(f"{note}talks with a model of yours.", err=True)
     run(Conversation(loaded, tokenizer, keywords, system), console())
 
 

@@ -275,6 +275,11 @@ def test_lines_that_are_piped_in_are_answered_in_turn(nano):
     assert result.stdout.count("tokens per forward") == 3
 
 
+def test_without_a_checkpoint_it_says_what_wedlm_nano_can_do(nano):
+    result = CliRunner().invoke(cli.app, ["chat", "--threads", "1"], input="/exit\n")
+    assert result.exit_code == 0 and "type /reset before the next" in result.stderr
+
+
 @pytest.mark.parametrize(("terminal", "sign"), [("xterm", b"1.00 tokens per forward"), ("dumb", b"10, 15")])
 def test_ctrl_c_stops_an_answer_and_not_the_program(nano, tmp_path, monkeypatch, terminal, sign):
     monkeypatch.setenv("TERM", terminal)
