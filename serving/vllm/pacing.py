@@ -13,8 +13,9 @@ from ...generation.step_times_wedlm import StepTimes
 KNOWN_WEIGHT = 3.0
 # Steps between two looks at what masks would draft, while AR steps are best; fewer at first, when costs are guessed.
 LOOK_EVERY, FIRST_LOOKS = 32, 4
-# Steps between two AR steps that measure what those take.
-MEASURE_EVERY = 64
+# Steps between two AR steps that measure what those take. Before that is known there are a few at once, for batches
+# of 2^k to 2^(k+1) requests so many.
+MEASURE_EVERY, MEASUREMENTS = 64, 5
 # Steps between two estimates of what rows cost.
 ESTIMATE_EVERY = 8
 

@@ -15,6 +15,7 @@ mask stands at the position that the AR head decides, so that every mask gives a
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from vllm.config import VllmConfig
 from ...generation.pacing_wedlm import default_slot_cost
 from ...generation.step_times_wedlm import StepTimes
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
-from .pacing import FIRST_LOOKS, LOOK_EVERY, MEASURE_EVERY, Acceptance, StepCosts
+from .pacing import FIRST_LOOKS, LOOK_EVERY, MEASURE_EVERY, MEASUREMENTS, Acceptance, StepCosts
 
 
 @dataclass
@@ -93,6 +94,7 @@ class Proposer:
         self._step: Step | None = None
         self._last: tuple[frozenset[str], float] = frozenset(), 0.0
         self._steps = self._since = 0
+        self._tries: Counter[int] = Counter()
         self._is_look = False
 
     def load_model(self, target_model: Any) -> None:
@@ -161,9 +163,11 @@ class Proposer:
         times = self.costs.times
         if times.clock is not None and any(step.spec_tokens):
             self._since += 1
-            # The size of a batch changes all the time: what AR steps of another size take must do for most.
-            is_unknown = len(active) == 1 and not times.knows_plain(1)
+            size = len(active).bit_length()
+            # Batches whose sizes change all the time may never tell: only so many steps go into it.
+            is_unknown = self._tries[size] < MEASUREMENTS and not times.knows_plain(len(active))
             if self._since > (4 if is_unknown else MEASURE_EVERY):
+                self._tries[size] += 1
                 self._since = 0
                 return False
         self._is_look = self._steps % (FIRST_LOOKS if self._steps < 2 * LOOK_EVERY else LOOK_EVERY) == 0
