@@ -114,8 +114,13 @@ class BranchRule(VerifyRule):
         most = max(len(row.branches) for row in rows)
         sizes = torch.tensor([row.branches + [0] * (most - len(row.branches)) for row in rows], device=device)
         start = (sizes.cumsum(1) - sizes).gather(1, accepted)
+        won_sizes = sizes.gather(1, accepted)
+        if device.type == "cpu":  # elsewhere, asking would wait for the device
+            count = int(won_sizes.max())
+            if count == 0:
+                return checked
         steps = torch.arange(count, device=device)
-        is_draft = steps < sizes.gather(1, accepted)
+        is_draft = steps < won_sizes
         index = (start + steps).clamp(max=order.masks_behind - 1)
         entries = torch.arange(len(rows), device=device)[:, None]
         won = SlotStates(slots.hidden[entries, index], slots.logits[entries, index])
