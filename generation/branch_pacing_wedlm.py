@@ -306,6 +306,7 @@ class BranchPacer:
             return True
         record.steps_since = 0
         record.look_after = min(2 * record.look_after, LAST_LOOK)
+        record.times.doubt()
         return False
 
     def _reached(self) -> tuple[list[float], Callable[[int, float], float]]:

@@ -7,6 +7,8 @@ from statistics import median
 
 # How fast the load of the machine is followed: the share of a step's deviation.
 LOAD_RATE = 0.5
+# Steps, other than AR steps, that are still believed once their times are in doubt.
+DOUBTED = 3
 
 
 @dataclass
@@ -52,6 +54,13 @@ class StepTimes:
             self.plain.setdefault(rows, deque(maxlen=9)).append(relative)
         else:
             self.others.append((rows, relative))
+        self._line = None
+
+    def doubt(self) -> None:
+        """Forgets all but the last steps that were no AR steps. Where these seem too dear to be taken, nothing else
+        would correct times from a bad moment of the machine."""
+        while len(self.others) > DOUBTED:
+            self.others.popleft()
         self._line = None
 
     def knows_plain(self, rows: int) -> bool:
