@@ -8,16 +8,19 @@ n rows takes, relative to one of AR decoding, differs too much between machines 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 from .rules_wedlm import RowOutcome
+from .step_times_wedlm import StepTimes
 
 MOST_DRAFTS = 8
 # The masks' own probability of a draft is put into one of so many bins, each with a running mean of what passed.
 BINS = 8
 BIN_PRIOR = 4.0  # observations that the probability itself counts for
 BIN_MEMORY = 0.995
+# Drafts that were found in the text have two more bins, for the first of a run and for those behind it; what their
+# chances are taken for at first.
+LOOKUP_CHANCES = (0.6, 0.9)
 # Runs of drafts that are remembered, and what their chances are taken for before there is any.
 RUNS = 32
 PRIOR_CHANCE = 0.65
@@ -31,100 +34,6 @@ MEASURE_EVERY = 64
 UPDATE_EVERY = 4
 # An advantage over AR steps that is too small to be seen in the times, and one that is beyond doubt.
 MARGIN, CLEAR = 1.05, 1.15
-# How fast the load of the machine is followed: the share of a step's deviation.
-LOAD_RATE = 0.5
-
-
-@dataclass
-class StepTimes:
-    """What a step of n physical rows takes, relative to other steps.
-
-    A processor reads a matrix for few rows in its own way, and steps without masks and drafts do less for each row. So
-    AR steps have times of their own, a median for each number of rows; all others lie on a line, fitted to the last
-    steps. All are relative to the load of the machine when they were taken.
-
-    Args:
-        slot_cost: what one more row adds, relative to an empty forward; a first guess where there is a clock.
-        clock: seconds; `None`: the slot cost is all there is to know.
-
-    Attributes:
-        plain: relative times of the last AR steps, by their rows; one row alone is always an AR step.
-        others: rows and relative times of the other last steps.
-        load: seconds of a step that takes 1; follows the machine.
-        met: numbers of rows that there were.
-    """
-
-    slot_cost: float
-    clock: Callable[[], float] | None = None
-    plain: dict[int, deque[float]] = field(default_factory=dict)
-    others: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=48))
-    load: float = 0.0
-    met: set[int] = field(default_factory=set)
-    _line: tuple[float, float] | None = None  # until the next step is recorded
-
-    def record(self, rows: int, seconds: float, is_plain: bool = False) -> None:
-        """Takes in a step, relative to the steps just before it: the machine may have been busier at other times."""
-        is_plain = is_plain or rows == 1
-        if rows not in self.met:
-            self.met.add(rows)  # kernels are prepared when they meet a shape: such a step may take twice as long
-            return
-        usual = self.of(rows, is_plain)
-        self.load = self.load or seconds / usual
-        relative = seconds / self.load
-        if is_plain or len(self.others) >= 6:  # before, it is the cost of rows that is not known
-            now = min(max(relative / usual, 0.5), 2.0)  # a single step may be an accident
-            self.load *= now**LOAD_RATE
-        if is_plain:
-            self.plain.setdefault(rows, deque(maxlen=9)).append(relative)
-        else:
-            self.others.append((rows, relative))
-        self._line = None
-
-    def knows_plain(self, rows: int) -> bool:
-        """Whether the time of an AR step is known well enough."""
-        if self.clock is None:
-            return True
-        near = self._nearest(rows)
-        if near is None or 2 * rows > 3 * near or 2 * near > 3 * rows:
-            return False
-        return len(self.plain[near]) >= 3
-
-    def _nearest(self, rows: int) -> int | None:
-        """Rows of AR steps that were timed: the least number that is not smaller, otherwise the largest."""
-        counts = sorted(self.plain)
-        return next((count for count in counts if count >= rows), counts[-1] if counts else None)
-
-    def line(self) -> tuple[float, float]:
-        """Intercept and slope for more than one row."""
-        line = self._line  # other threads may drop it
-        if line is None:
-            line = self._line = self._fit()
-        return line
-
-    def _fit(self) -> tuple[float, float]:
-        steps = list(self.others)  # of this moment: several threads may decode
-        if len(steps) < 3:
-            near = self._nearest(1)
-            scale = median(self.plain[near]) / (1 + self.slot_cost * near) if near else 1.0
-            return scale, scale * self.slot_cost
-        typical = median(seconds for _, seconds in steps)
-        points = [(rows, min(seconds, 1.5 * typical)) for rows, seconds in steps]
-        mean_rows = sum(rows for rows, _ in points) / len(points)
-        mean = sum(seconds for _, seconds in points) / len(points)
-        covariance = sum((rows - mean_rows) * (seconds - mean) for rows, seconds in points)
-        variance = sum((rows - mean_rows) ** 2 for rows, _ in points)
-        guess, weight = mean * self.slot_cost / (1 + self.slot_cost * mean_rows), 4.0 * mean_rows
-        slope = (covariance + weight * guess) / (variance + weight)
-        slope = min(max(slope, 0.1 * guess), 0.9 * mean / mean_rows)
-        return mean - slope * mean_rows, slope
-
-    def of(self, rows: int, is_plain: bool = False) -> float:
-        """Time of a step, or of an AR step."""
-        intercept, slope = self.line()
-        near = self._nearest(rows) if is_plain or rows == 1 else None
-        if near is None:
-            return intercept + slope * rows
-        return median(self.plain[near]) * (intercept + slope * rows) / (intercept + slope * near)
 
 
 def check_calibration(calibration: Any) -> None:
@@ -150,7 +59,7 @@ class DraftRecord:
     Attributes:
         times: of steps.
         key: of the machine and the numbers that the times belong to.
-        passed, tried: drafts of each bin of probability.
+        passed, tried: drafts of each bin of probability, and those that were found in the text.
         runs: the masks' own probabilities of the last runs of drafts.
         look_after: AR steps until the next look at what masks would draft.
         steps_since: steps since the last look, or since the last AR step.
@@ -158,8 +67,8 @@ class DraftRecord:
 
     times: StepTimes
     key: Any = None
-    passed: list[float] = field(default_factory=lambda: [0.0] * BINS)
-    tried: list[float] = field(default_factory=lambda: [0.0] * BINS)
+    passed: list[float] = field(default_factory=lambda: [0.0] * (BINS + len(LOOKUP_CHANCES)))
+    tried: list[float] = field(default_factory=lambda: [0.0] * (BINS + len(LOOKUP_CHANCES)))
     runs: deque[list[float]] = field(default_factory=lambda: deque(maxlen=RUNS))
     look_after: int = FIRST_LOOK
     steps_since: int = 0
@@ -169,7 +78,7 @@ class DraftRecord:
         """A new record, which knows what the [`calibration`] of an earlier one says, if there is one."""
         record = cls(times, key)
         if calibration:
-            record.passed, record.tried = list(calibration["passed"]), list(calibration["tried"])
+            record.passed[:BINS], record.tried[:BINS] = calibration["passed"], calibration["tried"]
             record.runs.extend([list(calibration["confidence_by_depth"])] * CALIBRATED_RUNS)
         return record
 
@@ -185,30 +94,44 @@ class DraftRecord:
         depths = range(max(map(len, runs), default=0))
         by_depth = [[run[depth] for run in runs if len(run) > depth] for depth in depths]
         return {
-            "passed": [round(count * weight, 2) for count, weight in zip(self.passed, weights, strict=True)],
-            "tried": [round(count * weight, 2) for count, weight in zip(self.tried, weights, strict=True)],
+            "passed": [round(count * weight, 2) for count, weight in zip(self.passed[:BINS], weights, strict=False)],
+            "tried": [round(count * weight, 2) for count, weight in zip(self.tried[:BINS], weights, strict=False)],
             "confidence_by_depth": [round(sum(known) / len(known), 3) for known in by_depth],
         }
 
-    def chance(self, confidence: float) -> float:
-        """The chance that a draft passes, given that those before it do."""
-        bin_ = min(int(confidence * BINS), BINS - 1)
-        return (self.passed[bin_] + BIN_PRIOR * confidence) / (self.tried[bin_] + BIN_PRIOR)
+    def learn(self, confidences: Sequence[float | None], accepted: int) -> None:
+        """Takes in that the first `accepted` drafts of a run passed, and no more of them."""
+        for place, (bin_, _) in enumerate(_bins(confidences[: accepted + 1])):
+            self.passed[bin_] = BIN_MEMORY * self.passed[bin_] + (place < accepted)
+            self.tried[bin_] = BIN_MEMORY * self.tried[bin_] + 1
 
-    def reaches(self, confidences: Sequence[float]) -> list[float]:
+    def reaches(self, confidences: Sequence[float | None]) -> list[float]:
         """For each draft of a run the chance that it and all before it pass."""
         reached, found = 1.0, []
-        for confidence in confidences:
-            reached *= self.chance(confidence)
+        for bin_, prior in _bins(confidences):
+            reached *= (self.passed[bin_] + BIN_PRIOR * prior) / (self.tried[bin_] + BIN_PRIOR)
             found.append(reached)
         return found
+
+
+def _bins(confidences: Sequence[float | None]) -> list[tuple[int, float]]:
+    """The bin of each draft of a run, and the chance that it is taken for at first."""
+    bins, behind = [], 0
+    for confidence in confidences:
+        if confidence is None:
+            bins.append((BINS + behind, LOOKUP_CHANCES[behind]))
+        else:
+            bins.append((min(int(confidence * BINS), BINS - 1), confidence))
+        behind = int(confidence is None)
+    return bins
 
 
 class BranchPacer:
     """Plans steps.
 
     *Chances.* A draft's own probability tells how likely it is to pass, once corrected by what became of drafts of
-    similar probability. For drafts that masks will only give, the runs of the last steps stand.
+    similar probability; drafts that were found in the text have what became of such drafts. For drafts that masks will
+    only give, the runs of the last steps stand.
 
     *Price.* Let ρ be the best rate of tokens per time that steps of one kind can have, 1 being that of AR steps, and
     t(n) the time of a step of n rows, relative to theirs. One more row is worth it if it brings more tokens than
@@ -218,7 +141,8 @@ class BranchPacer:
     *Rate.* With drafts to depth D, A_k the chance that draft k is accepted and q that the branch of the last accepted
     draft has masks, two steps in a row bring 1 + A_1 + … + A_D + (1 − q) tokens in t(n) + (1 − q)·t(n′), n′ being the
     rows of a step without drafts. ρ is the largest such ratio. Where none exceeds that of AR steps, these are taken,
-    and every now and then masks without drafts, to look whether that has changed.
+    with as many drafts from the text as make their own ratio largest, and every now and then masks without drafts, to
+    look whether that has changed.
 
     Args:
         largest: most drafts of a step.
@@ -249,20 +173,24 @@ class BranchPacer:
         clock = self.record.times.clock
         self._began = None if clock is None or is_prefill else (physical_rows, physical_rows == rows, clock())
 
-    def learn(self, confidences: Sequence[float], checked: int, accepted: int, found: Sequence[float]) -> None:
+    @property
+    def lookup_drafts(self) -> int:
+        """Most drafts to look for in the text: in a batch, one row's drafts take columns of all rows."""
+        if not self.is_adaptive:
+            return 0
+        return self.largest if self.rows == 1 else self.drafts
+
+    def learn(self, confidences: Sequence[float | None], checked: int, accepted: int, found: Sequence[float]) -> None:
         """Takes in what became of a row's drafts, and its new ones.
 
         Args:
-            confidences: the masks' own probability of each of the drafts.
+            confidences: the masks' own probability of each of the drafts; `None` for those found in the text.
             checked: how many of these were checked.
             accepted: how many passed.
             found: the probabilities of the new drafts.
         """
         record = self.record
-        for index in range(min(accepted + 1, checked)):
-            bin_ = min(int(confidences[index] * BINS), BINS - 1)
-            record.passed[bin_] = BIN_MEMORY * record.passed[bin_] + (index < accepted)
-            record.tried[bin_] = BIN_MEMORY * record.tried[bin_] + 1
+        record.learn(confidences[:checked], accepted)
         if found:
             if not self.drafts:
                 self._age = UPDATE_EVERY
@@ -285,18 +213,18 @@ class BranchPacer:
         else:
             self._is_ar_step = self._choose_ar_step()
 
-    def plan(self, confidence: Sequence[float], remaining: int) -> list[int]:
+    def plan(self, confidence: Sequence[float | None], remaining: int) -> list[int]:
         """Masks of each branch: behind the last pending token, and behind each draft that is to be checked.
 
         Args:
-            confidence: the masks' own probability of each draft there is.
+            confidence: the masks' own probability of each draft there is; `None` for those found in the text.
             remaining: new tokens that are still allowed.
         """
         most = min(len(confidence), self.largest, remaining - 1)
         if not self.is_adaptive:
             sizes = [self.largest] * (most + 1)
         elif self._is_ar_step:
-            return [0]
+            return [0] * (1 + self._lookup_depth(confidence[:most]))
         elif not self.drafts:
             sizes = [min(LOOK_DRAFTS, self.largest)]
         else:
@@ -306,6 +234,17 @@ class BranchPacer:
         if self.is_chain:
             sizes[:-1] = [0] * (len(sizes) - 1)
         return [max(0, min(size, remaining - draft - 1)) for draft, size in enumerate(sizes)]
+
+    def _lookup_depth(self, confidence: Sequence[float | None]) -> int:
+        """How many drafts from the text give an AR step the most tokens per time."""
+        best, depth, tokens = 1 / self.record.times.of(1, is_plain=True), 0, 1.0
+        reached = self.record.reaches(confidence) if confidence[:1] == [None] else []
+        for drafts, chance in enumerate(reached, 1):
+            tokens += chance
+            rate = tokens / self.record.times.of(1 + drafts)
+            if rate > best:
+                best, depth = rate, drafts
+        return depth
 
     def _sizes(self, reached: Sequence[float]) -> list[int]:
         """Masks of each branch, by the chances that the drafts to it pass (1 for none)."""
@@ -367,6 +306,7 @@ class BranchPacer:
             return True
         record.steps_since = 0
         record.look_after = min(2 * record.look_after, LAST_LOOK)
+        record.times.doubt()
         return False
 
     def _reached(self) -> tuple[list[float], Callable[[int, float], float]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .branch_pacing_wedlm import BranchPacer
+from .lookup_wedlm import TextLookup
 from .rules_wedlm import RowOutcome, Selection, SlotStates, VerifyRule
 from .sampling_wedlm import TokenSampler
 from .settings_wedlm import WeDLMGenerationSettings
@@ -57,6 +58,7 @@ class BranchRule(VerifyRule):
         self._probabilities: torch.Tensor | None = None
         self._shortlist: torch.Tensor | None = None
         self._entries: dict[int, int] = {}
+        self._lookups: dict[int, TextLookup] = {}
 
     def predicted_slots(self, row: Row) -> list[int]:
         """The window slots that the real rows predict."""
@@ -112,8 +114,13 @@ class BranchRule(VerifyRule):
         most = max(len(row.branches) for row in rows)
         sizes = torch.tensor([row.branches + [0] * (most - len(row.branches)) for row in rows], device=device)
         start = (sizes.cumsum(1) - sizes).gather(1, accepted)
+        won_sizes = sizes.gather(1, accepted)
+        if device.type == "cpu":  # elsewhere, asking would wait for the device
+            count = int(won_sizes.max())
+            if count == 0:
+                return checked
         steps = torch.arange(count, device=device)
-        is_draft = steps < sizes.gather(1, accepted)
+        is_draft = steps < won_sizes
         index = (start + steps).clamp(max=order.masks_behind - 1)
         entries = torch.arange(len(rows), device=device)[:, None]
         won = SlotStates(slots.hidden[entries, index], slots.logits[entries, index])
@@ -180,7 +187,7 @@ class BranchRule(VerifyRule):
         if self._probabilities is not None:
             found = self._probabilities[self._entries[row.index], : len(filled)].tolist()
         self.pacer.learn(row.confidence, len(drafts), accepted, found)
-        row.confidence = found
+        row.confidence = list(found)
         row.window = [*settled, *(token for _, _, token in filled)]
         return RowOutcome(
             row=row,
@@ -194,12 +201,31 @@ class BranchRule(VerifyRule):
         )
 
     def refill(self, row: Row, window_size: int) -> None:
-        """Keeps the drafts that are worth being checked, and gives each real row its masks."""
+        """Keeps the drafts that are worth being checked, the text's before the masks', and gives each real row its
+        masks."""
+        self._look_up(row)
         row.branches = self.pacer.plan(row.confidence, row.remaining)
         drafts = len(row.branches) - 1
         del row.window[drafts:]
         if row.window and row.window[-1] in self.end_tokens:
             row.branches[-1] = 0
+
+    def _look_up(self, row: Row) -> None:
+        """Takes what the text itself says of its continuation, if more of that is likely to pass than of the drafts.
+
+        Whatever is drafted, `"exact"` gives the same output. `"typical"` would keep repetitions that are plausible.
+        """
+        count = self.pacer.lookup_drafts
+        if self.settings.verification != "exact" or not count or not row.new_count:
+            return
+        found = self._lookups.setdefault(row.index, TextLookup()).drafts(row.tokens, row.filled_tokens, count)
+        ends = [place for place, token in enumerate(found, 1) if token in self.end_tokens]
+        if found := found[: ends[0] if ends else count]:
+            agreed = row.confidence[:1] if row.window[:1] == found[:1] else []
+            confidence = [*agreed, *[None] * (len(found) - len(agreed))]
+            reaches = self.pacer.record.reaches
+            if sum(reaches(confidence)) > sum(reaches(row.confidence)):
+                row.confidence, row.window = confidence, list(found)
 
 
 def branch_order(

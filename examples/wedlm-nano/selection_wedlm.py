@@ -33,8 +33,8 @@ def select_masks(
     entropy: torch.Tensor,
     distance: torch.Tensor,
     is_mask: torch.Tensor,
-    entropy_threshold: float,
-    distance_penalty: float,
+    entropy_threshold: float | torch.Tensor,
+    distance_penalty: float | torch.Tensor,
 ) -> torch.Tensor:
     """Every mask with H + λ·d < τ; where a row has none, its mask with the least (ties: the leftmost).
 
@@ -42,8 +42,8 @@ def select_masks(
         entropy: `(B, M)` float32, H in nats.
         distance: `(B, M)` int64, d: logical distance to the row's leftmost mask.
         is_mask: `(B, M)` bool; False where a row has fewer than M masks.
-        entropy_threshold: τ, nats.
-        distance_penalty: λ, nats per position.
+        entropy_threshold: τ, nats; or `(B, 1)`, of each row.
+        distance_penalty: λ, nats per position; likewise.
 
     Returns:
         `(B, M)` bool, at least one True in each row that has a mask (paper §5.3, Algorithm 1).

@@ -32,7 +32,7 @@ class Row:
         window: what is in each slot, `None` for a mask.
         branches: where each real row has masks of its own (see [`BranchRule`]): how many, behind the last pending
             token and behind each draft.
-        confidence: the masks' own probability of each draft in the window.
+        confidence: the masks' own probability of each draft in the window; `None` where it was found in the text.
         is_finished: nothing more is decoded here.
     """
 
@@ -43,7 +43,7 @@ class Row:
     limit: int
     window: list[int | None] = field(default_factory=list)
     branches: list[int] = field(default_factory=list)
-    confidence: list[float] = field(default_factory=list)
+    confidence: list[float | None] = field(default_factory=list)
     is_finished: bool = False
 
     @property
