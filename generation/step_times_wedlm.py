@@ -4,11 +4,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
+from time import perf_counter, thread_time
 
 # How fast the load of the machine is followed: the share of a step's deviation.
 LOAD_RATE = 0.5
 # Steps, other than AR steps, that are still believed once their times are in doubt.
 DOUBTED = 3
+
+
+def step_clock(device_type: str) -> Callable[[], float]:
+    """Seconds for [`StepTimes`]: a CPU's own do not count those of other programs on the machine."""
+    return thread_time if device_type == "cpu" else perf_counter
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from .sampling_wedlm import TokenSampler
 from .scores_wedlm import ScoreRecorder
 from .settings_wedlm import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
 from .stats_wedlm import StatsRecorder, TraceRecorder, WeDLMGenerateOutput, step_map
-from .step_times_wedlm import StepTimes
+from .step_times_wedlm import StepTimes, step_clock
 from .streaming_wedlm import TokenStream
 
 # Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
@@ -452,9 +451,7 @@ def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: Decodi
     record = getattr(model, "_draft_record", None)
     device = request.prompt_ids.device
     if not is_timed or record is None or record.key != (str(device), model.dtype):
-        # A CPU's own seconds do not count those of other programs on the machine.
-        clock = thread_time if device.type == "cpu" else perf_counter
-        times = StepTimes(_slot_cost(settings, request), clock if is_timed else None)
+        times = StepTimes(_slot_cost(settings, request), step_clock(device.type) if is_timed else None)
         record = DraftRecord.begin(times, (str(device), model.dtype), model.model.mask_adapter.calibration)
         if is_timed:
             model._draft_record = record

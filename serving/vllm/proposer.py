@@ -14,7 +14,6 @@ mask stands at the position that the AR head decides, so that every mask gives a
 `R` sampled rows of a step, `H` hidden size, `V` vocabulary.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch
 from vllm.config import VllmConfig
 
 from ...generation.pacing_wedlm import default_slot_cost
-from ...generation.step_times_wedlm import StepTimes
+from ...generation.step_times_wedlm import StepTimes, step_clock
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
 from .pacing import FIRST_LOOKS, LOOK_EVERY, MEASURE_EVERY, MEASUREMENTS, Acceptance, StepCosts
 
@@ -84,10 +83,8 @@ class Proposer:
         self.mask_token_id = vllm_config.model_config.hf_config.mask_token_id
         # Processes of a tensor-parallel group must decide alike: no clock of their own there.
         device = vllm_config.device_config.device_type
-        # A CPU's own seconds do not count those of other programs on the machine.
-        clock = time.thread_time if device == "cpu" else time.perf_counter
         is_alone = vllm_config.parallel_config.tensor_parallel_size == 1
-        self.costs = StepCosts(StepTimes(default_slot_cost(device), clock if is_alone else None))
+        self.costs = StepCosts(StepTimes(default_slot_cost(device), step_clock(device) if is_alone else None))
         self.acceptance = Acceptance(max(1, (self.most - 1) // 2))
         self.states: dict[str, RequestState] = {}
         self.model: Any = None

@@ -334,7 +334,7 @@ def test_typical_acceptance_depends_on_no_clock(qwen3, monkeypatch):
     outputs = []
     for factor in (1.0, 1000.0):
         moments = iter(factor * index**2 for index in range(10_000))
-        monkeypatch.setattr(mixin_wedlm, "thread_time", lambda moments=moments: next(moments))
+        monkeypatch.setattr(mixin_wedlm, "step_clock", lambda _, moments=moments: lambda: next(moments))
         outputs.append(generate(qwen3, prompts, verification="typical", acceptance_epsilon=0.01)[1])
     assert outputs[0] == outputs[1]
 
