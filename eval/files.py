@@ -40,7 +40,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def check_output(path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
-    """Make sure, before any work, that a file can be written; makes its folder.
+    """Make sure, before any work, that a file can be written.
 
     Args:
         path: of the file.
@@ -58,9 +58,16 @@ def check_output(path: str | os.PathLike[str], others: Iterable[str | os.PathLik
     target = _target(path)
     if any(os.path.realpath(path) == os.path.realpath(other) for other in others):
         raise ValueError(f"{str(path)!r} is named twice: what is read or written there would be lost.")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(target.parent, os.W_OK):
-        raise PermissionError(f"There is no writing in the folder {str(target.parent)!r}.")
+    check_folder(target.parent)
+
+
+def check_folder(folder: str | os.PathLike[str]) -> None:
+    """Make sure that files can be written into a folder, which need not be there yet. Raises `OSError` otherwise."""
+    path = Path(folder).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "is read-only" if there.is_dir() else "is no folder"
+        raise OSError(f"The folder {str(folder)!r} cannot be written to: {str(there)!r} {reason}.")
 
 
 def _is_stream(path: Path) -> bool:

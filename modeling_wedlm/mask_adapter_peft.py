@@ -14,14 +14,14 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 
 from ..generation.branch_pacing_wedlm import check_calibration
-from .mask_adapter_wedlm import KEY_PREFIX, MaskAdapterMixin, MaskAdapterSettings, base_of, check_base
-from .mask_adapter_wedlm import PEFT_TYPE as NAME
+from .mask_adapter_files_wedlm import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
+from .mask_adapter_wedlm import MaskAdapterMixin
 
 
 class MaskAdapterPeftType(str, Enum):
     """PEFT looks methods up by members like this one; its own enumeration cannot be extended."""
 
-    MASK_ADAPTER = NAME
+    MASK_ADAPTER = PEFT_TYPE
 
 
 @dataclass

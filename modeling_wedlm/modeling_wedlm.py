@@ -297,45 +297,46 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
                 own, boolean (`True` is visible) or additive.
             labels (`torch.LongTensor` of shape `(B, T)`): alone, the parent's next-token loss; beside `targets`, the
                 clean tokens, of which only the number of supervised ones is used.
-            targets (`torch.LongTensor` of shape `(B, T)`): the token each slot must predict, unshifted; -100 for none.
-            loss_weights (`torch.FloatTensor` of shape `(B, T)`): weight of each slot's loss; 1 if left out.
+            targets, loss_weights (shape `(B, T)`): the token each slot must predict, unshifted (-100 for none), and
+                the weight of its loss (1 if left out).
             stream_ids, block_ids, document_ids (`torch.LongTensor` of shape `(B, T)`): the dual-stream layout, see
                 [`dual_stream_mask_function`]; `document_ids` may be left out where each row is one document.
             num_items_in_batch (`torch.Tensor` or `int`): what the summed loss is divided by; default: the number of
                 supervised `labels`, or of `targets` where no labels are given.
             slot_mask (`torch.BoolTensor` of shape `(B, M)` or `int`): which of the last M physical rows are slots to
-                predict; a number M where all of them are. Only for a model with a mask adapter
-                (`has_mask_adapter`), which acts on these rows alone and embeds them itself, whatever their token is.
-                Without it the forward is the base's, bit for bit.
+                predict; M where all are. The model's mask adapter (`has_mask_adapter`) acts on these rows alone and
+                embeds them itself, whatever their token is. Without it the forward is the base's, bit for bit.
 
         Returns:
             [`CausalLMOutputWithPast`]; when `targets` are given, [`WeDLMCausalLMOutputWithPast`] without `logits`,
             which are never held all at once; with `slot_mask` and no `labels`, one with `slot_hidden`, which
             `draft_hidden` and `lm_head` turn into logits where those of the slots are not among `logits_to_keep`.
         """
-        backbone_inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            **({} if slot_mask is None else {"slot_mask": slot_mask}),
-            **kwargs,
-        }
-        layout = {"stream_ids": stream_ids, "block_ids": block_ids, "document_ids": document_ids}
-        if targets is None and labels is None and slot_mask is not None:
-            return self._forward_with_slots(slot_mask, logits_to_keep, backbone_inputs)
-        if targets is None:
-            return super().forward(
-                labels=labels,
-                logits_to_keep=logits_to_keep,
-                **({"num_items_in_batch": num_items_in_batch} if labels is not None else {}),
-                **backbone_inputs,
-                **({} if stream_ids is None else layout),
-            )
+        inputs: dict[str, Any] = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
+            "stream_ids": stream_ids, "block_ids": block_ids, "document_ids": document_ids, "slot_mask": slot_mask,
+        }  # fmt: skip
+        inputs = {name: value for name, value in inputs.items() if value is not None} | kwargs
+        if targets is not None:
+            return self._forward_with_targets(inputs, targets, loss_weights, labels, num_items_in_batch)
+        if labels is not None:
+            inputs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
+        elif slot_mask is not None:
+            return self._forward_with_slots(inputs, slot_mask, logits_to_keep)
+        return super().forward(logits_to_keep=logits_to_keep, **inputs)
+
+    def _forward_with_targets(
+        self,
+        inputs: dict[str, Any],
+        targets: torch.Tensor,
+        loss_weights: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> WeDLMCausalLMOutputWithPast:
+        """The loss of dual-stream training (paper Eq. 10)."""
         # No cache unless asked for: nothing reads it, and the model config's default is for generation.
-        outputs = self.model(**backbone_inputs | {"use_cache": bool(use_cache)}, **layout)
+        outputs = self.model(**{"use_cache": False} | inputs)
         if num_items_in_batch is None:
             counted = targets if labels is None else labels[..., 1:]
             num_items_in_batch = (counted != -100).sum()
@@ -357,10 +358,10 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
         )
 
     def _forward_with_slots(
-        self, slot_mask: int | torch.Tensor, logits_to_keep: int | torch.Tensor, backbone_inputs: dict[str, Any]
+        self, inputs: dict[str, Any], slot_mask: int | torch.Tensor, logits_to_keep: int | torch.Tensor
     ) -> WeDLMCausalLMOutputWithPast:
         """The parent's forward, whose output also holds the last hidden states of the slots."""
-        outputs = self.model(**backbone_inputs)
+        outputs = self.model(**inputs)
         hidden = outputs.last_hidden_state
         slots = slot_mask if isinstance(slot_mask, int) else slot_mask.shape[1]
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from ..modeling_wedlm.card_wedlm import CARD_NAME, write_card
 from ..modeling_wedlm.convert import convert, read_source_config
 from ..modeling_wedlm.loading import find_device, load_model, load_tokenizer
-from ..modeling_wedlm.mask_adapter_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
+from ..modeling_wedlm.mask_adapter_files_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .adapt_config import AdaptConfig
 from .answers import Answer, AnswerConfig, read_answers, read_prompts, write_answers
@@ -340,7 +340,7 @@ class _ShowProgress(TrainerCallback):
     """Shows how much of the budget is used."""
 
     def __init__(self, trainer: MaskAdapterTrainer, progress: "_Progress"):
-        self.trainer, self.progress, self.note = trainer, progress, ""
+        self.trainer, self.progress, self.note, self.measured = trainer, progress, "", 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Keeps the newest numbers."""
@@ -349,8 +349,21 @@ class _ShowProgress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Shows them."""
+        self._show()
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Shows that an evaluation is under way."""
+        self.measured += 1
+        self._show(f", measuring acceptance on held-out answer {self.measured}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Shows that it is over."""
+        self.measured = 0
+        self._show()
+
+    def _show(self, doing: str = "") -> None:
         budget = self.trainer.budget
-        self.progress.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{self.note}")
+        self.progress.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{self.note}{doing}")
 
 
 class _Progress:

@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..modeling_wedlm.loading import load_model
-from ..modeling_wedlm.mask_adapter_wedlm import (
-    MaskAdapterSettings,
-    check_base,
-    read_adapter_config,
-    read_weights,
-    settings_of,
-)
+from ..modeling_wedlm.mask_adapter_files_wedlm import MaskAdapterSettings, StoredMaskAdapter, check_base
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .mask_budget import Budget, MaskTrainingConfig, budget_schedule
 from .mask_distillation import MaskDistillation
@@ -208,7 +202,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             return {}
         started = time.perf_counter()
         mine = list(answers)[self.accelerator.process_index :: self.accelerator.num_processes]
-        found = measure_acceptance(self.accelerator.unwrap_model(self.model), mine)
+        found = measure_acceptance(self.accelerator.unwrap_model(self.model), self._announced(mine))
         parts = [(name, drafts) for name in sorted(found.forwards) for drafts in sorted(found.forwards[name])]
         values = [found.tokens, *(found.forwards[name][drafts] for name, drafts in parts)]
         sums = torch.tensor(values, dtype=torch.float64, device=self.args.device)
@@ -222,6 +216,12 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
+    def _announced(self, answers: Sequence[Answer]) -> Iterator[Answer]:
+        """The answers one by one, each told to the callbacks first."""
+        for answer in answers:
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+            yield answer
+
     # Saves hold the adapter alone.
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -231,11 +231,13 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         trained = self.accelerator.unwrap_model(self.model).model
         adapter: Any = trained.model.mask_adapter
-        config = read_adapter_config(resume_from_checkpoint)
-        check_base(trained, config.get("base") or {})
-        if (before := settings_of(config)) != adapter.settings:
-            raise ValueError(f"A run with {before} cannot go on with {adapter.settings}: choose a new folder.")
-        adapter.load_state_dict(read_weights(resume_from_checkpoint))
+        stored = StoredMaskAdapter.read(resume_from_checkpoint)
+        check_base(trained, stored.base)
+        if stored.settings != adapter.settings:
+            raise ValueError(
+                f"A run with {stored.settings} cannot go on with {adapter.settings}: choose a new folder."
+            )
+        adapter.load_state_dict(stored.weights)
 
 
 def train_mask_adapter(

@@ -10,9 +10,9 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-from ..modeling_wedlm.convert import convert
-from ..modeling_wedlm.loading import load_config_dict, load_tokenizer
+from ..modeling_wedlm.convert import convert, read_source_config
 from ..modeling_wedlm.loading import load_model as load_wedlm
+from ..modeling_wedlm.loading import load_tokenizer
 from .sft_config import WeDLMSFTConfig
 
 logger = get_logger(__name__)
@@ -41,9 +41,15 @@ def with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
     return peft_config
 
 
-def check_base(name: str) -> None:
-    """Raises `ValueError` where an adapter's base model is a checkpoint that WeDLM cannot load again."""
-    if name and load_config_dict(name).get("model_type") != "wedlm":
+def check_source(name: str, revision: str | None, *, is_base: bool) -> None:
+    """Raises `OSError` or `ValueError` for a checkpoint that cannot be trained; reads nothing but its config.
+
+    Args:
+        name: folder or Hub id.
+        revision: branch, tag or commit of a Hub id.
+        is_base: an adapter is trained on it, which WeDLM must be able to load onto it again.
+    """
+    if read_source_config(name, revision).model_type != "wedlm" and is_base:
         raise ValueError(
             f"An adapter is loaded onto the checkpoint that it was trained on, and {name!r} is not a WeDLM one. "
             f"Convert it first, `wedlm convert {name} FOLDER`, and train on FOLDER."
@@ -64,8 +70,10 @@ def prepare_model(
         OSError: for what cannot be loaded.
         ValueError: for what cannot be trained, or does not belong together.
     """
-    if peft_config is not None:
-        check_base(model if isinstance(model, str) else str(model.config.name_or_path or ""))
+    if isinstance(model, str):
+        check_source(model, (init_kwargs or {}).get("revision"), is_base=peft_config is not None)
+    elif peft_config is not None and model.config.name_or_path:
+        check_source(model.config.name_or_path, None, is_base=True)
     if isinstance(model, str):
         model, tokenizer = load_model(model, args, tokenizer, init_kwargs, quantization_config)
     elif tokenizer is None:
@@ -90,7 +98,7 @@ def load_model(
     revision = settings.get("revision")
     dtype = settings.pop("dtype", "float32")
     dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-    if load_config_dict(name, revision=revision).get("model_type") != "wedlm":
+    if read_source_config(name, revision).model_type != "wedlm":
         attention = settings.pop("attn_implementation", None)
         if left_over := sorted(set(settings) - {"revision"}):
             raise ValueError(

@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .data import load
+from .model import check_source
 from .saving import only_writer
 from .sft_config import WeDLMSFTConfig
 from .sft_trainer import WeDLMSFTTrainer
@@ -58,6 +59,9 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
+        for name in ("dataset", "eval_dataset"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                raise ValueError(f"`{name}` must be a file, a folder or a Hub id, got an empty text.")
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"`eval_share` must lie in [0, 1), got {self.eval_share}.")
         if self.eval_share and self.streaming and self.eval_dataset is None:
@@ -92,8 +96,10 @@ def run(
     output, is_writer = Path(args.output_dir), args.process_index == 0
     with only_writer(output, is_writer and output.exists()):
         pass  # refused before any work
+    settings = _model_settings(model)
+    check_source(model.model_name_or_path, settings.get("revision"), is_base=model.use_peft)
     train_dataset, eval_dataset = _datasets(data, args.seed)
-    args.model_init_kwargs = _model_settings(model) | (args.model_init_kwargs or {})  # type: ignore[operator]
+    args.model_init_kwargs = settings | (args.model_init_kwargs or {})  # type: ignore[operator]
     if model.use_peft and model.lora_target_modules is None:
         model.lora_target_modules = "all-linear"  # type: ignore[assignment]
     trainer = WeDLMSFTTrainer(

@@ -37,7 +37,7 @@ from ...modeling_wedlm.loading import (
     load_model,
     load_tokenizer,
 )
-from ...modeling_wedlm.mask_adapter_wedlm import PEFT_TYPE
+from ...modeling_wedlm.mask_adapter_files_wedlm import PEFT_TYPE
 from .request import PushRequest
 
 PROMPTS = ("Count from 1 to 20: 1, 2, 3,", "The capital of France is", "def add(a, b):\n    return")

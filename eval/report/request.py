@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..files import check_folder
 from ..options import NANO, RawOption, SetOption, SweepOptions, parse_numbers, parse_settings, read_prompt_file
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ReportRequest(SweepOptions):
         check_blocks(self.fill or ())
         for folder in (self.output, self.figures):
             if folder is not None:
-                _check_folder(folder)
+                check_folder(folder)
 
     @property
     def timed_batch_sizes(self) -> list[int]:
@@ -112,13 +112,3 @@ class ReportRequest(SweepOptions):
         from ..prompts import TASKS_FILE, read_tasks
 
         return (read_tasks(Path(self.model)), TASKS_FILE) if self.file is None else read_prompt_file(self.file)
-
-
-def _check_folder(folder: Path) -> None:
-    """Makes a folder to write to. Raises `OSError` where there can be none."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError("it is read-only")
-    except OSError as error:
-        raise OSError(f"The folder {str(folder)!r} cannot be written to: {error}.") from error

@@ -39,6 +39,7 @@ class Store:
 
     def __enter__(self) -> Store:
         folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             try:
                 stack.enter_context(WeakFileLock(folder / ".lock", timeout=0.1))

@@ -18,14 +18,8 @@ from vllm.distributed import (
 )
 
 from ...generation.branches_wedlm import SHORTLIST
-from ...modeling_wedlm.mask_adapter_wedlm import (
-    MaskAdapterSettings,
-    PreviousTokenHead,
-    check_base,
-    read_adapter_config,
-    read_weights,
-    settings_of,
-)
+from ...modeling_wedlm.mask_adapter_files_wedlm import MaskAdapterSettings, StoredMaskAdapter, check_base
+from ...modeling_wedlm.mask_adapter_wedlm import PreviousTokenHead
 
 # Layers that vLLM fuses into one, in the order of their outputs.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -82,17 +76,14 @@ class VllmMaskAdapter(nn.Module):
 
     def __init__(self, name: str, model: Any, most_rows: int, any_base: bool):
         super().__init__()
-        config, weights = read_adapter_config(name), read_weights(name)
-        settings = settings_of(config)
-        base = config.get("base")
+        stored = StoredMaskAdapter.read(name)
+        settings = stored.settings
         samples = (model.model.embed_tokens, model.model.norm)  # which processes of a group may lack
         if get_tensor_model_parallel_rank() == 0 and all(hasattr(sample, "weight") for sample in samples):
-            check_base(model, base if isinstance(base, dict) else {}, any_base=any_base)
-        if not all(bool(weight.isfinite().all()) for weight in weights.values()):
-            raise ValueError(f"The weights of {name!r} hold NaN or infinite numbers.")
+            check_base(model, stored.base, any_base=any_base)
         parameter = next(model.model.parameters())
         self.dtype, device = parameter.dtype, parameter.device
-        weights = {key: weight.to(device, self.dtype) for key, weight in weights.items()}
+        weights = {key: weight.to(device, self.dtype) for key, weight in stored.weights.items()}
         self.register_buffer("flags", torch.zeros(most_rows, 1, dtype=self.dtype, device=device), persistent=False)
         try:
             self.register_buffer("mask_embedding", weights["mask_embedding"], persistent=False)

@@ -105,8 +105,14 @@ def test_a_base_and_a_budget_make_an_adapter_its_base_and_a_card(tmp_path, base)
     assert wrapped.base_model.model.model.mask_adapter.calibration == calibration
 
 
-def test_the_adapter_learns_something(tmp_path, base):
+def test_the_adapter_learns_something_and_each_evaluation_is_shown(tmp_path, base, monkeypatch):
+    notes: list[str] = []
+    monkeypatch.setattr(adapt_module._Progress, "show", lambda self, share, note: notes.append(f"{self.name}: {note}"))
     out, _ = run(tmp_path, base, tokens=600)
+    training = [note for note in notes if note.startswith("[3/5]")]
+    held_out = len(read_answers(out / "work" / "heldout.jsonl"))
+    assert training[-2].endswith(f"measuring acceptance on held-out answer {held_out}")
+    assert "measuring" not in training[-1]
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["rank"], config["head_width"]) == (2, 8)
     log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]

@@ -19,6 +19,7 @@ from wedlm_hf.training.sft_trainer import COLLATOR_FIELDS
 from wedlm_hf.training.train import DataConfig, main
 
 ROOT = Path(__file__).parents[2]
+NANO = ROOT / "examples" / "wedlm-nano"
 RECIPES = sorted((ROOT / "examples" / "recipes").glob("*.yaml"))
 
 QUICK = (
@@ -135,14 +136,14 @@ def test_a_dataset_to_evaluate_on_goes_before_the_share_that_a_recipe_keeps(monk
     ("words", "message"),
     [
         (["--dataset", "x.jsonl"], "`model_name_or_path` is required"),
-        (["--dataset", "no.jsonl", "--model_name_or_path", "m"], "There is no file 'no.jsonl'."),
+        (["--dataset", "no.jsonl", "--model_name_or_path", str(NANO)], "There is no file 'no.jsonl'."),
         (["--dataset", "x", "--streaming", "true", "--model_name_or_path", "m"], "`streaming` needs `max_steps`"),
         (
             ["--dataset", "x.jsonl", "--model_name_or_path", "m", "--output_dir", __file__],
             "`output_dir` must be a folder",
         ),
         (
-            ["--dataset", __file__, "--model_name_or_path", "m"],
+            ["--dataset", __file__, "--model_name_or_path", str(NANO)],
             "A file of examples must end in .jsonl, .json, .parquet",
         ),
         (["--dataset", "x", "--eval_share", "1"], "`eval_share` must lie in [0, 1), got 1.0."),
@@ -161,6 +162,19 @@ def test_a_wrong_request_is_told_in_one_line(words, message, capsys):
         main([*words, "--use_cpu", "true", "--bf16", "false"])
     assert exit_.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"Error: {message}")
+
+
+def test_the_model_is_checked_before_the_data_are_read(tmp_path, stock_checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("the data are read"))
+    words = ["--dataset", "x.jsonl", "--output_dir", str(tmp_path / "out"), "--use_cpu", "true", "--bf16", "false"]
+    for model, message in (
+        ([str(tmp_path / "no")], f"There is no checkpoint folder '{tmp_path / 'no'}'."),
+        ([stock_checkpoint, "--use_peft", "true"], "An adapter is loaded onto the checkpoint that it was trained on"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "--model_name_or_path", *model])
+        assert f"Error: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

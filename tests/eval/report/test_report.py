@@ -358,8 +358,9 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, unread):
         (["--file", "missing.txt"], "No such file or directory: 'missing.txt'"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(tmp_path, unread, arguments, message):
-    assert message in refused(*arguments, "--output", tmp_path / "out")
+def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(tmp_path, unread, arguments, message):
+    assert message in refused(*arguments, "--output", tmp_path / "out", "--figures", tmp_path / "figures")
+    assert not any(tmp_path.iterdir())
 
 
 # --- the user's own data ------------------------------------------------------------------------------------------
