@@ -248,26 +248,38 @@ def train_mask_adapter(
     eval_answers: str | os.PathLike[str] | None = None,
     max_length: int = 640,
     dtype: str | torch.dtype = "bfloat16",
+    adapter: str | os.PathLike[str] | None = None,
 ) -> MaskAdapterTrainer:
     """Trains a mask adapter, going on from the newest checkpoint in `args.output_dir` if there is one.
 
-    A finished run goes on with a larger budget, and with more answers or other ones: they begin a new epoch.
+    A finished run goes on with a larger budget, and with more answers or other ones: they begin a new epoch. What is
+    left of a run elsewhere is its adapter: `adapter` trains that one further, with a new optimizer and budget.
 
     Args:
         base: folder or Hub id of a WeDLM checkpoint.
         answers: JSONL file of its own answers, see [`load_answers`].
         args: settings of the training.
-        settings: shape of the adapter.
+        settings: shape of a new adapter.
         eval_answers: JSONL file of greedy answers to measure acceptance on.
         max_length: longest prompt and answer, in tokens.
         dtype: of the base; the adapter trains in float32.
+        adapter: folder or Hub id of a mask adapter of this base to begin with; it has its own `settings`.
 
     Returns:
         The trainer; the finished adapter, in `dtype`, is in `args.output_dir` where the budget is used up.
+
+    Raises:
+        ValueError: for `settings` beside an `adapter`, and for an adapter of another base.
     """
+    if settings and adapter:
+        raise ValueError(f"The adapter {str(adapter)!r} has its own settings: leave {settings} out.")
     model = load_model(base, dtype=dtype).eval()
     torch.manual_seed(args.seed)
-    model.add_mask_adapter(settings)
+    if adapter:
+        model.load_mask_adapter(adapter, is_trainable=True)
+        model.model.mask_adapter.calibration = None  # of the drafts that it made before
+    else:
+        model.add_mask_adapter(settings)
     trainer = MaskAdapterTrainer(
         model,
         args,
@@ -293,8 +305,9 @@ def main() -> None:
     parser.add_argument("--session-minutes", type=float)
     parser.add_argument("--save-minutes", type=float, default=10.0)
     parser.add_argument("--eval-answers")
-    parser.add_argument("--rank", type=int, default=64)
-    parser.add_argument("--head-width", type=int, default=640)
+    parser.add_argument("--adapter", help="mask adapter to begin with; default: a new one")
+    parser.add_argument("--rank", type=int, help="of a new adapter")
+    parser.add_argument("--head-width", type=int, help="of a new adapter")
     parser.add_argument("--num-masks", type=int, default=5)
     parser.add_argument("--cut-stride", type=int, default=3)
     parser.add_argument("--batch-slots", type=int, default=640)
@@ -316,8 +329,9 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
         ddp_backend="gloo" if not torch.cuda.is_available() and "WORLD_SIZE" in os.environ else None,
     )
-    settings = MaskAdapterSettings(rank=options.rank, head_width=options.head_width)
-    train_mask_adapter(options.base, options.answers, args, settings, options.eval_answers)
+    shape = {name: value for name in ("rank", "head_width") if (value := getattr(options, name)) is not None}
+    settings = MaskAdapterSettings(**shape) if shape else None
+    train_mask_adapter(options.base, options.answers, args, settings, options.eval_answers, adapter=options.adapter)
 
 
 if __name__ == "__main__":

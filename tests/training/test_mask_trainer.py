@@ -329,6 +329,23 @@ def test_the_whole_way_from_a_checkpoint_and_a_file(tmp_path: Path) -> None:
     }
 
 
+def test_training_may_begin_with_a_stored_adapter(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers(8)))
+    trained = adapted_model()
+    counts = {"passed": [1.0] * 8, "tried": [2.0] * 8, "confidence_by_depth": [0.5] * 4}
+    trained.model.mask_adapter.calibration = counts
+    trained.save_mask_adapter(tmp_path / "stored")
+    folders = tmp_path / "base", tmp_path / "answers.jsonl"
+    args = config(tmp_path / "out", mask_rows=100, learning_rate=1e-9)
+    trainer = train_mask_adapter(*folders, args, dtype="float32", adapter=tmp_path / "stored")
+    for name, weight in trained.model.mask_adapter.state_dict().items():
+        torch.testing.assert_close(weights_of(trainer)[name], weight, msg=name)
+    assert trainer.model.model.model.mask_adapter.calibration is None
+    with pytest.raises(ValueError, match="has its own settings"):
+        train_mask_adapter(*folders, args, MaskAdapterSettings(rank=4), dtype="float32", adapter=tmp_path / "stored")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [({"mask_rows": None}, "needs a budget"), ({"mask_rows": 0}, "`mask_rows` must be more than 0, got 0"),
