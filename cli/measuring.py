@@ -32,7 +32,7 @@ def calibrate(
 ) -> None:
     """Find the fastest settings that agree with AR decoding well enough on your own prompts."""
     from ..eval.calibrate import calibrate as find_settings
-    from ..eval.calibrate import record, show
+    from ..eval.calibrate import show
     from ..eval.prompts import encode_prompt, split_prompts
     from ..eval.sweep import write_settings
 
@@ -46,7 +46,7 @@ def calibrate(
     found = find_settings(loaded, tokenizer, encoded, options, title="settings")
     show(found, options.agreement, console(quiet=as_json))
     if as_json:
-        print_json(record(found))
+        print_json(found.as_json())
     if found.chosen is None:
         raise typer.Exit(NO)
     if options.write:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,42 +37,22 @@ TIMED_REPEATS = 5
 # How the slot cost is measured: so many tokens, one a step, with windows of these sizes.
 COST_WINDOWS, COST_TOKENS, COST_REPEATS = (1, 4, 8, 16, 24), 32, 3
 
-COLUMNS = (
-    ("agreement", "agreement", "{:.2%}"),
-    ("checked", "checked", "{:.2%}"),
-    ("same", "same answers", "{:.0%}"),
-    ("tokens_per_forward", "tok/fwd", "{:.2f}"),
-    ("speed", "speed to AR", "{:.2f}×"),
-)
-"""What is shown of the trials: column, title, format."""
+COLUMNS = {
+    "agreement": ("agreement", "{:.2%}"),
+    "checked": ("checked", "{:.2%}"),
+    "same": ("same answers", "{:.0%}"),
+    "tokens_per_forward": ("tok/fwd", "{:.2f}"),
+    "speed": ("speed to AR", "{:.2f}×"),
+}
+"""Title and format of what is shown of the trials."""
 
 
-@dataclass(frozen=True)
-class SlotCost:
-    """A step of Q slots takes `fixed` + `slot` · Q seconds."""
-
-    fixed: float
-    slot: float
-
-    @classmethod
-    def fit(cls, seconds: pd.DataFrame) -> SlotCost:
-        """A line through the median `seconds` of each `width`, which weighs as much as it has steps."""
-        steps = seconds.groupby("width")["seconds"].agg(["median", "size"])
-        slot, fixed = np.polyfit(steps.index, steps["median"], 1, w=steps["size"] ** 0.5)
-        return cls(max(float(fixed), 1e-9), max(float(slot), 0.0))
-
-    @property
-    def relative(self) -> float:
-        """c, the setting `slot_cost`."""
-        return self.slot / self.fixed
-
-
-@dataclass(frozen=True)
+@dataclass
 class Calibration:
     """What [`calibrate`] found.
 
     Attributes:
-        cost: of forwards.
+        seconds_per_step, seconds_per_slot: a step of Q slots takes the first + Q times the second.
         trials: a row for each setting: `agreement`, `same` (share of answers that are AR's), `tokens_per_forward`,
             `speed` (against AR, by counts and slot cost), and `checked`, the agreement on the other prompts, where it
             was asked for.
@@ -81,15 +61,25 @@ class Calibration:
         tokens_per_second: of AR and of the chosen one on the prompts that it was not picked on, taking turns.
     """
 
-    cost: SlotCost
+    seconds_per_step: float
+    seconds_per_slot: float
     trials: pd.DataFrame
-    chosen: str | None
-    settings: Mapping[str, Any]
-    tokens_per_second: Mapping[str, float]
+    chosen: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    tokens_per_second: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def slot_cost(self) -> float:
+        """c, the setting."""
+        return self.seconds_per_slot / self.seconds_per_step
+
+    def as_json(self) -> dict[str, Any]:
+        """As values that JSON has."""
+        return vars(self) | {"trials": self.trials.reset_index(names="setting").to_dict("records")}
 
 
-def measure_slot_cost(model: WeDLMForCausalLM, prompt: Sequence[int]) -> SlotCost:
-    """Time the steps of decoding with several window sizes, in turn.
+def measure_slot_cost(model: WeDLMForCausalLM, prompt: Sequence[int]) -> tuple[float, float]:
+    """Seconds of a step, and of each of its slots, by decoding with several window sizes in turn.
 
     What a slot costs outside the forward (its entropy, the choice of its token) counts as well.
     """
@@ -101,7 +91,15 @@ def measure_slot_cost(model: WeDLMForCausalLM, prompt: Sequence[int]) -> SlotCos
         if repeat > 0:  # the first turn is a warm-up, and the first forward reads the prompt
             widths = [width for _, width in counter.shapes[1:]]
             steps += zip(widths, np.diff(counter.starts[1:]), strict=False)
-    return SlotCost.fit(pd.DataFrame(steps, columns=["width", "seconds"]))
+    return fit_slot_cost(pd.DataFrame(steps, columns=["width", "seconds"]))
+
+
+def fit_slot_cost(seconds: pd.DataFrame) -> tuple[float, float]:
+    """A line through the median `seconds` of each `width`, which weighs as much as it has steps: its height at 0 and
+    its slope."""
+    steps = seconds.groupby("width")["seconds"].agg(["median", "size"])
+    slot, fixed = np.polyfit(steps.index, steps["median"], 1, w=steps["size"] ** 0.5)
+    return max(float(fixed), 1e-9), max(float(slot), 0.0)
 
 
 def calibrate(
@@ -126,35 +124,35 @@ def calibrate(
         ValueError: for fewer than two different prompts.
     """
     picking, checking = split_prompts(prompts)
-    cost = measure_slot_cost(model, picking[0].tokens)
+    settings = request.candidates()
     limits = {"max_new_tokens": request.max_new_tokens, "do_sample": False}
-    candidates = request.grid.candidates()
-    greedy = {name: {**options, **limits} for name, options in candidates.items()}
+    greedy = {name: options | limits for name, options in settings.items()}
+    fixed, slot = measure_slot_cost(model, picking[0].tokens)
 
     def tried(names: Sequence[str], part: Sequence[Prompt], title: str = "") -> pd.DataFrame:
         rows = []
         for name in track(names, title):
             size = 1 if name.startswith(EXACT) else request.batch_size
             rows += measure(model, tokenizer, part, {name: greedy[name]}, batch_size=size)
-        return summarise_trials(model, part, rows, cost)
+        return summarise_trials(model, part, rows, slot / fixed)
 
-    trials = tried(list(greedy), picking, title).assign(checked=np.nan)
+    found = Calibration(fixed, slot, tried(list(greedy), picking, title).assign(checked=np.nan))
     most = 1 - request.agreement
-    for name in pick(trials.drop(index=AR).eval("loss = 1 - agreement"), most, "speed"):
-        trials.loc[name, "checked"] = tried([AR, name], checking).loc[name, "agreement"]
-        if 1 - trials.loc[name, "checked"] <= most + 1e-9:
+    for name in pick(found.trials.drop(index=AR).eval("loss = 1 - agreement"), most, "speed"):
+        found.trials.loc[name, "checked"] = agreement = tried([AR, name], checking).loc[name, "agreement"]
+        if 1 - agreement <= most + 1e-9:
+            both = {decoder: greedy[decoder] for decoder in (AR, name)}
+            rows = measure(model, tokenizer, checking, both, repeats=TIMED_REPEATS)
+            sums = per_prompt(pd.DataFrame(rows)).sum()
+            found.chosen, found.tokens_per_second = name, dict(sums["new_tokens"] / sums["seconds"])
+            found.settings = settings[name] | {"slot_cost": round(found.slot_cost, 4)}
+            del found.settings["strategy"]  # which one is used stays the caller's choice
             break
-    else:
-        return Calibration(cost, trials, None, {}, {})
-    both = {decoder: greedy[decoder] for decoder in (AR, name)}
-    sums = per_prompt(pd.DataFrame(measure(model, tokenizer, checking, both, repeats=TIMED_REPEATS))).sum()
-    settings = {**candidates[name], "slot_cost": round(cost.relative, 4)}
-    settings.pop("strategy")  # which one is used stays the caller's choice
-    return Calibration(cost, trials, name, settings, dict(sums["new_tokens"] / sums["seconds"]))
+    return found
 
 
 def summarise_trials(
-    model: WeDLMForCausalLM, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]], cost: SlotCost
+    model: WeDLMForCausalLM, prompts: Sequence[Prompt], rows: Sequence[Mapping[str, Any]], slot_cost: float
 ) -> pd.DataFrame:
     """A row for each setting, AR among them; see [`Calibration`]."""
     table = mark_same(pd.DataFrame(rows))
@@ -162,7 +160,7 @@ def summarise_trials(
     table["agreeing"] = [agreeing_tokens(model, prompts[index].tokens, tokens) for index, tokens in answers]
     groups = table.groupby("decoder", sort=False)
     sums = groups[["agreeing", "new_tokens", "forwards", "token_instances"]].sum()
-    seconds = (sums["forwards"] + cost.relative * sums["token_instances"]) / sums["new_tokens"]
+    seconds = (sums["forwards"] + slot_cost * sums["token_instances"]) / sums["new_tokens"]
     return pd.DataFrame(
         {
             "agreement": sums["agreeing"] / sums["new_tokens"],
@@ -173,46 +171,28 @@ def summarise_trials(
     )
 
 
-def trials_table(found: Calibration, agreement: float) -> Table:
-    """AR, the settings that no other one beats in both agreement and speed, and those that were checked."""
-    trials = found.trials
-    best = ~beaten(trials[["agreement", "speed"]]) | trials["checked"].notna()
-    columns = (Column(title, justify="right", no_wrap=True) for _, title, _ in COLUMNS)
-    rows = Table("setting", *columns, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-    for name in [AR, *trials[best].drop(index=AR, errors="ignore").sort_values("speed", ascending=False).index]:
-        trial = trials.loc[name]
-        cells = ("" if pd.isna(trial[column]) else form.format(trial[column]) for column, _, form in COLUMNS)
-        is_good = trial["agreement"] >= agreement
-        rows.add_row(name, *cells, style="bold" if name == found.chosen else "" if is_good else "dim")
-    return rows
-
-
-def record(found: Calibration) -> dict[str, Any]:
-    """What was found, as values that JSON has."""
-    trials = found.trials.reset_index(names="setting").to_dict("records")
-    return {
-        "chosen": found.chosen,
-        "settings": dict(found.settings),
-        "tokens_per_second": dict(found.tokens_per_second),
-        "seconds_per_step": found.cost.fixed,
-        "seconds_per_slot": found.cost.slot,
-        "trials": trials,
-    }
-
-
 def show(found: Calibration, agreement: float, console: Console) -> None:
-    """Print what was found."""
-    cost, speeds = found.cost, found.tokens_per_second
+    """Print the slot cost, the trials and the outcome. The trials are AR, the settings that no other one beats in both
+    agreement and speed, and those that were checked."""
     console.print(
-        f"A step takes {1000 * cost.fixed:.3f} ms and {1000 * cost.slot:.4f} ms for each slot: "
-        f"slot_cost = {cost.relative:.2g}.",
+        f"A step takes {1000 * found.seconds_per_step:.3f} ms and {1000 * found.seconds_per_slot:.4f} ms for each "
+        f"slot: slot_cost = {found.slot_cost:.2g}.",
         highlight=False,
     )
-    console.print(trials_table(found, agreement))
+    trials = found.trials[~beaten(found.trials[["agreement", "speed"]]) | found.trials["checked"].notna()]
+    columns = (Column(title, justify="right", no_wrap=True) for title, _ in COLUMNS.values())
+    table = Table("setting", *columns, box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
+    for name in [AR, *trials.drop(index=AR, errors="ignore").sort_values("speed", ascending=False).index]:
+        trial = found.trials.loc[name]
+        cells = ("" if pd.isna(trial[key]) else form.format(trial[key]) for key, (_, form) in COLUMNS.items())
+        style = "bold" if name == found.chosen else "" if trial["agreement"] >= agreement else "dim"
+        table.add_row(name, *cells, style=style)
+    console.print(table)
     outcome = f"No setting agrees with AR on {100 * agreement:g} % of the tokens."
     if found.chosen is not None:
+        own, ar = (found.tokens_per_second[name] for name in (found.chosen, AR))
         outcome = (
-            f"Chosen: {found.chosen}. On the prompts that it was not picked on: {speeds[found.chosen]:,.0f} tokens/s, "
-            f"AR {speeds[AR]:,.0f}, {speeds[found.chosen] / speeds[AR]:.2f}×."
+            f"Chosen: {found.chosen}. On the prompts that it was not picked on: {own:,.0f} tokens/s, "
+            f"AR {ar:,.0f}, {own / ar:.2f}×."
         )
     console.print(outcome, highlight=False)

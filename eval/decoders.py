@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 Options = Mapping[str, Any]
@@ -17,7 +17,6 @@ DECODERS: dict[str, Options] = {
     TYPICAL: {"strategy": "wedlm", "verification": "typical"},
     EXACT: {"strategy": "wedlm", "verification": "exact"},
 }
-
 
 LOOKUP = "ar+lookup"
 LOOKUP_OPTIONS: Options = {"strategy": "ar", "prompt_lookup_num_tokens": 4}
@@ -40,14 +39,3 @@ def with_asked(settings: Options, asked: Options) -> dict[str, Any]:
     if any(asked.get(name, value) != value for name, value in decoder.items()):
         settings = {"strategy": settings["strategy"]}
     return {**settings, **asked}
-
-
-def check_decoders(names: Sequence[str]) -> list[str]:
-    """The names in the order of [`DECODERS`], each once, AR always among them.
-
-    Raises:
-        ValueError: for an unknown one.
-    """
-    if unknown := [name for name in names if name not in DECODERS]:
-        raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(DECODERS)}.")
-    return [name for name in DECODERS if name == AR or name in names]

@@ -18,7 +18,6 @@ import typer
 
 if TYPE_CHECKING:
     from .prompts import Prompt
-    from .sweep import Grid
 
 NANO = Path(__file__).parents[1] / "examples" / "wedlm-nano"
 
@@ -171,20 +170,18 @@ class SweepOptions:
     decoders: DecodersOption = "block,wedlm,wedlm+typical,wedlm+exact"
 
     def __post_init__(self) -> None:
-        self.grid  # noqa: B018  # checks its values
+        self.candidates()  # checks its values
 
-    @property
-    def grid(self) -> Grid:
-        """All combinations."""
-        from .decoders import check_decoders
-        from .sweep import Grid
+    def candidates(self) -> dict[str, dict[str, Any]]:
+        """Keywords of `generate` by name, for all combinations."""
+        from .sweep import candidates
 
-        return Grid(
-            windows=parse_numbers("--windows", self.windows, int),
-            thresholds=parse_numbers("--thresholds", self.thresholds, float),
-            penalties=parse_numbers("--penalties", self.penalties, float),
-            draft_thresholds=parse_numbers("--draft-thresholds", self.draft_thresholds, float),
-            decoders=check_decoders(self.decoders.split(",")),
+        return candidates(
+            parse_numbers("--windows", self.windows, int),
+            parse_numbers("--thresholds", self.thresholds, float),
+            parse_numbers("--penalties", self.penalties, float),
+            parse_numbers("--draft-thresholds", self.draft_thresholds, float),
+            self.decoders.split(","),
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,17 @@ from .files import write_text
 FIELDS = ("window_size", "entropy_threshold", "distance_penalty")
 
 
-@dataclass(frozen=True)
-class Grid:
-    """What a sweep tries: all combinations, AR first.
+def candidates(
+    windows: Sequence[int],
+    thresholds: Sequence[float],
+    penalties: Sequence[float],
+    draft_thresholds: Sequence[float] = (),
+    decoders: Sequence[str] = tuple(DECODERS),
+) -> dict[str, dict[str, Any]]:
+    """Keywords of `generate` by name, for all combinations, AR first. They override whatever of them a checkpoint
+    stores.
 
-    Attributes:
+    Args:
         windows: W, slots.
         thresholds: τ, nats.
         penalties: λ, nats per position; block-wise decoding is tried with the middle one.
@@ -30,35 +35,24 @@ class Grid:
         decoders: among [`DECODERS`]; AR is always there.
 
     Raises:
-        ValueError: for a value that is no setting.
+        ValueError: for an unknown decoder, and for a value that is no setting.
     """
-
-    windows: Sequence[int] = (6, 16)
-    thresholds: Sequence[float] = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
-    penalties: Sequence[float] = (0.0, 0.02, 0.1)
-    draft_thresholds: Sequence[float] = (0.4, 0.8)
-    decoders: Sequence[str] = tuple(DECODERS)
-
-    def __post_init__(self) -> None:
-        for options in self.candidates().values():
-            WeDLMGenerationSettings(**options)
-
-    def candidates(self) -> dict[str, dict[str, Any]]:
-        """Keywords of `generate` by name. They override whatever of them a checkpoint stores."""
-        middle = sorted(self.penalties)[len(self.penalties) // 2]
-        values: dict[str, tuple[Sequence[float], Sequence[float | None]]] = {
-            BLOCK: (self.thresholds, [middle]),
-            WEDLM: (self.thresholds, self.penalties),
-            TYPICAL: (self.draft_thresholds, [None]),
-            EXACT: (self.draft_thresholds, [None]),
-        }
-        named: dict[str, dict[str, Any]] = {AR: dict(DECODERS[AR])}
-        for decoder, (thresholds, penalties) in values.items():
-            if decoder in self.decoders:
-                for setting in itertools.product(self.windows, thresholds, penalties):
-                    options = configured(decoder, *setting)
-                    named[setting_name(decoder, options)] = options
-        return named
+    if unknown := [name for name in decoders if name not in DECODERS]:
+        raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(DECODERS)}.")
+    middle = sorted(penalties)[len(penalties) // 2]
+    values: dict[str, tuple[Sequence[float], Sequence[float | None]]] = {
+        BLOCK: (thresholds, [middle]),
+        WEDLM: (thresholds, penalties),
+        TYPICAL: (draft_thresholds, [None]),
+        EXACT: (draft_thresholds, [None]),
+    }
+    named: dict[str, dict[str, Any]] = {AR: dict(DECODERS[AR])}
+    for decoder in values:
+        for setting in itertools.product(windows, *values[decoder]) if decoder in decoders else ():
+            options = configured(decoder, *setting)
+            WeDLMGenerationSettings(**options)  # refuses what is out of range
+            named[setting_name(decoder, options)] = options
+    return named
 
 
 def configured(decoder: str, window: int, threshold: float, penalty: float | None = None) -> dict[str, Any]:
@@ -73,13 +67,10 @@ def setting_name(decoder: str, options: Mapping[str, Any]) -> str:
     return " ".join([decoder, *(f"{symbol}={options[name]:g}" for symbol, name in symbols if name in options)])
 
 
-def settings_table(candidates: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+def settings_table(named: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """Columns `kind` (of the [`DECODERS`]) and the [`FIELDS`]; indexed by name."""
-    rows = [
-        {"kind": name.split()[0], **{field: options.get(field) for field in FIELDS}}
-        for name, options in candidates.items()
-    ]
-    return pd.DataFrame(rows, index=pd.Index(list(candidates), name="decoder"))
+    table = pd.DataFrame.from_dict(named, orient="index").reindex(columns=["kind", *FIELDS]).rename_axis("decoder")
+    return table.assign(kind=table.index.str.split().str[0])
 
 
 def beaten(points: pd.DataFrame) -> pd.Series:

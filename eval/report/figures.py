@@ -32,7 +32,12 @@ STYLE: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "svg.hashsalt": "wedlm",  # the same drawing is the same file
 }
-LABELS = TITLES | {"speed": "speed against AR, ×"}
+LABELS = TITLES | {
+    "speed": "speed against AR, ×",
+    "entropy_threshold": "τ, nats",
+    "distance_penalty": "λ, nats per position",
+    "batch_size": "prompts decoded together",
+}
 
 
 @dataclass(frozen=True)
@@ -74,13 +79,15 @@ def figures(numbers: Numbers, window: int, quality: str) -> list[Figure]:
     """
     with matplotlib.rc_context(STYLE):
         labels = {**LABELS, "quality": f"{quality}, %"}
-        sweep = numbers.sweep.assign(quality=100 * numbers.sweep["quality"])
-        sweep["quality_error"] *= 100
+        sweep = numbers.sweep.assign(**{name: 100 * numbers.sweep[name] for name in ("quality", "quality_error")})
         windows = sweep["window_size"].dropna().unique()
         shown = window if window in windows or not len(windows) else max(windows)
-        one = sweep[sweep["window_size"] == shown]
-        made = [_front(sweep, labels), *_effects(one, sweep.loc[AR], labels), _area(numbers.areas, labels)]
-        made += [_entropy(numbers.prompts), _batches(numbers.batches)]
+        effects = _effects(sweep[sweep["window_size"] == shown], dict(sweep.loc[AR]), labels)
+        batches = numbers.batches.reset_index().astype({"batch_size": str})
+        drawing = _lines(batches, "batch_size", "decoder", ["tokens_per_second", "speed"], {}, labels)
+        caption = "All decoders in turn on the same prompts, tasks mixed."
+        made = [_front(sweep, labels), *effects, _area(numbers.areas, labels), _entropy(numbers.prompts)]
+        made.append(Figure("batches", "Speed by batch size", caption, drawing))
         return [figure for figure in made if figure is not None]
 
 
@@ -101,38 +108,31 @@ def _front(sweep: pd.DataFrame, labels: dict[str, str]) -> Figure:
     return Figure("front", "Quality against speed", caption, drawing)
 
 
-def _effects(one: pd.DataFrame, ar: pd.Series, labels: dict[str, str]) -> list[Figure]:
+def _effects(rows: pd.DataFrame, ar: Mapping[str, float], labels: Mapping[str, str]) -> list[Figure]:
     """What τ, λ and the way of refilling do, for one window."""
-    wedlm, block = (one[one["kind"] == kind] for kind in (WEDLM, BLOCK))
-    made = []
-    about = f"W = {one['window_size'].max():g}, no verification. Dashed: AR."
-    taus, penalties = ("entropy_threshold", "τ, nats"), ("distance_penalty", "λ, nats per position")
-    if wedlm["entropy_threshold"].nunique() > 1:
-        drawing = _lines(wedlm, taus, "distance_penalty", ["quality", "speed"], dict(ar), labels)
-        made.append(Figure("thresholds", "Effect of the entropy threshold τ", about, drawing))
-    if wedlm["distance_penalty"].nunique() > 1:
-        panels = ["quality", "speed", "prefix_cacheability"]
-        drawing = _lines(wedlm, penalties, "entropy_threshold", panels, dict(ar), labels)
-        made.append(Figure("penalties", "Effect of the distance penalty λ", about, drawing))
-    if len(block) > 1:
-        penalty = block["distance_penalty"].iloc[0]
-        both = pd.concat([wedlm[wedlm["distance_penalty"] == penalty], block])
-        drawing = _lines(both, taus, "kind", ["quality", "speed"], dict(ar), labels)
-        caption = f"λ = {penalty:g}, {about} Bars are standard errors."
-        made.append(Figure("block", "Streaming against block-wise decoding", caption, drawing))
-    return made
+    wedlm, block = (rows[rows["kind"] == kind] for kind in (WEDLM, BLOCK))
+    penalty, tau = block["distance_penalty"].max(), "entropy_threshold"
+    beside = pd.concat([wedlm[wedlm["distance_penalty"] == penalty], block]) if len(block) > 1 else block
+    about = f"W = {rows['window_size'].max():g}, no verification. Dashed: AR."
+    panels, three = ["quality", "speed"], ["quality", "speed", "prefix_cacheability"]
+    title, caption = "Streaming against block-wise decoding", f"λ = {penalty:g}, {about} Bars are standard errors."
+    wanted = [
+        ("thresholds", "Effect of the entropy threshold τ", about, wedlm, tau, "distance_penalty", panels),
+        ("penalties", "Effect of the distance penalty λ", about, wedlm, "distance_penalty", tau, three),
+        ("block", title, caption, beside, tau, "kind", panels),
+    ]
+    return [
+        Figure(name, title, caption, _lines(some, x, by, shown, ar, labels))
+        for name, title, caption, some, x, by, shown in wanted
+        if some[x].nunique() > 1
+    ]
 
 
 def _lines(
-    rows: pd.DataFrame,
-    x: tuple[str, str],
-    by: str,
-    panels: Sequence[str],
-    ar: Mapping[str, float],
-    labels: Mapping[str, str],
+    rows: pd.DataFrame, x: str, by: str, panels: Sequence[str], ar: Mapping[str, float], labels: Mapping[str, str]
 ) -> Drawing:
-    """A line for each value of the column `by` over the column `x` (and its label), in each of the panels; `ar` has
-    the heights of AR's line, where there is one."""
+    """A line for each value of the column `by` over the column `x`, in each of the panels; `ar` has the heights of
+    AR's line, where there is one."""
     drawing, axes = _canvas(len(panels))
     symbol = {"distance_penalty": "λ = ", "entropy_threshold": "τ = "}.get(by, "")
     shades = matplotlib.colormaps["viridis"].resampled(rows[by].nunique() + 1)
@@ -143,11 +143,11 @@ def _lines(
             label = f"{symbol}{value:g}" if symbol else str(value)
             errors = own[f"{panel}_error"] if by == "kind" else None
             color = COLORS.get(label, shades(place))
-            axis.errorbar(own[x[0]], own[panel], errors, marker=MARKERS[place % 8], ms=5, color=color, label=label)
+            axis.errorbar(own[x], own[panel], errors, marker=MARKERS[place % 8], ms=5, color=color, label=label)
         axis.set_ylabel(labels[panel])
         if panel != "quality":
             axis.set_ylim(bottom=0)
-    axes[-1].set_xlabel(x[1])
+    axes[-1].set_xlabel(labels[x])
     _legend(axes[0], 3)
     return drawing
 
@@ -191,13 +191,6 @@ def _entropy(prompts: pd.DataFrame) -> Figure | None:
         "per forward. What lies below 10⁻⁴ is drawn there."
     )
     return Figure("entropy", "Speed by entropy of the text", caption, drawing)
-
-
-def _batches(batches: pd.DataFrame) -> Figure:
-    rows = batches.reset_index().assign(batch_size=lambda table: table["batch_size"].astype(str))
-    x, panels = ("batch_size", "prompts decoded together"), ["tokens_per_second", "speed"]
-    drawing = _lines(rows, x, "decoder", panels, {}, LABELS)
-    return Figure("batches", "Speed by batch size", "All decoders in turn on the same prompts, tasks mixed.", drawing)
 
 
 def _canvas(panels: int) -> tuple[Drawing, Sequence[Axes]]:

@@ -35,6 +35,7 @@ TITLES = {
     "own_cost": "own cost",
     "same": "same answers",
     "peak_bytes": "peak MiB",
+    "loss": "largest loss",
     "area": "area, AR = 1",
     "entropy": "entropy, nats",
     "answer_tokens": "tokens of an answer",

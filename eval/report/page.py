@@ -25,16 +25,18 @@ ALL_TASKS = "all tasks"
 _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- /measured -->)", flags=re.DOTALL)
 
 FORMATS = {
-    "quality": (100, 1, " %"),
-    "same": (100, 0, " %"),
-    "own_cost": (100, 0, " %"),
-    "tokens_per_second": (1, 0, ""),
-    "speed": (1, 2, "×"),
-    "first_token_seconds": (1000, 1, ""),
-    "peak_bytes": (2**-20, 1, ""),
-    "answer_tokens": (1, 0, ""),
+    "quality": (100, ".1f", " %"),
+    "same": (100, ".0f", " %"),
+    "own_cost": (100, ".0f", " %"),
+    "tokens_per_second": (1, ".0f", ""),
+    "speed": (1, ".2f", "×"),
+    "first_token_seconds": (1000, ".1f", ""),
+    "peak_bytes": (2**-20, ".1f", ""),
+    "answer_tokens": (1, ".0f", ""),
+    "entropy": (1, ".2g", ""),
+    "loss": (1, ".1f", ""),
 }
-"""Factor, digits and unit; of other names, two digits."""
+"""Factor, format and unit; of other names, two digits."""
 
 
 class Words:
@@ -78,7 +80,7 @@ class Words:
 def write_report(
     about: Mapping[str, Any], numbers: Numbers, folder: Path, figure_folder: Path | None, fill_files: Sequence[Path]
 ) -> Words:
-    """Write report.json, .csv, .md and .html, table.csv, and the figures and blocks that were asked for."""
+    """Write report.json, .md and .html, table.csv, and the figures and blocks that were asked for."""
     quality = "right answers" if about["data"]["has_answers"] else "agreement with AR"
     report = {**about, **numbers.as_json()}
     words = Words(report, numbers)
@@ -86,7 +88,6 @@ def write_report(
     shown = {name: as_markdown(made) for name, made in tables(numbers, quality).items()}
     markdown = words.markdown(shown)
     write_text(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
-    write_text(folder / "report.csv", summary_csv(numbers))
     write_text(folder / "table.csv", numbers.table.to_csv(index=False))
     write_text(folder / "report.html", words.page(shown, drawn))
     write_text(folder / "report.md", markdown)
@@ -100,28 +101,30 @@ def write_report(
 
 def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
     """All tables of a report, their cells as texts; `quality` says what quality is."""
-    main = ["quality", "tokens_per_forward", "prefix_cacheability"]
-    errors = ["quality", "speed", "area"]
-    symbols = dict(zip(FIELDS, "Wτλ", strict=True))
-    sweep = numbers.sweep.sort_values("speed", kind="stable")
-    cells = _cells(sweep, [*main, "speed"], errors)
-    values = sweep[[*FIELDS]].map("{:g}".format, "ignore").fillna("").rename(columns=symbols)
-    settings = values.assign(decoder=sweep["kind"], loss=sweep["loss"].map("{:.1f}".format)).join(cells)
-    settings = settings[["decoder", *"Wτλ", "quality", "loss", *main[1:], "speed"]]
-    settings = settings.rename(columns={"loss": "largest loss"})
-    texts = numbers.prompts.groupby("task").mean().sort_values("entropy")
+    main, errors = ["quality", "tokens_per_forward", "prefix_cacheability"], ["quality", "speed"]
+    timed = ["tokens_per_second", "speed", "first_token_seconds", "own_cost", "same", "peak_bytes"]
+    sweep, headline = numbers.sweep, numbers.headline
+    settings = sweep[[*FIELDS]].map("{:g}".format, "ignore").fillna("").set_axis(list("Wτλ"), axis=1)
+    settings.insert(0, "decoder", sweep["kind"])
+    settings = settings.join(_cells(sweep, ["quality", "loss", *main[1:], "speed"], errors))
+    # AR's quality by task, then that of the others with their speeds; the last line is that of all tasks together.
+    tasks = pd.concat([numbers.tasks, headline.assign(task=ALL_TASKS).set_index("task", append=True)])
+    by_task = _cells(tasks, ["quality", "tokens_per_forward", "speed"])
+    shown = [name for name in (WEDLM, EXACT) if name in headline.index]
+    columns = [(name, "quality") for name in (AR, *shown[:1])]
+    columns += [(name, column) for name in shown for column in ("tokens_per_forward", "speed")]
+    titles, texts = TITLES | {"quality": quality}, numbers.prompts.groupby("task").mean().sort_values("entropy")
     made = {
-        "summary": _cells(numbers.headline, [*main, "tokens_per_second", "speed"], errors).reset_index(),
-        "tasks": _tasks(numbers, quality),
-        "batches": _cells(
-            numbers.batches, ["tokens_per_second", "speed", "first_token_seconds", "own_cost", "same", "peak_bytes"]
+        "summary": _cells(headline, [*main, "tokens_per_second", "speed"], errors).reset_index(),
+        "tasks": pd.DataFrame(
+            {f"{name}: {titles[key]}": by_task.loc[name][key] for name, key in columns}
         ).reset_index(),
-        "front": settings[sweep["on_front"]],
-        "sweep": settings.loc[numbers.sweep.index],
-        "areas": _cells(numbers.areas, ["area"], errors).reset_index(),
-        "entropy": _cells(texts, texts.columns).assign(entropy=texts["entropy"].map("{:.2g}".format)).reset_index(),
+        "batches": _cells(numbers.batches, timed).reset_index(),
+        "front": settings.loc[sweep[sweep["on_front"]].sort_values("speed", kind="stable").index],
+        "sweep": settings,
+        "areas": _cells(numbers.areas, ["area"], ["area"]).reset_index(),
+        "entropy": _cells(texts, texts.columns).reset_index(),
     }
-    titles = TITLES | {"quality": quality}
     return {
         name: table.rename(columns=lambda column: titles.get(column, column.replace("_", " ")))
         for name, table in made.items()
@@ -130,34 +133,17 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
 
 def _cells(rows: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] = ()) -> pd.DataFrame:
     """Values as texts, some with their standard errors; those of AR's own speed have none."""
+
+    def cell(name: str, value: float, error: float) -> str:
+        factor, form, unit = FORMATS.get(name, (1, ".2f", ""))
+        spread = "" if pd.isna(error) or (name, value) == ("speed", 1) else f" ± {factor * error:{form}}"
+        return "–" if pd.isna(value) else f"{factor * value:,{form}}{spread}{unit}"
+
     made = {}
     for name in names:
-        errors = rows[f"{name}_error"] if name in with_errors else pd.Series(index=rows.index, dtype=float)
-        if name == "speed":
-            errors = errors.where(rows["speed"] != 1)
-        made[name] = [_cell(name, *pair) for pair in zip(rows[name], errors, strict=True)]
+        errors = rows[f"{name}_error"] if name in with_errors else [float("nan")] * len(rows)
+        made[name] = [cell(name, *pair) for pair in zip(rows[name], errors, strict=True)]
     return pd.DataFrame(made, index=rows.index)
-
-
-def _cell(name: str, value: float, error: float = float("nan")) -> str:
-    factor, digits, unit = FORMATS.get(name, (1, 2, ""))
-    if pd.isna(value):
-        return "–"
-    spread = "" if pd.isna(error) else f" ± {factor * error:.{digits}f}"
-    return f"{factor * value:,.{digits}f}{spread}{unit}"
-
-
-def _tasks(numbers: Numbers, quality: str) -> pd.DataFrame:
-    """AR's quality, then that of the others with their speeds; the last line is that of all tasks together."""
-    shown = [name for name in (WEDLM, EXACT) if name in numbers.headline.index]
-    columns = [(name, "quality") for name in (AR, *shown[:1])]
-    columns += [(name, column) for name in shown for column in ("tokens_per_forward", "speed")]
-    tasks, titles = numbers.tasks.loc[AR].index, TITLES | {"quality": quality}
-    made = {"task": [*tasks, ALL_TASKS]}
-    for name, column in columns:
-        values = [*numbers.tasks.loc[name].loc[tasks, column], numbers.headline.loc[name, column]]
-        made[f"{name}: {titles[column]}"] = [_cell(column, value) for value in values]
-    return pd.DataFrame(made)
 
 
 def as_markdown(table: pd.DataFrame) -> str:
@@ -199,13 +185,3 @@ def fill(text: str, blocks: Mapping[str, str]) -> str:
             f"{', '.join(blocks)}, got {', '.join(unknown) or 'none'}"
         )
     return _PLACE.sub(lambda match: f"{match[1]}{blocks[match[2]]}{match[4]}", text)
-
-
-def summary_csv(numbers: Numbers) -> str:
-    """A line for each part, decoder, setting and task; that of all tasks together names none."""
-    headline = numbers.headline.reset_index().assign(part="headline")
-    tasks = numbers.tasks.reset_index().assign(part="headline")
-    sweep = numbers.sweep.assign(part="sweep").rename(columns={"kind": "decoder"})
-    lines = pd.concat([headline, tasks, sweep], ignore_index=True)
-    first = ["part", "decoder", *FIELDS, "task"]
-    return str(lines[[*first, *(name for name in lines if name not in first)]].to_csv(index=False))

@@ -61,7 +61,7 @@ class ReportRequest(SweepOptions):
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256
     settings: SetOption = None
     output: Annotated[
-        Path, typer.Option(help="Folder for report.html, .md, .json, .csv, table.csv and partial results.")
+        Path, typer.Option(help="Folder for report.html, .md, .json, table.csv and partial results.")
     ] = Path("build/report")
     fill: Annotated[
         list[Path] | None, typer.Option(help="Markdown file whose measured blocks are replaced; may be repeated.")

@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...generation.settings_wedlm import WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..decoders import AR, BLOCK, DECODERS, EXACT, TYPICAL, WEDLM, Options
+from ..decoders import BLOCK, DECODERS, WEDLM
 from ..fingerprint import fingerprint
 from ..measure import environment
 from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts
@@ -31,7 +30,7 @@ from .numbers import Numbers, sweep_numbers
 from .page import write_report
 from .pieces import Measurement, Part
 from .request import MANAGED, ReportRequest
-from .store import Store
+from .store import opened
 
 
 def run(
@@ -62,59 +61,35 @@ def run(
     raw = request.raw or tokenizer.chat_template is None
     encoded = [encode_prompt(model, tokenizer, prompt, raw=raw) for prompt in prompts]
     tuning, others = split_prompts(encoded, request.sweep_count, request.count)
+    candidates = request.candidates()
     decides = _decides(request, model, tokenizer, [tuning, others])
-    candidates = request.grid.candidates()
-    with Store(request.output, decides, restart=request.restart) as store:
+    with opened(request.output, decides, restart=request.restart) as store:
         measurement = Measurement(model, tokenizer, request, store, console)
         swept = Part("sweep", tuning, request.common(candidates), request.sweep_timed, is_compared=True)
         sweep_table = measurement.run(swept)
         sweep = sweep_numbers(sweep_table, settings_table(candidates))
         picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
         stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
-        settings = {name: getattr(stored, name) for name in FIELDS}
-        if request.write and picked is not None:
-            settings = {name: candidates[picked][name] for name in FIELDS}
-        headline = request.common(_headline(request.grid.decoders, settings))
-        table = measurement.run(Part("headline", others, headline, request.timed, request.timed_batch_sizes))
-    about = {
-        **_about(request, decides),
-        "data": {"source": source, **_data(request, model, encoded, tuning, others)},
-        "settings": settings,
-        "picked": picked,
-    }
+        chosen = candidates[picked] if request.write and picked else vars(stored)
+        settings = {name: chosen[name] for name in FIELDS}
+        headline = {  # verified decoding needs no settings: the stored ones are for unverified decoding
+            name: configured(name, *settings.values()) if name in (BLOCK, WEDLM) else keywords
+            for name, keywords in DECODERS.items()
+            if name in sweep["kind"].unique()
+        }
+        shown = Part("headline", others, request.common(headline), request.timed, request.timed_batch_sizes)
+        table = measurement.run(shown)
+    about = _about(request, decides, source) | {"settings": settings, "picked": picked}
+    about["data"] |= _data(request, model, encoded, {"tuning": tuning, "headline": others})
     numbers = Numbers.of(sweep_table, sweep, table, others, model)
     words = write_report(about, numbers, request.output, request.figures, request.fill or ())
     for text in (words.block("summary"), words.block("chosen")):
         console.print(text, highlight=False, soft_wrap=True)
-    if request.write and picked is not None:
+    if request.write and picked:
         write_settings(Path(request.model), settings)
         console.print(f"{Path(request.model) / 'generation_config.json'}: {picked}", highlight=False)
     console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
     return picked
-
-
-def _about(request: ReportRequest, decides: Mapping[str, Any]) -> dict[str, Any]:
-    """What was asked for, and where it was measured."""
-    return {
-        "command": shlex.join(["wedlm", *sys.argv[1:]]),
-        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
-        "weights": decides["model"],
-        "environment": decides["machine"],
-        "common_settings": request.common_settings,
-        "timing": decides["measuring"],
-        "max_loss": request.max_loss,
-    }
-
-
-def _headline(decoders: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Options]:
-    """Keywords of each decoder, AR first."""
-    made: dict[str, Options] = {AR: DECODERS[AR]}
-    for decoder in DECODERS:
-        if decoder in (BLOCK, WEDLM) and decoder in decoders:
-            made[decoder] = configured(decoder, *(settings[name] for name in FIELDS))
-        elif decoder in (TYPICAL, EXACT) and decoder in decoders:
-            made[decoder] = DECODERS[decoder]  # needs no settings: the stored ones are for unverified decoding
-    return made
 
 
 def _decides(
@@ -124,30 +99,40 @@ def _decides(
     parts: Sequence[Sequence[Prompt]],
 ) -> dict[str, Any]:
     """All that the rows depend on."""
-    rows = [[asdict(prompt) for prompt in part] for part in parts]
-    stored = model.generation_config.to_diff_dict()
+    rows = [[vars(prompt) for prompt in part] for part in parts]
     skipped = MANAGED | {"transformers_version", "_from_model_config"}
+    stored = sorted(model.generation_config.to_diff_dict().items())
     measuring = ("timed", "sweep_timed", "repeats", "batch_size", "batch_sizes", "max_new_tokens")
     return {
         "model": fingerprint(model, tokenizer),
         "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
-        "generation config": {name: value for name, value in sorted(stored.items()) if name not in skipped},
-        "grid": asdict(request.grid),
+        "generation config": {name: value for name, value in stored if name not in skipped},
+        "grid": list(request.candidates()),
         "settings": request.common_settings,
         "measuring": {name: getattr(request, name) for name in measuring},
         "machine": {"wedlm_hf": import_module("...", __package__).__version__, **environment(model)},
     }
 
 
+def _about(request: ReportRequest, decides: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What was asked for, and where it was measured."""
+    return {
+        "command": shlex.join(["wedlm", *sys.argv[1:]]),
+        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
+        "weights": decides["model"],
+        "environment": decides["machine"],
+        "common_settings": request.common_settings,
+        "timing": decides["measuring"],
+        "max_loss": request.max_loss,
+        "data": {"source": source},
+    }
+
+
 def _data(
-    request: ReportRequest,
-    model: WeDLMForCausalLM,
-    prompts: Sequence[Prompt],
-    tuning: Sequence[Prompt],
-    others: Sequence[Prompt],
+    request: ReportRequest, model: WeDLMForCausalLM, prompts: Sequence[Prompt], parts: Mapping[str, Sequence[Prompt]]
 ) -> dict[str, Any]:
     """How many prompts of each task are in each part, and what a reader of the numbers must know about them."""
-    distinct, used = len({prompt.text for prompt in prompts}), [*tuning, *others]
+    distinct, used = len({prompt.text for prompt in prompts}), [prompt for some in parts.values() for prompt in some]
     limits = [answer_limit(model, len(prompt.tokens), request.max_new_tokens) for prompt in used]
     short = [limit for limit in limits if limit < request.max_new_tokens]
     notes = []
@@ -160,8 +145,5 @@ def _data(
             f"{len(short)} of {len(used)} prompts leave room for fewer than {request.max_new_tokens} new tokens in "
             f"the model's context, the longest one for {min(short)}: their answers may be cut, no others are."
         )
-    counts = {
-        part: dict(Counter(prompt.task for prompt in some))
-        for part, some in (("tuning", tuning), ("headline", others))
-    }
-    return {"has_answers": bool(others[0].answers), "counts": counts, "notes": notes}
+    counts = {name: dict(Counter(prompt.task for prompt in some)) for name, some in parts.items()}
+    return {"has_answers": bool(used[0].answers), "counts": counts, "notes": notes}

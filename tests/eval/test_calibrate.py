@@ -14,11 +14,11 @@ from wedlm_hf import cli
 from wedlm_hf.eval import calibrate as calibrating
 from wedlm_hf.eval.calibrate import (
     Calibration,
-    SlotCost,
     calibrate,
+    fit_slot_cost,
     measure_slot_cost,
+    show,
     summarise_trials,
-    trials_table,
 )
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.options import CalibrationOptions
@@ -55,7 +55,7 @@ def checkpoint(model, tmp_path):
 @pytest.fixture
 def cheap(monkeypatch):
     """Forwards whose time is known, and outcomes that are timed once."""
-    monkeypatch.setattr(calibrating, "measure_slot_cost", lambda *args: SlotCost(0.01, 0.001))
+    monkeypatch.setattr(calibrating, "measure_slot_cost", lambda *args: (0.01, 0.001))
     monkeypatch.setattr(calibrating, "TIMED_REPEATS", 1)
 
 
@@ -70,16 +70,14 @@ def run(model, agreement, prompts=PROMPTS):
 def test_a_slot_costs_the_slope_of_a_line_through_medians():
     seconds = {1: [2.5, 2.5, 90.0], 3: [3.5] * 4, 9: [6.5, 0.0, 6.5], 17: [10.5]}  # 2 + Q/2, with outliers
     steps = [(width, second) for width, times in seconds.items() for second in times]
-    cost = SlotCost.fit(pd.DataFrame(steps, columns=["width", "seconds"]))
-    assert (cost.fixed, cost.slot) == pytest.approx((2, 0.5))
-    assert cost.relative == pytest.approx(0.25)
+    assert fit_slot_cost(pd.DataFrame(steps, columns=["width", "seconds"])) == pytest.approx((2, 0.5))
     free = pd.DataFrame({"width": [1, 2], "seconds": [3.0, 2.0]})
-    assert SlotCost.fit(free).slot == 0  # noise on a machine where slots are free
+    assert fit_slot_cost(free)[1] == 0  # noise on a machine where slots are free
 
 
 def test_the_slot_cost_is_measured_over_many_widths_and_leaves_the_model_as_it_was(model, monkeypatch):
     seen = []
-    monkeypatch.setattr(SlotCost, "fit", lambda seconds: seen.append(seconds) or SlotCost(1.0, 1.0))
+    monkeypatch.setattr(calibrating, "fit_slot_cost", seen.append)
     ends = model.generation_config.eos_token_id
     monkeypatch.setattr(calibrating, "COST_REPEATS", 1)
     measure_slot_cost(model, PROMPTS[0])
@@ -99,7 +97,7 @@ def test_speed_follows_from_counts_and_the_slot_cost(monkeypatch):
         for name, answers in counts.items()
         for index, (tokens, forwards, slots) in enumerate(answers)
     ]
-    found = summarise_trials(None, [Prompt.of("a"), Prompt.of("b")], rows, SlotCost(1.0, 0.25))
+    found = summarise_trials(None, [Prompt.of("a"), Prompt.of("b")], rows, 0.25)
     # AR: 10 forwards and 8 slots; wedlm: 5 forwards and 20 slots.
     assert found["speed"].tolist() == pytest.approx([1, (10 + 2) / (5 + 5)])
     assert found["tokens_per_forward"].tolist() == [1, 2]
@@ -110,7 +108,7 @@ def test_speed_follows_from_counts_and_the_slot_cost(monkeypatch):
 
 
 def test_every_setting_that_is_tried_can_be_decoded_with():
-    candidates = CalibrationOptions().grid.candidates()
+    candidates = CalibrationOptions().candidates()
     assert len(candidates) == 1 + 3 * (4 * 2 + 2)
     for options in candidates.values():
         WeDLMGenerationSettings(**options)
@@ -119,7 +117,7 @@ def test_every_setting_that_is_tried_can_be_decoded_with():
 
 def test_only_verified_decoding_agrees_everywhere_with_a_random_model(model, cheap):
     found = run(model, agreement=1.0)
-    assert list(found.trials.index) == list(CalibrationOptions(**SMALL).grid.candidates())
+    assert list(found.trials.index) == list(CalibrationOptions(**SMALL).candidates())
     assert found.trials.loc["ar", ["agreement", "same", "speed"]].tolist() == [1, 1, 1]
     assert found.chosen == VERIFIED
     assert found.trials.loc[VERIFIED, ["checked", "same"]].tolist() == [1, 1]
@@ -134,7 +132,7 @@ def test_the_fastest_setting_that_agrees_well_enough_is_chosen(model, cheap, mon
     assert found.chosen == found.trials["speed"].idxmax() == BOLD
     trial = found.trials.loc[BOLD]
     picking = PROMPTS[1::2]
-    options = {**CalibrationOptions(**SMALL).grid.candidates()[BOLD], "max_new_tokens": 10, "do_sample": False}
+    options = {**CalibrationOptions(**SMALL).candidates()[BOLD], "max_new_tokens": 10, "do_sample": False}
     answers = decode(model, None, picking, options)
     assert trial["agreement"] == 18 / 20
     assert trial["tokens_per_forward"] == 20 / sum(answer.forwards for answer in answers)
@@ -169,8 +167,8 @@ def test_the_table_shows_what_no_other_setting_beats():
     rows = {"ar": (1.0, 1.0, None), "beaten": (0.9, 2.0, None), "good": (0.95, 3.0, 0.94), "fast": (0.5, 9.0, None)}
     trials = pd.DataFrame.from_dict(rows, orient="index", columns=columns).assign(same=0.5, tokens_per_forward=2.0)
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(trials_table(Calibration(SlotCost(1.0, 0.1), trials, "good", {}, {}), 0.9))
-    shown = [line.split() for line in console.export_text().splitlines() if "×" in line]
+    show(Calibration(1.0, 0.1, trials, "good", {}, {"ar": 1.0, "good": 3.0}), 0.9, console)
+    shown = [line.split() for line in console.export_text().splitlines() if line.rstrip().endswith("×")]
     assert [words[0] for words in shown] == ["ar", "fast", "good"]
     assert "95.00%" in shown[2] and "94.00%" in shown[2]
 

@@ -7,30 +7,32 @@ import pytest
 from tiny import MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
-from wedlm_hf.eval.decoders import check_decoders
 from wedlm_hf.eval.measure import decode
-from wedlm_hf.eval.sweep import Grid, configured, pick, settings_table, write_settings
+from wedlm_hf.eval.sweep import candidates, configured, pick, settings_table, write_settings
 from wedlm_hf.generation import WeDLMGenerationSettings
 
 SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
 
 
+GRID = {"windows": (4, 8), "thresholds": (0.1, 0.2), "penalties": (0.0, 0.02, 0.1), "draft_thresholds": (0.4,)}
+
+
 def test_decoders_are_chosen_by_name():
-    assert check_decoders(["wedlm+exact", "block"]) == ["ar", "block", "wedlm+exact"]
+    found = settings_table(candidates(**GRID, decoders=["wedlm+exact", "block"]))
+    assert list(found["kind"].unique()) == ["ar", "block", "wedlm+exact"]
     with pytest.raises(ValueError, match="Unknown decoder 'beam': choose among ar, block, wedlm"):
-        check_decoders(["beam"])
+        candidates(**GRID, decoders=["beam"])
 
 
-def test_the_grid_has_every_combination_and_block_the_middle_penalty():
-    grid = Grid(windows=(4, 8), thresholds=(0.1, 0.2), penalties=(0.0, 0.02, 0.1), draft_thresholds=(0.4,))
-    candidates = grid.candidates()
-    assert len(candidates) == 1 + 4 + 12 + 2 + 2
-    assert next(iter(candidates)) == "ar"
-    assert {o["distance_penalty"] for o in candidates.values() if o["strategy"] == "block"} == {0.02}
-    assert len({json.dumps(options) for options in candidates.values()}) == len(candidates)
-    for options in candidates.values():
+def test_all_combinations_are_tried_and_block_with_the_middle_penalty():
+    found = candidates(**GRID)
+    assert len(found) == 1 + 4 + 12 + 2 + 2
+    assert next(iter(found)) == "ar"
+    assert {o["distance_penalty"] for o in found.values() if o["strategy"] == "block"} == {0.02}
+    assert len({json.dumps(options) for options in found.values()}) == len(found)
+    for options in found.values():
         WeDLMGenerationSettings(**options)
-    table = settings_table(candidates)
+    table = settings_table(found)
     assert list(table["kind"].unique()) == ["ar", "block", "wedlm", "wedlm+typical", "wedlm+exact"]
     assert table.loc["wedlm W=8 τ=0.1 λ=0.02", ["window_size", "entropy_threshold"]].tolist() == [8, 0.1]
     assert pd.isna(table.loc["wedlm+exact W=4 τ=0.4", "distance_penalty"])
@@ -43,9 +45,9 @@ def test_the_grid_has_every_combination_and_block_the_middle_penalty():
         ({"thresholds": (-1.0,)}, "`entropy_threshold` must be a number of at least 0, got -1.0"),
     ],
 )
-def test_a_grid_of_what_are_no_settings_is_refused(values, message):
+def test_values_that_are_no_settings_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        Grid(**values)
+        candidates(**GRID | values)
 
 
 def test_the_fastest_within_the_allowed_loss_come_first():

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from wedlm_hf.eval.sweep import Grid
+from wedlm_hf.eval.sweep import candidates
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "paper-findings" / "trends.py"
 SPEC = importlib.util.spec_from_file_location("trends", SCRIPT)
@@ -19,7 +19,7 @@ HOLDS, LARGELY, MIXED, OPEN, FAILS, MISSING = (
 )
 ACCURATE, SLOWER, SLOWER_CLOCK, STREAMING, STREAMING_CLOCK, CACHEABLE, TEXT, TEXT_CLOCK = range(8)
 PROMPTS = 200
-GRID = Grid(windows=(4,), thresholds=(0.1, 0.2, 0.4), penalties=(0.0, 0.1), decoders=("block", "wedlm"))
+GRID = candidates(windows=(4,), thresholds=(0.1, 0.2, 0.4), penalties=(0.0, 0.1), decoders=("block", "wedlm"))
 
 
 def rows(decoder, make, prompts=PROMPTS):
@@ -41,7 +41,7 @@ def constant(right=1.0, tokens=20, forwards=20, instances=19, seconds=1.0):
 def swept(make, prompts=PROMPTS, grid=GRID):
     """A sweep; `make(strategy, tau, lam)` gives a decoder."""
     table = rows("ar", constant(), prompts)
-    for name, options in grid.candidates().items():
+    for name, options in grid.items():
         if name != "ar":
             setting = (options[key] for key in ("strategy", "entropy_threshold", "distance_penalty"))
             table += rows(name, make(*setting), prompts)
@@ -105,7 +105,7 @@ def test_no_difference_at_all_is_said():
 
 def test_few_prompts_decide_nothing_and_missing_settings_are_named():
     assert set(verdicts(paper_like, prompts=4)[:TEXT]) == {OPEN}
-    grid = Grid(windows=(4,), thresholds=(0.1,), penalties=(0.1,), decoders=("wedlm",))
+    grid = candidates(windows=(4,), thresholds=(0.1,), penalties=(0.1,), decoders=("wedlm",))
     sweep = swept(lambda *setting: constant(), grid=grid)
     checks = example.trends(sweep, sweep)
     assert list(checks["here"][:TEXT]) == [MISSING] * 6
