@@ -14,7 +14,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 
 WORK_PER_THREAD = 300_000_000
 """Multiplications of a forward, about 10 ms of a core: with less to do, a thread is not worth waiting for."""
+
+_COUNTED = ("forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")  # by `generate` itself
 
 Row = dict[str, Any]
 """One row of the table of measurements."""
@@ -171,7 +173,19 @@ def decode(
     *,
     seed: int | None = None,
 ) -> list[Decoding]:
-    """Decode `B` prompts together and count what it takes; see [`decode_call`]."""
+    """Call `generate` on `B` prompts together, look at the clock, and count twice: by the decoder and by the hook.
+
+    Args:
+        model: in evaluation mode.
+        tokenizer: the model's; without one, texts are empty.
+        prompts: tokens of each prompt.
+        options: keywords of `generate`; `strategy` is that of the generation config if it is left out.
+        streamer: gets the tokens as `generate` sends them.
+        seed: of sampling; by default the state of torch's generators is left as it is.
+
+    Raises:
+        ValueError: whatever `generate` refuses.
+    """
     return decode_call(model, tokenizer, prompts, options, streamer, seed=seed)[0]
 
 
@@ -184,22 +198,7 @@ def decode_call(
     *,
     seed: int | None = None,
 ) -> tuple[list[Decoding], Any, ForwardCounter]:
-    """Call `generate` on `B` prompts together, look at the clock, and count twice: by the decoder and by the hook.
-
-    Args:
-        model: in evaluation mode.
-        tokenizer: the model's; without one, texts are empty.
-        prompts: tokens of each prompt.
-        options: keywords of `generate`; `strategy` is that of the generation config if it is left out.
-        streamer: gets the tokens as `generate` sends them.
-        seed: of sampling; by default the state of torch's generators is left as it is.
-
-    Returns:
-        the answer to each prompt and its cost; what `generate` returned; the counter of its forwards.
-
-    Raises:
-        ValueError: whatever `generate` refuses.
-    """
+    """As [`decode`], with what `generate` returned and the counter of its forwards."""
     inputs = pad_left(prompts, (tokenizer.pad_token_id if tokenizer else None) or 0, model.device)
     untyped: Any = model  # transformers states a type of `generate`'s `self` that its own models do not have
     clock = None if streamer else _FirstTokenClock()
@@ -207,51 +206,43 @@ def decode_call(
         torch.manual_seed(seed)
     with ForwardCounter(model) as counter:
         output = untyped.generate(**inputs, streamer=streamer or clock, return_dict_in_generate=True, **options)
-    counts = _counts(model, inputs["input_ids"], options, output, counter)
-    texts = tokenizer.batch_decode(counts[0], skip_special_tokens=True) if tokenizer else [""] * len(prompts)
+    rows = _counts(model, inputs["input_ids"].shape[1], options, output, counter)
+    answers = [row["tokens"] for row in rows]
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True) if tokenizer else [""] * len(rows)
     times: dict[str, Any] = {
         "seconds": counter.moments[-1] / len(prompts),
         "forward_seconds": sum(counter.spans) / len(prompts),
         "first_token_seconds": clock.moments[1] - counter.entered if clock else 0.0,
     }
-    names = ("text", "tokens", "forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")
-    rows = zip(texts, *counts, *_depths(output, len(prompts)), strict=True)
-    return [Decoding(**times, **dict(zip(names, row, strict=True))) for row in rows], output, counter
-
-
-def _depths(output: Any, count: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Drafts of each prompt that were checked, and that passed, by depth: as deep as its own drafts went."""
-    stats = getattr(output, "stats", None)
-    if stats is None:
-        return [[]] * count, [[]] * count
-    both = stats.drafted_by_depth.tolist(), stats.accepted_by_depth.tolist()
-    depths = [sum(map(bool, row)) for row in both[0]]
-    drafted, accepted = ([row[:depth] for row, depth in zip(rows, depths, strict=True)] for rows in both)
-    return drafted, accepted
+    return [Decoding(text=text, **row, **times) for text, row in zip(texts, rows, strict=True)], output, counter
 
 
 def _counts(
-    model: WeDLMForCausalLM, input_ids: torch.Tensor, options: Options, output: Any, counter: ForwardCounter
-) -> tuple[list[list[int]], list[int], list[int]]:
-    """New tokens, forwards and token instances of each prompt, as reported and as seen."""
-    count, width = input_ids.shape
-    answers = output.sequences[:, width:].tolist()
+    model: WeDLMForCausalLM, width: int, options: Options, output: Any, counter: ForwardCounter
+) -> list[dict[str, Any]]:
+    """The counts of a [`Decoding`] of each prompt, as reported; what was seen must be the same."""
+    rows: list[dict[str, Any]] = []
     stats = getattr(output, "stats", None)
-    if stats is None:  # AR: one forward a token, and none for the last token
-        answers = [_until_end(answer, model.generation_config.eos_token_id) for answer in answers]
-        forwards = [len(answer) for answer in answers]
-        instances = [len(answer) - 1 for answer in answers]
-        if options.get("prompt_lookup_num_tokens"):  # transformers reports nothing: the hook is all there is
-            forwards, instances = [counter.forwards], [counter.slots - width]
-    else:
-        answers = [answer[:count] for answer, count in zip(answers, stats.new_tokens.tolist(), strict=True)]
-        forwards, instances = stats.forwards.tolist(), stats.token_instances.tolist()
-    if stats is not None or count == 1:  # AR goes on with finished rows of a batch
-        assert counter.rows == sum(forwards), f"{counter.rows} forwards were seen, {sum(forwards)} were reported"
-    if count == 1:
-        seen = counter.slots - width
-        assert seen == instances[0], f"{seen} tokens were processed after the prompt, {instances[0]} were reported"
-    return answers, forwards, instances
+    for index, answer in enumerate(output.sequences[:, width:].tolist()):
+        if stats is None:  # AR: one forward a token, and none for the last token
+            tokens = _until_end(answer, model.generation_config.eos_token_id)
+            counts = {"forwards": len(tokens), "token_instances": len(tokens) - 1}
+            if options.get("prompt_lookup_num_tokens"):  # transformers reports nothing: the hook is all there is
+                counts = {"forwards": counter.forwards, "token_instances": counter.slots - width}
+            rows.append({"tokens": tokens, **counts})
+            continue
+        new, *numbers = (getattr(stats, name)[index].tolist() for name in ("new_tokens", *_COUNTED))
+        row: dict[str, Any] = dict(zip(_COUNTED, numbers, strict=True))
+        depth = sum(map(bool, row["drafted_by_depth"]))  # as deep as its own drafts went
+        row |= {name: row[name][:depth] for name in _COUNTED if name.endswith("_by_depth")}
+        rows.append({"tokens": answer[:new], **row})
+    reported = sum(row["forwards"] for row in rows)
+    if stats is not None or len(rows) == 1:  # AR goes on with finished rows of a batch
+        assert counter.rows == reported, f"{counter.rows} forwards were seen, {reported} were reported"
+    if len(rows) == 1:
+        seen, told = counter.slots - width, rows[0]["token_instances"]
+        assert seen == told, f"{seen} tokens were processed after the prompt, {told} were reported"
+    return rows
 
 
 def measure(
@@ -295,12 +286,8 @@ def take_turns(
     decoders: Mapping[str, Options],
     batch: Sequence[int],
 ) -> list[Row]:
-    """Decode some of the prompts together, with one decoder right after the other; answers are as long as the context
-    allows at most.
-
-    Args:
-        model, tokenizer, prompts, decoders: as for [`measure`].
-        batch: indices of the prompts.
+    """Decode some of the prompts (indices) together, with one decoder right after the other; answers are as long as
+    the context allows at most.
 
     Returns:
         for each decoder and prompt `decoder`, `batch_size`, the prompt's index as `prompt`, its `task`, the fields of
@@ -313,7 +300,7 @@ def take_turns(
         decodings = decode(model, tokenizer, tokens, {**options, "max_new_tokens": limit})
         rows += [
             {"decoder": name, "batch_size": len(batch), "prompt": index, "task": prompts[index].task}
-            | asdict(decoding)
+            | vars(decoding)
             | {"new_tokens": len(decoding.tokens), "right": prompts[index].is_right(decoding.text)}
             for index, decoding in zip(batch, decodings, strict=True)
         ]
@@ -323,21 +310,16 @@ def take_turns(
 def batches_of(
     model: WeDLMForCausalLM, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int = LONGEST_ANSWER
 ) -> list[list[int]]:
-    """Indices of prompts in batches of one task each, tasks in the order in which they first occur.
+    """Indices of prompts in batches of one task each.
 
     A prompt that leaves room for fewer than `max_new_tokens` in the model's context is a batch of its own, so that it
     shortens no other answer.
     """
-    by_task: dict[str, list[int]] = {}
-    batches = []
+    groups: dict[str | int, list[int]] = {}
     for index, prompt in enumerate(prompts):
-        if answer_limit(model, len(prompt.tokens), max_new_tokens) < max_new_tokens:
-            batches.append([index])
-        else:
-            by_task.setdefault(prompt.task, []).append(index)
-    for group in by_task.values():
-        batches += [group[start : start + batch_size] for start in range(0, len(group), batch_size)]
-    return batches
+        has_room = answer_limit(model, len(prompt.tokens), max_new_tokens) == max_new_tokens
+        groups.setdefault(prompt.task if has_room else index, []).append(index)
+    return [group[at : at + batch_size] for group in groups.values() for at in range(0, len(group), batch_size)]
 
 
 def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
@@ -356,28 +338,18 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
 
 
 def default_threads(model: torch.nn.Module, rows: int = 16) -> int:
-    """CPU threads for forwards of so many rows in all: as many as have work.
+    """CPU threads for forwards of so many rows in all (a decoder's window by default): as many as have work.
 
     Threads wait for each other after every operation. Where one has little to do, that wait is longer than the work,
     the more so on cores that are busy with something else: a model of 2M parameters loses most of its speed to it.
-
-    Args:
-        model: whose parameters are the work of a row.
-        rows: of a forward; a decoder's window by default.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return max(1, min(torch.get_num_threads(), parameters * rows // WORK_PER_THREAD))
 
 
 def rates(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from sums over answers.
-
-    Args:
-        sums: numbers, columns or tables: `new_tokens`, `forwards`, `token_instances`, perhaps `seconds`.
-
-    Returns:
-        `tokens_per_forward`, `prefix_cacheability` and, where there are seconds, `tokens_per_second`.
-    """
+    """`tokens_per_forward`, `prefix_cacheability` and, where there are seconds, `tokens_per_second`, from sums over
+    answers (numbers, columns or tables): `new_tokens`, `forwards`, `token_instances`, perhaps `seconds`."""
     found = {
         "tokens_per_forward": sums["new_tokens"] / sums["forwards"],
         # At most 1: an answer's last token is never processed.
