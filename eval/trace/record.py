@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
@@ -100,10 +101,17 @@ def record(
     """
     if request.options["strategy"] == AR:
         raise ValueError("A trace shows parallel decoding: `strategy` must be 'wedlm' or 'block', got 'ar'.")
-    recordings = [
-        _recording(model, tokenizer, request, prompt, repeats, streamer)
-        for prompt in track(request.encode(model, tokenizer), title)
-    ]
+    recordings = []
+    for prompt, tokens in track(request.encode(model, tokenizer), title):
+        decoders = request.decoders(model, len(tokens))
+        calls: dict[str, list[Call]] = {name: [] for name in decoders}
+        for turn, (name, options) in itertools.product(range(repeats + 1), decoders.items()):
+            kept = {} if turn else {"output_logits" if name == AR else "output_trace": True}
+            told = None if turn or streamer is None else streamer(name)
+            call = decode_call(model, tokenizer, [tokens], {**options, **kept}, told, seed=request.seed)
+            calls[name].append(call)
+        runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
+        recordings.append(Recording(prompt, tokens, runs))
     ids = set[int]().union(*(recording.token_ids for recording in recordings))
     return Trace(
         model=model_name,
@@ -114,29 +122,6 @@ def record(
         special=sorted(ids & set(tokenizer.all_special_ids)),
         recordings=recordings,
     )
-
-
-def _recording(
-    model: WeDLMForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    request: Request,
-    prompt: tuple[str, list[int]],
-    repeats: int,
-    streamer: Callable[[str], BaseStreamer] | None,
-) -> Recording:
-    """One prompt, a text and its tokens, decoded by all decoders in turn; the first turn is recorded."""
-    text, tokens = prompt
-    decoders = request.decoders(model, len(tokens))
-    calls: dict[str, list[Call]] = {name: [] for name in decoders}
-    for turn in range(repeats + 1):
-        for name, options in decoders.items():
-            is_recorded = turn == 0
-            kept = {"output_logits" if name == AR else "output_trace": True} if is_recorded else {}
-            told = streamer(name) if is_recorded and streamer else None
-            call = decode_call(model, tokenizer, [tokens], {**options, **kept}, told, seed=request.seed)
-            calls[name].append(call)
-    runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
-    return Recording(text, tokens, runs)
 
 
 def _run(
@@ -158,12 +143,13 @@ def _run(
     else:
         config = model._prepare_generation_config(None, **options)[0]  # as `generate` does
         settings = WeDLMGenerationSettings.from_generation_config(config, model.config)
+        shown |= {name: value for name, value in vars(settings).items() if name != "output_trace"}
         steps = _parallel_steps(prompt, decoding.tokens, starts, output.trace, settings)
         counts = tuple(getattr(output.stats, name).item() for name in COUNTS)
-        shown |= {name: value for name, value in asdict(settings).items() if name != "output_trace"}
     return Run(
         name=options["strategy"],
-        settings={name: _kept(value) for name, value in shown.items()},
+        # JSON has no infinity, which τ may be, and no objects.
+        settings=json.loads(json.dumps(shown, default=str), parse_constant=lambda _: sys.float_info.max),
         tokens=decoding.tokens,
         pieces=pieces_of(tokenizer, decoding.tokens),
         text=decoding.text,
@@ -172,16 +158,6 @@ def _run(
         timed_runs=len(clocks),
         stats=dict(zip(COUNTS, counts, strict=True)),
     )
-
-
-def _kept(value: Any) -> Any:
-    """A setting as it is saved: JSON has no infinity, which τ may be, and no objects."""
-    if value == float("inf"):
-        return sys.float_info.max
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError):
-        return str(value)
 
 
 def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits: torch.Tensor) -> list[Step]:
@@ -275,20 +251,18 @@ def _predictions(
     columns = (step.logit_positions, step.is_mask, step.entropy, step.filled, step.tokens)
     shares = _shares(step.likeliest[0, -count:], step.probabilities[0, -count:])
     found: dict[tuple[int, str], Prediction] = {}
-    columns_ = zip(*(c[0, -count:].tolist() for c in columns), shares, strict=True)
-    for position, is_mask, entropy, filled, token, likely in columns_:
-        by: Literal["mask", "ar"] = "ar"
-        chosen: int | None = token if filled else None
+    numbers = zip(*(column[0, -count:].tolist() for column in columns), shares, strict=True)
+    for position, is_mask, entropy, filled, token, likely in numbers:
+        # Without a mask among the rows, the AR head of the last token fills the slot after it.
+        by: Literal["mask", "ar"] = "mask" if is_mask and rows.get(position) == MASK else "ar"
         if is_mask:
-            # Without a mask among the rows, the AR head of the last token fills the slot after it. Under verification
-            # its token takes the slot of the leftmost mask, which drafts nothing then.
-            by = "mask" if rows.get(position) == MASK else "ar"
-            chosen = None if first_ar is not None and position in decided else chosen
-        elif first_ar is None or position < first_ar:
-            continue
-        else:
+            # Under verification the AR head's token takes the slot of the leftmost mask, which drafts nothing then.
+            chosen = token if filled and (first_ar is None or position not in decided) else None
+        elif first_ar is not None and position >= first_ar:
             position += 1
             chosen = decided.get(position)
+        else:
+            continue
         found[position, by] = Prediction(position, by, round(entropy, 5), chosen, likely)
     return [found[key] for key in sorted(found)]
 
