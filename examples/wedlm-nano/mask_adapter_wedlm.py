@@ -34,7 +34,7 @@ class _Slots:
     Attributes:
         count: M; the last M physical rows of the forward may be slots.
         mask: `(B, M, 1)` bool, which of them are; `None` where all are.
-        weights: for each target, for each layer, its two matrices `(in, rank)` and `(rank, out)`.
+        weights: for each target, for each layer, its two matrices `(rank, in)` and `(out, rank)`.
     """
 
     count: int
@@ -58,20 +58,16 @@ class _Update:
             return None
         down, up = slots.weights[self.target][self.layer]
         start = output.shape[1] - slots.count
-        rows = args[0][:, start:]
+        real, last = output[:, :start], output[:, start:]
+        # As one matrix: torch multiplies slices of a batch one by one, with copies of the weights.
+        rows = args[0][:, start:].flatten(0, 1)
+        update = nn.functional.linear(nn.functional.linear(rows, down), up).view_as(last)
+        if slots.mask is not None:
+            update = update.masked_fill(~slots.mask, 0)
         if torch.is_grad_enabled():
-            update = _kept((rows @ down) @ up, slots.mask)
-            return output + update if start == 0 else torch.cat([output[:, :start], output[:, start:] + update], dim=1)
-        if slots.mask is None and len(rows) == 1:  # the decoder's commonest case: one row of a batch
-            output[0, start:].addmm_(rows[0] @ down, up)
-        else:
-            output[:, start:].add_(_kept((rows @ down) @ up, slots.mask))
+            return last + update if start == 0 else torch.cat([real, last + update], dim=1)
+        last.add_(update)
         return None
-
-
-def _kept(update: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """The update `(B, M, out)`, zero where `mask` `(B, M, 1)` is False."""
-    return update if mask is None else update.masked_fill(~mask, 0)
 
 
 class PreviousTokenHead(nn.Module):
@@ -175,11 +171,10 @@ class MaskAdapter(nn.Module):
         prepared = self._prepared
         if not trains and prepared is not None and prepared[0] == key:
             return prepared[1]
-        weights = {}
-        for target in self.settings.target_modules:
-            down = self.down[target].to(dtype).transpose(1, 2)
-            up = self.up[target].to(dtype).transpose(1, 2)
-            weights[target] = list(zip(down.unbind(), up.unbind(), strict=True))
+        weights = {
+            target: list(zip(self.down[target].to(dtype).unbind(), self.up[target].to(dtype).unbind(), strict=True))
+            for target in self.settings.target_modules
+        }
         # Optimizers may change parameters without raising their version: what trains is never kept.
         self._prepared = None if trains else (key, weights)
         return weights
