@@ -202,8 +202,9 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         mask = masks["full_attention"]
         is_tensor = self.config._attn_implementation == "sdpa" and isinstance(mask, torch.Tensor)
         if is_tensor and past_key_values is not None and not self.training:
-            groups: Any = self.layers[0].self_attn.num_key_value_groups
-            masks = {"full_attention": grouped_mask(mask, groups, inputs_embeds.dtype)}
+            layer: Any = self.layers[0]
+            mask = grouped_mask(mask, layer.self_attn.num_key_value_groups, inputs_embeds.dtype)
+            masks = {"full_attention": mask}
         with update_slots:
             return super().forward(
                 attention_mask=masks,
