@@ -165,6 +165,7 @@ def find_differences(
         two best logits there) and `spacing` (the distance of neighbouring numbers of the model's dtype at the best
         logit).
     """
+    # Beside rows without a prompt, those of whole batches, pandas keeps its number as a float.
     reference = table[table["decoder"] == AR].set_index("prompt")["tokens"]
     found = []
     for row in table[(table["decoder"] == EXACT) & ~table["same"]].itertuples():
@@ -173,9 +174,9 @@ def find_differences(
         place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
         if place is None:
             continue  # one answer is the beginning of the other
-        best, second = ar_logits(model, prompts[row.prompt].tokens, wanted)[place].topk(2).values.tolist()
+        best, second = ar_logits(model, prompts[int(row.prompt)].tokens, wanted)[place].topk(2).values.tolist()
         spacing = torch.finfo(model.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(best), 1e-30)))
-        found.append({"prompt": row.prompt, "token": place, "gap": best - second, "spacing": spacing})
+        found.append({"prompt": int(row.prompt), "token": place, "gap": best - second, "spacing": spacing})
     return found
 
 

@@ -159,6 +159,8 @@ def test_where_verified_output_parts_from_ar_both_best_logits_are_told():
     assert difference["gap"] == pytest.approx(best - second, abs=1e-4)
     neighbour = torch.nextafter(torch.tensor(best), torch.tensor(float("inf")))
     assert difference["spacing"] == pytest.approx(float(neighbour - best))
+    floats = table.astype({"prompt": float})  # as they are beside rows of whole batches, which have no prompt
+    assert find_differences(floats, [Prompt.of("", tokens=prompt)], model) == [difference]
     assert find_differences(table.assign(same=True), [], model) == []
 
 
