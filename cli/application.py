@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,6 +29,7 @@ from .groups import with_options
 NO, WRONG, STOPPED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes
 
 _DEBUG = "wedlm_hf.debug"
+_PATIENCE = 0.5  # seconds
 _UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer versions of typer hold a copy of
 
 
@@ -129,25 +129,8 @@ def main() -> None:
     Raises:
         SystemExit: with the exit code.
     """
-    received: list[int] = []
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of a kernel it may lack
-
-    def stop(number: int, frame: object) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    def lost(unraisable: Any) -> None:
-        """Python drops what is raised while it destroys an object: then once more, a moment later."""
-        if received and isinstance(unraisable.exc_value, KeyboardInterrupt):
-            main = threading.main_thread().ident  # a real signal, for only that ends a sleep
-            threading.Timer(0.01, signal.pthread_kill, [main, received[0]]).start()
-        else:
-            sys.__unraisablehook__(unraisable)
-
-    sys.unraisablehook = lost
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and a script's `&` ask for
-            signal.signal(number, stop)
+    received = _stop_on_signals()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that has no letter for τ
@@ -156,12 +139,52 @@ def main() -> None:
     try:
         _run()
     except (SystemExit, Exception, KeyboardInterrupt) as end:
+        _insist_every(0)
         is_good = isinstance(end, SystemExit) and not end.code
         if is_good or not received:
             raise
         # Whatever the interrupted code has made of it.
         console(stderr=True).show_cursor()
         sys.exit(128 + received[0])
+
+
+def _stop_on_signals() -> list[int]:
+    """Makes SIGINT and SIGTERM end the command by `KeyboardInterrupt`. Returns a list that holds those that have come.
+
+    Python drops what is raised while it destroys an object, and other people's code may drop it, too. So it is raised
+    again after a moment, unless the command is about to end.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        _insist_every(_PATIENCE)
+        raise KeyboardInterrupt
+
+    def insist(number: int, frame: object) -> None:
+        handled = sys.exc_info()[1]  # of the code that is running: its `except`, `finally` and `with` clean up
+        while handled is not None and not isinstance(handled, KeyboardInterrupt):
+            handled = handled.__context__
+        if handled is None:
+            raise KeyboardInterrupt
+
+    def drop(unraisable: Any) -> None:
+        if not (received and isinstance(unraisable.exc_value, KeyboardInterrupt)):
+            sys.__unraisablehook__(unraisable)
+
+    sys.unraisablehook = drop
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGALRM, insist)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and a script's `&` ask for
+            signal.signal(number, stop)
+    return received
+
+
+def _insist_every(seconds: float) -> None:
+    """Has SIGALRM sent at this interval; 0 for no more. Windows has none."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
 def _run() -> None:
@@ -229,16 +252,6 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 
 def print_json(results: Any) -> None:
     """Prints the results of a command for machines. Numbers that are not finite are null."""
-    typer.echo(json.dumps(_finite(results), ensure_ascii=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    if isinstance(value, str | bool | None):
-        return value
-    if hasattr(value, "item"):  # of numpy
-        value = value.item()
-    return None if isinstance(value, float) and value - value != 0 else value
+    text = json.dumps(results, default=lambda value: value.item())  # of numpy
+    finite = json.loads(text, parse_constant=lambda not_finite: None)
+    typer.echo(json.dumps(finite, ensure_ascii=False))

@@ -24,11 +24,11 @@ from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
+from ..training.progress import track
 from .ar_head import agreeing_tokens
 from .decoders import AR, EXACT, WEDLM
 from .measure import ForwardCounter, decode, measure, rates
 from .options import CalibrationOptions
-from .progress import track
 from .prompts import Prompt, split_prompts
 from .sweep import beaten, configured, pick
 from .table import mark_same, per_prompt

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling_wedlm import WeDLMForCausalLM
+from ..training.progress import track
 from .decoders import Options
-from .progress import track
 from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 
 WORK_PER_THREAD = 300_000_000

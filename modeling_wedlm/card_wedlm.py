@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..generation.settings_wedlm import WeDLMGenerationSettings
+from .files_wedlm import write_text
 
 CARD_NAME = "README.md"
 TAGS = ("wedlm", "diffusion-language-model", "parallel-decoding")
@@ -220,12 +221,7 @@ def write_card(folder: str | os.PathLike[str], text: str, *, overwrite: bool = F
     """
     if not overwrite and is_written_by_a_person(read_card(folder)):
         return False
-    unfinished = Path(folder, f".{CARD_NAME}.{os.getpid()}")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(unfinished, Path(folder, CARD_NAME))
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_text(Path(folder, CARD_NAME), text)
     return True
 
 

@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from .files_wedlm import write_text
+
 AUTO_MAP = {
     "AutoConfig": "configuration_wedlm.WeDLMConfig",
     "AutoModel": "modeling_wedlm.WeDLMModel",
@@ -33,12 +35,6 @@ def write_hub_files(directory: str | os.PathLike[str]) -> dict[str, str]:
         The `auto_map` of the config.json beside them.
     """
     target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
     for name, text in hub_files().items():
-        unfinished = target / f".{name}.{os.getpid()}"
-        try:
-            unfinished.write_text(text, encoding="utf-8", newline="\n")
-            os.replace(unfinished, target / name)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        write_text(target / name, text)
     return dict(AUTO_MAP)

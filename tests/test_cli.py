@@ -208,22 +208,27 @@ def test_ctrl_c_ends_a_command_with_one_line_and_code_130(wedlm, monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("becomes", [KeyboardInterrupt, ImportError, RuntimeError, None])
+@pytest.mark.parametrize("becomes", [KeyboardInterrupt, ImportError, RuntimeError, "dropped", "swallowed"])
 def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_it(number, code, becomes, monkeypatch):
     class Destroyed:
         def __del__(self):
             signal.raise_signal(number)
 
     def interrupted(*arguments):
-        if becomes is None:  # dropped by Python
+        if becomes == "dropped":  # by Python
             Destroyed()
             time.sleep(60)
         try:
             signal.raise_signal(number)
         except KeyboardInterrupt:
-            raise becomes from None
+            time.sleep(1.2)  # to clean up, which nothing cuts off
+            cleaned.append(True)
+            if becomes != "swallowed":
+                raise becomes from None
+        time.sleep(60)
 
-    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    cleaned = []
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     monkeypatch.setattr(options.LoadingOptions, "load", interrupted)
     monkeypatch.setattr(sys, "argv", ["wedlm", "generate", "hi"])
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
@@ -235,6 +240,7 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
         for each, handler in handlers.items():
             signal.signal(each, handler)
     assert exit_.value.code == code
+    assert cleaned or becomes == "dropped"
     assert time.monotonic() - start < 30
 
 

@@ -9,19 +9,18 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
 from ..modeling_wedlm.card_wedlm import CARD_NAME, write_card
 from ..modeling_wedlm.convert import convert, read_source_config
+from ..modeling_wedlm.files_wedlm import write_text, written_whole
 from ..modeling_wedlm.loading import find_device, load_model, load_tokenizer
 from ..modeling_wedlm.mask_adapter_files_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
@@ -31,7 +30,8 @@ from .mask_budget import MaskTrainingConfig
 from .mask_layout import load_answers
 from .mask_trainer import MaskAdapterTrainer
 from .model_card import acceptance_table, model_card, read_log
-from .saving import newest_complete_checkpoint, only_writer
+from .progress import Show, stage
+from .saving import only_writer
 
 ANSWER_SHARE = 1 / 3  # of the minutes: answers are what a small budget lacks first
 ROWS_PER_TOKEN = 6  # mask rows that are trained for each token of an answer where the budget is in tokens
@@ -85,11 +85,10 @@ def adapt(
     with only_writer(run.work):
         run.begin()
         run.convert()
-        run.answer()
-        run.train()
-        run.calibrate()
+        for name in ("answer", "train", "calibrate"):
+            run.once(name)
         run.publish()
-        run.measure(measure)
+        run.once("measure", measure)
         return run.finish(draw)
 
 
@@ -118,9 +117,7 @@ class _Run:
         self.held_out = self.work / "heldout.jsonl"
         self.device = find_device(config.device)
         self.budget = {"minutes": config.minutes, "tokens": config.tokens}
-        # Stages are done for a budget.
-        self.state: dict[str, Any] = {"answer_seconds": 0.0, "table": {}}
-        self.state |= dict.fromkeys(("answered_for", "trained_for", "calibrated_for", "measured_for"))
+        self.state: dict[str, Any] = {"answer_seconds": 0.0, "table": {}, "done": {}}
 
     # Before any work.
 
@@ -166,12 +163,19 @@ class _Run:
         if self.state_file.exists():
             self.state |= _read(self.state_file)
         self.state.setdefault("dtype", _faster_dtype(self.device))
-        _write(self.plan_file, json.dumps(self.identity, indent=2) + "\n")
+        write_text(self.plan_file, json.dumps(self.identity, indent=2) + "\n")
 
     def save_state(self, **changes: Any) -> None:
         """Keeps what the stages cannot see on the disk."""
         self.state |= changes
-        _write(self.state_file, json.dumps(self.state, indent=2) + "\n")
+        write_text(self.state_file, json.dumps(self.state, indent=2) + "\n")
+
+    def once(self, name: str, *arguments: Any) -> None:
+        """Runs a stage unless it is done for this budget, and keeps what it returns; None: it did nothing."""
+        if self.state["done"].get(name) != self.budget:
+            made = getattr(self, name)(*arguments)
+            if made is not None:
+                self.save_state(**made, done={**self.state["done"], name: self.budget})
 
     # The stages.
 
@@ -192,25 +196,23 @@ class _Run:
         model = load_model(self.base_path, dtype=getattr(torch, self.state["dtype"]), **options).to(self.device).eval()
         return model, load_tokenizer(self.base_path, **options)
 
-    def answer(self) -> None:
+    def answer(self) -> dict[str, Any]:
         """The model's own answers, and a few of them held out; a larger budget adds to what there is."""
-        if self.state["answered_for"] == self.budget:
-            return
         model, tokenizer = self.load()
         batch_size = 256 if self.device.type == "cuda" else 48
         settings = AnswerConfig(batch_size=batch_size, seed=self.config.seed)
         clock = time.monotonic()
-        with closing(_Progress(self.console, "[2/5] The model's own answers")) as progress:
+        with stage(self.console, "[2/5] The model's own answers") as show:
             for count in write_answers(model, tokenizer, self.answers, self.prompts, settings):
                 seconds = self.state["answer_seconds"] + time.monotonic() - clock
                 clock = time.monotonic()
                 self.save_state(answer_seconds=seconds)
                 share = self._answer_share(count.tokens, seconds)
-                progress.show(share, f"{count.answers:,} answers, {count.tokens:,} tokens")
+                show(share, f"{count.answers:,} answers, {count.tokens:,} tokens")
                 if share >= 1 and count.answers:
                     break
         self._split()
-        self.save_state(answered_for=self.budget)
+        return {}
 
     def _answer_share(self, tokens: int, seconds: float) -> float:
         """How much of the budget for answers is used; all of it as soon as one of its limits is reached."""
@@ -235,13 +237,11 @@ class _Run:
             is_held_out = tuple(answer["prompt_ids"]) in prompts
             if answer["greedy"] or not is_held_out:
                 parts[is_held_out].append(answer)
-        _write(self.held_out, "".join(json.dumps(answer) + "\n" for answer in parts[True]))
-        _write(self.trained_on, "".join(json.dumps(answer) + "\n" for answer in parts[False]))
+        write_text(self.held_out, "".join(json.dumps(answer) + "\n" for answer in parts[True]))
+        write_text(self.trained_on, "".join(json.dumps(answer) + "\n" for answer in parts[False]))
 
-    def train(self) -> None:
+    def train(self) -> dict[str, Any]:
         """The adapter, from the newest checkpoint on."""
-        if self.state["trained_for"] == self.budget:
-            return
         args = self._training_config()
         model, _ = self.load()
         torch.manual_seed(self.config.seed)
@@ -249,15 +249,12 @@ class _Run:
         held_out: Any = read_answers(self.held_out)
         trainer = MaskAdapterTrainer(model, args, load_answers(self.trained_on, 10**9), held_out)
         trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
-        folder = Path(str(args.output_dir))
-        has_checkpoint = any(folder.glob("checkpoint-*"))
-        with closing(_Progress(self.console, "[3/5] Training the mask adapter")) as progress:
-            trainer.add_callback(_ShowProgress(trainer, progress))
-            trainer.train(resume_from_checkpoint=str(newest_complete_checkpoint(folder)) if has_checkpoint else None)
+        has_checkpoint = any(Path(str(args.output_dir)).glob("checkpoint-*"))
+        with stage(self.console, "[3/5] Training the mask adapter") as show:
+            trainer.add_callback(_ShowProgress(trainer, show))
+            trainer.train(resume_from_checkpoint=has_checkpoint)
         model.save_mask_adapter(self.work / "adapter")
-        self.save_state(
-            trained_for=self.budget, mask_rows=trainer.budget.mask_rows, training_seconds=trainer.budget.seconds
-        )
+        return {"mask_rows": trainer.budget.mask_rows, "training_seconds": trainer.budget.seconds}
 
     def _training_config(self) -> MaskTrainingConfig:
         minutes, tokens = self.config.minutes, self.config.tokens
@@ -275,42 +272,41 @@ class _Run:
             use_cpu=not is_gpu,
         )
 
-    def calibrate(self) -> None:
+    def calibrate(self) -> dict[str, Any]:
         """How often the adapter's drafts pass, so that decoding need not find out first."""
         prompts = [answer["prompt_ids"] for answer in read_answers(self.held_out)[::CALIBRATE_EVERY]]
-        if self.state["calibrated_for"] == self.budget or not prompts:
-            return
-        model, _ = self.load()
-        model.load_mask_adapter(self.work / "adapter")
-        calibrate_drafts(model, self._tracked("[4/5] Calibrating", prompts))
-        model.save_mask_adapter(self.work / "adapter")
-        self.save_state(calibrated_for=self.budget)
+        if prompts:
+            model, _ = self.load()
+            model.load_mask_adapter(self.work / "adapter")
+            calibrate_drafts(model, self._tracked("[4/5] Calibrating", prompts))
+            model.save_mask_adapter(self.work / "adapter")
+        return {}
 
     def _tracked(self, name: str, prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
         """The prompts one by one, and how many of them are done."""
-        with closing(_Progress(self.console, name)) as progress:
+        with stage(self.console, name) as show:
             for index, prompt in enumerate(prompts):
-                progress.show(index / len(prompts), f"{index} of {len(prompts)} prompts")
+                show(index / len(prompts), f"{index} of {len(prompts)} prompts")
                 yield prompt
-            progress.show(1.0, f"{len(prompts)} of {len(prompts)} prompts")
+            show(1.0, f"{len(prompts)} of {len(prompts)} prompts")
 
     def publish(self) -> None:
         """The adapter where users look for it."""
         for name in (WEIGHTS_NAME, CONFIG_NAME):
-            shutil.copyfile(self.work / "adapter" / name, self.out / f".{name}")
-            os.replace(self.out / f".{name}", self.out / name)
+            with written_whole(self.out / name) as unfinished:
+                shutil.copyfile(self.work / "adapter" / name, unfinished)
 
-    def measure(self, measure: Measure | None) -> None:
+    def measure(self, measure: Measure | None) -> dict[str, Any] | None:
         """The table of the model card."""
         held_out = read_answers(self.held_out)
-        if measure is None or not held_out or self.state["measured_for"] == self.budget:
-            return
+        if measure is None or not held_out:
+            return None
         self.console.print("[5/5] Measuring …", highlight=False, markup=False)
         model, tokenizer = self.load()
         model.load_mask_adapter(self.work / "adapter")
         others = [answer for index, answer in enumerate(held_out) if index % CALIBRATE_EVERY] or held_out
         table = measure(model, tokenizer, [answer["prompt_ids"] for answer in others[:MEASURED]])
-        self.save_state(measured_for=self.budget, table={name: table[name] for name in ("caption", "columns", "rows")})
+        return {"table": {name: table[name] for name in ("caption", "columns", "rows")}}
 
     def finish(self, draw: Draw | None) -> dict[str, Any]:
         """The figure and the model card; returns what [`adapt`] does."""
@@ -339,8 +335,8 @@ class _Run:
 class _ShowProgress(TrainerCallback):
     """Shows how much of the budget is used."""
 
-    def __init__(self, trainer: MaskAdapterTrainer, progress: "_Progress"):
-        self.trainer, self.progress, self.note, self.measured = trainer, progress, "", 0
+    def __init__(self, trainer: MaskAdapterTrainer, show: Show):
+        self.trainer, self.show, self.note, self.measured = trainer, show, "", 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Keeps the newest numbers."""
@@ -354,7 +350,7 @@ class _ShowProgress(TrainerCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Shows that an evaluation is under way."""
         self.measured += 1
-        self._show(f", measuring acceptance on held-out answer {self.measured}")
+        self._show(f", held-out answer {self.measured} of {len(self.trainer.eval_dataset)}")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Shows that it is over."""
@@ -363,36 +359,7 @@ class _ShowProgress(TrainerCallback):
 
     def _show(self, doing: str = "") -> None:
         budget = self.trainer.budget
-        self.progress.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{self.note}{doing}")
-
-
-class _Progress:
-    """A line about a stage: redrawn on a terminal, printed twice a minute elsewhere."""
-
-    def __init__(self, console: Console, name: str):
-        self.console, self.name = console, name
-        self.bar: tqdm | None = None
-
-    def show(self, share: float, note: str) -> None:
-        """Says that this share of the stage is done."""
-        share = min(share, 1.0)
-        self.bar = self.bar or tqdm(
-            desc=self.name,
-            total=1.0,
-            initial=share,  # of an earlier run: the time left is told from this one
-            file=self.console.file,
-            bar_format="{desc}: {percentage:.0f}%{postfix}, about {remaining} left",
-            mininterval=0.1 if self.console.is_terminal else 30.0,  # seconds
-            miniters=0,
-            ncols=self.console.width,  # tqdm shows nothing where the terminal does not know its width
-        )
-        self.bar.set_postfix_str(note, refresh=False)
-        self.bar.update(share - self.bar.n)
-
-    def close(self) -> None:
-        """Leaves the line on the screen, whatever has ended the stage."""
-        if self.bar is not None:
-            self.bar.close()
+        self.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{doing or self.note}")
 
 
 def _faster_dtype(device: torch.device) -> str:
@@ -420,11 +387,3 @@ def _read(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{str(file)!r} is damaged: choose a new folder.")
     return content
-
-
-def _write(file: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, file)

@@ -129,15 +129,27 @@ def _prompt_of(line: str, where: str) -> str:
 
 
 def read_answers(file: Path) -> list[Answer]:
-    """All whole lines of the file; it may still grow. An absent file has none."""
-    if not file.exists():
-        return []
-    whole, _, _ = file.read_bytes().rpartition(b"\n")
-    try:
-        answers: list[Answer] = [json.loads(line) for line in whole.splitlines()]
-        _ = [answer["prompt_ids"] + answer["response_ids"] for answer in answers]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"The file of answers {str(file)!r} is damaged: delete it, or choose a new folder.") from None
+    """All whole lines of the file, which may still grow; an absent file has none.
+
+    Raises:
+        ValueError: for a line that is no answer, with its number.
+    """
+    lines = file.read_bytes().split(b"\n") if file.exists() else []
+    answers: list[Answer] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            answer = json.loads(line)
+            _ = answer["prompt_ids"] + answer["response_ids"]
+        except (ValueError, KeyError, TypeError):
+            if number == len(lines):  # not written to its end
+                break
+            raise ValueError(
+                f"Line {number} of {str(file)!r} must be an object with the lists `prompt_ids` and `response_ids`. If "
+                f"{str(file)!r} is damaged: delete it, or choose a new folder."
+            ) from None
+        answers.append(answer)
     return answers
 
 

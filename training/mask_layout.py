@@ -16,35 +16,25 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from .answers import read_answers
 from .streams import IGNORE_INDEX
 
 Answer = Mapping[str, Any]
 
 
-def load_answers(path: str | PathLike[str], max_length: int) -> list[dict[str, Any]]:
+def load_answers(path: str | PathLike[str], max_length: int) -> list[Answer]:
     """The answers of a JSONL file that have at least two tokens and, with their prompt, at most `max_length`.
 
-    Each line holds `prompt_ids` and `response_ids`, and may say whether the answer is `greedy`. A last line that was
-    cut off while it was written is left out.
-
     Raises:
-        ValueError: for another line that is no such object, or for a file with no answer that fits.
+        OSError: for a file that cannot be read.
+        ValueError: for a line that is no answer (see [`read_answers`]), and for a file with no answer that fits.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    answers = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            answer = json.loads(line)
-            sizes = len(answer["prompt_ids"]), len(answer["response_ids"])
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                continue
-            raise ValueError(
-                f"Line {number} of {str(path)!r} must be an object with `prompt_ids` and `response_ids`: {error!r}."
-            ) from error
-        if min(sizes) >= 1 and sizes[1] >= 2 and sum(sizes) <= max_length:
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no file of answers {str(path)!r}.")
+    answers: list[Answer] = []
+    for answer in read_answers(Path(path)):
+        prompt, response = len(answer["prompt_ids"]), len(answer["response_ids"])
+        if prompt and response > 1 and prompt + response <= max_length:
             answers.append(answer)
     if not answers:
         raise ValueError(f"{str(path)!r} holds no answer of at least 2 tokens and, with its prompt, {max_length}.")

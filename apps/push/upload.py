@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
-from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
 from ...modeling_wedlm.card_wedlm import CARD_NAME, is_written_by_a_person
 from ...modeling_wedlm.loading import ADAPTER_FILE, is_hub_reachable
@@ -37,7 +37,7 @@ def upload(request: PushRequest, package: Package, api: HfApi | None = None) -> 
             raise OSError(f"{constants.ENDPOINT} cannot be reached: nothing was uploaded.")
         api = HfApi()
     repo_id = api.create_repo(request.repo, private=request.private or None, exist_ok=True).repo_id
-    card = _chosen_card(request, package, _card_there(api, repo_id, request.revision), repo_id)
+    card = _chosen_card(request, package, _card_there(api, repo_id), repo_id)
     files = {name: path for name, path in package.files.items() if name != CARD_NAME}
     contents: dict[str, Any] = {name: str(path) for name, path in files.items()}
     if ADAPTER_FILE in files:
@@ -45,16 +45,9 @@ def upload(request: PushRequest, package: Package, api: HfApi | None = None) -> 
     operations: list[Any] = [CommitOperationAdd(name, content) for name, content in contents.items()]
     if card is not None:
         operations.append(CommitOperationAdd(CARD_NAME, card.encode()))
-    there = api.list_repo_files(repo_id, revision=request.revision)
+    there = api.list_repo_files(repo_id)
     operations += [CommitOperationDelete(name) for name in there if name.endswith(STALE) and name not in files]
-    commit = api.create_commit(
-        repo_id,
-        operations,
-        commit_message=request.message or "Upload by wedlm push",
-        revision=request.revision,
-        create_pr=request.create_pr,
-    )
-    return str(commit.pr_url or commit.commit_url)
+    return str(api.create_commit(repo_id, operations, commit_message="Upload by wedlm push").commit_url)
 
 
 def _adapter_config(path: Path, card: str | None) -> bytes:
@@ -67,11 +60,11 @@ def _adapter_config(path: Path, card: str | None) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _card_there(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+def _card_there(api: HfApi, repo_id: str) -> str | None:
     """The card in the repository."""
     try:
-        path = api.hf_hub_download(repo_id, CARD_NAME, revision=revision)
-    except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+        path = api.hf_hub_download(repo_id, CARD_NAME)
+    except (EntryNotFoundError, RepositoryNotFoundError):
         return None
     with open(path, encoding="utf-8") as file:
         return file.read()

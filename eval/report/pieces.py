@@ -20,11 +20,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling_wedlm import WeDLMForCausalLM
+from ...training.progress import LongProgress
 from ..ar_head import agreeing_tokens, answer_entropy
 from ..decoders import AR, EXACT, Options
 from ..measure import Row, batches_of, take_turns
 from ..memory import peak_bytes
-from ..progress import LongProgress
 from ..prompts import Prompt, answer_limit
 from .request import ReportRequest
 from .store import Store

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..files import check_folder
 from ..options import NANO, RawOption, SetOption, SweepOptions, parse_numbers, parse_settings, read_prompt_file
 
 if TYPE_CHECKING:
@@ -80,6 +79,7 @@ class ReportRequest(SweepOptions):
         if min(self.timed_batch_sizes) < 1:
             raise ValueError(f"`--batch-sizes` must be at least 1, got {self.batch_sizes}.")
         super().__post_init__()
+        from ..files import check_folder
         from .page import check_blocks
 
         check_blocks(self.fill or ())

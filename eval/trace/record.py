@@ -18,10 +18,10 @@ from ...generation.selection_wedlm import token_entropy
 from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from ...generation.stats_wedlm import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM
+from ...training.progress import track
 from ..decoders import AR, Options
 from ..fingerprint import fingerprint
 from ..measure import Decoding, ForwardCounter, decode_call, environment
-from ..progress import track
 from ..prompts import answer_limit, encode_text
 from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, Recording, Run, Step, Trace
 from .text import pieces_of, token_text

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
 from .branch_pacing_wedlm import check_calibration
+from .files_wedlm import write_text, written_whole
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -113,20 +114,13 @@ class StoredMaskAdapter:
         if self.calibration:
             config["calibration"] = self.calibration
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (WEIGHTS_NAME, CONFIG_NAME):
-            unfinished = folder / f".{name}.{os.getpid()}"
-            try:
-                if name == WEIGHTS_NAME:
-                    weights = {KEY_PREFIX + key: weight for key, weight in self.weights.items()}
-                    save_file(weights, unfinished, metadata={"format": "pt"})
-                else:
-                    unfinished.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-                os.replace(unfinished, folder / name)
-            except SafetensorError as error:  # its word for a full disk
-                raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
-            finally:
-                unfinished.unlink(missing_ok=True)
+        weights = {KEY_PREFIX + key: weight for key, weight in self.weights.items()}
+        try:
+            with written_whole(folder / WEIGHTS_NAME) as unfinished:
+                save_file(weights, unfinished, metadata={"format": "pt"})
+        except SafetensorError as error:  # its word for a full disk
+            raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
+        write_text(folder / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
 
 
 def read_adapter_config(name: str | os.PathLike[str], **download_options: Any) -> dict[str, Any]:

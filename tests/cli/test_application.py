@@ -321,8 +321,9 @@ def test_what_adapting_and_training_gave_is_printed_as_json(folder, tmp_path):
     assert results["weights_trained"] == results["weights"] > 0 and results["last"]["loss"] > 0
 
 
-def test_numbers_that_are_not_finite_are_null():
-    assert application._finite({"a": float("nan"), "b": [1, float("inf")], 3: (True, None, "x")}) == {
+def test_numbers_that_are_not_finite_are_null(capsys):
+    application.print_json({"a": float("nan"), "b": [1, float("inf")], 3: (True, None, "x")})
+    assert json.loads(capsys.readouterr().out) == {
         "a": None,
         "b": [1, None],
         "3": [True, None, "x"],

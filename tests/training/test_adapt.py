@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,13 +107,16 @@ def test_a_base_and_a_budget_make_an_adapter_its_base_and_a_card(tmp_path, base)
 
 
 def test_the_adapter_learns_something_and_each_evaluation_is_shown(tmp_path, base, monkeypatch):
-    notes: list[str] = []
-    monkeypatch.setattr(adapt_module._Progress, "show", lambda self, share, note: notes.append(f"{self.name}: {note}"))
+    notes: dict[str, list[str]] = {}
+    monkeypatch.setattr(
+        adapt_module,
+        "stage",
+        lambda console, title: nullcontext(lambda share, note: notes.setdefault(title[:5], []).append(note)),
+    )
     out, _ = run(tmp_path, base, tokens=600)
-    training = [note for note in notes if note.startswith("[3/5]")]
-    held_out = len(read_answers(out / "work" / "heldout.jsonl"))
-    assert training[-2].endswith(f"measuring acceptance on held-out answer {held_out}")
-    assert "measuring" not in training[-1]
+    count = len(read_answers(out / "work" / "heldout.jsonl"))
+    assert notes["[3/5]"][-2].endswith(f"held-out answer {count} of {count}")
+    assert "held-out" not in notes["[3/5]"][-1]
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["rank"], config["head_width"]) == (2, 8)
     log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]

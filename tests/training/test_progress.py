@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from wedlm_hf.eval import progress
-from wedlm_hf.eval.progress import LongProgress, track
+from wedlm_hf.training import progress
+from wedlm_hf.training.progress import LongProgress, track
 
 
 def shown_on(console):
