@@ -24,7 +24,7 @@ LONGEST_ANSWER = 1024
 
 
 class AnswerStopped(KeyboardInterrupt):
-    """Ctrl-C, where nothing but an exception ends what goes on; it does not end the program."""
+    """Ctrl-C at a moment when only an exception can stop what is running. It does not end the program."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Conversation:
         self.tokenizer = tokenizer
         self.options = options
         self.system = system
-        self.may_go_on = False  # while an answer is written that nobody has stopped
+        self.may_go_on = False  # True while an answer is written, until it is to stop
         self.reset()
 
     def reset(self) -> None:

@@ -51,7 +51,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 class Stopped(Exception):
-    """Nobody waits for the answer any more."""
+    """The client that asked has gone."""
 
 
 class Form(BaseModel):
@@ -166,7 +166,7 @@ class Demo:
         return HTMLResponse(page(kept.trace), headers={"content-disposition": 'attachment; filename="replay.html"'})
 
     async def _events(self, form: Form, request: Request) -> AsyncIterator[str]:
-        """Hands on what the worker tells, until it is done or nobody listens any more."""
+        """Passes on the events of the worker, until it is done or the client has gone."""
         loop, queue, is_left = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None](), threading.Event()
 
         def tell(event: dict[str, Any]) -> None:

@@ -104,7 +104,7 @@ class Models:
 
         Args:
             choice: which.
-            tell: hears what takes long.
+            tell: called with what is going on, where it takes long.
 
         Raises:
             OSError: for what cannot be loaded.

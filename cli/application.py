@@ -83,7 +83,7 @@ def _fail(message: str, code: int, meta: dict[str, Any]) -> NoReturn:
 
 
 def _silence() -> None:
-    """Nobody reads the output any more: what Python would still write at its end goes nowhere."""
+    """Discards what Python would still write when it ends: the reader of the output has closed it."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -110,7 +110,7 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
         with_values = with_options(function)
 
         @wraps(function)
-        def run(*, debug: bool, **values: Any) -> None:  # its callback has seen it
+        def run(*, debug: bool, **values: Any) -> None:  # handled by its callback
             with_values(**values)
 
         given = inspect.signature(with_values)
@@ -143,7 +143,7 @@ def main() -> None:
         is_good = isinstance(end, SystemExit) and not end.code
         if is_good or not received:
             raise
-        # Whatever the interrupted code has made of it.
+        # The signal decides the exit code, whatever exception the interrupted code has turned it into.
         console(stderr=True).show_cursor()
         sys.exit(128 + received[0])
 

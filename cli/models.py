@@ -47,7 +47,7 @@ def convert(
         typer.echo(f"{output_dir}: {conversion}")
 
 
-@app.command(  # TRL's parser reads its words, and knows a setting `--debug` of its own
+@app.command(  # TRL's parser reads its arguments, and has a `--debug` of its own
     epilog="Example:\n\nwedlm train recipe.yaml --model_name_or_path my-wedlm --dataset chats.jsonl --output_dir out",
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

@@ -88,8 +88,8 @@ def convert(
         FileExistsError: for an `output_dir` that is not empty.
         ImportError: for a GGUF file without the package `gguf`.
         OSError: for weights that are damaged, and for a disk without room for them.
-        ValueError: for a checkpoint of another model type or with parts that WeDLM has not (see `read_family`), for
-            weights that do not fit their config, and for a mask token that cannot be one.
+        ValueError: for a checkpoint of another model type or with parts that WeDLM does not have (see `read_family`),
+            for weights that do not fit their config, and for a mask token that cannot be one.
     """
     target = None if output_dir is None else Path(output_dir).absolute()
     if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
@@ -170,7 +170,7 @@ def _written_whole(target: Path) -> Iterator[Path]:
                 os.replace(file, target / file.name)
         else:
             os.replace(unfinished, target)
-    except SafetensorError as error:  # its word for a full disk
+    except SafetensorError as error:  # what safetensors raises for a full disk
         raise OSError(f"The weights cannot be written into {str(target)!r}: {error}.") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -18,7 +18,7 @@ FAMILIES: dict[str, type[PreTrainedConfig]] = {
 }
 FAMILY_NAMES = "Llama, Mistral, Qwen2, Qwen2.5 and Qwen3"
 
-# Fields that name what WeDLM's network has not, each with a word for it. Absent, None, False and 0 mean: not there.
+# Config fields of parts that WeDLM's network does not have, with their names. Absent, None, False and 0: no such part.
 _FOREIGN_PARTS = {
     "attn_logit_softcapping": "a soft cap on attention scores",
     "final_logit_softcapping": "a soft cap on logits",
@@ -55,7 +55,7 @@ def read_family(config_dict: dict[str, Any], source: str) -> PreTrainedConfig:
         source: the checkpoint's name, for messages.
 
     Raises:
-        ValueError: for a checkpoint of another family, or with parts that WeDLM's network has not.
+        ValueError: for a checkpoint of another family, or with parts that WeDLM's network does not have.
     """
     model_type = config_dict.get("model_type")
     if model_type not in FAMILIES:
@@ -91,7 +91,7 @@ def wedlm_config(source_config: PreTrainedConfig, mask_token_id: int) -> WeDLMCo
 
 
 def _foreign_parts(config_dict: dict[str, Any]) -> list[str]:
-    """What this config has and WeDLM's network has not, each with the field that says so."""
+    """Parts of this config that WeDLM's network does not have, each with the field that names it."""
     parts = [
         f"{part} ({field}={config_dict[field]})" for field, part in _FOREIGN_PARTS.items() if config_dict.get(field)
     ]

@@ -1,4 +1,4 @@
-"""Reading GGUF files: what transformers makes of them, and what it would leave out in silence."""
+"""Reading GGUF files by transformers, and refusing those of which it would ignore a part without saying so."""
 
 import re
 from importlib.util import find_spec

@@ -226,7 +226,7 @@ def _try_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         except (TemplateSyntaxError, UndefinedError):
             raise
         except TemplateError:
-            pass  # by its own rules, this chat is none
+            pass  # the template refuses this chat on purpose, and is not damaged
 
 
 def _check_token_ids(name: str, value: Any) -> None:

@@ -50,7 +50,7 @@ class Call:
         settings: of parallel decoding, keywords of `generate`.
         limit: new tokens that the request asks for at most; `None` if it does not say.
         seed: of sampling; `None`: the generator's state is left as it is.
-        has_begun: done with the first token, or with what `generate` refused.
+        has_begun: completed by the first token, or by the error with which `generate` refused the request.
         is_cancelled: set when the client has gone, and when the server ends.
     """
 
@@ -64,7 +64,7 @@ class Call:
         """Marks it as begun, or as failed before. On the event loop."""
         if not self.has_begun.done():
             self.has_begun.set_exception(error) if error is not None else self.has_begun.set_result(None)
-            self.has_begun.exception()  # seen, whether or not anybody waits
+            self.has_begun.exception()  # asyncio would warn of one that is never looked at
 
     def check(self) -> None:
         """Ends the `generate` call that this is called from if it is cancelled."""

@@ -1,7 +1,7 @@
 """What a request may hold: OpenAI's fields, sampling settings of transformers, and those of parallel decoding.
 
 A field that is not here is refused, and so is a value that cannot be honoured: nothing that a client asks for is
-ignored in silence. Fields that stand for nothing an answer depends on are taken.
+ignored in silence. Fields on which no answer depends are accepted.
 """
 
 from __future__ import annotations

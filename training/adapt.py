@@ -122,7 +122,7 @@ class _Run:
     # Before any work.
 
     def check(self) -> None:
-        """Raises for whatever would make the work be lost."""
+        """Raises for what would otherwise end the run after hours of work."""
         self.prompts = None if self.config.prompts is None else read_prompts(self.config.prompts)
         self.identity = self.config.identity(self.base)
         if self.out.exists() and not self.out.is_dir():
@@ -159,7 +159,7 @@ class _Run:
             )
 
     def begin(self) -> None:
-        """Writes down what this run is, or reads how far it has come."""
+        """Reads how far an earlier call has come, and writes down the settings of this run."""
         if self.state_file.exists():
             self.state |= _read(self.state_file)
         self.state.setdefault("dtype", _faster_dtype(self.device))

@@ -195,7 +195,7 @@ def check_settings(settings: Any) -> None:
 
 
 def read_tokens(examples: Sequence[Mapping[str, Any]]) -> Tokens:
-    """The tokens of a batch's examples, in one line, and which are supervised.
+    """The tokens of a batch's examples, concatenated, and which are supervised.
 
     Raises:
         ValueError: for an example without `input_ids`, or with columns that do not fit them.

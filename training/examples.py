@@ -1,4 +1,4 @@
-"""One example of a dataset: what kind it is, whether it can be read, how it fits, and what became of it."""
+"""One example of a dataset: its kind, whether it can be read, how it is shortened, and whether it is trained on."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Layout of mask-adapter training (ALGORITHM.md §5): whole answers, random cuts in them, and masks after each cut.
 
-The token right behind a cut is the base's own last row's to tell: no mask stands there.
+The base's own last row predicts the token right behind a cut, so the masks begin one position further on.
 
 `B` answers of a batch, `L` tokens of the longest, `C` cuts of the one with the most, `K` masks after a cut.
 """

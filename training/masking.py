@@ -43,7 +43,7 @@ def sample_masked_counts(
         noise: `(K, ≥ 2)` float32, uniform in [0, 1).
         ratio_sampler: `"count"`: m_k ~ Uniform{1…n_k}, γ_k = m_k / n_k, an unbiased bound on −log p.
             `"stratified"`: the same law for each block, spread evenly over the document's blocks (less noise in the
-            loss). `"gamma"`: the paper's letter, γ_k ~ Uniform(0, 1) and m_k = round(γ_k n_k), which leaves some
+            loss). `"gamma"`: literally the paper's, γ_k ~ Uniform(0, 1) and m_k = round(γ_k n_k), which leaves some
             blocks without a mask.
         document_ids: `(K,)` int64, ascending; the blocks that strata are spread over.
 

@@ -31,7 +31,7 @@ def mask_row_is_new(model: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
-    """The same config, with the mask token's row among the trained ones; as it is where it names rows of its own."""
+    """The config with the mask token's row among the trained ones; unchanged if it names rows to train itself."""
     modules = getattr(peft_config, "modules_to_save", None) or ()
     if getattr(peft_config, "trainable_token_indices", 0) is not None or "embed_tokens" in modules:
         return peft_config

@@ -1,4 +1,4 @@
-"""Datasets made ready for training: their examples are read, fitted and counted; none is lost in silence."""
+"""Datasets made ready for training: their examples are read, shortened and counted, so that none is dropped unsaid."""
 
 import logging
 from collections import Counter

@@ -62,8 +62,8 @@ class AtomicSaveTrainer(Trainer):
 
     Checkpoints, models, adapters and states are written into a folder `_saving` inside the output folder. A finished
     checkpoint is renamed as a whole, older ones are deleted only then; the files of a model are renamed one by one.
-    What an exception cuts off is removed at once, what a kill cuts off by the next save. While a run trains or saves,
-    no other run can write into its output folder.
+    Files of a save that raised are removed at once, those of a killed process by the next save. While a run trains or
+    saves, no other run can write into its output folder.
 
     Every process of a distributed run must take part in each save, as in the parent.
 
@@ -149,8 +149,8 @@ class AtomicSaveTrainer(Trainer):
             except BaseException as error:
                 free = shutil.disk_usage(folder).free
                 shutil.rmtree(unfinished, ignore_errors=True)
-                is_writers = isinstance(error, (OSError, RuntimeError, SafetensorError))
-                if not is_writers or isinstance(error, BrokenPipeError):  # of what was printed meanwhile
+                is_from_writing = isinstance(error, (OSError, RuntimeError, SafetensorError))
+                if not is_from_writing or isinstance(error, BrokenPipeError):  # of the log, printed meanwhile
                     raise
                 raise OSError(
                     f"Saving into {str(folder)!r} was cut off: {str(error).rstrip('.')}. {free / 1e9:,.3f} GB were "

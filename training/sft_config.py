@@ -62,7 +62,8 @@ class WeDLMSFTConfig(SFTConfig):
 
     block_size: int = field(default=32, metadata={"help": "B, tokens of a prediction block (paper §6.1)."})
     ratio_sampler: RatioSampler = field(
-        default="count", metadata={"help": "Law of the masked counts; 'gamma' is the paper's letter (§4.2)."}
+        default="count",
+        metadata={"help": "Law of the masked counts; 'gamma' is literally the paper's (§4.2)."},
     )
     suffix_probability: float = field(
         default=0.0, metadata={"help": "Share of blocks whose masks are a suffix instead of uniform (paper: 0)."}

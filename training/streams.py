@@ -1,7 +1,7 @@
 """The streams of dual-stream training, laid out from tokens: pure functions, tensors in, tensors out.
 
-The `S` tokens of a batch stand in one line, one of its `D` documents after the other. A *stream* is a table of slots
-in physical order, one tensor `(slots,)` for each column: `owner` (the document, 0…D−1) and what the model takes.
+The `S` tokens of a batch's `D` documents are concatenated. A *stream* is a table of slots in physical order, one
+tensor `(slots,)` for each column: `owner` (the document, 0…D−1) and what the model takes.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ PADDING = {
 
 
 class Tokens(NamedTuple):
-    """Tokens of a batch, in one line.
+    """Tokens of a batch, concatenated.
 
     Attributes:
         input_ids: `(S,)` int64.
@@ -43,7 +43,7 @@ class Documents(NamedTuple):
     """What a batch trains, one document per response; every tensor `(D,)` int64.
 
     Attributes:
-        starts: first token in the line of all tokens.
+        starts: index of the first token among all tokens.
         sizes: tokens, without the fill.
         supervised_from: position of the first token that this document may supervise.
         fills: end tokens to append.
@@ -58,7 +58,7 @@ class Documents(NamedTuple):
 
 
 def ranges(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`0…size−1` for each size, in one line: whose range each entry is of, and the entry."""
+    """`0…size−1` for each size, concatenated: the index of the size that each entry belongs to, and the entry."""
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
     return owner, torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner]
 

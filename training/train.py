@@ -238,7 +238,7 @@ def main(
     """Command line: `[recipe.yaml] [--setting value …]`.
 
     Args:
-        arguments: its words; default: those of this process.
+        arguments: of the command line; default: this process' own.
         description: text of `--help` above the settings.
         epilog: last line of `--help`.
         debug: errors come with a traceback.

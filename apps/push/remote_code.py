@@ -1,4 +1,4 @@
-"""Run as a script, in a process of its own: generates with a checkpoint as someone does who has not this package.
+"""Run as a script, in a process of its own: generates with a checkpoint as someone without this package does.
 
 Reads a JSON object from standard input: `model`, a folder or Hub id; `adapter`, a folder or null; `prompts`; `calls`,
 keywords of `generate` by name; `threads`. Its last line holds the tokens of the prompts and of all answers.

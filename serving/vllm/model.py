@@ -75,8 +75,8 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> Any:
-        """`(R, V)` logits, in which the mask token has no chance (the paper's decoder looks at it before, and sees to
-        that itself); `None` where another process has them."""
+        """`(R, V)` logits, in which the mask token has no chance (the paper's decoder, which needs its
+        probability, excludes it later); `None` where another process has them."""
         logits = super().compute_logits(hidden_states)
         if logits is not None and self.mask_token_id is not None and not self.is_streaming:
             logits[:, self.mask_token_id] = float("-inf")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ...generation.pacing_wedlm import MEMORY, best_window
 from ...generation.step_times_wedlm import StepTimes
 
-# What a request starts from: what other requests have seen, taken for so many observations.
+# A new request starts from what others have seen, which counts as so many observations of its own.
 KNOWN_WEIGHT = 3.0
 # Steps between two looks at what masks would draft, while AR steps are best; fewer at first, when costs are guessed.
 LOOK_EVERY, FIRST_LOOKS = 32, 4
@@ -99,6 +99,6 @@ class StepCosts:
         on_line = self._line[0] + self._line[1] * rows
         if not is_plain:
             return on_line
-        if rows not in self._plain:  # what AR steps of fewer rows save tells little of these
+        if rows not in self._plain:  # those of fewer rows say little about these
             self._plain[rows] = self.times.of(rows, is_plain=True) if self.times.knows_plain(rows) else on_line
         return self._plain[rows]

@@ -11,7 +11,7 @@ from .options import ARCHITECTURE, EngineOptions, RequestOptions
 # The versions whose internals this plug-in was tested with: from the first to below the second.
 SUPPORTED = "0.32", "0.33"
 
-# Of a request, what the decoder without verification cannot honour, and what stands for nothing asked.
+# Options of a request that the decoder without verification cannot honour, and the values that mean: not asked for.
 NOT_STREAMING: dict[str, Any] = {
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "logit_bias": None,
     "bad_words": [], "allowed_token_ids": None, "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None,
@@ -34,7 +34,7 @@ def version_fault() -> str | None:
 
 def register() -> None:
     """Makes WeDLM checkpoints known to vLLM. With another version of vLLM than the supported ones it says so in the
-    log, and WeDLM checkpoints are refused; other models are served as ever."""
+    log, and WeDLM checkpoints are refused; other models are served as without it."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
