@@ -20,7 +20,24 @@ _NotNegative = Annotated[float | None, Field(ge=0)]
 _Share = Annotated[float | None, Field(gt=0, le=1)]
 
 
-class Request(BaseModel):
+class _GenerationFields(BaseModel):
+    """Settings of transformers' generation config that its handlers do not know."""
+
+    min_new_tokens: _Count = None
+    max_time: Annotated[float | None, Field(gt=0)] = None
+    do_sample: bool | None = None
+    top_k: Annotated[int | None, Field(ge=0)] = None
+    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    typical_p: _Share = None
+    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    no_repeat_ngram_size: Annotated[int | None, Field(ge=0)] = None
+    suppress_tokens: list[int] | None = None
+
+
+GENERATION_FIELDS = tuple(_GenerationFields.model_fields)
+
+
+class Request(_GenerationFields):
     """Fields that both endpoints take. `generation_config` holds more of them, as an object or as JSON text."""
 
     model_config = ConfigDict(extra="forbid")
@@ -28,6 +45,7 @@ class Request(BaseModel):
     model: str | None = None
     stream: bool | None = None
     max_tokens: _Count = None
+    max_new_tokens: _Count = None
     temperature: _NotNegative = None
     top_p: _Share = None
     seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None
@@ -45,18 +63,6 @@ class Request(BaseModel):
     acceptance_delta: Any = None
     adaptive_window: Any = None
     slot_cost: Any = None
-
-    # Settings of transformers' generation config.
-    max_new_tokens: _Count = None
-    min_new_tokens: _Count = None
-    max_time: Annotated[float | None, Field(gt=0)] = None
-    do_sample: bool | None = None
-    top_k: Annotated[int | None, Field(ge=0)] = None
-    min_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    typical_p: _Share = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
-    no_repeat_ngram_size: Annotated[int | None, Field(ge=0)] = None
-    suppress_tokens: list[int] | None = None
 
     # No answer depends on these.
     metadata: Any = None
@@ -121,20 +127,6 @@ class CompletionRequest(Request):
     prompt: str
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
-
-
-GENERATION_FIELDS = (
-    "min_new_tokens",
-    "max_time",
-    "do_sample",
-    "top_k",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "suppress_tokens",
-)
-"""Those that transformers' handlers do not know, but its generation config does."""
 
 
 def read(body: dict[str, Any], schema: type[Request]) -> Request:

@@ -3,8 +3,8 @@
 `T` tokens of an answer, `K` masks behind a token, `H` hidden size.
 """
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -12,52 +12,34 @@ from .mask_distillation import MaskDistillation
 from .mask_layout import Answer
 
 DRAFTS = (1, 2, 3, 4, 6)
-
-
-@dataclass
-class Acceptance:
-    """What decoding some answers would take.
-
-    Attributes:
-        tokens: of all answers.
-        forwards: for each kind (`chain`, `branch`) and number of drafts, the forwards that decoding them takes,
-            with the previous-token head; `chain_plain` and `branch_plain` without it.
-    """
-
-    tokens: int = 0
-    forwards: dict[str, dict[int, int]] = field(default_factory=dict)
-
-    def add(self, name: str, drafts: int, forwards: int) -> None:
-        """Counts forwards."""
-        by_drafts = self.forwards.setdefault(name, {})
-        by_drafts[drafts] = by_drafts.get(drafts, 0) + forwards
-
-    def tokens_per_forward(self) -> dict[str, dict[int, float]]:
-        """New tokens for each forward, the prompt's included."""
-        return {
-            name: {drafts: self.tokens / forwards for drafts, forwards in by_drafts.items()}
-            for name, by_drafts in self.forwards.items()
-        }
+KINDS = ("chain", "branch")
+Replay = tuple[str, int]  # kind and number of drafts
 
 
 @torch.no_grad()
-def measure_acceptance(distillation: MaskDistillation, answers: Iterable[Answer]) -> Acceptance:
+def measure_acceptance(distillation: MaskDistillation, answers: Iterable[Answer]) -> tuple[int, Counter[Replay]]:
     """Replays greedy verified decoding (ALGORITHM.md §4) of answers that the base itself chose greedily.
 
     The drafts behind every token are computed at once, from masks that see the answer up to there; a replay of the
     decoder then counts forwards. Branches give each accepted token drafts; a chain has none after a rejection.
+
+    Returns:
+        The tokens of all answers, and the forwards that decoding them takes, the prompts' included, by kind (`chain`,
+        `branch`; `chain_plain` and `branch_plain` without the previous-token head) and number of drafts.
     """
-    result = Acceptance()
+    suffixes = ("",) if distillation.model.model.mask_adapter.head is None else ("", "_plain")
+    limits = [limit for limit in DRAFTS if limit <= distillation.num_masks]
+    tokens, forwards = 0, Counter({(kind + end, limit): 0 for kind in KINDS for end in suffixes for limit in limits})
     for answer in answers:
         truth = torch.tensor(answer["response_ids"])
-        result.tokens += len(truth)
+        tokens += len(truth)
         for suffix, drafts in draft_everywhere(distillation, answer).items():
             accepted = _accepted_runs(drafts, truth)
-            for limit in [limit for limit in DRAFTS if limit <= distillation.num_masks]:
+            for limit in limits:
                 runs = accepted.clamp(max=limit).tolist()
-                result.add("branch" + suffix, limit, _forwards(runs, limit, is_chain=False))
-                result.add("chain" + suffix, limit, _forwards(runs, limit, is_chain=True))
-    return result
+                for kind in KINDS:
+                    forwards[kind + suffix, limit] += _forwards(runs, limit, is_chain=kind == "chain")
+    return tokens, forwards
 
 
 def draft_everywhere(distillation: MaskDistillation, answer: Answer) -> dict[str, torch.Tensor]:

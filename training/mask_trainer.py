@@ -202,14 +202,12 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             return {}
         started = time.perf_counter()
         mine = list(answers)[self.accelerator.process_index :: self.accelerator.num_processes]
-        found = measure_acceptance(self.accelerator.unwrap_model(self.model), self._announced(mine))
-        parts = [(name, drafts) for name in sorted(found.forwards) for drafts in sorted(found.forwards[name])]
-        values = [found.tokens, *(found.forwards[name][drafts] for name, drafts in parts)]
-        sums = torch.tensor(values, dtype=torch.float64, device=self.args.device)
+        counted, replays = measure_acceptance(self.accelerator.unwrap_model(self.model), self._announced(mine))
+        sums = torch.tensor([counted, *replays.values()], dtype=torch.float64, device=self.args.device)
         tokens, *forwards = self.accelerator.reduce(sums, "sum").tolist()
         metrics = {
             f"{metric_key_prefix}_tokens_per_forward_{name}_{drafts}": round(tokens / count, 4)
-            for (name, drafts), count in zip(parts, forwards, strict=True)
+            for (name, drafts), count in zip(replays, forwards, strict=True)
         }
         metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - started, 1)
         self.log(metrics)

@@ -177,7 +177,7 @@ def _with_digest(text: str) -> str:
 
 
 def digest(text: str) -> str:
-    """Of all that a person may have written: not of line ends, tags, measured tables and the digest itself."""
+    """A digest of what a person may have written: without line ends, tags, measured tables and the digest itself."""
     card = ModelCard(text.replace("\r\n", "\n"), ignore_metadata_errors=True)
     metadata = {name: value for name, value in card.data.to_dict().items() if name != "tags"}
     words = _MEASURED.sub(r"\1", _MARKED.sub("", card.text)).split()

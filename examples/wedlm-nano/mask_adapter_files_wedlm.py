@@ -118,7 +118,7 @@ class StoredMaskAdapter:
         try:
             with written_whole(folder / WEIGHTS_NAME) as unfinished:
                 save_file(weights, unfinished, metadata={"format": "pt"})
-        except SafetensorError as error:  # its word for a full disk
+        except SafetensorError as error:  # what safetensors raises for a full disk
             raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
         write_text(folder / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
 
