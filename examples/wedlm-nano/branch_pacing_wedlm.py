@@ -6,8 +6,9 @@ n rows takes, relative to one of AR decoding, differs too much between machines 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from .rules_wedlm import RowOutcome
@@ -22,18 +23,21 @@ BIN_MEMORY = 0.995
 # chances are taken for at first.
 LOOKUP_CHANCES = (0.6, 0.9)
 # Runs of drafts that are remembered, and what their chances are taken for before there is any.
-RUNS = 32
+RUNS = 64
 PRIOR_CHANCE = 0.65
 # What a stored calibration counts for: observations of a bin, at most, and runs of drafts.
 CALIBRATED_BIN, CALIBRATED_RUNS = 16.0, 8
 # While AR steps are best: steps between two looks at what masks would draft, doubled each time in vain.
 FIRST_LOOK, LAST_LOOK, LOOK_DRAFTS = 24, 128, 4
+LOOK_WEIGHT = 8  # looks are rare: each counts for so many runs
 # While branches are best: steps between two AR steps that measure what those take.
-MEASURE_EVERY = 64
+MEASURE_EVERY = 256
 # Steps between two estimates of the rates, which change slowly.
-UPDATE_EVERY = 4
+UPDATE_EVERY = 8
 # An advantage over AR steps that is too small to be seen in the times, and one that is beyond doubt.
 MARGIN, CLEAR = 1.05, 1.15
+# The part of its price that a row must bring: the rate is flat around the best plan, tokens per forward are not.
+SHARE = 0.7
 
 
 def check_calibration(calibration: Any) -> None:
@@ -133,16 +137,18 @@ class BranchPacer:
     similar probability; drafts that were found in the text have what became of such drafts. For drafts that masks will
     only give, the runs of the last steps stand.
 
-    *Price.* Let ρ be the best rate of tokens per time that steps of one kind can have, 1 being that of AR steps, and
-    t(n) the time of a step of n rows, relative to theirs. One more row is worth it if it brings more tokens than
-    ρ·dt/dn: a draft by the chance that it is accepted; the masks of branch b by the chance that the first failure
-    comes right behind draft b, times the chance that what they draft is accepted.
+    *Rate.* Let A_k be the chance that draft k and all before it are accepted, q that the branch of the last accepted
+    draft has masks, and t(n) the time of a step of n rows, relative to that of an AR step. Two steps in a row bring
+    1 + A_1 + … + A_D + (1 − q) tokens in t(n) + (1 − q)·t(n′), n′ being the rows of a step without drafts. That is the
+    rate ρ of an average plan; where it does not exceed the 1 of AR steps, these are taken.
 
-    *Rate.* With drafts to depth D, A_k the chance that draft k is accepted and q that the branch of the last accepted
-    draft has masks, two steps in a row bring 1 + A_1 + … + A_D + (1 − q) tokens in t(n) + (1 − q)·t(n′), n′ being the
-    rows of a step without drafts. ρ is the largest such ratio. Where none exceeds that of AR steps, these are taken,
-    with as many drafts from the text as make their own ratio largest, and every now and then masks without drafts, to
-    look whether that has changed.
+    *Price.* One more row is worth it if it brings more tokens than ρ·dt/dn: a draft by the chance that it is accepted;
+    the masks of branch b by the chance that the first failure comes right behind draft b, times the chance that what
+    they draft is accepted. (Plans of this price have the best ρ: Dinkelbach's method.) Near the best plan the rate
+    hardly changes while tokens per forward do: so a row is given for a part of this price, `SHARE`.
+
+    Every now and then a step is of the kind that is not the best, to measure: an AR step, or one of masks alone. With
+    AR steps, as many drafts from the text are checked as have a better rate.
 
     Args:
         largest: most drafts of a step.
@@ -154,6 +160,7 @@ class BranchPacer:
 
     Attributes:
         window_size, largest: what the decoder asks of any pacer.
+        drafts: of an average plan; 0 where AR steps are best.
     """
 
     def __init__(
@@ -165,8 +172,9 @@ class BranchPacer:
         self.is_chain = is_chain
         self.is_adaptive = is_adaptive
         self._began: tuple[int, bool, float] | None = None
-        self.drafts, self.rate, self._age, self._is_ar_step = 0, 1.0, 0, False
+        self.drafts, self.rate, self._age = 0, 1.0, 0
         self._update()
+        self._is_ar_step = self._choose_ar_step()
 
     def begin_step(self, physical_rows: int, is_prefill: bool, rows: int = 1) -> None:
         """Starts the clock for a step of so many rows of the batch. A prefill tells nothing of the steps behind it."""
@@ -189,14 +197,11 @@ class BranchPacer:
             accepted: how many passed.
             found: the probabilities of the new drafts.
         """
-        record = self.record
-        record.learn(confidences[:checked], accepted)
+        self.record.learn(confidences[:checked], accepted)
         if found:
+            self.record.runs.extend([list(found)] * (1 if self.drafts else LOOK_WEIGHT))
             if not self.drafts:
                 self._age = UPDATE_EVERY
-                if len(record.runs) >= 4:  # looks are rare: each counts for several runs
-                    record.runs = deque(list(record.runs)[3:], RUNS)
-            record.runs.append(list(found))
 
     def observe(self, outcomes: Sequence[RowOutcome]) -> None:
         """Ends a step, and chooses the kind of the next."""
@@ -210,8 +215,7 @@ class BranchPacer:
         if self._age >= UPDATE_EVERY or rows != self.rows:
             self.rows = rows
             self._update()
-        else:
-            self._is_ar_step = self._choose_ar_step()
+        self._is_ar_step = self._choose_ar_step()
 
     def plan(self, confidence: Sequence[float | None], remaining: int) -> list[int]:
         """Masks of each branch: behind the last pending token, and behind each draft that is to be checked.
@@ -220,109 +224,76 @@ class BranchPacer:
             confidence: the masks' own probability of each draft there is; `None` for those found in the text.
             remaining: new tokens that are still allowed.
         """
-        most = min(len(confidence), self.largest, remaining - 1)
+        confidence = confidence[: max(0, min(self.largest, remaining - 1))]
         if not self.is_adaptive:
-            sizes = [self.largest] * (most + 1)
+            sizes = [0 if self.is_chain else self.largest] * len(confidence) + [self.largest]
         elif self._is_ar_step:
-            return [0] * (1 + self._lookup_depth(confidence[:most]))
+            return [0] * (1 + self._lookup_depth(confidence))
         elif not self.drafts:
             sizes = [min(LOOK_DRAFTS, self.largest)]
         else:
-            reached = [1.0, *self.record.reaches(confidence[:most])]
-            drafts = max((draft for draft, chance in enumerate(reached) if chance > self.price), default=0)
-            sizes = self._sizes(reached[: drafts + 1])
-        if self.is_chain:
-            sizes[:-1] = [0] * (len(sizes) - 1)
+            sizes = self._sizes([1.0, *self.record.reaches(confidence)])
         return [max(0, min(size, remaining - draft - 1)) for draft, size in enumerate(sizes)]
 
     def _lookup_depth(self, confidence: Sequence[float | None]) -> int:
-        """How many drafts from the text give an AR step the most tokens per time."""
-        best, depth, tokens = 1 / self.record.times.of(1, is_plain=True), 0, 1.0
-        reached = self.record.reaches(confidence) if confidence[:1] == [None] else []
-        for drafts, chance in enumerate(reached, 1):
-            tokens += chance
-            rate = tokens / self.record.times.of(1 + drafts)
-            if rate > best:
-                best, depth = rate, drafts
-        return depth
+        """How many drafts from the text an AR step checks."""
+        if confidence[:1] != [None]:
+            return 0
+        reached, times = [1.0, *self.record.reaches(confidence)], self.record.times
+        rates = [
+            sum(reached[: 1 + drafts]) / times.of(1 + drafts, is_plain=not drafts) for drafts in range(len(reached))
+        ]
+        return rates.index(max(rates))
 
     def _sizes(self, reached: Sequence[float]) -> list[int]:
-        """Masks of each branch, by the chances that the drafts to it pass (1 for none)."""
-        following = [*reached[1:], 0.0]
-        return [self._size(here - there) for here, there in zip(reached, following, strict=True)]
-
-    def _size(self, chance: float) -> int:
-        """Masks of a branch that is the one to go on from with this chance."""
-        return sum(chance * gain > self.price for gain in self.gains)
+        """Masks of each branch, for as many drafts as are worth a row, by the chances that the drafts to it pass (1
+        for none)."""
+        drafts = max((draft for draft, chance in enumerate(reached) if chance > self.price), default=0)
+        ends = [here - there for here, there in pairwise([*reached[: drafts + 1], 0.0])]
+        sizes = [sum(chance * gain > self.price for gain in self.gains) for chance in ends]
+        return [0] * drafts + sizes[-1:] if self.is_chain else sizes
 
     def _update(self) -> None:
-        """Chooses between AR steps and branches, and how deep."""
+        """Estimates the rate of branches and the price of a row."""
         self._age = 0
         times, rows = self.record.times, self.rows
         ar_time = times.of(rows, is_plain=True)
-        slope = rows * times.line()[1] / ar_time
-        reached, worth = self._reached()
-        self._set_price(self.rate * slope, worth)
-        self.drafts, self.rate = 0, MARGIN
-        for depth in range(1, self.largest + 1):
-            sizes = [min(size, depth) for size in self._sizes(reached[: depth + 1])]
-            if self.is_chain:
-                sizes[:-1] = [0] * depth
-            following = [*reached[1 : depth + 1], 0.0]
-            missing = sum(
-                here - there for here, there, size in zip(reached, following, sizes, strict=False) if not size
-            )
-            if missing == 1:
-                continue
-            time = times.of(rows * (1 + depth + sum(sizes))) + missing * times.of(rows * (2 + depth))
-            rate = (sum(reached[: depth + 1]) + missing) * ar_time / time
-            if rate > self.rate:
-                self.drafts, self.rate = depth, rate
-        self.rate = self.rate if self.drafts else 1.0
-        self._set_price(self.rate * slope, worth)
-        self._is_ar_step = self._choose_ar_step()
-
-    def _set_price(self, price: float, worth: Callable[[int, float], float]) -> None:
-        """Sets what a row must bring, and what each draft to come brings beyond that."""
-        self.price = price
-        self.gains = [worth(depth, price) for depth in range(1, self.largest + 1)]
+        runs = [self.record.reaches(run) for run in list(self.record.runs)]
+        reached, by_depth, chance = [1.0], [], PRIOR_CHANCE
+        for depth in range(self.largest):
+            known = [run[depth] for run in runs if len(run) > depth]
+            by_depth.append([*known, reached[-1] * chance])
+            reached.append(sum(by_depth[-1]) / len(by_depth[-1]))
+            chance = reached[-1] / reached[-2]  # a depth that was never tried is as good as the one before
+        for _ in range(2):
+            self.price = SHARE * max(1.0, self.rate) * rows * times.line()[1] / ar_time
+            # What draft k brings beyond that, on average, if it is checked only where it is worth it.
+            self.gains = [sum(max(0.0, one - self.price) for one in known) / len(known) for known in by_depth]
+            sizes = self._sizes(reached)
+            drafts = len(sizes) - 1
+            ends = pairwise([*reached[: drafts + 1], 0.0])
+            missing = sum(here - there for (here, there), size in zip(ends, sizes, strict=True) if not size)
+            time = times.of(rows * (1 + drafts + sum(sizes))) + missing * times.of(rows * (2 + drafts))
+            self.rate = (sum(reached[: drafts + 1]) + missing) * ar_time / time
+        self.drafts = drafts if self.rate > MARGIN and missing < 1 else 0
 
     def _choose_ar_step(self) -> bool:
         """Whether the next step is an AR step, be it to measure."""
-        record = self.record
+        record, is_best = self.record, not self.drafts
         if not self.is_adaptive:
             return False
         if not record.times.knows_plain(self.rows):
             return True
-        if self.drafts:
-            if self.rate > CLEAR:
-                record.look_after = FIRST_LOOK
-            after = MEASURE_EVERY if self.rate > CLEAR else MEASURE_EVERY // 8
-            is_due = record.times.clock is not None and record.steps_since >= after
-            if is_due:
-                record.steps_since = 0
-            return is_due
-        if record.steps_since < record.look_after:
-            return True
+        every = record.look_after
+        if not is_best and record.times.clock is None:
+            return False
+        if not is_best:
+            every = MEASURE_EVERY if self.rate > CLEAR else MEASURE_EVERY // 8
+            record.look_after = FIRST_LOOK if self.rate > CLEAR else record.look_after
+        if record.steps_since < every:
+            return is_best
         record.steps_since = 0
-        record.look_after = min(2 * record.look_after, LAST_LOOK)
-        record.times.doubt()
-        return False
-
-    def _reached(self) -> tuple[list[float], Callable[[int, float], float]]:
-        """The chance that the first k drafts of a run are accepted, from k = 0 on; and what draft k brings beyond a
-        price, on average, if it is checked only where it is worth that."""
-        runs = [self.record.reaches(run) for run in list(self.record.runs)]
-        reached, guesses, chance = [1.0], [], PRIOR_CHANCE
-        by_depth: list[list[float]] = []
-        for depth in range(self.largest):
-            by_depth.append([run[depth] for run in runs if len(run) > depth])
-            guesses.append(reached[-1] * chance)
-            reached.append((sum(by_depth[-1]) + guesses[-1]) / (len(by_depth[-1]) + 1))
-            chance = reached[-1] / reached[-2]  # a depth that was never tried is as good as the one before
-
-        def worth(depth: int, price: float) -> float:
-            known = [*by_depth[depth - 1], guesses[depth - 1]]
-            return sum(max(0.0, chance - price) for chance in known) / len(known)
-
-        return reached, worth
+        if is_best:
+            record.look_after = min(2 * record.look_after, LAST_LOOK)
+            record.times.doubt()
+        return not is_best

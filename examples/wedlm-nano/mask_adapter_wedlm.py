@@ -58,14 +58,14 @@ class _Update:
             return None
         down, up = slots.weights[self.target][self.layer]
         start = output.shape[1] - slots.count
-        real, last = output[:, :start], output[:, start:]
+        last = output[:, start:]
         # As one matrix: torch multiplies slices of a batch one by one, with copies of the weights.
         rows = args[0][:, start:].flatten(0, 1)
         update = nn.functional.linear(nn.functional.linear(rows, down), up).view_as(last)
         if slots.mask is not None:
             update = update.masked_fill(~slots.mask, 0)
         if torch.is_grad_enabled():
-            return last + update if start == 0 else torch.cat([real, last + update], dim=1)
+            return last + update if start == 0 else torch.cat([output[:, :start], last + update], dim=1)
         last.add_(update)
         return None
 

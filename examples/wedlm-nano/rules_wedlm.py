@@ -209,10 +209,8 @@ class VerifyRule(FillRule):
         slots: SlotStates | None = None,
     ) -> Selection:
         """What the AR rows choose, whether the drafts behind them pass, and the masks' own choices."""
-        width, device = order.slots.shape[1], logits.device
+        width, device, settings = order.slots.shape[1], logits.device, self.settings
         masks = [len(row.mask_slots) for row in rows]
-        # AR rows are judged by their token: only masks need an entropy.
-        entropy = F.pad(token_entropy(logits[:, width - max(masks) :]), (width - max(masks), 0))
         drafts = [row.filled_tokens for row in rows]
         behind = torch.tensor(
             [[-1] * (width - len(f) - 1 - m) + f + [-1] * (m + 1) for f, m in zip(drafts, masks, strict=True)],
@@ -220,7 +218,6 @@ class VerifyRule(FillRule):
         )  # (A, M), the draft that each AR row has behind it
         is_mask = torch.arange(width, device=device) >= width - torch.tensor(masks, device=device)[:, None]
         is_ar = (order.slots >= 0) & ~is_mask
-        settings = self.settings
 
         def passes(choice: Choice) -> torch.Tensor:
             same = choice.tokens == behind
@@ -232,15 +229,18 @@ class VerifyRule(FillRule):
             return same | (plausible & (behind >= 0))
 
         prefixes = [row.new_tokens + f for row, f in zip(rows, drafts, strict=True)]
+        most = max(masks)
+        # AR rows are judged by their token: only masks need an entropy, of the logits with MASK's.
+        entropy = token_entropy(logits[:, width - most :]) if most else None
         choice = self.sampler.choose_in_order(logits, order, is_ar, prefixes, passes)
-        proposals = choice.tokens if self.sampler.is_argmax else logits.argmax(-1)
-        return Selection(
-            tokens=torch.where(is_mask, proposals, choice.tokens),
-            chosen=torch.where(is_mask, entropy < settings.entropy_threshold, passes(choice)),
-            is_mask=is_mask,
-            is_broken=(entropy.isnan() & is_mask & (order.slots >= 0)) | (is_ar & (choice.tokens < 0)),
-            choice=choice,
-        )
+        tokens, chosen, is_broken = choice.tokens, passes(choice), is_ar & (choice.tokens < 0)
+        if entropy is not None:
+            entropy = F.pad(entropy, (width - most, 0))
+            proposals = tokens if self.sampler.is_argmax else logits.argmax(-1)
+            tokens = torch.where(is_mask, proposals, tokens)
+            chosen = torch.where(is_mask, entropy < settings.entropy_threshold, chosen)
+            is_broken = is_broken | (entropy.isnan() & is_mask & (order.slots >= 0))
+        return Selection(tokens, chosen, is_mask, is_broken, choice)
 
     def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
         """Keeps the accepted drafts, adds the AR head's own token behind them, and drafts anew."""
