@@ -291,7 +291,7 @@ def take_turns(
 
     Returns:
         for each decoder and prompt `decoder`, `batch_size`, the prompt's index as `prompt`, its `task`, the fields of
-        the [`Decoding`], `new_tokens`, and `right` (`None` if nobody knows).
+        the [`Decoding`], `new_tokens`, and `right` (`None` if unknown).
     """
     tokens = [list(prompts[index].tokens) for index in batch]
     rows = []

@@ -26,7 +26,7 @@ class Prompt:
     Attributes:
         messages: turns `{"role": ..., "content": ...}`, the last one the user's.
         task: groups prompts in tables.
-        answers: those that count as right; none if nobody knows.
+        answers: those that count as right; none if they are unknown.
         match: the rule among [`MATCHES`] by which a reply is compared with them.
         tokens: of the whole prompt; empty before [`encode`].
     """

@@ -27,7 +27,7 @@ RUNS = 64
 PRIOR_CHANCE = 0.65
 # What a stored calibration counts for: observations of a bin, at most, and runs of drafts.
 CALIBRATED_BIN, CALIBRATED_RUNS = 16.0, 8
-# While AR steps are best: steps between two looks at what masks would draft, doubled each time in vain.
+# While AR steps are best: steps until masks are tried again, doubled after each try that does not pay, and its drafts.
 FIRST_LOOK, LAST_LOOK, LOOK_DRAFTS = 24, 128, 4
 LOOK_WEIGHT = 8  # looks are rare: each counts for so many runs
 # While branches are best: steps between two AR steps that measure what those take.
@@ -58,7 +58,7 @@ def check_calibration(calibration: Any) -> None:
 
 @dataclass
 class DraftRecord:
-    """What is known of drafts and times; a model that is decoded with again goes on from it.
+    """What is known of drafts and times. It stays with the model, and the next call begins with it.
 
     Attributes:
         times: of steps.
@@ -177,7 +177,7 @@ class BranchPacer:
         self._is_ar_step = self._choose_ar_step()
 
     def begin_step(self, physical_rows: int, is_prefill: bool, rows: int = 1) -> None:
-        """Starts the clock for a step of so many rows of the batch. A prefill tells nothing of the steps behind it."""
+        """Starts the clock for a step of so many rows of the batch. A prefill is not timed."""
         clock = self.record.times.clock
         self._began = None if clock is None or is_prefill else (physical_rows, physical_rows == rows, clock())
 

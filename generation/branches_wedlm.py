@@ -115,7 +115,7 @@ class BranchRule(VerifyRule):
         sizes = torch.tensor([row.branches + [0] * (most - len(row.branches)) for row in rows], device=device)
         start = (sizes.cumsum(1) - sizes).gather(1, accepted)
         won_sizes = sizes.gather(1, accepted)
-        if device.type == "cpu":  # elsewhere, asking would wait for the device
+        if device.type == "cpu":  # on a GPU, looking would wait for the forward
             count = int(won_sizes.max())
             if count == 0:
                 return checked

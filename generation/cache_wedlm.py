@@ -158,7 +158,7 @@ class WindowCache(Cache):
         last token, whose AR row may be needed. What was cached without saying which tokens is computed anew.
 
         Args:
-            prompts: the tokens of each row; -1 behind embeddings. `None` where nobody knows: then all is kept.
+            prompts: the tokens of each row; -1 behind embeddings. `None` where they are unknown: then all is kept.
             device: of the tokens.
 
         Raises:

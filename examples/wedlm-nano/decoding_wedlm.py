@@ -196,7 +196,7 @@ class ParallelDecoder:
             return_dict=True,
         )
         self.steps += 1
-        # MASK's are overwritten later: a copy where a compiled forward may own them.
+        # Those of the mask token are overwritten later, so they are copied where a compiled forward may own them.
         logits, behind = outputs.logits.to(order.input_ids.device).split(
             [order.logit_count, order.masks_behind], dim=1
         )

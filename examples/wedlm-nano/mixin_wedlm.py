@@ -472,7 +472,7 @@ def _slot_cost(settings: WeDLMGenerationSettings, request: DecodingRequest) -> f
 
 
 class _Observers:
-    """What sees the steps of a call, and what it makes of them."""
+    """The observers of the steps of a call, and the output that they make."""
 
     def __init__(
         self,
@@ -497,7 +497,7 @@ class _Observers:
         self.all += [observer for observer in (self.trace, self.scores, stream) if observer is not None]
 
     def output(self, sequences: torch.Tensor, cache: WindowCache) -> WeDLMGenerateOutput:
-        """All that a call has to tell."""
+        """The output of a call, with everything that was recorded."""
         stats, trace, scores = self.stats.stats, self.trace, self.scores
         output = WeDLMGenerateOutput(
             sequences=sequences,  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """What differs between the decoders, as rules: streaming and block-wise filling (paper §5, Algorithm 1, Fig. 4c), and
 verified decoding.
 
-A rule says which slots a row's forward predicts, what is chosen for them, what that makes of the window, which rows of
+A rule says which slots a row's forward predicts, what is chosen for them, how that changes the window, which rows of
 the forward enter the cache, and how many masks come next. It works on the logits of all rows at once, and then on one
 row after the other, on plain lists.
 
@@ -165,7 +165,7 @@ class FillRule:
 
     def committed(self, row: Row, final: int) -> int:
         """How many physical rows of the forward enter the cache: those that saw nothing but final tokens. `final`
-        tokens became so in this step, and the row has not slid yet."""
+        tokens became final in this step; the window has not slid past them yet."""
         return row.pending
 
     def refill(self, row: Row, window_size: int) -> None:

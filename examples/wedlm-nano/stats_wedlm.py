@@ -44,8 +44,8 @@ class DecodingStats:
 
     @property
     def prefix_cacheability(self) -> float:
-        """p_cache = N_gen / N_fwd, pooled over rows: 1 where no slot was computed in vain, and a little more where the
-        last token, which no forward reads, counts."""
+        """p_cache = N_gen / N_fwd, pooled over rows: 1 where each slot was computed once; a little more where the last
+        token, which no forward reads, counts."""
         return self.new_tokens.sum().item() / max(1, self.token_instances.sum().item())
 
     @property
@@ -223,7 +223,7 @@ def _padded_in_front(values: torch.Tensor, order: PhysicalOrder) -> torch.Tensor
 
 @dataclass
 class WeDLMGenerateOutput(GenerateDecoderOnlyOutput):
-    """[`GenerateDecoderOnlyOutput`] plus what parallel decoding has to tell.
+    """[`GenerateDecoderOnlyOutput`] plus statistics, trace and log-probabilities of parallel decoding.
 
     `scores` and `logits` hold, for each new token, the distribution that it was chosen from: under verification the AR
     head's, else that of its mask in the step that filled it.

@@ -87,8 +87,8 @@ class VllmMaskAdapter(nn.Module):
         self.register_buffer("flags", torch.zeros(most_rows, 1, dtype=self.dtype, device=device), persistent=False)
         try:
             self.register_buffer("mask_embedding", weights["mask_embedding"], persistent=False)
-            for name in sorted({FUSED_INTO.get(target, target) for target in settings.target_modules}):
-                self._adapt(model, name, settings, weights)
+            for layer in sorted({FUSED_INTO.get(target, target) for target in settings.target_modules}):
+                self._adapt(model, layer, settings, weights)
             self.head = self._make_head(settings, model.config.hidden_size, weights)
         except (KeyError, RuntimeError) as error:
             raise ValueError(f"The weights of {name!r} do not fit its adapter_config.json: {error}") from error
