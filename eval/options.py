@@ -85,13 +85,14 @@ class PromptOptions:
                 raise ValueError("A prompt must not be empty.")
             if not is_unicode(prompt):
                 raise ValueError(f"A prompt must be UTF-8 text, got {prompt!r}.")
-        if self.file is not None:
-            lines = _lines(read_text(self.file))
-            if not lines:
-                raise ValueError(f"There is no prompt in {_shown(self.file)}.")
-            return given + lines
-        if not given and sys.stdin is not None and not sys.stdin.isatty():
-            given = _lines(read_text(Path("-")))
+        is_piped = self.file is None and not given and sys.stdin is not None and not sys.stdin.isatty()
+        file = Path("-") if is_piped else self.file
+        if file is not None:
+            # Only line feeds end lines: U+2028 and form feeds are text.
+            lines = read_text(file).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+            given += [line.strip() for line in lines if line.strip()]
+            if self.file is not None and not any(map(str.strip, lines)):
+                raise ValueError(f"There is no prompt in {_shown(file)}.")
         return given or list(DEMO_PROMPTS)
 
 
@@ -126,14 +127,13 @@ class DecodingOptions:
             ValueError: for settings of parallel decoding that are out of range, before any weights are read.
         """
         own = {field.name for field in fields(self)} - {"sample", "seed", "settings"}
-        named = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None}
         others = parse_settings(self.settings)
         if repeated := own & others.keys():
             option = min(repeated).replace("_", "-")
             raise ValueError(f"`--set {min(repeated)}=…`: this setting has an option of its own, `--{option}`.")
         from ..generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 
-        given = named | others
+        given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None} | others
         WeDLMGenerationSettings(**{name: value for name, value in given.items() if name in SETTING_NAMES})
         return given | ({"do_sample": True} if self.sample or self.temperature is not None else {})
 
@@ -302,10 +302,9 @@ def parse_settings(given: list[str] | None) -> dict[str, Any]:
 
         from ..generation.settings_wedlm import SETTING_NAMES
 
-        known = {*vars(GenerationConfig()), *SETTING_NAMES}
-        for name in settings:
-            if name not in known or name.startswith("_"):
-                raise ValueError(f"`--set {name}=…`: `generate` has no setting of this name.")
+        known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+        for name in settings.keys() - known - {*SETTING_NAMES}:
+            raise ValueError(f"`--set {name}=…`: `generate` has no setting of this name.")
     return settings
 
 
@@ -349,11 +348,6 @@ def read_prompt_file(file: Path) -> tuple[list[Prompt], str]:
 def is_unicode(text: str) -> bool:
     """Whether text can be encoded: bytes of the command line that are no UTF-8 cannot."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _lines(text: str) -> list[str]:
-    """The lines that are not empty. Only line feeds end them: U+2028 and form feeds are text."""
-    return [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n") if line.strip()]
 
 
 def _shown(file: Path) -> str:

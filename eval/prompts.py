@@ -96,51 +96,52 @@ def read_prompts(name: str, text: str) -> list[Prompt]:
     lines = [(number, line) for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"There is no prompt in {name!r}.")
-    rows = [(n, _json_row(name, n, line) if is_json else Prompt.of(line.strip())) for n, line in lines]
-    first, has_answers = rows[0][0], bool(rows[0][1].answers)
-    for number, row in rows:
-        if bool(row.answers) != has_answers:
+    rows: dict[int, Prompt] = {}
+    for number, line in lines:
+        try:
+            rows[number] = _json_row(line) if is_json else Prompt.of(line.strip())
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: {error}.") from None
+    first = lines[0][0]
+    for number, row in rows.items():
+        if bool(row.answers) != bool(rows[first].answers):
             missing, present = (first, number) if row.answers else (number, first)
             raise ValueError(
                 f"{name}, line {missing}: there is no `answer`, though line {present} has one: all rows need one, "
                 "or none."
             )
-    return [row for _, row in rows]
+    return list(rows.values())
 
 
-def _json_row(name: str, number: int, line: str) -> Prompt:
-    """Raises `ValueError` with file and line for anything but a row."""
-
-    def refuse(what: str) -> ValueError:
-        return ValueError(f"{name}, line {number}: {what}.")
-
+def _json_row(line: str) -> Prompt:
+    """Raises `ValueError` for anything but a row."""
     try:
         row: Any = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise refuse(f"this is no JSON ({error})") from None
+        raise ValueError(f"this is no JSON ({error})") from None
     if not isinstance(row, dict):
-        raise refuse(f"a row must be a JSON object, got {line.strip()[:40]}")
+        raise ValueError(f"a row must be a JSON object, got {line.strip()[:40]}")
     if ("messages" in row) == ("prompt" in row):
-        got = ", ".join(row) or "nothing"
-        raise refuse(f"a row needs either `messages` or `prompt`, got {got}")
+        raise ValueError(f"a row needs either `messages` or `prompt`, got {', '.join(row) or 'nothing'}")
     for key in ("prompt", "task"):
         if key in row and (not isinstance(row[key], str) or not row[key].strip()):
-            raise refuse(f"`{key}` must be a text that is not empty, got {row[key]!r}")
+            raise ValueError(f"`{key}` must be a text that is not empty, got {row[key]!r}")
     answers = row.get("answer", [])
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise refuse(f"`answer` must be a text or a list of texts, got {row['answer']!r}")
-    if row.get("match", "exact") not in MATCHES:
-        raise refuse(f"`match` must be one of {', '.join(MATCHES)}, got {row['match']!r}")
-    messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
+        raise ValueError(f"`answer` must be a text or a list of texts, got {row['answer']!r}")
+    if row.get("match", "exact") not in [*MATCHES]:
+        raise ValueError(f"`match` must be one of {', '.join(MATCHES)}, got {row['match']!r}")
+    messages: Any = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
     if not isinstance(messages, list) or not all(
         isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
         for turn in messages
     ):
-        raise refuse("`messages` must be a list of objects with the texts `role` and `content`")
+        raise ValueError("`messages` must be a list of objects with the texts `role` and `content`")
     if not messages or messages[-1]["role"] != "user":
         got = messages[-1]["role"] if messages else "none"
-        raise refuse(f"the last of the `messages` must be the user's (the wanted reply goes into `answer`), got {got}")
+        wanted = "the user's (the wanted reply goes into `answer`)"
+        raise ValueError(f"the last of the `messages` must be {wanted}, got {got}")
     turns = [{key: turn[key] for key in ("role", "content")} for turn in messages]
     return Prompt(turns, row.get("task", OWN_TASK), tuple(answers), row.get("match", "exact"))
 
@@ -162,29 +163,24 @@ def split_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts to choose settings on, and others to check them on; no prompt is among both.
 
-    Those of each task are shared out evenly along the file, half of them to each side, or fewer to the first one if
-    that is enough. Repeated ones are left out.
-
-    Args:
-        prompts: of all tasks.
-        most_tuning: of a task, for the first side.
-        most_others: of a task, for the second side.
+    Those of each task are shared out evenly along the file, half of them to each side, at most `most_tuning` to the
+    first one and `most_others` to the second. Repeated ones are left out.
 
     Raises:
         ValueError: if no task has two different prompts.
     """
     different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
-    by_task: dict[str, list[Prompt]] = {prompt.task: [] for prompt in different}
+    by_task: dict[str, list[Prompt]] = {}
     for prompt in different:
-        by_task[prompt.task].append(prompt)
+        by_task.setdefault(prompt.task, []).append(prompt)
     tuning: list[Prompt] = []
     others: list[Prompt] = []
     for group in by_task.values():
         count = len(group)
         first = min(count // 2, count if most_tuning is None else most_tuning)
-        is_first = [(index + 1) * first // count > index * first // count for index in range(count)]
-        tuning += [prompt for prompt, goes in zip(group, is_first, strict=True) if goes]
-        others += [prompt for prompt, goes in zip(group, is_first, strict=True) if not goes][:most_others]
+        chosen = {index for index in range(count) if (index + 1) * first // count > index * first // count}
+        tuning += [group[index] for index in sorted(chosen)]
+        others += [prompt for index, prompt in enumerate(group) if index not in chosen][:most_others]
     if not tuning:
         raise ValueError(
             "It takes two different prompts of a task at least, one to choose settings on and one to check them, got "

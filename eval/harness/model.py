@@ -76,7 +76,7 @@ class WeDLMHarnessLM(HFLM):
     AUTO_MODEL_CLASS = WeDLMForCausalLM
 
     def __init__(self, pretrained: str | PreTrainedModel, likelihood: Likelihood = "ar", **kwargs: Any):
-        check_model_args(kwargs | {"likelihood": likelihood})
+        check_request(kwargs | {"likelihood": likelihood}, {})
         self.likelihood = likelihood
         self._decoding = {name: kwargs.pop(name) for name in DECODING if name in kwargs}
         self._elbo = {name: kwargs.pop(f"elbo_{name}", default) for name, default in ELBO.items()}
@@ -115,17 +115,17 @@ class WeDLMHarnessLM(HFLM):
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The parent's for one task after the other, because `_model_generate` is not told whose prompts it gets."""
         by_task: dict[str | None, list[int]] = {}
-        for index, task in enumerate(_tasks(requests)):
+        for index, (request, task) in enumerate(zip(requests, _tasks(requests), strict=True)):
             by_task.setdefault(task, []).append(index)
-            if index == 0 or requests[index].args[1] != requests[index - 1].args[1]:
-                settings = self._settings(requests[index].args[1])
+            if index == 0 or request.args[1] != requests[index - 1].args[1]:
+                settings = self._settings(request.args[1])
             if task is not None:
                 self._in_force[task] = settings
         answers: dict[int, str] = {}
         for self._task, indices in by_task.items():
             texts = super().generate_until([requests[index] for index in indices], disable_tqdm)
             answers |= zip(indices, texts, strict=True)
-        return [answers[index] for index in range(len(requests))]
+        return [answers[index] for index in sorted(answers)]
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
@@ -184,13 +184,14 @@ class WeDLMHarnessLM(HFLM):
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """As the parent's, which also waits for all processes: one whose answers are cached would never come."""
         answers: list[float] = []
-        step = 16 * self.batch_size
-        bar = tqdm(range(0, len(requests), step), "Scoring texts", disable=disable_tqdm or self.rank != 0)
-        for part in (requests[start : start + step] for start in bar):
+        for part in self._parts(requests, "Scoring texts", disable_tqdm, self.batch_size):
             self._estimates = []
-            windows = [self._windows(request.args[0]) for request in part]
-            ends = list(itertools.accumulate(map(len, windows)))
+            windows = [  # of each text: parts that fit the model's context, each with what precedes it
+                [(None, *make_disjoint_window(window)) for window in self._windows(request.args[0])]
+                for request in part
+            ]
             values = self._loglikelihood_tokens([window for one in windows for window in one], disable_tqdm=True)
+            ends = itertools.accumulate(map(len, windows))
             spans = [slice(end - len(one), end) for one, end in zip(windows, ends, strict=True)]
             for request, span in zip(part, spans, strict=True):
                 answers.append(sum(value for value, _ in values[span]))
@@ -199,12 +200,15 @@ class WeDLMHarnessLM(HFLM):
                 self._record(part, [self._estimates[span] for span in spans])
         return answers
 
-    def _windows(self, text: str) -> list[tuple[None, list[int], list[int]]]:
-        """A text in parts that fit the model's context, each with what precedes it."""
-        windows = get_rolling_token_windows(
-            self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
-        )
-        return [(None, *make_disjoint_window(window)) for window in windows]
+    def _windows(self, text: str) -> Iterator[Any]:
+        tokens, prefix = self.tok_encode(text), self.prefix_token_id
+        return get_rolling_token_windows(tokens, prefix_token=prefix, max_seq_len=self.max_length, context_len=1)
+
+    def _parts(self, requests: list[Any], title: str, disable_tqdm: bool, batch_size: int) -> Iterator[list[Any]]:
+        """Enough of the requests to sort by length, few enough to lose when interrupted; with a progress bar."""
+        step = 16 * batch_size
+        for start in tqdm(range(0, len(requests), step), title, disable=disable_tqdm or self.rank != 0):
+            yield requests[start : start + step]
 
     def _loglikelihood_tokens(
         self,
@@ -215,23 +219,16 @@ class WeDLMHarnessLM(HFLM):
         """The parent's or, for `likelihood="elbo"`, estimates."""
         if self.likelihood == "ar":
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
-        # Without their texts: what goes into the cache of answers is the ELBO.
-        exact = super()._loglikelihood_tokens(
-            [(None, context, continuation) for _, context, continuation in requests], True, override_bs
-        )
-        batch_size = override_bs or self.batch_size
-        step = 16 * batch_size  # enough to sort by length, few enough to lose when interrupted
-        answers = []
-        bar = tqdm(range(0, len(requests), step), "Estimating", disable=disable_tqdm or self.rank != 0)
-        for part in (slice(start, start + step) for start in bar):
-            pairs = [(c[-(self.max_length + 1 - len(x)) :], x) for _, c, x in requests[part]]
-            estimates = block_elbo(self.model, self.tokenizer, pairs, batch_size=batch_size, **self._elbo)
-            for (text, _, continuation), estimate, (ar, is_greedy) in zip(
-                requests[part], estimates, exact[part], strict=True
-            ):
+        answers: list[tuple[float, bool]] = []
+        for part in self._parts(requests, "Estimating", disable_tqdm, override_bs or self.batch_size):
+            # Without their texts: what goes into the cache of answers is the ELBO.
+            exact = super()._loglikelihood_tokens([(None, *tokens) for _, *tokens in part], True, override_bs)
+            pairs = [(context[-(self.max_length + 1 - len(rest)) :], rest) for _, context, rest in part]
+            size = override_bs or self.batch_size
+            estimates = block_elbo(self.model, self.tokenizer, pairs, batch_size=size, **self._elbo)
+            for (text, _, rest), estimate, (ar, is_greedy) in zip(part, estimates, exact, strict=True):
                 variance = estimate.standard_error**2
-                numbers = {"tokens": len(continuation), "elbo": estimate.value, "variance": variance, "ar": ar}
-                self._estimates.append(numbers)
+                self._estimates.append({"tokens": len(rest), "elbo": estimate.value, "variance": variance, "ar": ar})
                 answers.append((estimate.value, is_greedy))
                 if text is not None:
                     self.cache_hook.add_partial("loglikelihood", text, answers[-1])
@@ -259,11 +256,11 @@ class WeDLMHarnessLM(HFLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """The parent's, with the statistics since the model was loaded."""
-        different = {*self._in_force.values()} or {self._settings({})}
         info = super().get_model_info()
-        info["decoding"] = asdict(next(iter(different)))
-        if len(different) > 1:  # tasks may bring settings of their own
-            info["decoding"] = {task: asdict(settings) for task, settings in self._in_force.items()}
+        in_force = {task: asdict(settings) for task, settings in self._in_force.items()}
+        different = {*self._in_force.values()} or {self._settings({})}
+        # Tasks may bring settings of their own.
+        info["decoding"] = in_force if len(different) > 1 else asdict(different.pop())
         if decoded := self._all_records["decoding"]:
             info["decoding_statistics"] = by_task(decoded, decoding_statistics)
         info["likelihood"] = {"kind": self.likelihood}
@@ -298,30 +295,21 @@ def _length(answer: list[int], end_tokens: set[int], pad_token: int | None) -> i
 def check_request(model_args: Mapping[str, Any], gen_kwargs: Mapping[str, Any]) -> None:
     """Raises `ValueError` for `--model_args` and `--gen_kwargs` that cannot be honoured, as far as that needs no
     model."""
-    check_model_args(model_args)
-    _check_names("generation option", gen_kwargs, {*DECODING, *_REQUEST, *vars(GenerationConfig())})
-    _check_settings({**model_args, **gen_kwargs})
-
-
-def check_model_args(given: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for `--model_args` that cannot be honoured."""
-    elbo = {f"elbo_{name}": least for name, least in LEAST.items() if name in ELBO}
+    elbo = {f"elbo_{name}": LEAST[name] for name in ELBO}
     known = {*DECODING, "likelihood", *elbo, *vars(WeDLMConfig()), *_LOADING}
     for function in (HFLM.__init__, PreTrainedModel.from_pretrained):
         known |= {*inspect.signature(function).parameters} - {"self", "kwargs", "model_args"}
-    _check_names("model argument", given, known)
-    _check_settings(given)
-    likelihood, allowed = given.get("likelihood", "ar"), get_args(Likelihood)
+    _check_names("model argument", model_args, known)
+    _check_names("generation option", gen_kwargs, {*DECODING, *_REQUEST, *vars(GenerationConfig())})
+    given = {**model_args, **gen_kwargs}
+    WeDLMGenerationSettings(**{name: given[name] for name in DECODING if given.get(name) is not None})
+    likelihood, allowed = model_args.get("likelihood", "ar"), get_args(Likelihood)
     if likelihood not in allowed:
         raise ValueError(f"`likelihood` must be one of {', '.join(map(repr, allowed))}, got {likelihood!r}.")
-    for name in sorted(given.keys() & elbo):
+    for name in sorted(model_args.keys() & elbo):
         if likelihood == "ar":
             raise ValueError(f"`{name}` has no meaning with `likelihood='ar'`: pass `likelihood=elbo` too.")
-        check_integer(name, given[name], elbo[name])
-
-
-def _check_settings(given: Mapping[str, Any]) -> None:
-    WeDLMGenerationSettings(**{name: given[name] for name in DECODING if given.get(name) is not None})
+        check_integer(name, model_args[name], elbo[name])
 
 
 def _check_names(kind: str, given: Iterable[str], known: set[str]) -> None:

@@ -47,8 +47,6 @@ def evaluate(**options: Any) -> dict[str, Any] | None:
         OSError: for a checkpoint that cannot be read.
     """
     is_ours, arguments = options.get("model") == "wedlm", options.get("model_args") or {}
-    if isinstance(arguments, str):
-        raise ValueError("`model_args` must be a mapping, got text.")
     if (limit := options.get("limit")) is not None and limit <= 0:
         raise ValueError(f"`--limit` must be above 0, got {limit:g}: without a document there is nothing to measure.")
     gen_kwargs = options.get("gen_kwargs") or {}

@@ -78,16 +78,7 @@ class AnswerStreamer(BaseStreamer):
 def compare(
     model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: Request, console: Console
 ) -> dict[str, list[Decoding]]:
-    """Answer prompts, streaming, and print what it took, next to AR decoding.
-
-    Args:
-        model: in evaluation mode.
-        tokenizer: the model's.
-        request: what to decode.
-        console: to print on.
-
-    Returns:
-        the answers of each decoder.
+    """Answer prompts, streaming, and print what it took, next to AR decoding; the answers of each decoder.
 
     Raises:
         ValueError: whatever `generate` refuses.
@@ -112,8 +103,12 @@ def compare(
             seconds = decoding.seconds - (streamer.seconds if streamer else 0.0)
             decodings.setdefault(name, []).append(replace(decoding, seconds=seconds))
         answer, *others = (answers[-1] for answers in decodings.values())
+        costs = f"{len(answer.tokens)} tokens in {answer.forwards} forwards, {answer.seconds:.3f} s"
+        for ar in others:
+            same = "same answer" if ar.tokens == answer.tokens else f"its answer:\n{printable(ar.text)}"
+            costs += f"; ar: {len(ar.tokens)} in {ar.forwards}, {ar.seconds:.3f} s, {same}"
         console.out("" if answer.text.endswith("\n") else "\n", end="")
-        console.out(_costs(answer, others), style="dim", highlight=False)
+        console.out(f"{costs}\n", style="dim", highlight=False)
     console.print(comparison_table(decodings))
     return decodings
 
@@ -128,31 +123,21 @@ def records(prompts: Sequence[str], decodings: Mapping[str, Sequence[Decoding]])
     ]
 
 
-def _costs(answer: Decoding, others: Sequence[Decoding]) -> str:
-    """What an answer took, what AR's took, and whether they are the same."""
-    text = f"{len(answer.tokens)} tokens in {answer.forwards} forwards, {answer.seconds:.3f} s"
-    for other in others:
-        same = "same answer" if other.tokens == answer.tokens else f"its answer:\n{printable(other.text)}"
-        text += f"; ar: {len(other.tokens)} in {other.forwards}, {other.seconds:.3f} s, {same}"
-    return f"{text}\n"
-
-
 def totals(decodings: Mapping[str, Sequence[Decoding]]) -> dict[str, dict[str, float]]:
     """What each decoder took over all its answers; speed is relative to `"ar"`, where that is one of them."""
     made: dict[str, dict[str, float]] = {}
     for name, answers in decodings.items():
-        sums = {"new_tokens": sum(len(answer.tokens) for answer in answers)}
         fields = ("forwards", "token_instances", "seconds")
+        sums = {"new_tokens": sum(len(answer.tokens) for answer in answers)}
         sums |= {field: sum(getattr(answer, field) for answer in answers) for field in fields}
         made[name] = sums | {rate: float(value) for rate, value in rates(sums).items()}
-    if AR in made:
-        for own in made.values():
-            own["speed_against_ar"] = own["tokens_per_second"] / made[AR]["tokens_per_second"]
+    for own in made.values() if AR in made else ():
+        own["speed_against_ar"] = own["tokens_per_second"] / made[AR]["tokens_per_second"]
     return made
 
 
 def comparison_table(decodings: Mapping[str, Sequence[Decoding]]) -> Table:
-    """One column for each decoder, over all its answers; speed is relative to `"ar"`, where that is one of them."""
+    """The [`totals`], one column for each decoder."""
     table = Table("strategy", *(Column(name, justify="right") for name in decodings), box=SIMPLE_HEAD)
     sums = totals(decodings).values()
     for label, name, form in SHOWN:

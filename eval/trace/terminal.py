@@ -64,10 +64,7 @@ def _panel(trace: Trace, recording: Recording, run: Run, count: int) -> Panel:
     for number in range(count):
         text.append(printable(_new_text(run, number)), GROUP_STYLES[number % len(GROUP_STYLES)])
     for slot in _window(trace, run, count):
-        if slot is None:
-            text.append("░", "dim")
-        else:
-            text.append(printable(slot).replace("\n", "⏎"), "black on yellow")
+        text.append(*("░", "dim") if slot is None else (printable(slot).replace("\n", "⏎"), "black on yellow"))
     if order := _order(recording, run, count):
         text.append(f"\n\n{order}", "dim")
     tokens, seconds = (run.steps[count - 1].final, run.ends[count - 1]) if count else (0, 0.0)
@@ -78,15 +75,13 @@ def _panel(trace: Trace, recording: Recording, run: Run, count: int) -> Panel:
 
 def _line(trace: Trace, recording: Recording, run: Run, count: int) -> str:
     """The same for a file or a pipe: the last forward, what it made final, and the window."""
-    order = _order(recording, run, count)
-    window = " ".join("_" if slot is None else repr(slot) for slot in _window(trace, run, count))
-    parts = [
-        f"{run.label}: forward {count}, {run.ends[count - 1]:.3f} s:",
-        *([f"read {order}"] if order else []),
-        f"final {_new_text(run, count - 1)!r}",
-        *([f"window {window}"] if window else []),
-    ]
-    return "  ".join(parts)
+    text = f"{run.label}: forward {count}, {run.ends[count - 1]:.3f} s:"
+    if order := _order(recording, run, count):
+        text += f"  read {order}"
+    text += f"  final {_new_text(run, count - 1)!r}"
+    if window := _window(trace, run, count):
+        text += f"  window {' '.join('_' if slot is None else repr(slot) for slot in window)}"
+    return text
 
 
 def _new_text(run: Run, index: int) -> str:
@@ -100,20 +95,18 @@ def _window(trace: Trace, run: Run, count: int) -> list[str | None]:
         return []
     step = run.steps[count]
     rows = sorted(zip(step.positions, step.tokens, step.kinds, strict=True))
-    return [
-        None if kind == MASK else trace.vocabulary[str(token)] for _, token, kind in rows if kind in (FILLED, MASK)
-    ]
+    slots = [(token, kind) for _, token, kind in rows if kind in (FILLED, MASK)]
+    return [None if kind == MASK else trace.vocabulary[str(token)] for token, kind in slots]
 
 
 def _order(recording: Recording, run: Run, count: int) -> str:
     """Positions of the last forward's rows in physical order, a bar where masks begin; empty for AR."""
     if not count or run.name == "ar":
         return ""
-    step = run.steps[count - 1]
-    rows = [
-        (position - len(recording.prompt_tokens), kind)
-        for position, kind in zip(step.positions, step.kinds, strict=True)
-    ]
-    masks = [str(position) for position, kind in rows if kind == MASK]
-    known = [str(position) for position, kind in rows if kind not in (MASK, PROMPT)]
-    return " ".join([*(["prompt"] if PROMPT in step.kinds else []), *known, *(["|", *masks] if masks else [])])
+    words = ["prompt"] if PROMPT in run.steps[count - 1].kinds else []
+    for position, kind in zip(run.steps[count - 1].positions, run.steps[count - 1].kinds, strict=True):
+        if kind == MASK and "|" not in words:
+            words.append("|")
+        if kind != PROMPT:
+            words.append(str(position - len(recording.prompt_tokens)))
+    return " ".join(words)

@@ -71,7 +71,7 @@ def test_the_command_writes_a_page_and_keeps_the_trace(wedlm, checkpoint, tmp_pa
         (["--save", "a", "--output", "a", "hi"], "'a' is named twice"),
         (["--file", "trace.json", "--save", "trace.json"], "'trace.json' is named twice"),
         (["--output", ".", "hi"], "'.' is a folder; a file is to be written."),
-        (["--save", "trace.json/x", "hi"], "File exists: 'trace.json'"),
+        (["--save", "trace.json/x", "hi"], "The folder 'trace.json' cannot be written to"),
         (["--window-size", "0", "hi"], "`window_size` must be an integer of at least 1, got 0."),
         (["--from", "trace.json", "--model", NANO], "The trace was made with another model than"),
         ([" "], "A prompt must not be empty."),
