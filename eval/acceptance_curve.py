@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import pandas as pd
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 
 from ..training.model_card import acceptance_table, read_log
 from .report.figures import STYLE, Figure
 
-BRANCHES, PLAIN, CHAIN = "branch", "branch_plain", "chain"
-KINDS = {BRANCHES: "-", PLAIN: ":", CHAIN: "--"}  # line styles
-NAMES = {BRANCHES: "branches", PLAIN: "without previous-token head", CHAIN: "chain"}
+PREFIX = "eval_tokens_per_forward_"
+KINDS = {"branch": ("branches", "-"), "branch_plain": ("without previous-token head", ":"), "chain": ("chain", "--")}
+"""Names and line styles of the ways to draft."""
 
 
 def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
@@ -30,22 +31,19 @@ def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
     Args:
         log: entries of a training log; those without `eval_tokens_per_forward_…` are left out.
     """
-    prefix = "eval_tokens_per_forward_"
-    points = {entry["mask_rows"]: entry for entry in log if f"{prefix}{BRANCHES}_1" in entry}
-    entries = [points[rows] for rows in sorted(points)]
-    names = {name.removeprefix(prefix).rpartition("_") for entry in entries for name in entry if prefix in name}
-    drafts = {kind: sorted(int(count) for name, _, count in names if name == kind) for kind in KINDS}
+    table = pd.DataFrame(log).set_index("mask_rows").filter(like=PREFIX).dropna(how="all")
+    table = table[~table.index.duplicated(keep="last")].sort_index()
+    table.columns = pd.MultiIndex.from_tuples(name.removeprefix(PREFIX).rsplit("_", 1) for name in table)
     with matplotlib.rc_context(STYLE):
         drawing = Drawing(figsize=(7.2, 3.6), layout="constrained")
         axis = drawing.subplots()
-        shades = matplotlib.colormaps["viridis"].resampled(len(drafts[BRANCHES]) + 1)
-        for kind, counts in drafts.items():
-            for index, count in enumerate(counts if kind == BRANCHES else counts[-1:]):
-                values: list[Any] = [entry.get(f"{prefix}{kind}_{count}") for entry in entries]
-                color = shades(index) if kind == BRANCHES else "#6b7280"
-                label = f"{NAMES[kind]}, {count} draft{'s' * (count > 1)}"
-                rows = [entry["mask_rows"] for entry in entries]
-                axis.plot(rows, values, KINDS[kind], marker="o", markersize=3, color=color, label=label)
+        for kind, (name, style) in KINDS.items():
+            counts = sorted(table[kind], key=int) if kind in table else []
+            shades = matplotlib.colormaps["viridis"].resampled(len(counts) + 1)
+            for place, count in enumerate(counts if kind == "branch" else counts[-1:]):
+                color = shades(place) if kind == "branch" else "#6b7280"
+                label = f"{name}, {count} draft{'s' * (count != '1')}"
+                axis.plot(table[kind, count], style, marker="o", markersize=3, color=color, label=label)
         axis.set(xlabel="mask rows trained", ylabel="tokens per forward", xlim=(0, None))
         axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.xaxis.set_major_formatter("{x:,.0f}")

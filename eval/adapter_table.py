@@ -42,27 +42,27 @@ def measure_adapter(
         `caption`, `columns` and `rows` of a table; `tasks`, the same rows for each task; `depths`, of verified
         decoding the share of drafts that passed at each place of a run; and the measured rows as `measured`.
     """
-    shared: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": False}
-    if temperature is not None:
-        shared |= {"do_sample": True, "temperature": temperature}
+    is_greedy = temperature is None
+    shared = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": not is_greedy}
+    shared |= {} if temperature is None else {"temperature": temperature}
     decoders = {AR: DECODERS[AR], LOOKUP: LOOKUP_OPTIONS, EXACT: DECODERS[EXACT]}
     decoders = {name: {**options, **shared} for name, options in decoders.items() if name != LOOKUP or batch_size == 1}
     encoded = [one if isinstance(one, Prompt) else Prompt.of("", tokens=one) for one in prompts]
     rows = measure(model, tokenizer, encoded, decoders, batch_size=batch_size, title=title)
-    where = environment(model)
+    table, where = pd.DataFrame(rows), environment(model)
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
-    how = "greedy" if temperature is None else f"temperature {temperature:g}"
-    caption = (
-        f"{len(prompts)} prompts, {together}, {how}, at most {max_new_tokens} tokens; {where['dtype']} on "
-        f"{where['device']} ({where['processor']}, {where['threads']} threads), torch {where['torch']}."
+    drafted, accepted = (
+        pd.DataFrame(table.loc[table["decoder"] == EXACT, f"{kind}_by_depth"].to_list()).sum()
+        for kind in ("drafted", "accepted")
     )
-    table = pd.DataFrame(rows)
     return {
-        "caption": caption,
+        "caption": f"{len(prompts)} prompts, {together}, {'greedy' if is_greedy else f'temperature {temperature:g}'}, "
+        f"at most {max_new_tokens} tokens; {where['dtype']} on {where['device']} ({where['processor']}, "
+        f"{where['threads']} threads), torch {where['torch']}.",
         "columns": COLUMNS,
-        "rows": _lines(table, temperature is None),
-        "tasks": {str(task): _lines(own, temperature is None) for task, own in table.groupby("task", sort=False)},
-        "depths": _depths(table[table["decoder"] == EXACT]),
+        "rows": _lines(table, is_greedy),
+        "tasks": {str(task): _lines(own, is_greedy) for task, own in table.groupby("task", sort=False)},
+        "depths": (accepted / drafted).tolist(),
         "measured": rows,
     }
 
@@ -83,12 +83,3 @@ def _lines(table: pd.DataFrame, is_greedy: bool) -> list[list[str]]:
         ]
         for line in sums.itertuples()
     ]
-
-
-def _depths(table: pd.DataFrame) -> list[float]:
-    """The share of drafts that passed, by their place in a run."""
-    drafted, accepted = (
-        pd.DataFrame([dict(enumerate(counts)) for counts in table[f"{kind}_by_depth"]]).sum().to_numpy()
-        for kind in ("drafted", "accepted")
-    )
-    return (accepted / drafted).tolist()

@@ -13,7 +13,7 @@ between two repeats is not in them, but for what reaches the medians.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,16 +47,8 @@ def per_prompt(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def resample(table: pd.DataFrame, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, pd.DataFrame]:
-    """Metrics of every decoder on the prompts and on resamples of them.
-
-    Args:
-        table: with AR among its decoders, if `speed` is of interest.
-        resamples: R.
-        seed: of the draws.
-
-    Returns:
-        `(R + 1, D)` for each metric that the columns allow.
-    """
+    """Metrics of every decoder on the prompts and on R resamples of them: `(R + 1, D)` for each that the columns
+    allow. Speeds are relative to [`AR`], where it is among the decoders."""
     wide = per_prompt(table)
     count = len(wide)
     drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=resamples)
@@ -65,13 +57,7 @@ def resample(table: pd.DataFrame, *, resamples: int = RESAMPLES, seed: int = 0) 
         name: pd.DataFrame(weights @ wide[name].to_numpy(), columns=wide[name].columns)
         for name in wide.columns.get_level_values(0).unique()
     }
-    return metrics(sums, count)
-
-
-def metrics(sums: Mapping[str, pd.DataFrame], count: int) -> dict[str, pd.DataFrame]:
-    """From sums over `count` prompts, each `(…, D)`, what follows from them; speeds are relative to [`AR`]."""
-    made: dict[str, pd.DataFrame] = {name: sums[name] / count for name in ("quality", "same") if name in sums}
-    made |= rates(sums)
+    made = {name: sums[name] / count for name in ("quality", "same") if name in sums} | rates(sums)
     if "seconds" in sums:
         if AR in sums["seconds"]:
             made["speed"] = made["tokens_per_second"].div(made["tokens_per_second"][AR], axis=0)
@@ -81,15 +67,13 @@ def metrics(sums: Mapping[str, pd.DataFrame], count: int) -> dict[str, pd.DataFr
 
 def standard_error(resampled: pd.DataFrame | pd.Series, count: int) -> Any:
     """Of what was computed on R resamples of `count` prompts (see [`resample`]); NaN for few prompts."""
-    if count < LEAST_PROMPTS:
-        return resampled.iloc[1:].std() * np.nan
-    return resampled.iloc[1:].std() * (count / (count - 1)) ** 0.5
+    correction = np.nan if count < LEAST_PROMPTS else (count / (count - 1)) ** 0.5
+    return resampled.iloc[1:].std() * correction
 
 
 def summarise(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """A row for each decoder: the metrics of these names and their standard errors (`…_error`)."""
-    count = table["prompt"].nunique()
-    made = resample(table)
+    count, made = table["prompt"].nunique(), resample(table)
     columns: dict[str, Any] = {}
     for name in names:
         if name in made:
