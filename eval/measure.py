@@ -78,16 +78,6 @@ class ForwardCounter:
         return len(self.shapes)
 
     @property
-    def rows(self) -> int:
-        """Sum over forwards of the rows that took part."""
-        return sum(rows for rows, _ in self.shapes)
-
-    @property
-    def slots(self) -> int:
-        """Tokens that went through the model."""
-        return sum(rows * width for rows, width in self.shapes)
-
-    @property
     def moments(self) -> list[float]:
         """The start of each forward and then the end of the block, seconds since its beginning."""
         return [moment - self.entered for moment in (*self.starts, self.left)]
@@ -223,12 +213,14 @@ def _counts(
     """The counts of a [`Decoding`] of each prompt, as reported; what was seen must be the same."""
     rows: list[dict[str, Any]] = []
     stats = getattr(output, "stats", None)
+    seen_forwards = sum(count for count, _ in counter.shapes)  # of rows
+    seen_tokens = sum(count * length for count, length in counter.shapes)
     for index, answer in enumerate(output.sequences[:, width:].tolist()):
         if stats is None:  # AR: one forward a token, and none for the last token
             tokens = _until_end(answer, model.generation_config.eos_token_id)
             counts = {"forwards": len(tokens), "token_instances": len(tokens) - 1}
             if options.get("prompt_lookup_num_tokens"):  # transformers reports nothing: the hook is all there is
-                counts = {"forwards": counter.forwards, "token_instances": counter.slots - width}
+                counts = {"forwards": seen_forwards, "token_instances": seen_tokens - width}
             rows.append({"tokens": tokens, **counts})
             continue
         new, *numbers = (getattr(stats, name)[index].tolist() for name in ("new_tokens", *_COUNTED))
@@ -238,9 +230,9 @@ def _counts(
         rows.append({"tokens": answer[:new], **row})
     reported = sum(row["forwards"] for row in rows)
     if stats is not None or len(rows) == 1:  # AR goes on with finished rows of a batch
-        assert counter.rows == reported, f"{counter.rows} forwards were seen, {reported} were reported"
+        assert seen_forwards == reported, f"{seen_forwards} forwards were seen, {reported} were reported"
     if len(rows) == 1:
-        seen, told = counter.slots - width, rows[0]["token_instances"]
+        seen, told = seen_tokens - width, rows[0]["token_instances"]
         assert seen == told, f"{seen} tokens were processed after the prompt, {told} were reported"
     return rows
 
@@ -272,11 +264,11 @@ def measure(
     limit = max(options.get("max_new_tokens") or LONGEST_ANSWER for options in decoders.values())
     batches = batches_of(model, prompts, batch_size, limit)
     take_turns(model, tokenizer, prompts, decoders, batches[0])
-    work = list(itertools.product(batches, range(repeats)))
-    rows = []
-    for batch, repeat in track(work, title):
-        rows += [row | {"repeat": repeat} for row in take_turns(model, tokenizer, prompts, decoders, batch)]
-    return rows
+    return [
+        row | {"repeat": repeat}
+        for batch, repeat in track(list(itertools.product(batches, range(repeats))), title)
+        for row in take_turns(model, tokenizer, prompts, decoders, batch)
+    ]
 
 
 def take_turns(

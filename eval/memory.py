@@ -18,35 +18,29 @@ class TensorBytes(TorchDispatchMode):
     kernel allocates and frees within itself is not seen.
 
     Attributes:
-        bytes: held now.
-        peak: the most that was held.
+        held: bytes of each tensor that is there now, by its storage.
+        bytes, peak: their sum, and the most that it was.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.held: dict[int, int] = {}
         self.bytes = self.peak = 0
-        self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         # What views return and in-place operations change was there before.
         if not any(result.alias_info for result in func._schema.returns):
             for tensor in tree_iter(output):
-                if isinstance(tensor, torch.Tensor):
-                    self._note(tensor.untyped_storage())
+                if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self.held:
+                    self.held[storage._cdata] = storage.nbytes()
+                    self.bytes += storage.nbytes()
+                    self.peak = max(self.peak, self.bytes)
+                    weakref.finalize(storage, self._forget, storage._cdata)
         return output
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self.bytes += size
-            self.peak = max(self.peak, self.bytes)
-            weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.bytes -= size
+    def _forget(self, key: int) -> None:
+        self.bytes -= self.held.pop(key)
 
 
 def peak_bytes(work: Callable[[], Any], device: torch.device) -> int:

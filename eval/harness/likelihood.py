@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -30,14 +29,9 @@ def check_integer(name: str, value: Any, least: float) -> None:
         raise ValueError(f"`{name}` must be an integer{bound}, got {value!r}.")
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A block ELBO.
-
-    Attributes:
-        value: mean of the samples, nats.
-        standard_error: of that mean, nats; 0 where the masks cannot vary.
-    """
+class Estimate(NamedTuple):
+    """A block ELBO: the mean of its samples and the standard error of that mean (0 where the masks cannot vary),
+    nats."""
 
     value: float
     standard_error: float
@@ -72,8 +66,7 @@ def block_elbo(
     Raises:
         ValueError: for settings out of range, and for a pair without a context or a continuation.
     """
-    settings = {"samples": samples, "block_size": block_size, "batch_size": batch_size, "seed": seed}
-    for name, value in settings.items():
+    for name, value in (("samples", samples), ("block_size", block_size), ("batch_size", batch_size), ("seed", seed)):
         check_integer(name, value, LEAST[name])
     for context, continuation in pairs:
         if not context or not continuation:
