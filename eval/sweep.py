@@ -81,16 +81,8 @@ def beaten(points: pd.DataFrame) -> pd.Series:
 
 
 def pick(summary: pd.DataFrame, max_loss: float, by: str) -> list[Any]:
-    """The one rule by which settings are chosen: those that lose at most `max_loss`, the greatest `by` first.
-
-    Args:
-        summary: a row for each setting, with the columns `loss` and `by`.
-        max_loss: in the units of `loss`.
-        by: what there should be most of.
-
-    Returns:
-        names of settings.
-    """
+    """The one rule by which settings are chosen: names of those whose `loss` is at most `max_loss`, the greatest `by`
+    (another column of the summary) first."""
     good = summary[summary["loss"] <= max_loss + 1e-9]  # but for rounding
     return list(good.sort_values(by, ascending=False, kind="stable").index)
 

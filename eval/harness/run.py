@@ -7,8 +7,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,7 +31,7 @@ SUITES = {"paper": "wedlm_paper"}
 
 logger = logging.getLogger("lm_eval.wedlm")  # shown as the harness shows its own
 
-_simple_evaluate = lm_eval.simple_evaluate
+_simple_evaluate, _own_download = lm_eval.simple_evaluate, ConfigurableTask.download
 
 
 def evaluate(**options: Any) -> dict[str, Any] | None:
@@ -123,7 +122,7 @@ def load_tasks(manager: TaskManager, names: Sequence[Any]) -> list[Any]:
     Raises:
         ValueError: where any of them cannot be had; it says what to fetch, for all of them.
     """
-    with _datasets_named():
+    with patch.object(ConfigurableTask, "download", _download):
         try:
             loaded = manager.load(list(names))
         except Exception as first:
@@ -147,24 +146,17 @@ def load_tasks(manager: TaskManager, names: Sequence[Any]) -> list[Any]:
     return [entry for name, entry in {**loaded.get("groups", {}), **loaded["tasks"]}.items() if name not in inside]
 
 
-@contextmanager
-def _datasets_named() -> Iterator[None]:
-    """Inside the block, a task whose dataset cannot be had says which it is: the harness' own error does not."""
-    download: Callable[..., None] = ConfigurableTask.download
-
-    def explained(task: ConfigurableTask, *args: Any, **kwargs: Any) -> None:
-        try:
-            download(task, *args, **kwargs)
-        except (OSError, datasets.exceptions.DatasetsError) as error:
-            where = ", ".join(repr(part) for part in (task.DATASET_PATH, task.DATASET_NAME) if part)
-            access = "accept its terms on the Hub, run `hf auth login`, then " if "gated" in str(error) else ""
-            raise ValueError(
-                f"its dataset is missing ({_first_line(error)}). To fetch it, with a connection: {access}"
-                f'python -c "import datasets; datasets.load_dataset({where})"'
-            ) from error
-
-    with patch.object(ConfigurableTask, "download", explained):
-        yield
+def _download(task: ConfigurableTask, *args: Any, **kwargs: Any) -> None:
+    """The harness' own, whose error does not say which dataset cannot be had."""
+    try:
+        _own_download(task, *args, **kwargs)
+    except (OSError, datasets.exceptions.DatasetsError) as error:
+        where = ", ".join(repr(part) for part in (task.DATASET_PATH, task.DATASET_NAME) if part)
+        access = "accept its terms on the Hub, run `hf auth login`, then " if "gated" in str(error) else ""
+        raise ValueError(
+            f"its dataset is missing ({_first_line(error)}). To fetch it, with a connection: {access}"
+            f'python -c "import datasets; datasets.load_dataset({where})"'
+        ) from error
 
 
 def _explained(error: Exception) -> str:
@@ -202,12 +194,11 @@ def main() -> None:
         arguments.include_path = [str(TASKS_FOLDER), *([arguments.include_path] if arguments.include_path else [])]
     if suite := vars(arguments).pop("suite", None):
         _apply_suite(arguments, suite)
-    shown: list[Mapping[str, Any]] = []
+    found: list[dict[str, Any] | None] = []
 
     def checked(**options: Any) -> dict[str, Any] | None:
-        results = evaluate(**options)
-        shown.extend([results] if results is not None else [])
-        return results
+        found.append(evaluate(**options))
+        return found[-1]
 
     # The harness reads thousands of files to find its own tasks, which takes longer than wedlm-nano's answers.
     ours = TaskManager(include_path=str(TASKS_FOLDER), include_defaults=False).all_tasks
@@ -226,7 +217,7 @@ def main() -> None:
         lost = "answers so far are lost: with `--use_cache PATH` the same command would go on from there"
         print(f"Interrupted; {kept if arguments.use_cache else lost}.", file=sys.stderr)
         sys.exit(130)
-    for results in shown:
+    for results in filter(None, found):
         show(results)
 
 

@@ -151,14 +151,9 @@ def _by_prompt(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
 def find_differences(
     table: pd.DataFrame, prompts: Sequence[Prompt], model: WeDLMForCausalLM
 ) -> list[dict[str, float]]:
-    """Where verified greedy answers leave AR's, and how close AR's decision was there.
+    """Where verified greedy answers (rows with `tokens` and `same`) leave AR's, and how close AR's decision was there.
 
     In exact arithmetic there are none. Kernels of another width round differently, so near-ties can fall either way.
-
-    Args:
-        table: rows with `tokens` and `same`.
-        prompts: that they answer.
-        model: for one forward on each such answer.
 
     Returns:
         for each answer that differs: `prompt`, `token` (the first new token that does, from 0), `gap` (between AR's
@@ -169,14 +164,12 @@ def find_differences(
     reference = table[table["decoder"] == AR].set_index("prompt")["tokens"]
     found = []
     for row in table[(table["decoder"] == EXACT) & ~table["same"]].itertuples():
-        wanted, got = reference[row.prompt], row.tokens
-        pairs = zip(wanted, got, strict=False)
+        wanted, pairs = reference[row.prompt], zip(reference[row.prompt], row.tokens, strict=False)
         place = next((index for index, (a, b) in enumerate(pairs) if a != b), None)
-        if place is None:
-            continue  # one answer is the beginning of the other
-        best, second = ar_logits(model, prompts[int(row.prompt)].tokens, wanted)[place].topk(2).values.tolist()
-        spacing = torch.finfo(model.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(best), 1e-30)))
-        found.append({"prompt": int(row.prompt), "token": place, "gap": best - second, "spacing": spacing})
+        if place is not None:  # else one answer is the beginning of the other
+            best, second = ar_logits(model, prompts[int(row.prompt)].tokens, wanted)[place].topk(2).values.tolist()
+            spacing = torch.finfo(model.dtype).eps * 2.0 ** (math.frexp(best)[1] - 1)
+            found.append({"prompt": int(row.prompt), "token": place, "gap": best - second, "spacing": spacing})
     return found
 
 

@@ -162,15 +162,6 @@ def blocks_of(text: str) -> dict[str, str]:
     return {match[2]: match[3] for match in _PLACE.finditer(text)}
 
 
-def check_blocks(files: Sequence[Path]) -> None:
-    """Raises `ValueError` for files without places for the [`BLOCKS`]."""
-    for path in files:
-        try:
-            fill(path.read_text(encoding="utf-8"), dict.fromkeys(BLOCKS, ""))
-        except ValueError as error:
-            raise ValueError(f"`--fill {path}`: {error}.") from None
-
-
 def fill(text: str, blocks: Mapping[str, str]) -> str:
     """Replace what stands between `<!-- measured: NAME -->` and `<!-- /measured -->`, each on a line of its own.
 

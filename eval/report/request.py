@@ -80,9 +80,13 @@ class ReportRequest(SweepOptions):
             raise ValueError(f"`--batch-sizes` must be at least 1, got {self.batch_sizes}.")
         super().__post_init__()
         from ..files import check_folder
-        from .page import check_blocks
+        from .page import BLOCKS, fill
 
-        check_blocks(self.fill or ())
+        for path in self.fill or ():
+            try:
+                fill(path.read_text(encoding="utf-8"), dict.fromkeys(BLOCKS, ""))
+            except ValueError as error:
+                raise ValueError(f"`--fill {path}`: {error}.") from None
         for folder in (self.output, self.figures):
             if folder is not None:
                 check_folder(folder)

@@ -93,12 +93,12 @@ class Recording:
     @property
     def token_ids(self) -> set[int]:
         """All that occur anywhere."""
-        steps = [step for run in self.runs for step in run.steps]
-        guesses = [guess for step in steps for guess in step.predictions]
-        predicted = {guess.token for guess in guesses if guess.token is not None}
-        predicted.update(token for guess in guesses for token, _ in guess.likeliest)
-        answers = [run.tokens for run in self.runs]
-        return predicted.union(self.prompt_tokens, *answers, *(step.tokens for step in steps))
+        found = {*self.prompt_tokens}
+        for run in self.runs:
+            found.update(run.tokens, *(step.tokens for step in run.steps))
+            for guess in (guess for step in run.steps for guess in step.predictions):
+                found.update([] if guess.token is None else [guess.token], (token for token, _ in guess.likeliest))
+        return found
 
 
 @dataclass(frozen=True, config=_FORM, kw_only=True)
