@@ -49,23 +49,16 @@ COLUMNS = {
 
 @dataclass
 class Calibration:
-    """What [`calibrate`] found.
+    """What [`calibrate`] found."""
 
-    Attributes:
-        seconds_per_step, seconds_per_slot: a step of Q slots takes the first + Q times the second.
-        trials: a row for each setting: `agreement`, `same` (share of answers that are AR's), `tokens_per_forward`,
-            `speed` (against AR, by counts and slot cost), and `checked`, the agreement on the other prompts, where it
-            was asked for.
-        chosen: name of the fastest that is good enough on both parts; `None` if there is none.
-        settings: of the chosen one, as the generation config takes them.
-        tokens_per_second: of AR and of the chosen one on the prompts that it was not picked on, taking turns.
-    """
-
-    seconds_per_step: float
+    seconds_per_step: float  # a step of Q slots takes so long, and Q times as long as the next
     seconds_per_slot: float
+    # A row for each setting: `agreement`, `same` (share of answers that are AR's), `tokens_per_forward`, `speed` (to
+    # AR, by counts and slot cost), and `checked`, the agreement on the other prompts, where it was asked for.
     trials: pd.DataFrame
-    chosen: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
+    chosen: str | None = None  # the fastest that is good enough on both parts
+    settings: dict[str, Any] = field(default_factory=dict)  # of the chosen one, as the generation config takes them
+    # Of AR and of the chosen one on the prompts that it was not picked on, taking turns.
     tokens_per_second: dict[str, float] = field(default_factory=dict)
 
     @property

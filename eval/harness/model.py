@@ -8,15 +8,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal, get_args
+from unittest.mock import patch
 
 import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 from transformers.utils.logging import tqdm
 
@@ -182,27 +183,17 @@ class WeDLMHarnessLM(HFLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """As the parent's, which also waits for all processes: one whose answers are cached would never come."""
+        """The parent's, without its wait for all processes: one whose answers are cached would never come."""
         answers: list[float] = []
         for part in self._parts(requests, "Scoring texts", disable_tqdm, self.batch_size):
             self._estimates = []
-            windows = [  # of each text: parts that fit the model's context, each with what precedes it
-                [(None, *make_disjoint_window(window)) for window in self._windows(request.args[0])]
-                for request in part
-            ]
-            values = self._loglikelihood_tokens([window for one in windows for window in one], disable_tqdm=True)
-            ends = itertools.accumulate(map(len, windows))
-            spans = [slice(end - len(one), end) for one, end in zip(windows, ends, strict=True)]
-            for request, span in zip(part, spans, strict=True):
-                answers.append(sum(value for value, _ in values[span]))
-                self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+            with patch.object(self, "_world_size", 1):
+                answers += super().loglikelihood_rolling(part, True)
             if self.likelihood == "elbo":
-                self._record(part, [self._estimates[span] for span in spans])
+                left = iter(self._estimates)
+                windows = [math.ceil(len(self.tok_encode(request.args[0])) / self.max_length) for request in part]
+                self._record(part, [list(itertools.islice(left, count)) for count in windows])
         return answers
-
-    def _windows(self, text: str) -> Iterator[Any]:
-        tokens, prefix = self.tok_encode(text), self.prefix_token_id
-        return get_rolling_token_windows(tokens, prefix_token=prefix, max_seq_len=self.max_length, context_len=1)
 
     def _parts(self, requests: list[Any], title: str, disable_tqdm: bool, batch_size: int) -> Iterator[list[Any]]:
         """Enough of the requests to sort by length, few enough to lose when interrupted; with a progress bar."""
@@ -217,6 +208,7 @@ class WeDLMHarnessLM(HFLM):
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
         """The parent's or, for `likelihood="elbo"`, estimates."""
+        disable_tqdm |= override_bs is not None  # one batch of a text
         if self.likelihood == "ar":
             return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
         answers: list[tuple[float, bool]] = []

@@ -19,7 +19,7 @@ from lm_eval._cli import HarnessCLI
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
-from lm_eval.utils import setup_logging
+from lm_eval.utils import setup_logging, simple_parse_args_string
 
 from ...modeling_wedlm.loading import find_checkpoint, load_tokenizer
 from .model import check_request
@@ -46,6 +46,8 @@ def evaluate(**options: Any) -> dict[str, Any] | None:
         OSError: for a checkpoint that cannot be read.
     """
     is_ours, arguments = options.get("model") == "wedlm", options.get("model_args") or {}
+    if isinstance(arguments, str):
+        options["model_args"] = arguments = simple_parse_args_string(arguments)
     if (limit := options.get("limit")) is not None and limit <= 0:
         raise ValueError(f"`--limit` must be above 0, got {limit:g}: without a document there is nothing to measure.")
     gen_kwargs = options.get("gen_kwargs") or {}

@@ -42,18 +42,11 @@ LABELS = TITLES | {
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing with its words.
+    """A drawing with its words."""
 
-    Attributes:
-        name: of a file.
-        title: in a few words.
-        caption: how to read it.
-        drawing: matplotlib's figure.
-    """
-
-    name: str
-    title: str
-    caption: str
+    name: str  # of a file
+    title: str  # in a few words
+    caption: str  # how to read it
     drawing: Drawing
 
     def as_uri(self) -> str:

@@ -45,27 +45,16 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Numbers:
-    """All that is shown.
+    """All that is shown."""
 
-    Attributes:
-        headline: a row for each decoder: the metrics and their standard errors (`…_error`).
-        tasks: metrics; index (decoder, task).
-        batches: by (batch_size, decoder): speed, the decoder's own cost, seconds to the first token, peak memory.
-        sweep: a row for each setting (see [`sweep_numbers`]).
-        areas: `area` and `area_error` of each decoder, and its `curve`.
-        prompts: of the headline: `task`, `entropy`, and for each decoder with drafts tokens per forward and speed.
-        differences: of verified answers that are not AR's (see [`find_differences`]).
-        table: the rows that all of this is made of.
-    """
-
-    headline: pd.DataFrame
-    tasks: pd.DataFrame
-    batches: pd.DataFrame
-    sweep: pd.DataFrame
-    areas: pd.DataFrame
-    prompts: pd.DataFrame
-    differences: list[dict[str, float]]
-    table: pd.DataFrame
+    headline: pd.DataFrame  # a row for each decoder: the metrics and their standard errors (`…_error`)
+    tasks: pd.DataFrame  # metrics; index (decoder, task)
+    batches: pd.DataFrame  # by (batch_size, decoder): speed, own cost, seconds to the first token, peak memory
+    sweep: pd.DataFrame  # a row for each setting (see [`sweep_numbers`])
+    areas: pd.DataFrame  # `area` and `area_error` of each decoder, and its `curve`
+    prompts: pd.DataFrame  # of the headline: `task`, `entropy`; of decoders with drafts: tokens per forward, speed
+    differences: list[dict[str, float]]  # of verified answers that are not AR's (see [`find_differences`])
+    table: pd.DataFrame  # the rows that all of this is made of
 
     @classmethod
     def of(
@@ -117,7 +106,7 @@ def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
 
 
 def _alone(table: pd.DataFrame) -> pd.DataFrame:
-    return table[(table["kind"] == "speed") & (table["batch_size"] == 1)].drop(columns="quality", errors="ignore")
+    return table[(table["kind"] == "speed") & (table["batch_size"] == 1)]
 
 
 def _summary(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
@@ -129,7 +118,7 @@ def _by_batch_size(table: pd.DataFrame) -> pd.DataFrame:
     parts = {}
     for size, rows in table[table["kind"] == "speed"].groupby("batch_size"):
         rows = mark_same(rows)
-        parts[size] = summarise(rows.drop(columns="quality", errors="ignore"), ["same", *TIMED])
+        parts[size] = summarise(rows, ["same", *TIMED])
         parts[size]["first_token_seconds"] = rows.groupby("decoder")["first_token_seconds"].median()
     peaks = table[table["kind"] == "memory"].set_index(["batch_size", "decoder"])["peak_bytes"]
     return pd.concat(parts, names=["batch_size"]).assign(peak_bytes=peaks)

@@ -32,24 +32,14 @@ from .store import Store
 
 @dataclass(frozen=True)
 class Part:
-    """Prompts, and what decodes them.
+    """Prompts, and what decodes them."""
 
-    Attributes:
-        name: `"sweep"` or `"headline"`.
-        prompts: with their tokens.
-        decoders: keywords of `generate` by name, AR first.
-        timed: how many prompts of each task are timed.
-        batch_sizes: of the times.
-        is_compared: whether settings are only compared with each other: their times are medians of fewer repeats, and
-            memory is not measured.
-    """
-
-    name: str
-    prompts: Sequence[Prompt]
-    decoders: Mapping[str, Options]
-    timed: int
-    batch_sizes: Sequence[int] = (1,)
-    is_compared: bool = False
+    name: str  # "sweep" or "headline"
+    prompts: Sequence[Prompt]  # with their tokens
+    decoders: Mapping[str, Options]  # keywords of `generate` by name, AR first
+    timed: int  # prompts of each task
+    batch_sizes: Sequence[int] = (1,)  # of the times
+    is_compared: bool = False  # with each other alone: times are medians of fewer repeats, memory is not measured
 
 
 @dataclass(frozen=True)

@@ -162,19 +162,19 @@ def _run(
 
 def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits: torch.Tensor) -> list[Step]:
     """The first forward reads the prompt, each other one the last token; logits `(len(tokens), V)`."""
-    steps = []
-    rows = zip(tokens, starts, token_entropy(logits).tolist(), _shares(*likeliest(logits)), strict=True)
-    for index, (token, start, entropy, shares) in enumerate(rows):
-        read = [tokens[index - 1]] if index else prompt
-        position = len(prompt) + index
+    steps, sequence = [], prompt + tokens
+    numbers = zip(starts, token_entropy(logits).tolist(), _shares(*likeliest(logits)), strict=True)
+    for index, (start, entropy, shares) in enumerate(numbers):
+        end = len(prompt) + index
+        first = end - 1 if index else 0
         steps.append(
             Step(
                 start=start,
-                tokens=read,
-                positions=list(range(position - len(read), position)),
-                kinds=(PENDING if index else PROMPT) * len(read),
-                committed=len(read),
-                predictions=[Prediction(position, "ar", round(entropy, 5), token, shares)],
+                tokens=sequence[first:end],
+                positions=list(range(first, end)),
+                kinds=(PENDING if index else PROMPT) * (end - first),
+                committed=end - first,
+                predictions=[Prediction(end, "ar", round(entropy, 5), sequence[end], shares)],
                 rejected=[],
                 final=index + 1,
             )
