@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..apps.push.request import PushRequest
-from ..training.adapt_config import AdaptConfig
+from ..training.adapt_config import AdaptConfig, GgufOption, RevisionOption
 from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, print_json
 
 
@@ -29,8 +29,8 @@ def convert(
     mask_token: Annotated[
         str | None, typer.Option(help="Text of the mask token; default: the tokenizer's own, else <|mask|>.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
-    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in that folder or Hub id.")] = None,
+    revision: RevisionOption = None,
+    gguf_file: GgufOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a WeDLM checkpoint of a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 model: its weights, and a mask token."""

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..training.adapt_config import DeviceOption
+
 if TYPE_CHECKING:
     from .prompts import Prompt
 
@@ -224,7 +226,7 @@ class LoadingOptions:
         str,
         typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", autocompletion=_one_of(*DTYPES)),
     ] = "auto"
-    device: Annotated[str | None, typer.Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None
+    device: DeviceOption = None
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: as many as have work.")] = None
 
     def prepare(self) -> str:

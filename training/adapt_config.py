@@ -7,6 +7,10 @@ from typing import Annotated, Any
 
 from typer import Option
 
+RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
+GgufOption = Annotated[str | None, Option(help="Name of a GGUF file in that folder or Hub id.")]
+DeviceOption = Annotated[str | None, Option(help="Such as cpu or cuda; default: cuda if there is one.")]
+
 
 @dataclass(frozen=True)
 class AdaptConfig:
@@ -34,11 +38,11 @@ class AdaptConfig:
     prompts: Annotated[
         Path | None, Option(help="Prompts, one a line or JSON lines; default: the model writes its own.")
     ] = None
-    revision: Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")] = None
-    gguf_file: Annotated[str | None, Option(help="Name of a GGUF file in that folder or Hub id.")] = None
+    revision: RevisionOption = None
+    gguf_file: GgufOption = None
     rank: Annotated[int, Option(min=1, help="Rank of the updates.")] = 64
     head_width: Annotated[int, Option(min=0, help="Hidden units of the previous-token head; 0 for none.")] = 640
-    device: Annotated[str | None, Option(help="Such as cpu or cuda; default: cuda if there is one.")] = None
+    device: DeviceOption = None
     seed: Annotated[int, Option(help="Of prompts, sampled answers and training.")] = 0
 
     def __post_init__(self) -> None:

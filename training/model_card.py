@@ -37,15 +37,11 @@ def model_card(
         **stated,
     }
     name = base if is_hub_id(base) else Path(base).stem
-    names: dict[str, Any] = {
-        "name": name,
-        "base": base,
-        "converted": converted,
-        "adapter": adapter,
-        "repr": json.dumps,
-    }
     template = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
-    return render(template, metadata, **names, **facts, curve=acceptance_table(log), figure=figure, table=table)
+    made: dict[str, Any] = {"curve": acceptance_table(log), "figure": figure, "table": table, **facts}
+    return render(
+        template, metadata, name=name, base=base, converted=converted, adapter=adapter, repr=json.dumps, **made
+    )
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:
