@@ -30,7 +30,7 @@ NO, WRONG, STOPPED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes
 
 _DEBUG = "wedlm_hf.debug"
 _PATIENCE = 0.5  # seconds
-_UsageError: Any = typer.BadParameter.__mro__[1]  # of click, which newer versions of typer hold a copy of
+_UsageError: Any = typer.BadParameter.__mro__[1]  # click's; newer versions of typer bring a copy of click
 
 
 class _Commands(TyperGroup):
@@ -49,7 +49,7 @@ class _Commands(TyperGroup):
 
 @contextmanager
 def _reported(meta: dict[str, Any]) -> Iterator[None]:
-    """Says what went wrong inside, with a traceback after `--debug` alone, and ends with the exit code for it."""
+    """Says what went wrong inside, with `--debug` by a traceback too, and ends with the exit code for it."""
     try:
         yield
     except (typer.Exit, typer.Abort):
@@ -58,7 +58,7 @@ def _reported(meta: dict[str, Any]) -> Iterator[None]:
         _silence()
         raise typer.Exit(PIPE_CLOSED) from None
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # rich has seen it first
+        if isinstance(end.__context__, BrokenPipeError):  # which rich has made of it
             raise typer.Exit(PIPE_CLOSED) from None
         raise
     except KeyboardInterrupt:
@@ -188,7 +188,7 @@ def _insist_every(seconds: float) -> None:
 
 
 def _run() -> None:
-    """Runs the command, and writes its last lines: later, Python could only say that it could not."""
+    """Runs the command and flushes its output: Python itself does so too late for an error to be reported well."""
     try:
         app()
     finally:

@@ -40,7 +40,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _fields(group: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)  # those of a parent class as its own module means them
+    hints = get_type_hints(group, include_extras=True)  # annotations of a parent class are resolved in its own module
     return [field.replace(annotation=hints[field.name]) for field in inspect.signature(group).parameters.values()]
 
 

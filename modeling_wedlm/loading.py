@@ -151,7 +151,7 @@ def load_model(
     """
     subfolder, file = options.pop("subfolder", ""), options.get("gguf_file") or CONFIG_FILE
     found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=file)
-    # A generation config that is no JSON would be taken for one that is not there.
+    # transformers takes a generation config that is no JSON for a missing one.
     _check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
     with reading(f"The checkpoint {os.fspath(source)!r}"):
         loaded = WeDLMForCausalLM.from_pretrained(source, dtype=dtype, **found | {"use_safetensors": True} | options)

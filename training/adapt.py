@@ -363,7 +363,7 @@ class _ShowProgress(TrainerCallback):
 
 
 def _faster_dtype(device: torch.device) -> str:
-    """The dtype in which the device multiplies matrices faster: some CPUs compute in bfloat16, others imitate it."""
+    """The dtype in which the device multiplies matrices faster: some CPUs compute in bfloat16, others emulate it."""
     if device.type == "cuda":
         return "bfloat16"
     seconds = {}

@@ -43,7 +43,7 @@ Benefits of|History of
     .replace("\\n", "\n")
     .split("|")
 )
-_DRAWN_FROM = 200  # the likeliest tokens; those behind them make gibberish of a small model's prompts
+_DRAWN_FROM = 200  # likeliest tokens; from all of them, a small model would draw gibberish
 _EMPTY_BATCHES = 5  # after so many batches in a row without an answer, it gives up
 _USER = "\N{WHITE STAR}user\N{WHITE STAR}"  # stands for the user's text while the chat template is taken apart
 

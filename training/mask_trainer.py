@@ -85,7 +85,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     # The budget.
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
-        """The sum of loss weights of the whole step; counts the budget on the way, alike on every process."""
+        """The sum of loss weights of the whole step. Counts the budget, too, the same on every process."""
         weights = self.accelerator.unwrap_model(self.model).depth_weights.cpu()
         counted = [batch["labels"] != -100 for batch in batch_samples]
         sums = [sum(float((mask * weights).sum()) for mask in counted), sum(int(mask.sum()) for mask in counted)]
@@ -119,7 +119,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         resume_from_checkpoint: Any,
         trial: Any,
     ) -> tuple[int, int]:
-        """The parent's, which takes every step so far for one on the present answers: other answers begin an epoch.
+        """The parent's, which assumes that all steps so far were on the present answers: here, others begin an epoch.
 
         Returns:
             The epoch to begin with, and how many of its batches are trained already.
