@@ -19,12 +19,8 @@ from .files_wedlm import write_text
 
 CARD_NAME = "README.md"
 TAGS = ("wedlm", "diffusion-language-model", "parallel-decoding")
-INHERITED = (
-    "license",
-    "license_name",
-    "license_link",
-    "language",
-)  # metadata of the base that holds for what it became
+# Metadata of the base that holds for what was made of it.
+INHERITED = ("license", "license_name", "license_link", "language")
 
 _MARKER = "<!-- wedlm-hf wrote this card ({}) and replaces it when the model is saved again, unless it is edited. -->"
 _MARKED = re.compile(_MARKER.replace("(", r"\(").replace(")", r"\)").format("([0-9a-f]{12})") + "\n*")
