@@ -214,11 +214,6 @@ def encode_prompt(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
     return replace(prompt, tokens=tokens)
 
 
-def encode_text(model: Any, tokenizer: PreTrainedTokenizerBase, text: str, raw: bool) -> list[int]:
-    """Tokens of one turn of the user; see [`encode_prompt`]."""
-    return list(encode_prompt(model, tokenizer, Prompt.of(text), raw=raw).tokens)
-
-
 def answer_limit(model: Any, prompt_length: int, wanted: int | None = None) -> int:
     """New tokens that a prompt may get: those wanted (default: [`LONGEST_ANSWER`]), at most what fits the context."""
     return max(1, min(wanted or LONGEST_ANSWER, model.config.max_position_embeddings - prompt_length))

@@ -22,7 +22,7 @@ from ...training.progress import track
 from ..decoders import AR, Options
 from ..fingerprint import fingerprint
 from ..measure import Decoding, ForwardCounter, decode_call, environment
-from ..prompts import answer_limit, encode_text
+from ..prompts import Prompt, answer_limit, encode_prompt
 from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, Recording, Run, Step, Trace
 from .text import pieces_of, token_text
 
@@ -53,7 +53,8 @@ class Request:
 
     def encode(self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
         """Each prompt and its tokens. Raises `ValueError` where they leave no room for an answer in the context."""
-        return [(prompt, encode_text(model, tokenizer, prompt, self.raw)) for prompt in self.prompts]
+        encoded = (encode_prompt(model, tokenizer, Prompt.of(prompt), raw=self.raw) for prompt in self.prompts)
+        return [(prompt.text, list(prompt.tokens)) for prompt in encoded]
 
     def decoders(self, model: WeDLMForCausalLM, prompt_length: int) -> dict[str, Options]:
         """Keywords of `generate` by strategy: the one that was asked for, then AR with what applies to it.

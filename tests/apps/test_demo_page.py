@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 from wedlm_hf.apps.demo import Demo, application
 from wedlm_hf.apps.demo_models import Choice, Models
 from wedlm_hf.eval.options import DEMO_PROMPTS, NANO, LoadingOptions
-from wedlm_hf.eval.prompts import encode_text
+from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace.saved import Run, Trace
 
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)>"
@@ -102,7 +102,7 @@ def text_of(page, run):
 
 def answer(demo, prompt, **options):
     loaded = demo.models.load(Choice(str(NANO)))
-    tokens = encode_text(loaded.model, loaded.tokenizer, prompt, False)
+    tokens = encode_prompt(loaded.model, loaded.tokenizer, Prompt.of(prompt)).tokens
     output = loaded.model.generate(torch.tensor([tokens]), max_new_tokens=128, **options)
     return loaded.tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from wedlm_hf import cli
 from wedlm_hf.eval.options import NANO
-from wedlm_hf.eval.prompts import encode_text
+from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace import saved
 from wedlm_hf.eval.trace.page import page
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
@@ -44,7 +44,7 @@ def test_the_command_writes_a_page_and_keeps_the_trace(wedlm, checkpoint, tmp_pa
     assert "tokens per forward" in output
     kept = saved.load("kept/trace.json")
     model, tokenizer = load_model(checkpoint), load_tokenizer(checkpoint)
-    assert kept.recordings[0].prompt_tokens == encode_text(model, tokenizer, PROMPT, True)
+    assert kept.recordings[0].prompt_tokens == encode_prompt(model, tokenizer, Prompt.of(PROMPT), raw=True).tokens
     assert (tmp_path / "build" / "trace.html").read_text() == page(kept)
 
     again = wedlm("--from", "kept/trace.json", "--output", "again.html", "--model", checkpoint)

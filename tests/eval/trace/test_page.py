@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from wedlm_hf.eval.options import NANO
-from wedlm_hf.eval.prompts import encode_text
+from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace import page as pages
 from wedlm_hf.eval.trace.record import Request, record
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
@@ -140,7 +140,7 @@ def test_each_forward_is_shown_as_it_was(shown, trace, nano):
     assert filled_out_of_order > 20
     page.keyboard.press("End")
     model, tokenizer = nano
-    prompt = encode_text(model, tokenizer, STAMPS, False)
+    prompt = encode_prompt(model, tokenizer, Prompt.of(STAMPS)).tokens
     for name, answer in (("wedlm", run), ("ar", ar)):
         options = SETTINGS if name == "wedlm" else {}
         tokens = model.generate(torch.tensor([prompt]), max_new_tokens=256, **options)[0, len(prompt) :]
