@@ -30,6 +30,7 @@ from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 
 WORK_PER_THREAD = 300_000_000
 """Multiplications of a forward, about 10 ms of a core: with less to do, a thread is not worth waiting for."""
+WINDOW_ROWS = 16  # of a forward, a decoder's window
 
 _COUNTED = ("forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")  # by `generate` itself
 
@@ -300,7 +301,7 @@ def take_turns(
 
 
 def batches_of(
-    model: WeDLMForCausalLM, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int = LONGEST_ANSWER
+    model: WeDLMForCausalLM, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int
 ) -> list[list[int]]:
     """Indices of prompts in batches of one task each.
 
@@ -329,14 +330,14 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
     }
 
 
-def default_threads(model: torch.nn.Module, rows: int = 16) -> int:
-    """CPU threads for forwards of so many rows in all (a decoder's window by default): as many as have work.
+def default_threads(model: torch.nn.Module) -> int:
+    """CPU threads for the forwards of a decoder: as many as have work.
 
     Threads wait for each other after every operation. Where one has little to do, that wait is longer than the work,
     the more so on cores that are busy with something else: a model of 2M parameters loses most of its speed to it.
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return max(1, min(torch.get_num_threads(), parameters * rows // WORK_PER_THREAD))
+    return max(1, min(torch.get_num_threads(), parameters * WINDOW_ROWS // WORK_PER_THREAD))
 
 
 def rates(sums: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,10 +88,9 @@ def pick(summary: pd.DataFrame, max_loss: float, by: str) -> list[Any]:
 
 
 def write_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
-    """Store settings in a checkpoint's generation_config.json, whole or not at all, and remove those that are None;
-    which strategy is used stays the caller's choice."""
+    """Store settings in a checkpoint's generation_config.json, whole or not at all; which strategy is used stays the
+    caller's choice."""
     path = checkpoint / "generation_config.json"
     stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     stored.pop("_from_model_config", None)  # with this flag, loading would drop our fields
-    stored = {name: value for name, value in (stored | dict(settings)).items() if settings.get(name, 0) is not None}
-    write_text(path, json.dumps(stored, indent=2, sort_keys=True) + "\n")
+    write_text(path, json.dumps(stored | dict(settings), indent=2, sort_keys=True) + "\n")

@@ -61,10 +61,8 @@ def test_chosen_settings_are_stored_in_the_checkpoint_and_used_from_there(tmp_pa
     model = tiny_model()
     model.save_pretrained(tmp_path)
     path = tmp_path / "generation_config.json"
-    path.write_text(
-        json.dumps({"_from_model_config": True, "eos_token_id": 2, "pad_token_id": 0, "top_k": 7, "top_p": 0.5})
-    )
-    write_settings(tmp_path, {"window_size": 4, "entropy_threshold": 2.0, "distance_penalty": 0.5, "top_p": None})
+    path.write_text(json.dumps({"_from_model_config": True, "eos_token_id": 2, "pad_token_id": 0, "top_k": 7}))
+    write_settings(tmp_path, {"window_size": 4, "entropy_threshold": 2.0, "distance_penalty": 0.5})
     stored = json.loads(path.read_text())
     assert stored == {
         "distance_penalty": 0.5,
