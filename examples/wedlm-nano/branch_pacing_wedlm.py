@@ -37,7 +37,7 @@ UPDATE_EVERY = 8
 # An advantage over AR steps that is too small to be seen in the times, and one that is beyond doubt.
 MARGIN, CLEAR = 1.05, 1.15
 # The part of its price that a row must bring: the rate is flat around the best plan, tokens per forward are not.
-SHARE = 0.6
+SHARE = 0.7
 
 
 def check_calibration(calibration: Any) -> None:
