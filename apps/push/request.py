@@ -28,6 +28,11 @@ class PushRequest:
     ]
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check alone, upload nothing.")] = False
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False
+    revision: Annotated[
+        str | None, typer.Option(help="Branch to upload to, made if it is not there; default: main.")
+    ] = None
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of a commit.")] = False
+    message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload by wedlm push"
     license: Annotated[str | None, typer.Option(help="For the model card, such as apache-2.0.")] = None
     base: Annotated[
         str | None, typer.Option(help="Of an adapter: the WeDLM checkpoint to check it on; default: its own.")

@@ -37,7 +37,9 @@ def upload(request: PushRequest, package: Package, api: HfApi | None = None) -> 
             raise OSError(f"{constants.ENDPOINT} cannot be reached: nothing was uploaded.")
         api = HfApi()
     repo_id = api.create_repo(request.repo, private=request.private or None, exist_ok=True).repo_id
-    card = _chosen_card(request, package, _card_there(api, repo_id), repo_id)
+    if request.revision and not request.create_pr and not api.revision_exists(repo_id, request.revision):
+        api.create_branch(repo_id, branch=request.revision)
+    card = _chosen_card(request, package, _card_there(api, repo_id, request.revision), repo_id)
     files = {name: path for name, path in package.files.items() if name != CARD_NAME}
     contents: dict[str, Any] = {name: str(path) for name, path in files.items()}
     if ADAPTER_FILE in files:
@@ -45,9 +47,16 @@ def upload(request: PushRequest, package: Package, api: HfApi | None = None) -> 
     operations: list[Any] = [CommitOperationAdd(name, content) for name, content in contents.items()]
     if card is not None:
         operations.append(CommitOperationAdd(CARD_NAME, card.encode()))
-    there = api.list_repo_files(repo_id)
+    there = api.list_repo_files(repo_id, revision=request.revision)
     operations += [CommitOperationDelete(name) for name in there if name.endswith(STALE) and name not in files]
-    return str(api.create_commit(repo_id, operations, commit_message="Upload by wedlm push").commit_url)
+    commit = api.create_commit(
+        repo_id,
+        operations,
+        commit_message=request.message,
+        revision=request.revision,
+        create_pr=request.create_pr,
+    )
+    return str(commit.pr_url or commit.commit_url)
 
 
 def _adapter_config(path: Path, card: str | None) -> bytes:
@@ -60,10 +69,10 @@ def _adapter_config(path: Path, card: str | None) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _card_there(api: HfApi, repo_id: str) -> str | None:
+def _card_there(api: HfApi, repo_id: str, revision: str | None) -> str | None:
     """The card in the repository."""
     try:
-        path = api.hf_hub_download(repo_id, CARD_NAME)
+        path = api.hf_hub_download(repo_id, CARD_NAME, revision=revision)
     except (EntryNotFoundError, RepositoryNotFoundError):
         return None
     with open(path, encoding="utf-8") as file:

@@ -206,7 +206,7 @@ class Hub:
             raise EntryNotFoundError(filename)
         return str(self.folder / filename)
 
-    def commit(self, repo_id, operations, **_):
+    def commit(self, repo_id, operations, *, create_pr, **_):
         for each in operations:
             target = self.folder / each.path_in_repo
             if type(each).__name__ == "CommitOperationDelete":
@@ -215,7 +215,9 @@ class Hub:
                 target.write_bytes(each.path_or_fileobj)
             else:
                 shutil.copyfile(each.path_or_fileobj, target)
-        return types.SimpleNamespace(pr_url=None, commit_url="https://hub/commit")
+        return types.SimpleNamespace(
+            pr_url="https://hub/pull/1" if create_pr else None, commit_url="https://hub/commit"
+        )
 
 
 @pytest.fixture
@@ -233,14 +235,33 @@ def uploaded(folder, hub, **options):
 def test_an_upload_is_one_commit_and_replaces_older_weights_and_code(folder, hub, in_process):
     for name in ("model-00001-of-00002.safetensors", "old_wedlm.py", "mine.txt"):
         (hub.folder / name).touch()
-    assert uploaded(folder, hub) == "https://hub/commit"
+    assert uploaded(folder, hub, message="First") == "https://hub/commit"
     hub.api.create_commit.assert_called_once()
+    assert hub.api.create_commit.call_args.kwargs["commit_message"] == "First"
+    hub.api.create_branch.assert_not_called()
     names = {path.name for path in hub.folder.iterdir()}
     assert names == {str(path) for path in contents(folder)} | {"mine.txt"}
     card = ModelCard((hub.folder / "README.md").read_text())
     assert card.data.license == "mit"
     assert 'from_pretrained("someone/model"' in card.text
     assert (hub.folder / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_a_branch_is_made_where_there_is_none_and_all_is_read_and_written_there(folder, hub, in_process):
+    hub.api.revision_exists.side_effect = [False, True]
+    for _ in range(2):
+        assert uploaded(folder, hub, revision="trial") == "https://hub/commit"
+        for call in (hub.api.hf_hub_download, hub.api.list_repo_files, hub.api.create_commit):
+            assert call.call_args.kwargs["revision"] == "trial"
+    hub.api.create_branch.assert_called_once_with("someone/model", branch="trial")
+
+
+@pytest.mark.parametrize("revision", [None, "trial"])
+def test_a_pull_request_needs_no_branch_of_its_own_and_its_address_is_told(folder, hub, in_process, revision):
+    hub.api.revision_exists.return_value = False
+    assert uploaded(folder, hub, create_pr=True, revision=revision) == "https://hub/pull/1"
+    assert hub.api.create_commit.call_args.kwargs["revision"] == revision
+    hub.api.create_branch.assert_not_called()
 
 
 def test_an_upload_replaces_the_card_of_an_earlier_one_and_keeps_a_persons_own(folder, hub, in_process):
