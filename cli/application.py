@@ -130,16 +130,16 @@ def main() -> None:
         SystemExit: with the exit code.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of a kernel it may lack
-    received = _stop_on_signals()
+    received: list[int] = []
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that has no letter for τ
     if os.environ.get("COLUMNS") in ("0", "1"):  # of a terminal that does not know its size
         del os.environ["COLUMNS"]
     try:
-        _run()
+        with _stopped_by_signals(received):
+            _run()
     except (SystemExit, Exception, KeyboardInterrupt) as end:
-        _insist_every(0)
         is_good = isinstance(end, SystemExit) and not end.code
         if is_good or not received:
             raise
@@ -148,13 +148,13 @@ def main() -> None:
         sys.exit(128 + received[0])
 
 
-def _stop_on_signals() -> list[int]:
-    """Makes SIGINT and SIGTERM end the command by `KeyboardInterrupt`. Returns a list that holds those that have come.
+@contextmanager
+def _stopped_by_signals(received: list[int]) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise `KeyboardInterrupt`, and are added to `received`.
 
     Python drops what is raised while it destroys an object, and other people's code may drop it, too. So it is raised
-    again after a moment, unless the command is about to end.
+    again every moment, except in code that handles it already.
     """
-    received: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         received.append(number)
@@ -172,13 +172,20 @@ def _stop_on_signals() -> list[int]:
         if not (received and isinstance(unraisable.exc_value, KeyboardInterrupt)):
             sys.__unraisablehook__(unraisable)
 
-    sys.unraisablehook = drop
+    hook, sys.unraisablehook = sys.unraisablehook, drop
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGALRM, insist)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` and a script's `&` ask for
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler != signal.SIG_IGN:  # as `nohup` and a script's `&` ask for
             signal.signal(number, stop)
-    return received
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _insist_every(0)  # last, so that none is left that would end the process while Python shuts down
+        sys.unraisablehook = hook
 
 
 def _insist_every(seconds: float) -> None:

@@ -145,7 +145,7 @@ def start(
 
 def run_here(words: list[str], folder: Path) -> None:
     """Runs it in this process, so that all that it imports is there for the forks."""
-    before, handlers = os.getcwd(), {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = os.getcwd()
     os.chdir(folder)
     sys.argv = ["wedlm", *words]
     try:
@@ -155,8 +155,6 @@ def run_here(words: list[str], folder: Path) -> None:
             raise RuntimeError(words) from end
     finally:
         os.chdir(before)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
