@@ -52,7 +52,9 @@ def measure_adapter(
     table, where = pd.DataFrame(rows), environment(model)
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
     drafted, accepted = (
-        pd.DataFrame(table.loc[table["decoder"] == EXACT, f"{kind}_by_depth"].to_list()).sum()
+        pd.DataFrame(
+            dict(enumerate(counts)) for counts in table.loc[table["decoder"] == EXACT, f"{kind}_by_depth"]
+        ).sum()
         for kind in ("drafted", "accepted")
     )
     return {

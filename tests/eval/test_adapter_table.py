@@ -65,6 +65,7 @@ def test_a_command_says_that_there_is_no_adapter(folder, tmp_path):
     assert result.exit_code == 2 and "adapter_config.json" in result.stderr
 
 
+@pytest.mark.filterwarnings("error::FutureWarning:wedlm_hf", "error::DeprecationWarning:wedlm_hf")
 @pytest.mark.parametrize(
     ("options", "names"),
     [
