@@ -275,7 +275,7 @@ class BranchPacer:
             missing = sum(here - there for (here, there), size in zip(ends, sizes, strict=True) if not size)
             time = times.of(rows * (1 + drafts + sum(sizes))) + missing * times.of(rows * (2 + drafts))
             self.rate = (sum(reached[: drafts + 1]) + missing) * ar_time / time
-        self.drafts = drafts if self.rate > MARGIN and missing < 1 else 0
+        self.drafts = drafts if self.rate > MARGIN and any(sizes) else 0
 
     def _choose_ar_step(self) -> bool:
         """Whether the next step is an AR step, be it to measure."""

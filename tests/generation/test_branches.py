@@ -499,6 +499,17 @@ def test_own_probabilities_are_corrected_by_what_passed():
     assert record.reaches([0.5])[0] == 0.5
 
 
+def test_drafts_that_no_masks_are_worth_count_as_ar_steps():
+    times = StepTimes(0.0)
+    times.of = lambda rows, is_plain=False: 6.0 if is_plain else float(rows)  # AR steps are slow, but rows cost more
+    times.line, times.knows_plain = lambda: (0.0, 1.0), lambda rows: True
+    record = DraftRecord(times)
+    record.runs.extend([[0.41, 0.69, 0.26]] * 8)
+    pace = BranchPacer(8, record)
+    assert pace.rate > 2 and not any(pace.plan([], 100))
+    assert pace.drafts == 0
+
+
 def test_decoding_begins_with_what_a_calibration_knows():
     seen = DraftRecord(StepTimes(0.03))
     pace = BranchPacer(8, seen)
