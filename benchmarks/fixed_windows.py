@@ -7,6 +7,7 @@
 All decode the same greedy answers in turn, on one clock. With a mask adapter a window is the most drafts of a step.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ import torch
 import typer
 
 from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
-from wedlm_hf.eval.measure import environment, measure
+from wedlm_hf.eval.measure import default_threads, environment, measure
 from wedlm_hf.eval.prompts import encode_prompt, read_prompts
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
@@ -50,15 +51,15 @@ def main(
     threads: int | None = None,
 ) -> None:
     """Print a table for each batch size, and how the default compares with the best fixed window."""
-    if threads:
-        torch.set_num_threads(threads)
     model = load_model(base, dtype=getattr(torch, dtype)).eval()
+    torch.set_num_threads(threads or default_threads(model))
     if adapter:
         model.load_mask_adapter(adapter)
     tokenizer = load_tokenizer(base)
     questions = read_prompts(prompts.name, prompts.read_text(encoding="utf-8"))
     questions = questions[:: max(1, len(questions) // count)][:count]
-    encoded = [encode_prompt(model, tokenizer, question) for question in questions]
+    mixed = [replace(question, task="all") for question in questions]  # or batches would be of one task each
+    encoded = [encode_prompt(model, tokenizer, question) for question in mixed]
     where = environment(model)
     print(f"{len(encoded)} prompts, at most {max_new_tokens} tokens, {where['dtype']}, {where['threads']} threads")
     for size in map(int, batch_sizes.split()):

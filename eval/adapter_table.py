@@ -9,7 +9,7 @@ import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
-from .decoders import AR, DECODERS, EXACT, LOOKUP, LOOKUP_OPTIONS
+from .decoders import AR, COMPARED, EXACT, LOOKUP
 from .measure import environment, measure, rates
 from .prompts import Prompt
 from .table import mark_same
@@ -45,8 +45,8 @@ def measure_adapter(
     is_greedy = temperature is None
     shared = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": not is_greedy}
     shared |= {} if temperature is None else {"temperature": temperature}
-    decoders = {AR: DECODERS[AR], LOOKUP: LOOKUP_OPTIONS, EXACT: DECODERS[EXACT]}
-    decoders = {name: {**options, **shared} for name, options in decoders.items() if name != LOOKUP or batch_size == 1}
+    names = (AR, *[LOOKUP] * (batch_size == 1), EXACT)
+    decoders = {name: {**COMPARED[name], **shared} for name in names}
     encoded = [one if isinstance(one, Prompt) else Prompt.of("", tokens=one) for one in prompts]
     rows = measure(model, tokenizer, encoded, decoders, batch_size=batch_size, title=title)
     table, where = pd.DataFrame(rows), environment(model)

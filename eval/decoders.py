@@ -19,8 +19,11 @@ DECODERS: dict[str, Options] = {
 }
 
 LOOKUP = "ar+lookup"
-LOOKUP_OPTIONS: Options = {"strategy": "ar", "prompt_lookup_num_tokens": 4}
-"""Assisted decoding of transformers: drafts are copied from the text so far. One prompt a call."""
+"""Assisted decoding of transformers, which needs no training: drafts are copied from the text so far. One prompt a
+call."""
+
+COMPARED: dict[str, Options] = {**DECODERS, LOOKUP: {"strategy": "ar", "prompt_lookup_num_tokens": 4}}
+"""The [`DECODERS`] and what else there is to compare them with."""
 
 
 def decoder_name(strategy: str, verification: str) -> str:

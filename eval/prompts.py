@@ -167,7 +167,7 @@ def split_prompts(
     first one and `most_others` to the second. Repeated ones are left out.
 
     Raises:
-        ValueError: if no task has two different prompts.
+        ValueError: if some are wanted to choose settings on, and no task has two different prompts.
     """
     different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
     by_task: dict[str, list[Prompt]] = {}
@@ -181,7 +181,7 @@ def split_prompts(
         chosen = {index for index in range(count) if (index + 1) * first // count > index * first // count}
         tuning += [group[index] for index in sorted(chosen)]
         others += [prompt for index, prompt in enumerate(group) if index not in chosen][:most_others]
-    if not tuning:
+    if not tuning and most_tuning != 0:
         raise ValueError(
             "It takes two different prompts of a task at least, one to choose settings on and one to check them, got "
             f"{len(different)} in {len(by_task)} task{'s' if len(by_task) > 1 else ''}."

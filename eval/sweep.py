@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ..generation.settings_wedlm import WeDLMGenerationSettings
-from .decoders import AR, BLOCK, DECODERS, EXACT, TYPICAL, WEDLM
+from .decoders import AR, BLOCK, COMPARED, DECODERS, EXACT, LOOKUP, TYPICAL, WEDLM
 from .files import write_text
 
 FIELDS = ("window_size", "entropy_threshold", "distance_penalty")
@@ -32,13 +32,13 @@ def candidates(
         thresholds: τ, nats.
         penalties: λ, nats per position; block-wise decoding is tried with the middle one.
         draft_thresholds: τ of the drafts of verified decoding, which have no λ, nats.
-        decoders: among [`DECODERS`]; AR is always there.
+        decoders: among those [`COMPARED`]; AR is always there.
 
     Raises:
         ValueError: for an unknown decoder, and for a value that is no setting.
     """
-    if unknown := [name for name in decoders if name not in DECODERS]:
-        raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(DECODERS)}.")
+    if unknown := [name for name in decoders if name not in COMPARED]:
+        raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(COMPARED)}.")
     middle = sorted(penalties)[len(penalties) // 2]
     values: dict[str, tuple[Sequence[float], Sequence[float | None]]] = {
         BLOCK: (thresholds, [middle]),
@@ -46,7 +46,7 @@ def candidates(
         TYPICAL: (draft_thresholds, [None]),
         EXACT: (draft_thresholds, [None]),
     }
-    named: dict[str, dict[str, Any]] = {AR: dict(DECODERS[AR])}
+    named = {name: dict(COMPARED[name]) for name in COMPARED if name == AR or (name == LOOKUP and name in decoders)}
     for decoder in values:
         for setting in itertools.product(windows, *values[decoder]) if decoder in decoders else ():
             options = configured(decoder, *setting)
@@ -68,7 +68,7 @@ def setting_name(decoder: str, options: Mapping[str, Any]) -> str:
 
 
 def settings_table(named: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
-    """Columns `kind` (of the [`DECODERS`]) and the [`FIELDS`]; indexed by name."""
+    """Columns `kind` (of those [`COMPARED`]) and the [`FIELDS`]; indexed by name."""
     table = pd.DataFrame.from_dict(named, orient="index").reindex(columns=["kind", *FIELDS]).rename_axis("decoder")
     return table.assign(kind=table.index.str.split().str[0])
 

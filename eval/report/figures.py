@@ -14,11 +14,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 
-from ..decoders import AR, BLOCK, EXACT, TYPICAL, WEDLM
+from ..decoders import AR, BLOCK, EXACT, LOOKUP, TYPICAL, WEDLM
 from ..files import written_whole
 from .numbers import TITLES, Numbers
 
-COLORS = {AR: "#6b7280", BLOCK: "#c7922e", WEDLM: "#2f7fc8", TYPICAL: "#a855a0", EXACT: "#17966e"}
+COLORS = {AR: "#6b7280", LOOKUP: "#b3593f", BLOCK: "#c7922e", WEDLM: "#2f7fc8", TYPICAL: "#a855a0", EXACT: "#17966e"}
 MARKERS = "osD^vP*X"
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -72,16 +72,21 @@ def figures(numbers: Numbers, window: int, quality: str) -> list[Figure]:
     """
     with matplotlib.rc_context(STYLE):
         labels = {**LABELS, "quality": f"{quality}, %"}
-        sweep = numbers.sweep.assign(**{name: 100 * numbers.sweep[name] for name in ("quality", "quality_error")})
-        windows = sweep["window_size"].dropna().unique()
-        shown = window if window in windows or not len(windows) else max(windows)
-        effects = _effects(sweep[sweep["window_size"] == shown], dict(sweep.loc[AR]), labels)
+        made = _of_sweep(numbers, window, labels) if len(numbers.sweep) else []
         batches = numbers.batches.reset_index().astype({"batch_size": str})
         drawing = _lines(batches, "batch_size", "decoder", ["tokens_per_second", "speed"], {}, labels)
         caption = "All decoders in turn on the same prompts, tasks mixed."
-        made = [_front(sweep, labels), *effects, _area(numbers.areas, labels), _entropy(numbers.prompts)]
-        made.append(Figure("batches", "Speed by batch size", caption, drawing))
+        made += [_entropy(numbers.prompts), Figure("batches", "Speed by batch size", caption, drawing)]
         return [figure for figure in made if figure is not None]
+
+
+def _of_sweep(numbers: Numbers, window: int, labels: dict[str, str]) -> list[Figure | None]:
+    """Those that compare settings."""
+    sweep = numbers.sweep.assign(**{name: 100 * numbers.sweep[name] for name in ("quality", "quality_error")})
+    windows = sweep["window_size"].dropna().unique()
+    shown = window if window in windows or not len(windows) else max(windows)
+    effects = _effects(sweep[sweep["window_size"] == shown], dict(sweep.loc[AR]), labels)
+    return [_front(sweep, labels), *effects, _area(numbers.areas, labels)]
 
 
 def _front(sweep: pd.DataFrame, labels: dict[str, str]) -> Figure:

@@ -17,13 +17,15 @@ import torch
 
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..ar_head import ar_logits
-from ..decoders import AR, EXACT, WEDLM
+from ..decoders import AR, EXACT, LOOKUP, WEDLM
 from ..prompts import Prompt
 from ..sweep import beaten
 from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summarise, summarise_tasks
 
 AREA_LOSS = 0.05
 """Settings that lose more of AR's quality have no place on the accuracy–parallelism curve."""
+
+NO_AREAS = pd.DataFrame({"area": []})
 
 TITLES = {
     "batch_size": "batch size",
@@ -50,10 +52,11 @@ class Numbers:
     headline: pd.DataFrame  # a row for each decoder: the metrics and their standard errors (`…_error`)
     tasks: pd.DataFrame  # metrics; index (decoder, task)
     batches: pd.DataFrame  # by (batch_size, decoder): speed, own cost, seconds to the first token, peak memory
-    sweep: pd.DataFrame  # a row for each setting (see [`sweep_numbers`])
-    areas: pd.DataFrame  # `area` and `area_error` of each decoder, and its `curve`
+    depths: pd.DataFrame  # of each decoder with drafts, how many were `drafted` and `accepted` at each `depth`
+    sweep: pd.DataFrame  # a row for each setting (see [`sweep_numbers`]); empty if none were tried
+    areas: pd.DataFrame  # `area` and `area_error` of each decoder, and its `curve`; empty likewise
     prompts: pd.DataFrame  # of the headline: `task`, `entropy`; of decoders with drafts: tokens per forward, speed
-    differences: list[dict[str, float]]  # of verified answers that are not AR's (see [`find_differences`])
+    differences: list[dict[str, float]]  # of verified greedy answers that are not AR's (see [`find_differences`])
     table: pd.DataFrame  # the rows that all of this is made of
 
     @classmethod
@@ -64,19 +67,24 @@ class Numbers:
         table: pd.DataFrame,
         prompts: Sequence[Prompt],
         model: WeDLMForCausalLM,
+        is_greedy: bool = True,
     ) -> Numbers:
-        """From the rows of both parts; `prompts` are the headline's."""
+        """From the rows of both parts; `prompts` are the headline's. Samples are not compared with AR's."""
         quality, alone = mark_same(table[table["kind"] == "quality"]), _alone(table)
         tasks = summarise_tasks(quality, COUNTED).join(summarise_tasks(alone, TIMED))
+        unknown = {} if is_greedy else {"same": np.nan}
         return cls(
-            headline=_summary(quality, alone),
-            tasks=tasks,
-            batches=_by_batch_size(table),
+            headline=_summary(quality, alone).assign(**unknown),
+            tasks=tasks.assign(**unknown),
+            batches=_by_batch_size(table).assign(**unknown),
+            depths=_by_depth(quality),
             sweep=sweep,
-            areas=_areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"]),
+            areas=_areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"])
+            if len(sweep)
+            else NO_AREAS,
             prompts=_by_prompt(quality, alone),
-            differences=find_differences(quality, prompts, model),
-            table=pd.concat([sweep_table, table]).drop(columns="tokens"),
+            differences=find_differences(quality, prompts, model) if is_greedy else [],
+            table=pd.concat([sweep_table, table]).drop(columns=["tokens", "drafted_by_depth", "accepted_by_depth"]),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -124,12 +132,23 @@ def _by_batch_size(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, names=["batch_size"]).assign(peak_bytes=peaks)
 
 
+def _by_depth(quality: pd.DataFrame) -> pd.DataFrame:
+    """Index `decoder`, `depth` (from 1)."""
+    rows = [
+        {"decoder": row.decoder, "depth": depth, "drafted": drafted, "accepted": accepted}
+        for row in quality.itertuples()
+        for depth, (drafted, accepted) in enumerate(zip(row.drafted_by_depth, row.accepted_by_depth, strict=True), 1)
+    ]
+    columns = ["decoder", "depth", "drafted", "accepted"]
+    return pd.DataFrame(rows, columns=columns).groupby(["decoder", "depth"], sort=False).sum()
+
+
 def _by_prompt(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
-    """Index `prompt`; columns `task`, `entropy`, `answer_tokens`, and (metric, decoder) of EXACT and WEDLM."""
+    """Index `prompt`; columns `task`, `entropy`, `answer_tokens`, and both metrics of those with drafts or masks."""
     ar = quality[quality["decoder"] == AR].set_index("prompt")
     made = ar[["task", "entropy"]].assign(answer_tokens=ar["new_tokens"])
     seconds = (timed["seconds"] / timed["new_tokens"]).groupby([timed["decoder"], timed["prompt"]]).median()
-    for decoder in (EXACT, WEDLM):
+    for decoder in (EXACT, WEDLM, LOOKUP):
         own = quality[quality["decoder"] == decoder].set_index("prompt")
         if len(own):
             made[f"tokens_per_forward, {decoder}"] = own["new_tokens"] / own["forwards"]

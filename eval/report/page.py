@@ -14,13 +14,14 @@ import jinja2
 import pandas as pd
 from markdown_it import MarkdownIt
 
-from ..decoders import AR, EXACT, WEDLM
+from ..decoders import AR, EXACT, LOOKUP, WEDLM
 from ..files import write_text
 from ..sweep import FIELDS
 from .figures import figures
 from .numbers import AREA_LOSS, TITLES, Numbers
 
-BLOCKS = ("summary", "tasks", "batches", "setup", "front")
+BLOCKS = ("summary", "tasks", "batches", "depths", "setup", "front")
+MOST_DEPTHS = 8
 ALL_TASKS = "all tasks"
 _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- /measured -->)", flags=re.DOTALL)
 
@@ -57,6 +58,7 @@ class Words:
         self.facts = {
             "report": report,
             "headline": numbers.headline.to_dict("index"),
+            "is_compared": bool(numbers.headline["same"].notna().all()),  # with AR's answers, token for token
             "steps": pd.DataFrame(numbers.differences, columns=["gap", "spacing"]).eval("gap / spacing"),
             "correlations": {name.partition(", ")[2]: correlations[name] for name in own},
             "area_loss": f"{100 * AREA_LOSS:g}",
@@ -103,14 +105,11 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
     """All tables of a report, their cells as texts; `quality` says what quality is."""
     main, errors = ["quality", "tokens_per_forward", "prefix_cacheability"], ["quality", "speed"]
     timed = ["tokens_per_second", "speed", "first_token_seconds", "own_cost", "same", "peak_bytes"]
-    sweep, headline = numbers.sweep, numbers.headline
-    settings = sweep[[*FIELDS]].map("{:g}".format, "ignore").fillna("").set_axis(list("Wτλ"), axis=1)
-    settings.insert(0, "decoder", sweep["kind"])
-    settings = settings.join(_cells(sweep, ["quality", "loss", *main[1:], "speed"], errors))
+    headline = numbers.headline
     # AR's quality by task, then that of the others with their speeds; the last line is that of all tasks together.
     tasks = pd.concat([numbers.tasks, headline.assign(task=ALL_TASKS).set_index("task", append=True)])
     by_task = _cells(tasks, ["quality", "tokens_per_forward", "speed"])
-    shown = [name for name in (WEDLM, EXACT) if name in headline.index]
+    shown = [name for name in (WEDLM, EXACT, LOOKUP) if name in headline.index]
     columns = [(name, "quality") for name in (AR, *shown[:1])]
     columns += [(name, column) for name in shown for column in ("tokens_per_forward", "speed")]
     titles, texts = TITLES | {"quality": quality}, numbers.prompts.groupby("task").mean().sort_values("entropy")
@@ -120,15 +119,29 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
             {f"{name}: {titles[key]}": by_task.loc[name][key] for name, key in columns}
         ).reset_index(),
         "batches": _cells(numbers.batches, timed).reset_index(),
-        "front": settings.loc[sweep[sweep["on_front"]].sort_values("speed", kind="stable").index],
-        "sweep": settings,
-        "areas": _cells(numbers.areas, ["area"], ["area"]).reset_index(),
+        "depths": _shares(numbers.depths).reset_index(),
         "entropy": _cells(texts, texts.columns).reset_index(),
+        "front": pd.DataFrame({"decoder": []}),
     }
+    if len(sweep := numbers.sweep):
+        settings = sweep[[*FIELDS]].map("{:g}".format, "ignore").fillna("").set_axis(list("Wτλ"), axis=1)
+        settings.insert(0, "decoder", sweep["kind"])
+        settings = settings.join(_cells(sweep, ["quality", "loss", *main[1:], "speed"], errors))
+        made |= {
+            "front": settings.loc[sweep[sweep["on_front"]].sort_values("speed", kind="stable").index],
+            "sweep": settings,
+            "areas": _cells(numbers.areas, ["area"], ["area"]).reset_index(),
+        }
     return {
         name: table.rename(columns=lambda column: titles.get(column, column.replace("_", " ")))
         for name, table in made.items()
     }
+
+
+def _shares(depths: pd.DataFrame) -> pd.DataFrame:
+    """Of the drafts at each depth that were checked, how many passed, as texts."""
+    shares = (depths["accepted"] / depths["drafted"]).unstack("depth").iloc[:, :MOST_DEPTHS]
+    return shares.map("{:.2f}".format, "ignore").fillna("–").rename(columns=str)
 
 
 def _cells(rows: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] = ()) -> pd.DataFrame:

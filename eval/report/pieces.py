@@ -2,7 +2,7 @@
 
 Quality is decoded in batches, one setting after the other. Speed is taken in turn (A B A B …); a turn that was cut off
 is taken again as a whole. Decoders whose window adapts look at all rows of a batch, so they get their prompts one at a
-time where quality is measured.
+time where quality is measured; prompt lookup takes one at a time anyway.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from functools import partial
 from itertools import cycle, islice
 
 import pandas as pd
+import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from ...modeling_wedlm import WeDLMForCausalLM
 from ...training.progress import LongProgress
 from ..ar_head import agreeing_tokens, answer_entropy
-from ..decoders import AR, EXACT, Options
+from ..decoders import AR, EXACT, LOOKUP, Options
 from ..measure import Row, batches_of, take_turns
 from ..memory import peak_bytes
 from ..prompts import Prompt, answer_limit
@@ -60,8 +61,8 @@ class Piece:
     @property
     def calls(self) -> Sequence[Sequence[int]]:
         """The prompts that are decoded together."""
-        is_adaptive = self.kind == "quality" and self.names[0].startswith(EXACT)
-        return [[index] for index in self.batch] if is_adaptive else [self.batch]
+        is_alone = self.kind == "quality" and self.names[0].startswith((EXACT, LOOKUP))
+        return [[index] for index in self.batch] if is_alone else [self.batch]
 
     @property
     def cost(self) -> int:
@@ -95,19 +96,23 @@ class Measurement:
         return pd.DataFrame([row for key in pieces for row in self.store.pieces[key]])
 
     def _pieces(self, part: Part) -> Iterator[Piece]:
-        """Times are compared within a turn: those of other decoders or settings are of another moment."""
+        """Times are compared within a turn: those of other decoders or settings are of another moment. Prompts that
+        are timed alone need not be decoded again for their quality."""
         decoders, request = list(part.decoders), self.request
+        alone = {index for batch in self._timed_batches(part, 1) for index in batch}
         for batch in batches_of(self.model, part.prompts, request.batch_size, request.max_new_tokens):
-            for name in decoders:
-                yield Piece("quality", [name], batch)
+            if rest := [index for index in batch if index not in alone]:
+                for name in decoders:
+                    yield Piece("quality", [name], rest)
         for size in part.batch_sizes:
             batches = self._timed_batches(part, size)
+            names = [name for name in decoders if name != LOOKUP or size == 1]
             # The time of a batch is a mean over its prompts: half as many repeats will do there, too.
             repeats = math.ceil(request.repeats / 2) if part.is_compared or size > 1 else request.repeats
             for batch in batches:
                 for repeat in range(repeats):
-                    yield Piece("speed", decoders, batch, repeat)
-            for name in () if part.is_compared else decoders:
+                    yield Piece("speed", names, batch, repeat)
+            for name in () if part.is_compared else names:
                 yield Piece("memory", [name], batches[0])
 
     def _measure(self, part: Part, piece: Piece) -> list[Row]:
@@ -115,21 +120,30 @@ class Measurement:
             used = peak_bytes(partial(self._decode, part, piece), self.model.device)
             return [{"decoder": piece.names[0], "batch_size": len(piece.batch), "peak_bytes": used}]
         rows = self._decode(part, piece)
-        for row in rows if piece.kind == "quality" else ():
-            asked = self.model, part.prompts[row["prompt"]].tokens, row["tokens"]
-            if row["right"] is not None:
-                row["quality"] = float(row["right"])
-            else:
-                row["quality"] = 1.0 if row["decoder"] == AR else agreeing_tokens(*asked) / row["new_tokens"]
-            if row["decoder"] == AR:
-                row["entropy"] = answer_entropy(*asked)
-        return rows
+        if piece.kind == "quality":
+            return [row | self._judged(part, row) for row in rows]
+        is_first = len(piece.batch) == 1 and piece.repeat == 0
+        return [*rows, *(row | self._judged(part, row) for row in rows if is_first)]
+
+    def _judged(self, part: Part, row: Row) -> Row:
+        """What is known of an answer beside its cost."""
+        asked = self.model, part.prompts[row["prompt"]].tokens, row["tokens"]
+        found: Row = {"kind": "quality"}
+        if row["right"] is not None:
+            found["quality"] = float(row["right"])
+        elif row["decoder"] == AR and self.request.temperature is None:
+            found["quality"] = 1.0
+        else:
+            found["quality"] = agreeing_tokens(*asked) / row["new_tokens"]
+        if row["decoder"] == AR:
+            found["entropy"] = answer_entropy(*asked)
+        return found
 
     def _decode(self, part: Part, piece: Piece) -> list[Row]:
         decoders = {name: part.decoders[name] for name in piece.names}
-        left_out = {"text", "drafted_by_depth", "accepted_by_depth"}
+        torch.manual_seed(piece.repeat)  # for sampling: what is measured again is the same
         return [
-            {name: value for name, value in row.items() if name not in left_out}
+            {name: value for name, value in row.items() if name != "text"}
             for call in piece.calls
             for row in take_turns(self.model, self.tokenizer, part.prompts, decoders, call)
         ]

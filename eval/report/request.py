@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ..prompts import Prompt
 
 MANAGED = {"strategy", "verification", "window_size", "entropy_threshold", "distance_penalty", "output_trace"}
-MANAGED |= {"max_new_tokens", "do_sample"}
+MANAGED |= {"max_new_tokens", "do_sample", "temperature"}
 _COUNTED_ON = {"num_beams", "use_cache", "return_dict_in_generate", "eos_token_id"}  # by what counts and cuts answers
 
 
@@ -51,13 +52,14 @@ class ReportRequest(SweepOptions):
         bool, typer.Option("--write", help="Store the picked settings in the checkpoint; the headline shows them.")
     ] = False
     count: Annotated[int, typer.Option(min=1, help="Headline prompts of each task.")] = 100
-    sweep_count: Annotated[int, typer.Option(min=1, help="Other prompts of each task, for the sweep.")] = 30
+    sweep_count: Annotated[int, typer.Option(min=0, help="Other prompts of each task, for the sweep; 0: none.")] = 30
     timed: Annotated[int, typer.Option(min=1, help="Headline prompts of each task that are timed.")] = 10
     sweep_timed: Annotated[int, typer.Option(min=1, help="Prompts of each task that are timed in the sweep.")] = 2
     repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many (sweep, batches: half).")] = 5
     batch_sizes: Annotated[str, typer.Option(metavar="LIST", help="Prompts decoded together and timed.")] = "1,4,16"
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 50
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256
+    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling; default: greedy.")] = None
     settings: SetOption = None
     output: Annotated[
         Path, typer.Option(help="Folder for report.html, .md, .json, table.csv and partial results.")
@@ -74,6 +76,12 @@ class ReportRequest(SweepOptions):
                 raise ValueError(f"The report needs {name}: pip install 'wedlm-hf[eval]'.")
         if self.write and not Path(self.model).is_dir():
             raise ValueError(f"`--write` needs a checkpoint folder, got {self.model!r}.")
+        if self.write and self.sweep_count == 0:
+            raise ValueError("`--write` stores what the sweep picks, and `--sweep-count 0` asks for none.")
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
+            raise ValueError(
+                f"`--temperature` must be above 0 and finite, got {self.temperature}: greedy is the default."
+            )
         if managed := [name for name in self.common_settings if name in MANAGED | _COUNTED_ON]:
             raise ValueError(f"`--set {managed[0]}` is decided by the report: leave it out.")
         if min(self.timed_batch_sizes) < 1:
@@ -104,6 +112,8 @@ class ReportRequest(SweepOptions):
     def common(self, decoders: Mapping[str, Options]) -> dict[str, Options]:
         """The keywords of each decoder, with those of all."""
         shared = {**self.common_settings, "max_new_tokens": self.max_new_tokens, "do_sample": False}
+        if self.temperature is not None:
+            shared |= {"do_sample": True, "temperature": self.temperature}
         return {name: {**options, **shared} for name, options in decoders.items()}
 
     def prompts(self) -> tuple[list[Prompt], str]:

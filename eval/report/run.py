@@ -16,12 +16,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from ...generation.settings_wedlm import WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..decoders import BLOCK, DECODERS, WEDLM
+from ..decoders import BLOCK, COMPARED, WEDLM
 from ..fingerprint import fingerprint
 from ..measure import environment
 from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts
@@ -65,25 +66,28 @@ def run(
     decides = _decides(request, model, tokenizer, [tuning, others])
     with opened(request.output, decides, restart=request.restart) as store:
         measurement = Measurement(model, tokenizer, request, store, console)
-        swept = Part("sweep", tuning, request.common(candidates), request.sweep_timed, is_compared=True)
-        sweep_table = measurement.run(swept)
-        sweep = sweep_numbers(sweep_table, settings_table(candidates))
-        picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
+        tried = settings_table(candidates)
+        sweep, sweep_table, picked = tried.iloc[:0], pd.DataFrame(), None
+        if tuning:
+            swept = Part("sweep", tuning, request.common(candidates), request.sweep_timed, is_compared=True)
+            sweep_table = measurement.run(swept)
+            sweep = sweep_numbers(sweep_table, tried)
+            picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
         stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
         chosen = candidates[picked] if request.write and picked else vars(stored)
         settings = {name: chosen[name] for name in FIELDS}
         headline = {  # verified decoding needs no settings: the stored ones are for unverified decoding
             name: configured(name, *settings.values()) if name in (BLOCK, WEDLM) else keywords
-            for name, keywords in DECODERS.items()
-            if name in sweep["kind"].unique()
+            for name, keywords in COMPARED.items()
+            if name in tried["kind"].unique()
         }
         shown = Part("headline", others, request.common(headline), request.timed, request.timed_batch_sizes)
         table = measurement.run(shown)
     about = _about(request, decides, source) | {"settings": settings, "picked": picked}
     about["data"] |= _data(request, model, encoded, {"tuning": tuning, "headline": others})
-    numbers = Numbers.of(sweep_table, sweep, table, others, model)
+    numbers = Numbers.of(sweep_table, sweep, table, others, model, request.temperature is None)
     words = write_report(about, numbers, request.output, request.figures, request.fill or ())
-    for text in (words.block("summary"), words.block("chosen")):
+    for text in filter(None, (words.block("summary"), words.block("chosen"))):
         console.print(text, highlight=False, soft_wrap=True)
     if request.write and picked:
         write_settings(Path(request.model), settings)
@@ -102,7 +106,7 @@ def _decides(
     rows = [[vars(prompt) for prompt in part] for part in parts]
     skipped = MANAGED | {"transformers_version", "_from_model_config"}
     stored = sorted(model.generation_config.to_diff_dict().items())
-    measuring = ("timed", "sweep_timed", "repeats", "batch_size", "batch_sizes", "max_new_tokens")
+    measuring = ("timed", "sweep_timed", "repeats", "batch_size", "batch_sizes", "max_new_tokens", "temperature")
     return {
         "model": fingerprint(model, tokenizer),
         "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],

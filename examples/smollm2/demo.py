@@ -15,6 +15,7 @@ from rich.table import Table
 from wedlm_hf.apps.smollm2 import FOLDER, converted
 from wedlm_hf.eval.adapter_table import measure_adapter
 from wedlm_hf.eval.decoders import AR, EXACT
+from wedlm_hf.eval.measure import default_threads
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_prompts
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
@@ -26,6 +27,7 @@ def answer(checkpoint: Path, adapter: Path, questions: list[Prompt], options: ar
     console = Console()
     model = load_model(checkpoint, dtype=getattr(torch, dtype)).eval()
     model.load_mask_adapter(adapter)
+    torch.set_num_threads(options.threads or default_threads(model))
     tokenizer = load_tokenizer(checkpoint)
     made = measure_adapter(
         model,
@@ -67,10 +69,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, help="of sampling; default: greedy")
     parser.add_argument("--batch-size", type=int, default=1, help="questions of one kind answered together")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: torch's choice")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: as many as have work")
     options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
     held_out = HERE / "prompts-heldout.jsonl"
     prompts = read_prompts(held_out.name, held_out.read_text(encoding="utf-8"))
     questions = [Prompt.of(question) for question in options.questions]

@@ -22,17 +22,19 @@ GRID = candidates(windows=(4,), thresholds=(0.1, 0.2, 0.4), penalties=(0.0, 0.1)
 TASKS = ["all", "a|b", r"$\frac{$", "_hidden"]
 
 
-TABLES = ["summary", "tasks", "batches", "front", "sweep", "areas", "entropy"]
+TABLES = ["summary", "tasks", "batches", "depths", "front", "sweep", "areas", "entropy"]
 COUNTS = {"tuning": {"even": 3}, "headline": {"even": 12}}
 REPORT = {
     "model": "tiny",
     "environment": dict.fromkeys(["device", "processor", "dtype", "torch", "transformers", "cores", "wedlm_hf"], "x")
     | {"threads": 1, "python": "3"},
     "data": {"source": "tasks.jsonl", "has_answers": True, "counts": COUNTS, "notes": []},
-    "timing": dict.fromkeys(["timed", "sweep_timed", "repeats", "batch_size", "max_new_tokens"], 2),
+    "timing": dict.fromkeys(["timed", "sweep_timed", "repeats", "batch_size", "max_new_tokens"], 2)
+    | {"temperature": None},
     "settings": {"window_size": 4, "entropy_threshold": 0.4, "distance_penalty": 0.1},
     "weights": {"weights": "0"},
-    "sweep": [],
+    "sweep": [{}],
+    "depths": [{}],
     "common_settings": {},
     "max_loss": 1.0,
     "picked": None,
@@ -48,6 +50,7 @@ def rows(decoder, *, prompts=PROMPTS, quality=1.0, tokens=20, forwards=20, secon
         counts = {"new_tokens": got[1], "forwards": got[2], "token_instances": 2 * got[1]}
         shared = {"decoder": decoder, "prompt": index, "task": tasks[index % len(tasks)], "batch_size": 1, **counts}
         shared |= {"seconds": got[3], "forward_seconds": 0.8 * got[3], "tokens": [index], "repeat": 0}
+        shared |= {"drafted_by_depth": [3, 2], "accepted_by_depth": [2, 1]}
         made += [shared | {"kind": "quality", "quality": got[0], "entropy": index + 0.5}]
         made += [shared | {"kind": "speed", "first_token_seconds": 0.1}]
     return made

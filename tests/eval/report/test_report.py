@@ -108,6 +108,44 @@ def visible(folder):
     return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
 
+# --- what is asked for ---------------------------------------------------------------------------------------------
+
+
+def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_compared_alone(checkpoint, tmp_path):
+    folder, page = tmp_path / "out", tmp_path / "page.md"
+    page.write_text("<!-- measured: depths -->\n<!-- /measured -->\n")
+    decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--output", folder, "--fill", page]
+    text = succeed(checkpoint, *SMALL, *COUNTS, *decoders)
+    report, markdown = read(folder), (folder / "report.md").read_text()
+    assert "Verified decoding:" in text and "setting of unverified" not in text
+    assert list(by_decoder(report)) == ["ar", "wedlm+exact", "ar+lookup"]
+    assert report["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 2)}
+    assert report["sweep"] == report["areas"] == [] and "## Settings" not in markdown and "tuning" not in markdown
+    assert "ar+lookup: tokens per forward" in markdown
+    sizes = [(row["batch_size"], row["decoder"]) for row in report["batches"]]
+    assert sizes == [(1, "ar"), (1, "wedlm+exact"), (1, "ar+lookup"), (2, "ar"), (2, "wedlm+exact")]
+    depths = [row for row in report["depths"] if row["decoder"] == "wedlm+exact"]
+    assert [row["depth"] for row in depths] == [*range(1, len(depths) + 1)] and depths[0]["drafted"] > 0
+    assert depths[0]["accepted"] >= depths[-1]["accepted"] and "wedlm+exact" in page.read_text()
+
+
+def test_samples_are_not_compared_with_ars_token_for_token(checkpoint, tmp_path):
+    unanswered = rows(*({"task": "chat", "prompt": f"Write about {index}."} for index in range(4)))
+    (tmp_path / "data.jsonl").write_text(unanswered)
+    sampled = ["--temperature", 0.9, "--decoders", "wedlm+exact", "--file", tmp_path / "data.jsonl"]
+    text = succeed(checkpoint, *SMALL, *COUNTS, *sampled, "--sweep-count", 0, "--output", tmp_path / "out")
+    report, markdown = read(tmp_path / "out"), (tmp_path / "out" / "report.md").read_text()
+    assert by_decoder(report)["wedlm+exact"]["same"] is None and report["differences"] == []
+    assert by_decoder(report)["ar"]["quality"] < 1  # its own samples are not the likeliest tokens
+    assert "temperature 0.9" in markdown and "greedy;" not in markdown and "Verified decoding" in text
+
+
+def test_what_goes_against_each_other_is_refused(checkpoint, unread, tmp_path):
+    assert "--sweep-count 0" in refused(checkpoint, "--write", "--sweep-count", 0)
+    assert "above 0" in refused(checkpoint, "--temperature", 0)
+    assert "decided by the report" in refused(checkpoint, "--set", "temperature=0.7")
+
+
 # --- what it writes -----------------------------------------------------------------------------------------------
 
 
@@ -274,11 +312,10 @@ def test_a_stopped_report_goes_on_and_ends_as_if_it_had_never_stopped(made, chec
 
 def test_a_turn_of_the_clock_that_was_cut_off_is_taken_again_as_a_whole(checkpoint, tmp_path, monkeypatch):
     arguments = [checkpoint, *SMALL, *COUNTS, "--output", tmp_path / "out"]
-    quality = SETTINGS + SETTINGS * len(TASKS)  # with the warm-up; one prompt a task
-    counting(monkeypatch, quality + 3)
+    counting(monkeypatch, 2 * SETTINGS + 3)  # behind the warm-up and one turn
     assert invoke(*arguments).exit_code == 130
     _, *pieces = map(json.loads, (tmp_path / "out" / "measured.jsonl").read_text().splitlines())
-    assert pieces and not [piece for piece in pieces if "speed" in piece["piece"]]
+    assert [len({row["decoder"] for row in piece["rows"]}) for piece in pieces] == [SETTINGS]
 
 
 def test_partial_results_of_another_request_are_refused_unless_dropped(made, checkpoint, copied, tmp_path):
@@ -316,7 +353,7 @@ def test_pages_without_measured_blocks_are_refused(tmp_path, unread):
     for text in ("no block", "<!-- measured: curve -->\n<!-- /measured -->"):
         page.write_text(text)
         message = refused("--output", tmp_path / "out", "--fill", page)
-        assert "with a name among summary, tasks, batches, setup, front, got" in message
+        assert "with a name among summary, tasks, batches, depths, setup, front, got" in message
 
 
 def test_an_output_folder_that_cannot_be_written_to_is_refused(tmp_path, unread):
