@@ -8,7 +8,7 @@ n rows takes, relative to one of AR decoding, differs too much between machines 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from .rules_wedlm import RowOutcome
@@ -27,8 +27,10 @@ RUNS = 64
 PRIOR_CHANCE = 0.65
 # What a stored calibration counts for: observations of a bin, at most, and runs of drafts.
 CALIBRATED_BIN, CALIBRATED_RUNS = 16.0, 8
-# While AR steps are best: steps until masks are tried again, doubled after each try that does not pay, and its drafts.
+# While AR steps are best: steps until masks are tried again, doubled after each try that does not pay, and its drafts;
+# fewer steps as long as what rows cost is a guess.
 FIRST_LOOK, LAST_LOOK, LOOK_DRAFTS = 24, 128, 4
+EARLY_LOOK = 4
 LOOK_WEIGHT = 8  # looks are rare: each counts for so many runs
 # While branches are best: steps between two AR steps that measure what those take.
 MEASURE_EVERY = 256
@@ -36,8 +38,6 @@ MEASURE_EVERY = 256
 UPDATE_EVERY = 8
 # An advantage over AR steps that is too small to be seen in the times, and one that is beyond doubt.
 MARGIN, CLEAR = 1.05, 1.15
-# The part of its price that a row must bring: the rate is flat around the best plan, tokens per forward are not.
-SHARE = 0.7
 
 
 def check_calibration(calibration: Any) -> None:
@@ -144,8 +144,10 @@ class BranchPacer:
 
     *Price.* One more row is worth it if it brings more tokens than ρ·dt/dn: a draft by the chance that it is accepted;
     the masks of branch b by the chance that the first failure comes right behind draft b, times the chance that what
-    they draft is accepted. (Plans of this price have the best ρ: Dinkelbach's method.) Near the best plan the rate
-    hardly changes while tokens per forward do: so a row is given for a part of this price, `SHARE`.
+    they draft is accepted. (Plans of this price have the best ρ: Dinkelbach's method.)
+
+    *Batches.* A step is as wide as its widest row. So all rows get the columns of an average plan, and each spends
+    them on its own best drafts and masks.
 
     Every now and then a step is of the kind that is not the best, to measure: an AR step, or one of masks alone. With
     AR steps, as many drafts from the text are checked as have a better rate.
@@ -232,7 +234,7 @@ class BranchPacer:
         elif not self.drafts:
             sizes = [min(LOOK_DRAFTS, self.largest)]
         else:
-            sizes = self._sizes([1.0, *self.record.reaches(confidence)])
+            sizes = self._sizes([1.0, *self.record.reaches(confidence)], self._columns)
         return [max(0, min(size, remaining - draft - 1)) for draft, size in enumerate(sizes)]
 
     def _lookup_depth(self, confidence: Sequence[float | None]) -> int:
@@ -245,12 +247,18 @@ class BranchPacer:
         ]
         return rates.index(max(rates))
 
-    def _sizes(self, reached: Sequence[float]) -> list[int]:
+    def _sizes(self, reached: Sequence[float], columns: tuple[int, int] | None = None) -> list[int]:
         """Masks of each branch, for as many drafts as are worth a row, by the chances that the drafts to it pass (1
-        for none)."""
+        for none); or for the best, if the step has so many `columns` for drafts and for masks."""
         drafts = max((draft for draft, chance in enumerate(reached) if chance > self.price), default=0)
+        if columns is not None:
+            drafts = min(columns[0], len(reached) - 1)
         ends = [here - there for here, there in pairwise([*reached[: drafts + 1], 0.0])]
-        sizes = [sum(chance * gain > self.price for gain in self.gains) for chance in ends]
+        gains = [[chance * gain for gain in self.gains] for chance in ends]
+        least = self.price
+        if columns is not None:
+            least = sorted(chain(*gains, [0.0] * (columns[1] + 1)), reverse=True)[columns[1]]
+        sizes = [sum(gain > least for gain in branch) for branch in gains]
         return [0] * drafts + sizes[-1:] if self.is_chain else sizes
 
     def _update(self) -> None:
@@ -266,7 +274,7 @@ class BranchPacer:
             reached.append(sum(by_depth[-1]) / len(by_depth[-1]))
             chance = reached[-1] / reached[-2]  # a depth that was never tried is as good as the one before
         for _ in range(2):
-            self.price = SHARE * max(1.0, self.rate) * rows * times.line()[1] / ar_time
+            self.price = max(1.0, self.rate) * rows * times.row_cost() / ar_time
             # What draft k brings beyond that, on average, if it is checked only where it is worth it.
             self.gains = [sum(max(0.0, one - self.price) for one in known) / len(known) for known in by_depth]
             sizes = self._sizes(reached)
@@ -276,6 +284,7 @@ class BranchPacer:
             time = times.of(rows * (1 + drafts + sum(sizes))) + missing * times.of(rows * (2 + drafts))
             self.rate = (sum(reached[: drafts + 1]) + missing) * ar_time / time
         self.drafts = drafts if self.rate > MARGIN and any(sizes) else 0
+        self._columns = None if rows == 1 else (self.drafts, sum(sizes))
 
     def _choose_ar_step(self) -> bool:
         """Whether the next step is an AR step, be it to measure."""
@@ -284,7 +293,7 @@ class BranchPacer:
             return False
         if not record.times.knows_plain(self.rows):
             return True
-        every = record.look_after
+        every = record.look_after if record.times.knows_line else EARLY_LOOK
         if not is_best and record.times.clock is None:
             return False
         if not is_best:
@@ -293,7 +302,7 @@ class BranchPacer:
         if record.steps_since < every:
             return is_best
         record.steps_since = 0
-        if is_best:
+        if is_best and record.times.knows_line:
             record.look_after = min(2 * record.look_after, LAST_LOOK)
             record.times.doubt()
         return not is_best

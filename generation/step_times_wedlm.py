@@ -8,8 +8,8 @@ from time import perf_counter, thread_time
 
 # How fast the load of the machine is followed: the share of a step's deviation.
 LOAD_RATE = 0.5
-# Steps, other than AR steps, that are still believed once their times are in doubt.
-DOUBTED = 3
+# Steps, other than AR steps, that make a line, and that are still believed once their times are in doubt.
+LEAST_STEPS = 3
 
 
 def step_clock(device_type: str) -> Callable[[], float]:
@@ -43,6 +43,7 @@ class StepTimes:
     load: float = 0.0
     met: set[int] = field(default_factory=set)
     _line: tuple[float, float] | None = None  # until the next step is recorded
+    _wide_line: tuple[float, float] | None = None
 
     def record(self, rows: int, seconds: float, is_plain: bool = False) -> None:
         """Takes in a step, relative to the steps just before it: the machine may have been busier at other times."""
@@ -60,14 +61,14 @@ class StepTimes:
             self.plain.setdefault(rows, deque(maxlen=9)).append(relative)
         else:
             self.others.append((rows, relative))
-        self._line = None
+        self._line = self._wide_line = None
 
     def doubt(self) -> None:
         """Forgets all but the last steps that were no AR steps. Where these seem too dear to be taken, nothing else
         would correct times from a bad moment of the machine."""
-        while len(self.others) > DOUBTED:
+        while len(self.others) > LEAST_STEPS:
             self.others.popleft()
-        self._line = None
+        self._line = self._wide_line = None
 
     def knows_plain(self, rows: int) -> bool:
         """Whether the time of an AR step is known well enough."""
@@ -78,6 +79,11 @@ class StepTimes:
             return False
         return len(self.plain[near]) >= 3
 
+    @property
+    def knows_line(self) -> bool:
+        """Whether the cost of rows was measured."""
+        return self.clock is None or len(self.others) >= LEAST_STEPS
+
     def _nearest(self, rows: int) -> int | None:
         """Rows of AR steps that were timed: the least number that is not smaller, otherwise the largest."""
         counts = sorted(self.plain)
@@ -87,12 +93,22 @@ class StepTimes:
         """Intercept and slope for more than one row."""
         line = self._line  # other threads may drop it
         if line is None:
-            line = self._line = self._fit()
+            line = self._line = self._fit(list(self.others))
         return line
 
-    def _fit(self) -> tuple[float, float]:
-        steps = list(self.others)  # of this moment: several threads may decode
-        if len(steps) < 3:
+    def row_cost(self) -> float:
+        """What one more row adds to a step that has as many as most have, or more: the first rows are nearly free
+        where reading the weights takes all the time."""
+        line = self._wide_line
+        if line is None:
+            steps = list(self.others)
+            usual = median(rows for rows, _ in steps) if steps else 0
+            line = self._wide_line = self._fit([step for step in steps if step[0] >= usual])
+        return line[1]
+
+    def _fit(self, steps: list[tuple[int, float]]) -> tuple[float, float]:
+        """Intercept and slope for these steps, drawn to the slot cost."""
+        if len(steps) < LEAST_STEPS:
             near = self._nearest(1)
             scale = median(self.plain[near]) / (1 + self.slot_cost * near) if near else 1.0
             return scale, scale * self.slot_cost

@@ -3,6 +3,7 @@
 import copy
 import json
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -502,7 +503,7 @@ def test_own_probabilities_are_corrected_by_what_passed():
 def test_drafts_that_no_masks_are_worth_count_as_ar_steps():
     times = StepTimes(0.0)
     times.of = lambda rows, is_plain=False: 6.0 if is_plain else float(rows)  # AR steps are slow, but rows cost more
-    times.line, times.knows_plain = lambda: (0.0, 1.0), lambda rows: True
+    times.line, times.row_cost, times.knows_plain = lambda: (0.0, 1.0), lambda: 1.0, lambda rows: True
     record = DraftRecord(times)
     record.runs.extend([[0.41, 0.69, 0.26]] * 8)
     pace = BranchPacer(8, record)
@@ -547,6 +548,42 @@ def test_times_are_those_of_a_line_and_of_one_row():
     times.record(8, 30.0)  # the machine was busy
     for rows in (2, 8, 24):
         assert times.of(rows) / times.of(1) == pytest.approx(fp32_cpu(rows) / fp32_cpu(1), rel=0.1)
+
+
+def test_a_row_more_costs_what_it_adds_to_wide_steps():
+    times = StepTimes(0.02, Clock())
+    wide = [2, 4, 6, 8, 10, 12, 14, 16] * 7
+    Random(0).shuffle(wide)
+    for rows in [1] * 4 + wide:
+        times.record(rows, 10.0 + max(0, rows - 8))  # up to 8 rows, reading the weights takes all the time
+    assert times.row_cost() > 1.2 * times.line()[1]
+
+
+def test_in_a_batch_every_row_gets_the_same_columns_for_its_own_best_masks():
+    """A step is as wide as its widest row: what one of them leaves unused is lost."""
+    record = DraftRecord(StepTimes(0.01))
+    record.runs.extend([[0.7, 0.5, 0.4]] * 32)
+    pace = BranchPacer(8, record, rows=4)
+    assert pace.drafts >= 2
+    sure, doubtful = pace.plan([0.9, 0.9, 0.9], 100), pace.plan([0.2, 0.2, 0.2], 100)
+    assert len(sure) == len(doubtful) == pace.drafts + 1
+    assert sum(sure) == sum(doubtful) and sure != doubtful
+    assert sure[-1] > doubtful[-1] and doubtful[0] > sure[0]
+
+
+def test_what_rows_cost_is_soon_known():
+    clock = Clock()
+    record = DraftRecord(StepTimes(0.2, clock))  # a guess so high that AR steps seem to be best
+    outcomes = [SimpleNamespace(row=SimpleNamespace(is_finished=False))] * 4
+    pace = BranchPacer(8, record, rows=4)
+    planned = []
+    for _ in range(40):
+        planned.append(sum(pace.plan([], 100)))
+        pace.begin_step(4 * (1 + planned[-1]), is_prefill=False, rows=4)
+        clock.now += 1.0
+        pace.learn([], 0, 0, [0.9] * planned[-1])
+        pace.observe(outcomes)
+    assert sum(map(bool, planned)) < 10 and record.times.knows_line
 
 
 def test_times_of_a_busy_and_of_a_quiet_machine_are_not_compared():
