@@ -57,7 +57,9 @@ WindowsOption = Annotated[str, typer.Option(metavar="LIST", help="W to try, slot
 ThresholdsOption = Annotated[str, typer.Option(metavar="LIST", help="τ to try, nats.")]
 PenaltiesOption = Annotated[str, typer.Option(metavar="LIST", help="λ to try, nats per position.")]
 DraftsOption = Annotated[str, typer.Option(metavar="LIST", help="τ of drafts to verify, nats.")]
-DecodersOption = Annotated[str, typer.Option(metavar="LIST", help="Decoders; AR is always among them.")]
+DecodersOption = Annotated[
+    str, typer.Option(metavar="LIST", help="Decoders, as in the default; AR is always among them.")
+]
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ class CalibrationOptions(SweepOptions):
         super().__post_init__()
         if not 0 < self.agreement <= 1:
             raise ValueError(f"The wanted agreement must be above 0 and at most 1, got {self.agreement}.")
+        if "ar+lookup" in self.decoders.split(","):
+            raise ValueError("`--decoders`: ar+lookup has no settings to choose, only `wedlm report` compares it.")
 
 
 @dataclass(frozen=True)

@@ -163,8 +163,8 @@ def split_prompts(
 ) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts to choose settings on, and others to check them on; no prompt is among both.
 
-    Those of each task are shared out evenly along the file, half of them to each side, at most `most_tuning` to the
-    first one and `most_others` to the second. Repeated ones are left out.
+    Those of each task are shared out evenly along the file, half of them to each side, but at most `most_tuning` to
+    the first one and `most_others` to the second. Repeated ones are left out.
 
     Raises:
         ValueError: if some are wanted to choose settings on, and no task has two different prompts.

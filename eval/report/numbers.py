@@ -25,8 +25,6 @@ from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summari
 AREA_LOSS = 0.05
 """Settings that lose more of AR's quality have no place on the accuracy–parallelism curve."""
 
-NO_AREAS = pd.DataFrame({"area": []})
-
 TITLES = {
     "batch_size": "batch size",
     "tokens_per_forward": "tokens per forward",
@@ -52,7 +50,7 @@ class Numbers:
     headline: pd.DataFrame  # a row for each decoder: the metrics and their standard errors (`…_error`)
     tasks: pd.DataFrame  # metrics; index (decoder, task)
     batches: pd.DataFrame  # by (batch_size, decoder): speed, own cost, seconds to the first token, peak memory
-    depths: pd.DataFrame  # of each decoder with drafts, how many were `drafted` and `accepted` at each `depth`
+    depths: pd.DataFrame  # of each decoder that tells, how many drafts were `drafted` and `accepted` at each `depth`
     sweep: pd.DataFrame  # a row for each setting (see [`sweep_numbers`]); empty if none were tried
     areas: pd.DataFrame  # `area` and `area_error` of each decoder, and its `curve`; empty likewise
     prompts: pd.DataFrame  # of the headline: `task`, `entropy`; of decoders with drafts: tokens per forward, speed
@@ -72,16 +70,20 @@ class Numbers:
         """From the rows of both parts; `prompts` are the headline's. Samples are not compared with AR's."""
         quality, alone = mark_same(table[table["kind"] == "quality"]), _alone(table)
         tasks = summarise_tasks(quality, COUNTED).join(summarise_tasks(alone, TIMED))
-        unknown = {} if is_greedy else {"same": np.nan}
+
+        def compared(frame: pd.DataFrame) -> pd.DataFrame:
+            names = [] if is_greedy else [name for name in ("same", "same_error") if name in frame]
+            return frame.assign(**dict.fromkeys(names, np.nan))
+
         return cls(
-            headline=_summary(quality, alone).assign(**unknown),
-            tasks=tasks.assign(**unknown),
-            batches=_by_batch_size(table).assign(**unknown),
+            headline=compared(_summary(quality, alone)),
+            tasks=compared(tasks),
+            batches=compared(_by_batch_size(table)),
             depths=_by_depth(quality),
-            sweep=sweep,
+            sweep=compared(sweep),
             areas=_areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"])
             if len(sweep)
-            else NO_AREAS,
+            else pd.DataFrame({"area": []}),
             prompts=_by_prompt(quality, alone),
             differences=find_differences(quality, prompts, model) if is_greedy else [],
             table=pd.concat([sweep_table, table]).drop(columns=["tokens", "drafted_by_depth", "accepted_by_depth"]),

@@ -97,7 +97,8 @@ def write_report(
         for figure in drawn:
             figure.write_png(figure_folder)
     for path in fill_files:
-        write_text(path, fill(path.read_text(encoding="utf-8"), blocks_of(markdown)))
+        # What this report has not, such as the front of no sweep, leaves an empty block.
+        write_text(path, fill(path.read_text(encoding="utf-8"), dict.fromkeys(BLOCKS, "") | blocks_of(markdown)))
     return words
 
 
@@ -121,7 +122,6 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
         "batches": _cells(numbers.batches, timed).reset_index(),
         "depths": _shares(numbers.depths).reset_index(),
         "entropy": _cells(texts, texts.columns).reset_index(),
-        "front": pd.DataFrame({"decoder": []}),
     }
     if len(sweep := numbers.sweep):
         settings = sweep[[*FIELDS]].map("{:g}".format, "ignore").fillna("").set_axis(list("Wτλ"), axis=1)

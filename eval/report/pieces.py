@@ -141,7 +141,8 @@ class Measurement:
 
     def _decode(self, part: Part, piece: Piece) -> list[Row]:
         decoders = {name: part.decoders[name] for name in piece.names}
-        torch.manual_seed(piece.repeat)  # for sampling: what is measured again is the same
+        # What is sampled again is the same, and other prompts draw other numbers.
+        torch.manual_seed(int(piece.key(part)[-16:], 16))
         return [
             {name: value for name, value in row.items() if name != "text"}
             for call in piece.calls

@@ -45,6 +45,9 @@ class ReportRequest(SweepOptions):
         ),
     ] = None
     raw: RawOption = False
+    decoders: Annotated[
+        str, typer.Option(metavar="LIST", help="Decoders, with ar+lookup if you like; AR is always among them.")
+    ] = "block,wedlm,wedlm+typical,wedlm+exact"
     max_loss: Annotated[float, typer.Option(min=0, help="Points that a picked setting may lose to AR on a task.")] = (
         1.0
     )

@@ -231,3 +231,8 @@ def test_what_is_wrong_is_said_in_one_line_before_any_work(arguments, stdin, mes
     code, output, errors = wedlm("some/model", "--file", "-", *arguments, stdin=stdin)
     assert (code, output, errors.count("\n")) == (2, "", 1), errors
     assert message in errors
+
+
+def test_prompt_lookup_has_no_settings_to_choose():
+    with pytest.raises(ValueError, match=r"ar\+lookup has no settings to choose"):
+        CalibrationOptions(decoders="wedlm,ar+lookup")

@@ -113,13 +113,16 @@ def visible(folder):
 
 def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_compared_alone(checkpoint, tmp_path):
     folder, page = tmp_path / "out", tmp_path / "page.md"
-    page.write_text("<!-- measured: depths -->\n<!-- /measured -->\n")
-    decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--output", folder, "--fill", page]
+    page.write_text(
+        "<!-- measured: depths -->\n<!-- /measured -->\n<!-- measured: front -->\nold\n<!-- /measured -->\n"
+    )
+    decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--count", 4]
+    decoders += ["--output", folder, "--fill", page]
     text = succeed(checkpoint, *SMALL, *COUNTS, *decoders)
     report, markdown = read(folder), (folder / "report.md").read_text()
     assert "Verified decoding:" in text and "setting of unverified" not in text
     assert list(by_decoder(report)) == ["ar", "wedlm+exact", "ar+lookup"]
-    assert report["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 2)}
+    assert report["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 4)}
     assert report["sweep"] == report["areas"] == [] and "## Settings" not in markdown and "tuning" not in markdown
     assert "ar+lookup: tokens per forward" in markdown
     sizes = [(row["batch_size"], row["decoder"]) for row in report["batches"]]
@@ -127,15 +130,36 @@ def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_comp
     depths = [row for row in report["depths"] if row["decoder"] == "wedlm+exact"]
     assert [row["depth"] for row in depths] == [*range(1, len(depths) + 1)] and depths[0]["drafted"] > 0
     assert depths[0]["accepted"] >= depths[-1]["accepted"] and "wedlm+exact" in page.read_text()
+    assert "<!-- measured: front -->\n<!-- /measured -->" in page.read_text()
+
+
+def test_a_report_may_be_on_ar_or_on_prompt_lookup_alone(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.undo()  # with figures
+    for decoders in (["ar"], ["ar", "ar+lookup"]):
+        folder = tmp_path / decoders[-1]
+        shared = [
+            "--decoders",
+            ",".join(decoders),
+            "--sweep-count",
+            0,
+            "--output",
+            folder,
+            "--figures",
+            folder / "png",
+        ]
+        text = succeed(checkpoint, *SMALL, *COUNTS, *shared)
+        assert list(by_decoder(read(folder))) == decoders and read(folder)["depths"] == []
+        assert ("Prompt lookup:" in text) == ("ar+lookup" in decoders)
 
 
 def test_samples_are_not_compared_with_ars_token_for_token(checkpoint, tmp_path):
     unanswered = rows(*({"task": "chat", "prompt": f"Write about {index}."} for index in range(4)))
     (tmp_path / "data.jsonl").write_text(unanswered)
     sampled = ["--temperature", 0.9, "--decoders", "wedlm+exact", "--file", tmp_path / "data.jsonl"]
-    text = succeed(checkpoint, *SMALL, *COUNTS, *sampled, "--sweep-count", 0, "--output", tmp_path / "out")
+    text = succeed(checkpoint, *SMALL, *COUNTS, *sampled, "--output", tmp_path / "out")
     report, markdown = read(tmp_path / "out"), (tmp_path / "out" / "report.md").read_text()
     assert by_decoder(report)["wedlm+exact"]["same"] is None and report["differences"] == []
+    assert {row["same"] for row in report["sweep"]} == {None}
     assert by_decoder(report)["ar"]["quality"] < 1  # its own samples are not the likeliest tokens
     assert "temperature 0.9" in markdown and "greedy;" not in markdown and "Verified decoding" in text
 
