@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import wraps
 from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
@@ -38,6 +37,8 @@ class _Commands(TyperGroup):
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
         """Reads the words before the command. Raises [`typer.Exit`] with code 2 for wrong ones."""
+        if os.environ.get("COLUMNS") in ("0", "1"):  # of a terminal that does not know its size
+            del os.environ["COLUMNS"]
         with _reported({}):
             return super().make_context(*args, **extra)
 
@@ -106,18 +107,11 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
         examples: calls of it, shown at the end of `--help`.
     """
 
+    title = "Example:" if len(examples) == 1 else "Examples:"
+    debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
+
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        with_values = with_options(function)
-
-        @wraps(function)
-        def run(*, debug: bool, **values: Any) -> None:  # handled by its callback
-            with_values(**values)
-
-        given = inspect.signature(with_values)
-        debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
-        parameters = [*given.parameters.values(), debug]
-        run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]  # where typer looks
-        title = "Example:" if len(examples) == 1 else "Examples:"
+        run = with_options(function, debug)  # which its callback handles
         return app.command(epilog="\n\n".join((title, *map(escape, examples))))(run)
 
     return add
@@ -134,8 +128,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that has no letter for τ
-    if os.environ.get("COLUMNS") in ("0", "1"):  # of a terminal that does not know its size
-        del os.environ["COLUMNS"]
     try:
         with _stopped_by_signals(received):
             _run()
@@ -247,14 +239,13 @@ def is_debugging(context: typer.Context) -> bool:
 
 
 def console(stderr: bool = False, quiet: bool = False) -> Console:
-    """A console without markup (a path may hold `[/b]`) that shows its text where `COLUMNS` is 0, too.
+    """A console without markup: a path may hold `[/b]`.
 
     Args:
         stderr: standard error instead of standard output.
         quiet: shows nothing, for commands that were asked for `--json`.
     """
-    sized = Console(stderr=stderr, markup=False, quiet=quiet)
-    return sized if sized.width > 1 else Console(stderr=stderr, markup=False, quiet=quiet, width=80)
+    return Console(stderr=stderr, markup=False, quiet=quiet)
 
 
 def print_json(results: Any) -> None:
