@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from ..eval.options import (
 )
 from .application import JsonOption, command, console, print_json
 
+if TYPE_CHECKING:
+    from ..eval.trace.record import Request
+
 
 @command(
     "wedlm generate 'Count from 5 to 50 by 5.'",
@@ -35,18 +38,24 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Answer prompts, streaming, and show what it took next to plain AR decoding of the same weights."""
-    keywords = decoding.keywords()
-    texts = prompts.read()
-    from ..eval.trace.answers import compare as compare_decoders
-    from ..eval.trace.answers import records, totals
+    loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare)
+    from ..eval.trace import answers
+
+    decodings = answers.compare(loaded, tokenizer, request, console(quiet=as_json))
+    if as_json:
+        print_json({"answers": answers.records(request.prompts, decodings), "decoders": answers.totals(decodings)})
+
+
+def _asked(
+    prompts: PromptOptions, decoding: DecodingOptions, loading: LoadingOptions, model: str | None, compare: bool
+) -> tuple[Any, Any, Request]:
+    """The model, its tokenizer, and what is to be decoded."""
+    keywords, texts = decoding.keywords(), prompts.read()
     from ..eval.trace.record import Request
 
     loaded, tokenizer = loading.load(model)
     raw = prompts.raw or has_no_chat_template(tokenizer, model)
-    request = Request(texts, keywords, compare, raw, decoding.seed)
-    decodings = compare_decoders(loaded, tokenizer, request, console(quiet=as_json))
-    if as_json:
-        print_json({"answers": records(texts, decodings), "decoders": totals(decodings)})
+    return loaded, tokenizer, Request(texts, keywords, compare, raw, decoding.seed)
 
 
 @command(
@@ -101,61 +110,52 @@ def trace(
         output = Path("build/trace.html")
     from ..eval.files import check_output
 
-    files = [path for path in (output, save, source, prompts.file) if path is not None]
-    for path in (output, save):
-        if path is not None:
-            check_output(path, [other for other in files if other is not path])
-    from ..eval.trace.answers import comparison_table, totals
-    from ..eval.trace.page import write_page
-    from ..eval.trace.record import Request, check_model, decodings, record
-    from ..eval.trace.saved import load
-    from ..eval.trace.saved import save as save_trace
-    from ..eval.trace.terminal import replay_in_terminal
+    written = [path for path in (save, output) if path is not None]
+    files = [*written, *(path for path in (source, prompts.file) if path is not None)]
+    for path in written:
+        check_output(path, [other for other in files if other is not path])
+    from ..eval.trace import answers, page, record, saved, terminal
 
     if source is not None:
-        shown = load(source)
+        shown = saved.load(source)
         if model is not None:
-            check_model(shown, model, *loading.load(model))
+            record.check_model(shown, model, *loading.load(model))
     else:
-        keywords = decoding.keywords()
-        texts = prompts.read()
-        loaded, tokenizer = loading.load(model)
-        raw = prompts.raw or has_no_chat_template(tokenizer, model)
-        request = Request(texts, keywords, shown_as.compare, raw, decoding.seed)
+        loaded, tokenizer, request = _asked(prompts, decoding, loading, model, shown_as.compare)
         name = model or NANO.name
-        shown = record(loaded, tokenizer, request, model_name=name, repeats=shown_as.repeats, title="tracing")
+        shown = record.record(loaded, tokenizer, request, model_name=name, repeats=shown_as.repeats, title="tracing")
     if save is not None:
-        save_trace(shown, save)
+        saved.save(shown, save)
     if output is not None:
-        write_page(shown, output)
+        page.write_page(shown, output)
     out = console(quiet=as_json)
     if shown_as.terminal:
-        replay_in_terminal(shown, out, pace=shown_as.pace)
-    out.print(comparison_table(decodings(shown)))
-    written = [str(path) for path in (save, output) if path is not None]
-    out.print(*written, sep="\n", highlight=False, soft_wrap=True)
+        terminal.replay_in_terminal(shown, out, pace=shown_as.pace)
+    decodings, names = record.decodings(shown), list(map(str, written))
+    out.print(answers.comparison_table(decodings))
+    out.print(*names, sep="\n", highlight=False, soft_wrap=True)
     if as_json:
-        print_json({"files": written, "decoders": totals(decodings(shown))})
+        print_json({"files": names, "decoders": answers.totals(decodings)})
 
 
 def _check_trace_options(context: typer.Context) -> None:
     """Raises `ValueError` for options of `wedlm trace` that have no meaning beside the others."""
-    given = {name for name in context.params if str(context.get_parameter_source(name)).endswith("COMMANDLINE")}
-    params = context.params
+    params, given = context.params, dict[str, str]()
+    for one in context.command.params:
+        if one.name and str(context.get_parameter_source(one.name)).endswith("COMMANDLINE"):
+            given[one.name] = f"`{one.opts[0]}`" if one.opts[0].startswith("-") else one.opts[0].upper()
 
     def refuse(names: set[str], why: str) -> None:
-        if names:
-            shown = ", ".join("PROMPTS" if name == "prompts" else f"`--{name.replace('_', '-')}`" for name in names)
-            raise ValueError(f"{shown}: {why}")
+        if shown := [given[name] for name in given if name in names]:
+            raise ValueError(f"{', '.join(shown)}: {why}")
 
     if params["source"] is not None:
-        about_it = {"source", "output", "terminal", "pace", "model"} | (
-            {"dtype", "device", "threads"} & given if params["model"] else set()
-        )
-        refuse(given - about_it, "a saved trace (`--from`) is shown as it is, nothing is decoded.")
+        about_it = {"source", "output", "terminal", "pace", "model", "as_json", "debug"}
+        about_it |= {"dtype", "device", "threads"} if params["model"] else set()
+        refuse(given.keys() - about_it, "a saved trace (`--from`) is shown as it is, nothing is decoded.")
     elif params["strategy"] == "ar":
         raise ValueError("A trace shows parallel decoding: `--strategy` must be wedlm or block, got 'ar'.")
-    if params["terminal"] and params["as_json"]:
+    if params["terminal"]:
         refuse({"as_json"}, "goes without `--terminal`.")
-    if not params["terminal"]:
-        refuse(given & {"pace"}, "goes with `--terminal`; the page has its own speed.")
+    else:
+        refuse({"pace"}, "goes with `--terminal`; the page has its own speed.")

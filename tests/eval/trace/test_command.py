@@ -1,5 +1,6 @@
 """The command `wedlm trace`."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ def test_the_command_writes_a_page_and_keeps_the_trace(wedlm, checkpoint, tmp_pa
     again = wedlm("--from", "kept/trace.json", "--output", "again.html", "--model", checkpoint)
     assert (again[0], again[2]) == (0, "")
     assert (tmp_path / "again.html").read_text() == page(kept)
+    code, output, errors = wedlm("--from", "kept/trace.json", "--json", "--debug")
+    assert (code, json.loads(output)["files"]) == (0, ["build/trace.html"]), errors
     code, output, errors = wedlm("--from", "kept/trace.json", "--terminal")
     assert code == 0 and "wedlm: forward 1" in output
     code, output, errors = wedlm(*short[:4], "--terminal", "--raw", PROMPT, "--no-compare")
