@@ -52,7 +52,10 @@ class _Commands(TyperGroup):
 def _reported(meta: dict[str, Any]) -> Iterator[None]:
     """Says what went wrong inside, with `--debug` by a traceback too, and ends with the exit code for it."""
     try:
-        yield
+        try:
+            yield
+        finally:
+            _flush()
     except (typer.Exit, typer.Abort):
         raise
     except BrokenPipeError:
@@ -83,6 +86,18 @@ def _fail(message: str, code: int, meta: dict[str, Any]) -> NoReturn:
     raise typer.Exit(code)
 
 
+def _flush() -> None:
+    """Writes what is held back. Python itself does so too late for an error to be reported well. Raises `OSError`."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _silence()
+        raise OSError(f"The output cannot be written: {error}.") from None
+
+
 def _silence() -> None:
     """Discards what Python would still write when it ends: the reader of the output has closed it."""
     with suppress(OSError, ValueError, AttributeError):
@@ -101,11 +116,8 @@ app = typer.Typer(
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds a function to the commands: parameters of dataclass types become options (see [`with_options`]).
-
-    Args:
-        examples: calls of it, shown at the end of `--help`.
-    """
+    """Adds a function to the commands, with `examples` of calls at the end of its `--help`. Parameters of dataclass
+    types become options (see [`with_options`])."""
 
     title = "Example:" if len(examples) == 1 else "Examples:"
     debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
@@ -118,11 +130,8 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
 
 def main() -> None:
-    """Runs the command line. SIGTERM ends a command as Ctrl-C does: files stay whole, the cursor comes back.
-
-    Raises:
-        SystemExit: with the exit code.
-    """
+    """Runs the command line and ends the process with its exit code. SIGTERM ends a command as Ctrl-C does: files stay
+    whole, the cursor comes back."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of a kernel it may lack
     received: list[int] = []
     for stream in (sys.stdout, sys.stderr):
@@ -130,7 +139,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that has no letter for τ
     try:
         with _stopped_by_signals(received):
-            _run()
+            app()
     except (SystemExit, Exception, KeyboardInterrupt) as end:
         is_good = isinstance(end, SystemExit) and not end.code
         if is_good or not received:
@@ -186,23 +195,6 @@ def _insist_every(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
 
 
-def _run() -> None:
-    """Runs the command and flushes its output: Python itself does so too late for an error to be reported well."""
-    try:
-        app()
-    finally:
-        try:
-            if sys.stdout is not None:
-                sys.stdout.flush()
-        except BrokenPipeError:
-            _silence()
-            sys.exit(PIPE_CLOSED)
-        except OSError as error:
-            _silence()
-            typer.echo(f"Error: The output cannot be written: {error}.", err=True)
-            sys.exit(WRONG)
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(import_module("..", __package__).__version__)
@@ -239,12 +231,7 @@ def is_debugging(context: typer.Context) -> bool:
 
 
 def console(stderr: bool = False, quiet: bool = False) -> Console:
-    """A console without markup: a path may hold `[/b]`.
-
-    Args:
-        stderr: standard error instead of standard output.
-        quiet: shows nothing, for commands that were asked for `--json`.
-    """
+    """A console without markup: a path may hold `[/b]`. A quiet one is for commands that were asked for `--json`."""
     return Console(stderr=stderr, markup=False, quiet=quiet)
 
 
