@@ -26,11 +26,8 @@ KINDS = {"branch": ("branches", "-"), "branch_plain": ("without previous-token h
 
 
 def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Draws `acceptance.png` into a folder: branches at each number of drafts; of the others, the largest number.
-
-    Args:
-        log: entries of a training log; those without `eval_tokens_per_forward_…` are left out.
-    """
+    """Draws `acceptance.png` of a training log's evaluations into a folder: branches at each number of drafts; of the
+    others, the largest number."""
     table = pd.DataFrame(log).set_index("mask_rows").filter(like=PREFIX).dropna(how="all")
     table = table[~table.index.duplicated(keep="last")].sort_index()
     table.columns = pd.MultiIndex.from_tuples(name.removeprefix(PREFIX).rsplit("_", 1) for name in table)

@@ -109,8 +109,7 @@ def calibrate(
         model: in evaluation mode.
         tokenizer: the model's.
         prompts: with their tokens; half of them are for picking, the others for checking.
-        request: what is wanted. Verified decoding gets one prompt at a time, for its window adapts to all rows of a
-            batch.
+        request: what is wanted.
         title: shown with a progress bar on standard error, if any.
 
     Raises:
@@ -125,7 +124,7 @@ def calibrate(
     def tried(names: Sequence[str], part: Sequence[Prompt], title: str = "") -> pd.DataFrame:
         rows = []
         for name in track(names, title):
-            size = 1 if name.startswith(EXACT) else request.batch_size
+            size = 1 if name.startswith(EXACT) else request.batch_size  # its window adapts to all rows of a batch
             rows += measure(model, tokenizer, part, {name: greedy[name]}, batch_size=size)
         return summarise_trials(model, part, rows, slot / fixed)
 

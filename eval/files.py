@@ -12,11 +12,8 @@ __all__ = ["check_folder", "check_output", "write_text", "written_whole"]
 
 
 def check_output(path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
-    """Make sure, before any work, that a file can be written.
-
-    Args:
-        path: of the file.
-        others: files that the same command reads or writes, and that `path` must not replace.
+    """Make sure, before any work, that a file can be written, and is none of the `others` that the same command reads
+    or writes.
 
     Raises:
         OSError: where there is no writing.

@@ -46,7 +46,6 @@ ModelOption = Annotated[
 CheckpointArgument = Annotated[
     str | None, typer.Argument(metavar="CHECKPOINT", help="Checkpoint folder or Hub id; default: wedlm-nano.")
 ]
-FileOption = Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")]
 RawOption = Annotated[bool, typer.Option("--raw", help="Continue the prompts as they are, without a chat template.")]
 CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]
 SetOption = Annotated[
@@ -73,7 +72,7 @@ class PromptOptions:
             help="Default: the lines of standard input where it is piped, else a few built-in prompts.",
         ),
     ] = None
-    file: FileOption = None
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")] = None
     raw: RawOption = False
 
     def read(self) -> list[str]:
@@ -94,9 +93,10 @@ class PromptOptions:
         if file is not None:
             # Only line feeds end lines: U+2028 and form feeds are text.
             lines = read_text(file).replace("\r\n", "\n").replace("\r", "\n").split("\n")
-            given += [line.strip() for line in lines if line.strip()]
-            if self.file is not None and not any(map(str.strip, lines)):
+            read = [line.strip() for line in lines if line.strip()]
+            if not read and not is_piped:
                 raise ValueError(f"There is no prompt in {_shown(file)}.")
+            given += read
         return given or list(DEMO_PROMPTS)
 
 

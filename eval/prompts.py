@@ -54,10 +54,6 @@ class Prompt:
         return any(MATCHES[self.match](answer, reply) for answer in self.answers)
 
 
-def _same_text(answer: str, reply: str) -> bool:
-    return answer.strip() == reply.strip()
-
-
 def _same_number(answer: str, reply: str) -> bool:
     wanted, got = (re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", "")) for text in (answer, reply))
     return bool(wanted and got) and float(wanted[-1]) == float(got[-1])
@@ -72,7 +68,7 @@ def _same_json(answer: str, reply: str) -> bool:
 
 
 MATCHES: dict[str, Callable[[str, str], bool]] = {
-    "exact": _same_text,
+    "exact": lambda answer, reply: answer.strip() == reply.strip(),
     "number": _same_number,
     "json": _same_json,
 }
@@ -102,14 +98,12 @@ def read_prompts(name: str, text: str) -> list[Prompt]:
             rows[number] = _json_row(line) if is_json else Prompt.of(line.strip())
         except ValueError as error:
             raise ValueError(f"{name}, line {number}: {error}.") from None
-    first = lines[0][0]
-    for number, row in rows.items():
-        if bool(row.answers) != bool(rows[first].answers):
-            missing, present = (first, number) if row.answers else (number, first)
-            raise ValueError(
-                f"{name}, line {missing}: there is no `answer`, though line {present} has one: all rows need one, "
-                "or none."
-            )
+    missing, present = ([number for number, row in rows.items() if bool(row.answers) == has] for has in (False, True))
+    if missing and present:
+        raise ValueError(
+            f"{name}, line {missing[0]}: there is no `answer`, though line {present[0]} has one: all rows need one, "
+            "or none."
+        )
     return list(rows.values())
 
 
@@ -140,8 +134,9 @@ def _json_row(line: str) -> Prompt:
         raise ValueError("`messages` must be a list of objects with the texts `role` and `content`")
     if not messages or messages[-1]["role"] != "user":
         got = messages[-1]["role"] if messages else "none"
-        wanted = "the user's (the wanted reply goes into `answer`)"
-        raise ValueError(f"the last of the `messages` must be {wanted}, got {got}")
+        raise ValueError(
+            f"the last of the `messages` must be the user's (the wanted reply goes into `answer`), got {got}"
+        )
     turns = [{key: turn[key] for key in ("role", "content")} for turn in messages]
     return Prompt(turns, row.get("task", OWN_TASK), tuple(answers), row.get("match", "exact"))
 

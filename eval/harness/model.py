@@ -39,13 +39,8 @@ _LOADING = {"attn_implementation", "device_map", "load_in_4bit", "load_in_8bit",
 
 
 class _AnswerStops(StopStringCriteria):
-    """The parent's on new tokens alone: a stop string that begins in the prompt ends nothing.
-
-    Args:
-        tokenizer: the model's.
-        strings: to stop at.
-        start: T, where the new tokens begin.
-    """
+    """The parent's on new tokens alone, from position `start` on: a stop string that begins in the prompt ends
+    nothing."""
 
     def __init__(self, tokenizer: Any, strings: list[str], start: int):
         super().__init__(tokenizer, strings)
@@ -134,10 +129,8 @@ class WeDLMHarnessLM(HFLM):
         """Decode with our settings until the end token or a stop string.
 
         Args:
-            context: prompts, padded on the left, `(B, T)`.
+            context: prompts, padded on the left, `(B, T)`; `generation_kwargs` has their `attention_mask`.
             max_length: T and the new tokens allowed.
-            stop: strings to stop at.
-            generation_kwargs: of the request; `attention_mask` `(B, T)`.
 
         Returns:
             prompts and answers, `(B, T + N)`.

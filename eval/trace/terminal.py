@@ -19,11 +19,10 @@ SIDE_BY_SIDE = 100
 
 
 def replay_in_terminal(trace: Trace, console: Console, *, pace: float = 0.1) -> None:
-    """Show every recording of a trace, its decoders at the same clock.
+    """Show every recording of a trace, its decoders at the same clock; where there is no terminal, a line for each
+    forward, at once.
 
     Args:
-        trace: to show.
-        console: where. If it is no terminal, it gets a line for each forward, at once.
         pace: seconds that a typical forward of the last decoder (AR's, where there is one) stays in view; 0 is the
             speed that was measured.
     """
