@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -228,6 +229,12 @@ def _options(
 def is_debugging(context: typer.Context) -> bool:
     """Whether `--debug` was given."""
     return bool(context.meta.get(_DEBUG))
+
+
+def need(what: str, extra: str, *packages: str) -> None:
+    """Raises `ValueError` for packages that are not installed."""
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'wedlm-hf[{extra}]'.")
 
 
 def console(stderr: bool = False, quiet: bool = False) -> Console:

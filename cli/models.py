@@ -6,7 +6,6 @@ import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from ..apps.push.request import PushRequest
 from ..training.adapt_config import AdaptConfig, GgufOption, RevisionOption
-from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, print_json
+from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, need, print_json
 
 
 @command(
@@ -58,8 +57,7 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
     Settings of the command line replace those of the recipe. --json prints the results as one JSON object and nothing
     else.
     """
-    if find_spec("trl") is None:
-        raise ValueError("Training needs trl: pip install 'wedlm-hf[train]'.")
+    need("Training", "train", "trl")
     from ..training.train import main as run_training
 
     found: list[dict[str, Any]] = []

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import webbrowser
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from ..eval.options import NANO, CheckpointArgument, DecodingOptions, LoadingOptions, ModelOption
-from .application import command
+from .application import command, need
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")]
@@ -24,7 +23,7 @@ def demo(
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
     """A page to try it on: AR and WeDLM answer your prompt side by side, on one clock, with every setting at hand."""
-    _need("The demo", "demo", "starlette", "uvicorn")
+    need("The demo", "demo", "starlette", "uvicorn")
     from ..apps.demo import serve
 
     def ready(address: str) -> None:
@@ -56,7 +55,7 @@ def serve(
 
     The decoding options are for requests that do not choose for themselves.
     """
-    _need("Serving", "serve", "fastapi", "openai", "uvicorn")
+    need("Serving", "serve", "fastapi", "openai", "uvicorn")
     settings = decoding.keywords()
     from ..serving.server import build_app, listen, run
 
@@ -67,9 +66,3 @@ def serve(
         torch.manual_seed(decoding.seed)
         name = served_model_name or checkpoint or NANO.name
         run(build_app(name, loaded, tokenizer, settings), listening, name)
-
-
-def _need(what: str, extra: str, *packages: str) -> None:
-    """Raises `ValueError` for packages that are not installed."""
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'wedlm-hf[{extra}]'.")

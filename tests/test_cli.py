@@ -378,7 +378,7 @@ def test_training_gets_the_words_of_the_command_line_as_they_are(monkeypatch):
 
 
 def test_training_without_trl_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(cli.models, "find_spec", lambda name: None)
+    monkeypatch.setattr(cli.application, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.app, ["train"])
     assert (result.exit_code, result.stderr) == (2, "Error: Training needs trl: pip install 'wedlm-hf[train]'.\n")
 
