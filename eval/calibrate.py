@@ -27,7 +27,7 @@ from ..modeling_wedlm import WeDLMForCausalLM
 from ..training.progress import track
 from .ar_head import agreeing_tokens
 from .decoders import AR, EXACT, WEDLM
-from .measure import ForwardCounter, decode, measure, rates
+from .measure import decode_call, measure, rates
 from .options import CalibrationOptions
 from .prompts import Prompt, split_prompts
 from .sweep import beaten, configured, pick
@@ -79,8 +79,7 @@ def measure_slot_cost(model: WeDLMForCausalLM, prompt: Sequence[int]) -> tuple[f
     steps: list[tuple[int, float]] = []
     length = {"max_new_tokens": COST_TOKENS, "min_new_tokens": COST_TOKENS, "do_sample": False}
     for repeat, window in itertools.product(range(COST_REPEATS + 1), COST_WINDOWS):
-        with ForwardCounter(model) as counter:
-            decode(model, None, [list(prompt)], {**configured(WEDLM, window, 0.0, 0.0), **length})
+        _, _, counter = decode_call(model, None, [list(prompt)], configured(WEDLM, window, 0.0, 0.0) | length)
         if repeat > 0:  # the first turn is a warm-up, and the first forward reads the prompt
             widths = [width for _, width in counter.shapes[1:]]
             steps += zip(widths, np.diff(counter.starts[1:]), strict=False)

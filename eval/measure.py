@@ -13,7 +13,7 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -218,7 +218,8 @@ def _counts(
     seen_tokens = sum(count * length for count, length in counter.shapes)
     for index, answer in enumerate(output.sequences[:, width:].tolist()):
         if stats is None:  # AR: one forward a token, and none for the last token
-            tokens = _until_end(answer, model.generation_config.eos_token_id)
+            ends = model.generation_config.eos_token_id
+            tokens = until_end(answer, ends if isinstance(ends, list) else [ends])
             counts = {"forwards": len(tokens), "token_instances": len(tokens) - 1}
             if options.get("prompt_lookup_num_tokens"):  # transformers reports nothing: the hook is all there is
                 counts = {"forwards": seen_forwards, "token_instances": seen_tokens - width}
@@ -353,10 +354,14 @@ def rates(sums: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _until_end(tokens: list[int], end_tokens: int | list[int] | None) -> list[int]:
-    """Cut after the first end token."""
-    ends = end_tokens if isinstance(end_tokens, list) else [end_tokens]
-    return next((tokens[: index + 1] for index, token in enumerate(tokens) if token in ends), tokens)
+def until_end(tokens: list[int], end_tokens: Collection[int | None], pad_token: int | None = None) -> list[int]:
+    """The answer in a row of a batch: up to the first end token, else without the padding."""
+    for index, token in enumerate(tokens):
+        if token in end_tokens:
+            return tokens[: index + 1]
+    while tokens and tokens[-1] == pad_token:
+        tokens = tokens[:-1]
+    return tokens
 
 
 def now(model: Any) -> float:

@@ -23,7 +23,7 @@ from transformers.utils.logging import tqdm
 
 from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
-from ..measure import now
+from ..measure import now, until_end
 from .likelihood import LEAST, block_elbo, check_integer
 from .statistics import COUNTS, by_task, decoding_statistics, likelihood_statistics
 
@@ -156,7 +156,7 @@ class WeDLMHarnessLM(HFLM):
         stats = getattr(output, "stats", None)
         if stats is None:  # AR: one forward a token, and none for the last token
             answers = output.sequences[:, context.shape[1] :].tolist()
-            lengths = [_length(answer, end_tokens, self.tokenizer.pad_token_id) for answer in answers]
+            lengths = [len(until_end(answer, end_tokens, self.tokenizer.pad_token_id)) for answer in answers]
             counts = [(length, length, length - 1) for length in lengths]
         else:
             counts = list(zip(*(getattr(stats, name).tolist() for name in COUNTS), strict=True))
@@ -262,16 +262,6 @@ def _tasks(requests: Sequence[Any]) -> Iterator[str | None]:
     for request in requests:
         times[id(request)] += 1
         yield (request.task_name or "") if times[id(request)] <= request.repeats else None
-
-
-def _length(answer: list[int], end_tokens: set[int], pad_token: int | None) -> int:
-    """How many tokens of a row of a batch are its answer: up to the first end token, or to the padding."""
-    for index, token in enumerate(answer):
-        if token in end_tokens:
-            return index + 1
-    while answer and answer[-1] == pad_token:
-        answer = answer[:-1]
-    return len(answer)
 
 
 # --- checks -------------------------------------------------------------------------------------
