@@ -208,8 +208,7 @@ def _set_debug(context: typer.Context, wanted: bool) -> None:
 
 
 DebugOption = Annotated[
-    bool,
-    typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show where an error comes from."),
+    bool, typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show where an error comes from.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object and nothing else.")]
 

@@ -7,13 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..eval.options import (
-    CalibrationOptions,
-    LoadingOptions,
-    RawOption,
-    has_no_chat_template,
-    read_prompt_file,
-)
+from ..eval.options import CalibrationOptions, LoadingOptions, RawOption, has_no_chat_template, read_prompt_file
 from ..eval.report.request import ReportRequest
 from .application import NO, STOPPED, JsonOption, command, console, print_json
 
