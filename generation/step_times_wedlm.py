@@ -43,7 +43,6 @@ class StepTimes:
     load: float = 0.0
     met: set[int] = field(default_factory=set)
     _line: tuple[float, float] | None = None  # until the next step is recorded
-    _wide_line: tuple[float, float] | None = None
 
     def record(self, rows: int, seconds: float, is_plain: bool = False) -> None:
         """Takes in a step, relative to the steps just before it: the machine may have been busier at other times."""
@@ -61,14 +60,14 @@ class StepTimes:
             self.plain.setdefault(rows, deque(maxlen=9)).append(relative)
         else:
             self.others.append((rows, relative))
-        self._line = self._wide_line = None
+        self._line = None
 
     def doubt(self) -> None:
         """Forgets all but the last steps that were no AR steps. Where these seem too dear to be taken, nothing else
         would correct times from a bad moment of the machine."""
         while len(self.others) > LEAST_STEPS:
             self.others.popleft()
-        self._line = self._wide_line = None
+        self._line = None
 
     def knows_plain(self, rows: int) -> bool:
         """Whether the time of an AR step is known well enough."""
@@ -96,15 +95,11 @@ class StepTimes:
             line = self._line = self._fit(list(self.others))
         return line
 
-    def row_cost(self) -> float:
-        """What one more row adds to a step that has as many as most have, or more: the first rows are nearly free
-        where reading the weights takes all the time."""
-        line = self._wide_line
-        if line is None:
-            steps = list(self.others)
-            usual = median(rows for rows, _ in steps) if steps else 0
-            line = self._wide_line = self._fit([step for step in steps if step[0] >= usual])
-        return line[1]
+    def row_cost(self, width: int) -> float:
+        """What one more row adds to a step of `width` rows or more: the first rows are nearly free where reading the
+        weights takes all the time. Where few steps were as wide, the line's slope."""
+        wide = [step for step in list(self.others) if step[0] >= width]
+        return self._fit(wide)[1] if len(wide) >= LEAST_STEPS else self.line()[1]
 
     def _fit(self, steps: list[tuple[int, float]]) -> tuple[float, float]:
         """Intercept and slope for these steps, drawn to the slot cost."""

@@ -144,7 +144,8 @@ class BranchPacer:
 
     *Price.* One more row is worth it if it brings more tokens than ρ·dt/dn: a draft by the chance that it is accepted;
     the masks of branch b by the chance that the first failure comes right behind draft b, times the chance that what
-    they draft is accepted. (Plans of this price have the best ρ: Dinkelbach's method.)
+    they draft is accepted. (Where t(n) is a line, plans of this price have the best ρ: Dinkelbach's method. It is
+    convex rather; dt/dn is that of steps at least as wide as an average plan.)
 
     *Batches.* A step is as wide as its widest row. So all rows get the columns of an average plan, and each spends
     them on its own best drafts and masks.
@@ -164,6 +165,8 @@ class BranchPacer:
         window_size, largest: what the decoder asks of any pacer.
         drafts: of an average plan; 0 where AR steps are best.
     """
+
+    _width = 0  # physical rows of an average plan
 
     def __init__(
         self, largest: int, record: DraftRecord, rows: int = 1, is_chain: bool = False, is_adaptive: bool = True
@@ -273,15 +276,17 @@ class BranchPacer:
             by_depth.append([*known, reached[-1] * chance])
             reached.append(sum(by_depth[-1]) / len(by_depth[-1]))
             chance = reached[-1] / reached[-2]  # a depth that was never tried is as good as the one before
+        row_cost = times.row_cost(self._width)
         for _ in range(2):
-            self.price = max(1.0, self.rate) * rows * times.row_cost() / ar_time
+            self.price = max(1.0, self.rate) * rows * row_cost / ar_time
             # What draft k brings beyond that, on average, if it is checked only where it is worth it.
             self.gains = [sum(max(0.0, one - self.price) for one in known) / len(known) for known in by_depth]
             sizes = self._sizes(reached)
             drafts = len(sizes) - 1
             ends = pairwise([*reached[: drafts + 1], 0.0])
             missing = sum(here - there for (here, there), size in zip(ends, sizes, strict=True) if not size)
-            time = times.of(rows * (1 + drafts + sum(sizes))) + missing * times.of(rows * (2 + drafts))
+            self._width = rows * (1 + drafts + sum(sizes))
+            time = times.of(self._width) + missing * times.of(rows * (2 + drafts))
             self.rate = (sum(reached[: drafts + 1]) + missing) * ar_time / time
         self.drafts = drafts if self.rate > MARGIN and any(sizes) else 0
         self._columns = None if rows == 1 else (self.drafts, sum(sizes))

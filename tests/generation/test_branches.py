@@ -503,7 +503,7 @@ def test_own_probabilities_are_corrected_by_what_passed():
 def test_drafts_that_no_masks_are_worth_count_as_ar_steps():
     times = StepTimes(0.0)
     times.of = lambda rows, is_plain=False: 6.0 if is_plain else float(rows)  # AR steps are slow, but rows cost more
-    times.line, times.row_cost, times.knows_plain = lambda: (0.0, 1.0), lambda: 1.0, lambda rows: True
+    times.line, times.row_cost, times.knows_plain = lambda: (0.0, 1.0), lambda width: 1.0, lambda rows: True
     record = DraftRecord(times)
     record.runs.extend([[0.41, 0.69, 0.26]] * 8)
     pace = BranchPacer(8, record)
@@ -556,7 +556,9 @@ def test_a_row_more_costs_what_it_adds_to_wide_steps():
     Random(0).shuffle(wide)
     for rows in [1] * 4 + wide:
         times.record(rows, 10.0 + max(0, rows - 8))  # up to 8 rows, reading the weights takes all the time
-    assert times.row_cost() > 1.2 * times.line()[1]
+    assert times.row_cost(10) > 1.2 * times.line()[1]
+    times.doubt()  # few steps are left
+    assert times.row_cost(100) == times.line()[1]
 
 
 def test_in_a_batch_every_row_gets_the_same_columns_for_its_own_best_masks():
