@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
 
-from .rules_wedlm import RowOutcome
 from .step_times_wedlm import StepTimes
+from .window_wedlm import RowOutcome
 
 MOST_DRAFTS = 8
 # The masks' own probability of a draft is put into one of so many bins, each with a running mean of what passed.

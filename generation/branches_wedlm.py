@@ -15,10 +15,10 @@ import torch
 
 from .branch_pacing_wedlm import BranchPacer
 from .lookup_wedlm import TextLookup
-from .rules_wedlm import RowOutcome, Selection, SlotStates, VerifyRule
+from .rules_wedlm import Selection, SlotStates, VerifyRule
 from .sampling_wedlm import TokenSampler
 from .settings_wedlm import WeDLMGenerationSettings
-from .window_wedlm import PhysicalOrder, Row, Visibility, slot_mask
+from .window_wedlm import PhysicalOrder, Row, RowOutcome
 
 # A draft is chosen among the likeliest tokens by its mask's own logits: only their rows of the head are read.
 SHORTLIST = 64
@@ -50,62 +50,43 @@ class BranchRule(VerifyRule):
         pacer: BranchPacer,
         model: Any,
     ):
-        super().__init__(settings, sampler, end_tokens)
-        self.pacer = pacer
+        super().__init__(settings, sampler, end_tokens, pacer)
+        self.pacer: BranchPacer
         self.model = model
-        # Of the step under way: probabilities of the drafts that were chosen, `(A, K)`, the tokens among which they
-        # were, `(A, K, S)`, and each row's entry.
-        self._probabilities: torch.Tensor | None = None
-        self._shortlist: torch.Tensor | None = None
-        self._entries: dict[int, int] = {}
+        # For each row of the call the probabilities, `(K,)`, of the drafts that this step chose.
+        self._probabilities: dict[int, torch.Tensor] = {}
         self._lookups: dict[int, TextLookup] = {}
 
     def predicted_slots(self, row: Row) -> list[int]:
         """The window slots that the real rows predict."""
         return list(range(len(row.window) + 1))
 
-    def order(
-        self,
-        rows: Sequence[Row],
-        slot_lists: list[list[int]],
-        mask_token_id: int,
-        width: int | None,
-        device: torch.device,
-    ) -> PhysicalOrder:
-        """The rows of a forward, see [`branch_order`]."""
-        order = branch_order(rows, slot_lists, mask_token_id, device)
+    def order(self, rows: Sequence[Row], width: int | None) -> PhysicalOrder:
+        """The rows of a forward, whose time begins."""
+        order = super().order(rows, width)
         is_prefill = any(row.new_count == 0 for row in rows)
         self.pacer.begin_step(order.input_ids.numel(), is_prefill, len(rows))
         return order
 
     def select(
-        self,
-        order: PhysicalOrder,
-        rows: Sequence[Row],
-        logits: torch.Tensor,
-        slots: SlotStates | None = None,
+        self, order: PhysicalOrder, rows: Sequence[Row], logits: torch.Tensor, slots: SlotStates | None
     ) -> Selection:
         """What the AR rows choose, whether the drafts behind them pass, and the next drafts: `(A, R + K)`."""
-        checked = super().select(order, rows, logits)
-        self._entries = {row.index: entry for entry, row in enumerate(rows)}
-        self._probabilities = None
-        count = max((size for row in rows for size in row.branches), default=0)
-        if slots is None or count < 1:
-            return checked
-        return self._with_drafts(checked, order, rows, slots, count)
+        checked = super().select(order, rows, logits, None)
+        self._probabilities = {}
+        return checked if slots is None else self._with_drafts(checked, order, rows, slots)
 
     def _with_drafts(
-        self, checked: Selection, order: PhysicalOrder, rows: Sequence[Row], slots: SlotStates, count: int
+        self, checked: Selection, order: PhysicalOrder, rows: Sequence[Row], slots: SlotStates
     ) -> Selection:
         """Adds the drafts of the branch that won, which only the device knows so far."""
         width, device = order.logit_count, checked.tokens.device
-        lengths = torch.tensor([len(row.window) for row in rows], device=device)[:, None]
-        first = width - 1 - lengths
-        # A draft passes if all before it do.
+        first = width - 1 - torch.tensor([len(row.window) for row in rows], device=device)[:, None]
+        # A draft passes if all before it do; the AR row behind the last of them wins.
         columns = torch.arange(width, device=device)
         passed = (checked.chosen | (columns < first)) & (columns < width - 1)
-        accepted = passed.long().cumprod(1).sum(1, keepdim=True) - first
-        winner = first + accepted  # the AR row behind the last accepted draft
+        winner = passed.long().cumprod(1).sum(1, keepdim=True)
+        accepted = winner - first
         real_end = order.input_ids.shape[1] - order.masks_behind
         # Behind embeddings no token is known: any will do, since it only makes drafts worse.
         tokens = order.input_ids[:, real_end - width : real_end].clamp(min=0)
@@ -113,19 +94,20 @@ class BranchRule(VerifyRule):
         # Its masks.
         most = max(len(row.branches) for row in rows)
         sizes = torch.tensor([row.branches + [0] * (most - len(row.branches)) for row in rows], device=device)
-        start = (sizes.cumsum(1) - sizes).gather(1, accepted)
-        won_sizes = sizes.gather(1, accepted)
-        if device.type == "cpu":  # on a GPU, looking would wait for the forward
-            count = int(won_sizes.max())
-            if count == 0:
-                return checked
+        start, won_sizes = (sizes.cumsum(1) - sizes).gather(1, accepted), sizes.gather(1, accepted)
+        # On a GPU, looking at who won would wait for the forward.
+        count = int(won_sizes.max()) if device.type == "cpu" else max(max(row.branches) for row in rows)
+        if count == 0:
+            return checked
         steps = torch.arange(count, device=device)
         is_draft = steps < won_sizes
-        index = (start + steps).clamp(max=order.masks_behind - 1)
-        entries = torch.arange(len(rows), device=device)[:, None]
-        won = SlotStates(slots.hidden[entries, index], slots.logits[entries, index])
+        index = torch.arange(len(rows), device=device)[:, None], (start + steps).clamp(max=order.masks_behind - 1)
+        logits = slots.logits[index]
+        logits[..., self.sampler.mask_token_id] = float("-inf")
+        shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices
         offsets = torch.tensor(order.first, device=device)[:, None] + accepted + 1 + steps
-        drafts, self._probabilities, scores = self._draft(won, before, order, offsets)
+        drafts, probabilities, scores = self._draft(slots.hidden[index], shortlist, before, order, offsets)
+        self._probabilities = dict(zip(order.rows, probabilities, strict=True))
         return Selection(
             tokens=torch.cat([checked.tokens, drafts], dim=1),
             chosen=torch.cat([checked.chosen, is_draft], dim=1),
@@ -133,32 +115,36 @@ class BranchRule(VerifyRule):
             is_broken=torch.cat([checked.is_broken, torch.zeros_like(is_draft)], dim=1),
             choice=checked.choice,
             draft_scores=scores,
-            shortlist=self._shortlist,
+            shortlist=shortlist,
         )
 
     def _draft(
-        self, won: SlotStates, before: torch.Tensor, order: PhysicalOrder, offsets: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        shortlist: torch.Tensor,
+        before: torch.Tensor,
+        order: PhysicalOrder,
+        offsets: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Chooses drafts one after the other.
 
         Args:
-            won: of their masks, K for each row.
+            hidden: `(A, K, H)`, last hidden states of their masks.
+            shortlist: `(A, K, S)` int64, the tokens to choose from.
             before: `(A, 2)` int64, the two tokens before the first.
             order: of the forward.
             offsets: `(A, K)` int64, new tokens before each.
 
         Returns:
-            `(A, K)` int64, the drafts; `(A, K)`, their probabilities over a shortlist of tokens; `(A, K, S)` float32,
-            the shortlist's scores.
+            `(A, K)` int64, the drafts; `(A, K)`, their probabilities over the shortlist; `(A, K, S)` float32, the
+            shortlist's scores.
         """
         head = self.model.get_output_embeddings()
-        won.logits[..., self.sampler.mask_token_id] = float("-inf")
-        shortlist = self._shortlist = won.logits.topk(min(SHORTLIST, won.logits.shape[-1] - 1), dim=-1).indices
         is_plain = type(head) is torch.nn.Linear and head.bias is None and not head._forward_hooks
         weights = head.weight[shortlist] if is_plain else None  # (A, K, S, H)
         drafts, found, places = [], [], []
-        for depth in range(won.hidden.shape[1]):
-            state, tokens = self.model.draft_hidden(won.hidden[:, depth], before), shortlist[:, depth]
+        for depth, tokens in enumerate(shortlist.unbind(1)):
+            state = self.model.draft_hidden(hidden[:, depth], before)
             if weights is not None:
                 scores = (weights[:, depth].float() * state[:, None].float()).sum(-1)
             else:
@@ -171,42 +157,25 @@ class BranchRule(VerifyRule):
         probabilities = all_scores.softmax(-1).gather(2, torch.stack(places, 1))[..., 0]
         return torch.stack(drafts, 1), probabilities, all_scores
 
+    def draft_columns(self, checked: int, accepted: int, count: int) -> range:
+        """Which of a row's `count` choices are the next drafts: those behind the AR rows'."""
+        return range(checked + 1, count)
+
     def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
         """Keeps the accepted drafts, adds the AR head's own token behind them, and takes the next drafts."""
-        drafts = row.filled_tokens
-        accepted = next((i for i in range(len(drafts)) if not chosen[i]), len(drafts))
-        settled = [*drafts[:accepted], tokens[accepted]]
-        filled: list[tuple[int, int, int]] = []
-        for index in range(len(slots), len(tokens)):
-            if not chosen[index]:
-                break
-            filled.append((first_column + index, accepted + 1 + len(filled), tokens[index]))
-            if tokens[index] in self.end_tokens:
-                break  # nothing behind an end is worth a slot
-        found: list[float] = []
-        if self._probabilities is not None:
-            found = self._probabilities[self._entries[row.index], : len(filled)].tolist()
-        self.pacer.learn(row.confidence, len(drafts), accepted, found)
-        row.confidence = list(found)
-        row.window = [*settled, *(token for _, _, token in filled)]
-        return RowOutcome(
-            row=row,
-            final=accepted + 1,
-            decided=[(first_column + slot, slot, token) for slot, token in enumerate(settled)],
-            filled=filled,
-            checked=len(drafts),
-            accepted=accepted,
-            paid=accepted,
-            failed=accepted if accepted < len(drafts) else None,
-        )
+        outcome = super().fill(row, slots, first_column, chosen, tokens)
+        probabilities = self._probabilities.get(row.index)
+        found = [] if probabilities is None else probabilities[: len(outcome.filled)].tolist()
+        self.pacer.learn(row.confidence, outcome.checked, outcome.accepted, found)
+        row.confidence = found
+        return outcome
 
-    def refill(self, row: Row, window_size: int) -> None:
+    def refill(self, row: Row) -> None:
         """Keeps the drafts that are worth being checked, the text's before the masks', and gives each real row its
         masks."""
         self._look_up(row)
         row.branches = self.pacer.plan(row.confidence, row.remaining)
-        drafts = len(row.branches) - 1
-        del row.window[drafts:]
+        del row.window[len(row.branches) - 1 :]
         if row.window and row.window[-1] in self.end_tokens:
             row.branches[-1] = 0
 
@@ -226,69 +195,3 @@ class BranchRule(VerifyRule):
             reaches = self.pacer.record.reaches
             if sum(reaches(confidence)) > sum(reaches(row.confidence)):
                 row.confidence, row.window = confidence, list(found)
-
-
-def branch_order(
-    rows: Sequence[Row], slot_lists: list[list[int]], mask_token_id: int, device: torch.device
-) -> PhysicalOrder:
-    """Physical rows with branches: padding, pending tokens, drafts, masks by branch, and padding again.
-
-    The last real rows of all entries are aligned, so that their logits are one block, and so are their first masks:
-
-        entry 0:   p  c  f  f │ M M │ M M │ M M
-        entry 1:   ·  ·  c  f │ M M M │ M · ·
-
-    Args:
-        rows: those in use.
-        slot_lists: the slots that each row's last real rows predict.
-        mask_token_id: M.
-        device: where the tensors go.
-    """
-    real_width = max(row.pending + len(row.window) for row in rows)
-    masks = [sum(row.branches) for row in rows]
-    mask_width = max(masks)
-    columns = [_branch_columns(row, mask_token_id, real_width, mask_width) for row in rows]
-    ids, positions, cache_slots, until, start = torch.tensor(columns, device=device).unbind(1)
-    width = max(map(len, slot_lists))
-    first_new = [row.new_count for row in rows]
-    slots = torch.tensor([[-1] * (width - len(slots)) + slots for slots in slot_lists], device=device)
-    is_causal = all(not any(row.branches[:-1]) for row in rows)
-    return PhysicalOrder(
-        rows=[row.index for row in rows],
-        input_ids=ids,
-        position_ids=positions,
-        cache_slots=cache_slots,
-        counts=[row.pending + len(row.window) + size for row, size in zip(rows, masks, strict=True)],
-        slots=slots,
-        slot_lists=slot_lists,
-        first=first_new,
-        offsets=slots + torch.tensor(first_new, device=device)[:, None],
-        slot_mask=slot_mask(masks, device, at_left=True),
-        masks_behind=mask_width,
-        visibility=None if is_causal else Visibility(until, start),
-    )
-
-
-def _branch_columns(row: Row, mask_token_id: int, real_width: int, mask_width: int) -> list[list[int]]:
-    """One entry of the forward: its tokens, positions and cache slots, and what [`Visibility`] needs."""
-    end, drafts = len(row.tokens), len(row.window)
-    positions = list(range(row.committed, end + drafts))
-    until, start = list(positions), list(positions)
-    tokens = row.tokens[row.committed :] + row.filled_tokens
-    padding = real_width - len(tokens)
-    for draft, size in enumerate(row.branches):
-        first = row.committed + len(positions)
-        positions += range(end + draft + 1, end + draft + 1 + size)
-        until += [end - 1 + draft] * size
-        start += [first] * size
-    behind = row.committed + len(positions)
-    tokens += [mask_token_id] * (len(positions) - len(tokens))
-    front = range(behind, behind + padding)
-    back = range(behind + padding, row.committed + real_width + mask_width)
-    return [
-        [mask_token_id] * len(front) + tokens + [mask_token_id] * len(back),
-        [*front, *positions, *back],
-        [*front, *range(row.committed, behind), *back],
-        [*front, *until, *back],
-        [*front, *start, *back],
-    ]

@@ -180,13 +180,12 @@ class WeDLMGenerationMixin(GenerationMixin):
             windows = 2 * min(settings.window_size, request.limit)
             length = request.prompt_ids.shape[1] + request.limit
             compiled = self._fixed_shape_forward(cache, length, windows, generation_config, model_kwargs)
-        rule, pacer = _rule_and_pacer(self, settings, logits_processor, generation_config, request, is_static)
+        rule = _rule(self, settings, logits_processor, generation_config, request, is_static)
         with cache.rolled_back():
             decoder = ParallelDecoder(
                 model=self,
                 request=request,
                 rule=rule,
-                pacer=pacer,
                 cache=cache,
                 compiled=compiled,
                 go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
@@ -407,14 +406,14 @@ def _request(
     )
 
 
-def _rule_and_pacer(
+def _rule(
     model: Any,
     settings: WeDLMGenerationSettings,
     processors: LogitsProcessorList,
     generation_config: GenerationConfig,
     request: DecodingRequest,
     is_static: bool,
-) -> tuple[FillRule, WindowPacer | BranchPacer]:
+) -> FillRule:
     """How slots are decided, and how many there are. Raises `ValueError` for processors that cannot be honoured
     unverified."""
     has_branches = settings.verification != "none" and getattr(model, "has_mask_adapter", False)
@@ -428,8 +427,7 @@ def _rule_and_pacer(
         lookahead=2 * MOST_DRAFTS + 2 if has_branches else largest + 1,
     )
     if has_branches:
-        branches = _branch_pacer(model, settings, request)
-        return BranchRule(settings, sampler, request.end_tokens, branches, model), branches
+        return BranchRule(settings, sampler, request.end_tokens, _branch_pacer(model, settings, request), model)
     if settings.verification == "none":
         sampler.check_out_of_order()
     rule = FillRule if settings.strategy == "wedlm" else BlockRule
@@ -441,7 +439,7 @@ def _rule_and_pacer(
         is_adaptive=settings.is_adaptive and not is_static,
         rows=request.prompt_ids.shape[0],
     )
-    return rule(settings, sampler, request.end_tokens), pacer
+    return rule(settings, sampler, request.end_tokens, pacer)
 
 
 def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: DecodingRequest) -> BranchPacer:

@@ -3,7 +3,7 @@
 `A` rows in use, `M` slots of a row, `V` vocabulary, `B` rows of the call.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from transformers.generation import logits_process as transformers_processors
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .selection_wedlm import token_entropy
-from .window_wedlm import PhysicalOrder
+from .window_wedlm import PhysicalOrder, Row
 
 # Processors that look at the scores alone.
 SCORE_PROCESSORS = (
@@ -87,19 +87,18 @@ class PositionNoise:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         self.size = (lookahead // NOISE_CHUNK + 2) * NOISE_CHUNK
         self.buffer = torch.empty(batch_size, self.size, vocab_size, dtype=torch.float32, device=device)
-        self.drawn = [0] * batch_size
+        self.drawn, self.lookahead = [0] * batch_size, lookahead
 
-    def at(self, rows: list[int], offsets: torch.Tensor, first: list[int], lookahead: int) -> torch.Tensor:
+    def at(self, rows: list[int], offsets: torch.Tensor, first: list[int]) -> torch.Tensor:
         """Noise `(A, M, V)` float32 of positions.
 
         Args:
             rows: the call's row that each entry is.
-            offsets: `(A, M)` int64, positions; arbitrary noise for those that are not in the range below.
+            offsets: `(A, M)` int64, positions; arbitrary noise for those in front of `first`, and beyond `lookahead`.
             first: first position that each row may still ask for.
-            lookahead: how many from there on.
         """
         for row, start in zip(rows, first, strict=True):
-            while self.drawn[row] < start + lookahead:
+            while self.drawn[row] < start + self.lookahead:
                 column = self.drawn[row] % self.size
                 self.buffer[row, column : column + NOISE_CHUNK].exponential_(generator=self.generators[row])
                 self.drawn[row] += NOISE_CHUNK
@@ -172,16 +171,16 @@ class TokenSampler:
         self,
         logits: torch.Tensor,
         order: PhysicalOrder,
+        rows: Sequence[Row],
         is_ar: torch.Tensor,
-        prefixes: list[list[int]],
         passes: Callable[[Choice], torch.Tensor],
     ) -> Choice:
         """Tokens of AR rows, each after its own, true prefix.
 
         Args:
             logits, order: see [`choose`].
+            rows: those in use; their drafts belong to the prefixes.
             is_ar: `(A, M)` bool, the AR rows, each row's in logical order.
-            prefixes: each row's new tokens so far and its drafts.
             passes: tells from a choice, `(A, M)` bool, whether the drafts behind the AR rows pass. After the first
                 that does not, the later prefixes are not true any more and are left alone.
         """
@@ -190,13 +189,13 @@ class TokenSampler:
         offsets = order.offsets
         mask_logits = self._suppress_mask(logits)
         choice = Choice(torch.zeros_like(offsets), logits.clone(), mask_logits)
-        for entry, row in enumerate(order.rows):
+        for entry, row in enumerate(rows):
+            new_tokens = self.prompt_ids.new_tensor(row.new_tokens + row.filled_tokens)
             for column in is_ar[entry].nonzero().flatten().tolist():
                 one = slice(entry, entry + 1), slice(column, column + 1)
-                new_tokens = self.prompt_ids.new_tensor(prefixes[entry][: int(offsets[one])])
-                prefix = torch.cat([self.prompt_ids[row], new_tokens])
-                choice.scores[one] = self._process_one(row, prefix, logits[entry, column])
-                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row], [order.first[entry]])
+                prefix = torch.cat([self.prompt_ids[row.index], new_tokens[: int(offsets[one])]])
+                choice.scores[one] = self._process_one(row.index, prefix, logits[entry, column])
+                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row.index], [row.new_count])
                 if not passes(choice)[entry, column]:
                     break
         return choice
@@ -225,7 +224,7 @@ class TokenSampler:
                 scores = processor(tokens, scores)
         if self.noise is None:
             return scores.argmax(-1, keepdim=True)
-        noise = self.noise.at(order.rows, offsets[:, None], order.first, self.lookahead)[:, 0]
+        noise = self.noise.at(order.rows, offsets[:, None], order.first)[:, 0]
         return (torch.softmax(scores, dim=-1) / noise.gather(1, tokens)).argmax(-1, keepdim=True)
 
     def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor:
@@ -250,7 +249,7 @@ class TokenSampler:
         if self.noise is None:
             self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.lookahead, scores.device)
         probabilities = torch.softmax(scores, dim=-1)
-        tokens = (probabilities / self.noise.at(rows, offsets, first, self.lookahead)).argmax(-1)
+        tokens = (probabilities / self.noise.at(rows, offsets, first)).argmax(-1)
         return tokens.masked_fill(probabilities[..., 0].isnan(), -1)
 
 

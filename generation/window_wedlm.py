@@ -96,6 +96,35 @@ class Row:
         return final
 
 
+@dataclass
+class RowOutcome:
+    """What a step did to one row.
+
+    Attributes:
+        row: the row.
+        final: slots, from the window's left, whose tokens are final.
+        decided: `(column of the logits, slot, token)` for each slot whose token is settled.
+        filled: the same for each mask that was filled, or whose token became a draft.
+        checked: drafts that were checked.
+        accepted: drafts that passed.
+        paid: depths of the window that paid, from the left: accepted drafts, or fills beyond the one of every step.
+        failed: the first depth that did not: its draft failed, or no mask was sure enough to give one.
+        committed: physical rows that entered the cache for good.
+        new_tokens: those that became final.
+    """
+
+    row: Row
+    final: int
+    decided: list[tuple[int, int, int]]
+    filled: list[tuple[int, int, int]]
+    checked: int = 0
+    accepted: int = 0
+    paid: int = 0
+    failed: int | None = None
+    committed: int = 0
+    new_tokens: list[int] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Visibility:
     """Which cache slots a physical row sees: those up to `until`, and those from `start` to its own.
@@ -119,12 +148,13 @@ class PhysicalOrder:
         position_ids: `(A, Q)` int64, logical positions.
         cache_slots: `(A, Q)` int64, where keys and values go: behind the row's cached ones; padding last, unseen.
         counts: physical rows that are not padding, per entry.
-        slots: `(A, M)` int64, the window slot that each of the last M physical rows predicts; -1 for none.
+        slots: `(A, M)` int64, the window slot that each of the last M physical rows (but for `masks_behind`) predicts;
+            -1 for none.
         slot_lists: the same as lists, without the -1 in front.
         first: new tokens so far, per entry.
         offsets: `(A, M)` int64, new tokens in front of each of `slots`.
         slot_mask: which of the last physical rows are masks, `(A, masks of the entry with the most)` bool; their
-            number where that is the same for all entries.
+            number where that is the same for all entries, `None` where there are none.
         masks_behind: physical rows behind those that predict `slots`: the masks of branches.
         visibility: for an order that is not plain causal, see [`Visibility`].
     """
@@ -138,19 +168,14 @@ class PhysicalOrder:
     slot_lists: list[list[int]]
     first: list[int]
     offsets: torch.Tensor
-    slot_mask: int | torch.Tensor
-    masks_behind: int = 0
-    visibility: Visibility | None = None
+    slot_mask: int | torch.Tensor | None
+    masks_behind: int
+    visibility: Visibility | None
 
     @property
     def logit_count(self) -> int:
         """M."""
         return self.slots.shape[1]
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether any physical row is a mask."""
-        return not isinstance(self.slot_mask, int) or self.slot_mask > 0
 
 
 def physical_order(
@@ -163,55 +188,69 @@ def physical_order(
         window of the first:  p4 │ M5 f6 M7           input_ids     p f M M     p p f M
         of the second:     p8 p9 │ f10 M11            position_ids  4 6 5 7     8 9 10 11
 
+    The masks of branches come last. The rows in front of them are aligned, so that their logits are one block, and so
+    are the first masks:
+
+        entry 0:   p  p  f  f │ M M │ M M │ M M
+        entry 1:   ·  ·  p  f │ M M M │ M · ·
+
     Args:
         rows: those in use.
-        slot_lists: the slots that each row's last physical rows predict.
+        slot_lists: the slots that each row's last physical rows predict, those of branches left aside.
         mask_token_id: M.
         width: Q, where it is fixed; logits are then computed for all rows.
         device: where the tensors go.
     """
     size = width or max(1, *(row.pending + len(row.window) for row in rows))
-    logit_count = width or max(1, *map(len, slot_lists))
-    ids, positions, places, counts = [], [], [], []
-    for row in rows:
-        filled, masks, end = row.filled_slots, row.mask_slots, len(row.tokens)
-        tokens = row.tokens[row.committed :] + row.filled_tokens + [mask_token_id] * len(masks)
-        count = 0 if row.is_finished else len(tokens)
-        padding, behind = size - count, row.committed + count
-        counts.append(count)
-        ids.append([mask_token_id] * padding + tokens[:count])
-        order = [*range(row.committed, end), *(end + slot for slot in filled), *(end + slot for slot in masks)]
-        positions.append([*range(behind, behind + padding), *order[:count]])
-        places.append([*range(behind, behind + padding), *range(row.committed, behind)])
-    input_ids, position_ids, cache_slots = torch.tensor([ids, positions, places], device=device)
+    behind = max(sum(row.branches) for row in rows)
+    columns = [_columns(row, mask_token_id, size, behind) for row in rows]
+    input_ids, position_ids, cache_slots, *visibility = torch.tensor([*zip(*columns, strict=True)], device=device)
+    is_causal = not any(any(row.branches[:-1]) for row in rows)
+    masks = [0 if row.is_finished else len(row.mask_slots) + sum(row.branches) for row in rows]
+    most = max(masks)
+    slot_mask: int | torch.Tensor | None = most or None
+    if min(masks) < most:
+        places, counts = torch.arange(most, device=device), torch.tensor(masks, device=device)[:, None]
+        slot_mask = places < counts if behind else places >= most - counts
     first = [row.new_count for row in rows]
+    logit_count = width or max(1, *map(len, slot_lists))
     slots = torch.tensor([[-1] * (logit_count - len(slots)) + slots for slots in slot_lists], device=device)
-    masks = [0 if row.is_finished else len(row.mask_slots) for row in rows]
     return PhysicalOrder(
         rows=[row.index for row in rows],
         input_ids=input_ids,
         position_ids=position_ids,
         cache_slots=cache_slots,
-        counts=counts,
+        counts=[0 if row.is_finished else row.pending + len(row.window) + sum(row.branches) for row in rows],
         slots=slots,
         slot_lists=slot_lists,
         first=first,
         offsets=slots + torch.tensor(first, device=device)[:, None],
-        slot_mask=slot_mask(masks, device),
+        slot_mask=slot_mask,
+        masks_behind=behind,
+        visibility=None if is_causal else Visibility(*visibility),
     )
 
 
-def slot_mask(masks: list[int], device: torch.device, at_left: bool = False) -> int | torch.Tensor:
-    """Which of the last physical rows are masks, see [`PhysicalOrder`].
-
-    Args:
-        masks: how many, per entry.
-        device: of the result.
-        at_left: an entry with fewer than the most has them first; otherwise they are its very last rows.
-    """
-    most = max(masks)
-    if min(masks) == most:
-        return most
-    columns = torch.arange(most, device=device)
-    counts = torch.tensor(masks, device=device)[:, None]
-    return columns < counts if at_left else columns >= most - counts
+def _columns(row: Row, mask_token_id: int, width: int, behind: int) -> list[list[int]]:
+    """One entry of the forward, `width` rows and `behind` of branches: its tokens, positions and cache slots; with
+    branches, what [`Visibility`] needs, too."""
+    start, end = row.committed, len(row.tokens)
+    tokens = row.tokens[start:] + row.filled_tokens
+    positions = [*range(start, end), *(end + slot for slot in row.filled_slots + row.mask_slots)]
+    if row.is_finished:
+        tokens, positions = [], []
+    padding = width - len(positions)
+    until = own = list(range(start, start + len(positions))) if behind else []
+    for draft, size in enumerate(row.branches):
+        first = start + len(positions)
+        positions += range(end + draft + 1, end + draft + 1 + size)
+        until, own = until + [end - 1 + draft] * size, own + [first] * size
+    stop = start + len(positions)
+    tokens += [mask_token_id] * (len(positions) - len(tokens))
+    front, back = range(stop, stop + padding), range(stop + padding, start + width + behind)
+    columns = [
+        [mask_token_id] * padding + tokens + [mask_token_id] * len(back),
+        [*front, *positions, *back],
+        [*front, *range(start, stop), *back],
+    ]
+    return [*columns, [*front, *until, *back], [*front, *own, *back]] if behind else columns

@@ -10,9 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.generation.branches_wedlm import branch_order
 from wedlm_hf.generation.stats_wedlm import TraceStep
-from wedlm_hf.generation.window_wedlm import Row
+from wedlm_hf.generation.window_wedlm import Row, physical_order
 from wedlm_hf.modeling_wedlm.dual_stream_wedlm import dual_stream_mask_function
 from wedlm_hf.training.masking import reorder_blocks
 
@@ -189,7 +188,7 @@ def mask_adapter() -> None:
     """Which rows the adapter acts on, and the branches of masks behind each real row."""
     words = ["sky", "is", "blue"]
     row = Row(index=0, tokens=[0, 1], prompt_length=1, committed=1, limit=9, window=[2, 3], branches=[2, 2, 2])
-    order = branch_order([row], [[0, 1]], 9, torch.device("cpu"))
+    order = physical_order([row], [[0, 1]], 9, None, torch.device("cpu"))
     until, start = order.visibility.until[0].tolist(), order.visibility.start[0].tolist()
     labels = [f"last final token: {words[0]}", f"draft 1: {words[1]}", f"draft 2: {words[2]}"]
     labels += [f"M for position {position}" for position in order.position_ids[0, 3:].tolist()]

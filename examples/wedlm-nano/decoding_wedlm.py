@@ -25,8 +25,8 @@ import torch
 from transformers.generation import StoppingCriteriaList
 
 from .cache_wedlm import CacheWrite, WindowCache
-from .rules_wedlm import FillRule, RowOutcome, Selection, SlotStates
-from .window_wedlm import PhysicalOrder, Row, Visibility
+from .rules_wedlm import FillRule, Selection, SlotStates
+from .window_wedlm import PhysicalOrder, Row, RowOutcome, Visibility
 
 # Attention implementations that take any mask as a tensor.
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
@@ -79,16 +79,6 @@ class StepObserver(Protocol):
         """Decoding is over."""
 
 
-class Pacer(Protocol):
-    """Says how many masks a step takes."""
-
-    largest: int
-    window_size: int
-
-    def observe(self, outcomes: Sequence[RowOutcome]) -> None:
-        """Takes in what a step did to each row."""
-
-
 class ParallelDecoder:
     """One `generate` call.
 
@@ -97,7 +87,6 @@ class ParallelDecoder:
             Where its `has_mask_adapter` is true, it takes `slot_mask` too, and returns `slot_hidden`.
         request: what to decode.
         rule: fill, fill block by block, or verify.
-        pacer: how wide the windows are.
         cache: empty, or holding a beginning of every prompt.
         observers: what is told of each step.
         compiled: called instead of `model` after the first forward, always with the same shapes.
@@ -114,7 +103,6 @@ class ParallelDecoder:
         model: Any,
         request: DecodingRequest,
         rule: FillRule,
-        pacer: Pacer,
         cache: WindowCache,
         observers: Sequence[StepObserver] = (),
         compiled: Callable[..., Any] | None = None,
@@ -123,7 +111,6 @@ class ParallelDecoder:
         self.model = model
         self.request = request
         self.rule = rule
-        self.pacer = pacer
         self.cache = cache
         self.observers = observers
         self.compiled = compiled
@@ -136,7 +123,7 @@ class ParallelDecoder:
             for index, (prompt, cached) in enumerate(zip(prompts, cache.lengths, strict=True))
         ]
         for row in self.rows:
-            rule.refill(row, pacer.window_size)
+            rule.refill(row)
 
     @property
     def rows_in_use(self) -> list[Row]:
@@ -160,7 +147,8 @@ class ParallelDecoder:
 
     def _step(self) -> None:
         rows = self.rows_in_use
-        order = self._order(rows)  # 1.
+        is_fixed = self.compiled is not None and self.steps > 0
+        order = self.rule.order(rows, 2 * self.rule.pacer.largest if is_fixed else None)  # 1.
         logits, slots = self._forward(order)  # 2.
         selection = self.rule.select(order, rows, logits, slots)  # 3.
         outcomes = self._fill(rows, order, selection)  # 4.
@@ -168,22 +156,15 @@ class ParallelDecoder:
         self.cache.commit([outcome.committed for outcome in outcomes])  # 6.
         self._finish(StepOutcome(order, logits, selection, outcomes))  # 7.
 
-    def _order(self, rows: list[Row]) -> PhysicalOrder:
-        """Pending tokens, filled slots, masks."""
-        is_fixed = self.compiled is not None and self.steps > 0
-        slots = [[] if row.is_finished else self.rule.predicted_slots(row) for row in rows]
-        width = 2 * self.pacer.largest if is_fixed else None
-        return self.rule.order(rows, slots, self.request.mask_token_id, width, self.request.prompt_ids.device)
-
     def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, SlotStates | None]:
         """Logits `(A, M, V)` float32, and what is known of the masks behind them."""
         write = self.cache.plan(order.counts, order.cache_slots, order.input_ids)
-        inputs: dict[str, int | torch.Tensor] = {"input_ids": order.input_ids}
+        inputs: dict[str, Any] = {"input_ids": order.input_ids}
         if self.steps == 0 and self.request.prompt_embeds is not None:
             inputs = {"inputs_embeds": self._embeds(order)}
-        if getattr(self.model, "has_mask_adapter", False) and order.has_masks:
+        if getattr(self.model, "has_mask_adapter", False) and order.slot_mask is not None:
             inputs["slot_mask"] = order.slot_mask
-        forward = self.model if self.compiled is None or self.steps == 0 else self.compiled
+        forward = self.compiled if self.compiled is not None and self.steps > 0 else self.model
         outputs = forward(
             **inputs,
             attention_mask=window_attention_mask(
@@ -276,10 +257,10 @@ class ParallelDecoder:
 
     def _finish(self, outcome: StepOutcome) -> None:
         """Learns, refills the windows, tells the observers; finished rows leave, and cost nothing from here on."""
-        self.pacer.observe(outcome.rows)
+        self.rule.pacer.observe(outcome.rows)
         for row in self.rows_in_use:
             if not row.is_finished:
-                self.rule.refill(row, self.pacer.window_size)
+                self.rule.refill(row)
         for observer in self.observers:
             observer.observe(outcome)
         if self.compiled is None:

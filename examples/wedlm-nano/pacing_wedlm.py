@@ -5,7 +5,7 @@ Everything here is a function of counts, never of a clock, so a seed gives the s
 
 from collections.abc import Callable, Sequence
 
-from .rules_wedlm import RowOutcome
+from .window_wedlm import RowOutcome
 
 # What the first draft's chance is taken for before anything is known, and for how many observations this counts.
 PRIOR, PRIOR_WEIGHT = 0.96, 0.5

@@ -9,15 +9,17 @@ row after the other, on plain lists.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
+from .branch_pacing_wedlm import BranchPacer
+from .pacing_wedlm import WindowPacer
 from .sampling_wedlm import Choice, TokenSampler, is_typical
 from .selection_wedlm import select_masks, token_entropy
 from .settings_wedlm import WeDLMGenerationSettings
-from .window_wedlm import PhysicalOrder, Row, physical_order
+from .window_wedlm import PhysicalOrder, Row, RowOutcome, physical_order
 
 
 @dataclass(frozen=True)
@@ -57,35 +59,6 @@ class Selection:
     shortlist: torch.Tensor | None = None
 
 
-@dataclass
-class RowOutcome:
-    """What a step did to one row.
-
-    Attributes:
-        row: the row.
-        final: slots, from the window's left, whose tokens are final.
-        decided: `(column of the logits, slot, token)` for each slot whose token is settled.
-        filled: the same for each mask that was filled, or whose token became a draft.
-        checked: drafts that were checked.
-        accepted: drafts that passed.
-        paid: depths of the window that paid, from the left: accepted drafts, or fills beyond the one of every step.
-        failed: the first depth that did not: its draft failed, or no mask was sure enough to give one.
-        committed: physical rows that entered the cache for good.
-        new_tokens: those that became final.
-    """
-
-    row: Row
-    final: int
-    decided: list[tuple[int, int, int]]
-    filled: list[tuple[int, int, int]]
-    checked: int = 0
-    accepted: int = 0
-    paid: int = 0
-    failed: int | None = None
-    committed: int = 0
-    new_tokens: list[int] = field(default_factory=list)
-
-
 class FillRule:
     """The paper's: masks of low entropy are filled, and what has no gap to its left is final.
 
@@ -96,34 +69,32 @@ class FillRule:
         settings: how to decode.
         sampler: which token fills a slot.
         end_tokens: tokens that end a row.
+        pacer: how many masks there are.
     """
 
-    def __init__(self, settings: WeDLMGenerationSettings, sampler: TokenSampler, end_tokens: frozenset[int]):
+    def __init__(
+        self,
+        settings: WeDLMGenerationSettings,
+        sampler: TokenSampler,
+        end_tokens: frozenset[int],
+        pacer: WindowPacer | BranchPacer,
+    ):
         self.settings = settings
         self.sampler = sampler
         self.end_tokens = end_tokens
+        self.pacer = pacer
 
     def predicted_slots(self, row: Row) -> list[int]:
         """The window slots that the row's last physical rows predict."""
         return row.mask_slots or [0]
 
-    def order(
-        self,
-        rows: Sequence[Row],
-        slot_lists: list[list[int]],
-        mask_token_id: int,
-        width: int | None,
-        device: torch.device,
-    ) -> PhysicalOrder:
-        """The rows of a forward, see [`physical_order`]."""
-        return physical_order(rows, slot_lists, mask_token_id, width, device)
+    def order(self, rows: Sequence[Row], width: int | None) -> PhysicalOrder:
+        """The rows of a forward, `width` of them where that is fixed, see [`physical_order`]."""
+        slot_lists = [[] if row.is_finished else self.predicted_slots(row) for row in rows]
+        return physical_order(rows, slot_lists, self.sampler.mask_token_id, width, self.sampler.prompt_ids.device)
 
     def select(
-        self,
-        order: PhysicalOrder,
-        rows: Sequence[Row],
-        logits: torch.Tensor,
-        slots: SlotStates | None = None,
+        self, order: PhysicalOrder, rows: Sequence[Row], logits: torch.Tensor, slots: SlotStates | None
     ) -> Selection:
         """Chooses tokens.
 
@@ -131,7 +102,7 @@ class FillRule:
             order: of the forward.
             rows: those in use.
             logits: `(A, M, V)` float32, raw; MASK's are overwritten.
-            slots: of the masks behind the rows with logits, see [`SlotStates`].
+            slots: of the masks behind the rows with logits.
         """
         settings, is_mask = self.settings, order.slots >= 0
         entropy = token_entropy(logits)
@@ -168,18 +139,18 @@ class FillRule:
         tokens became final in this step; the window has not slid past them yet."""
         return row.pending
 
-    def refill(self, row: Row, window_size: int) -> None:
-        """Gives the row masks for the next step, up to a window of `window_size`."""
-        row.set_masks(window_size)
+    def refill(self, row: Row) -> None:
+        """Gives the row masks for the next step."""
+        row.set_masks(self.pacer.window_size)
 
 
 class BlockRule(FillRule):
     """The block-wise baseline: the window is refilled only when all of it is filled."""
 
-    def refill(self, row: Row, window_size: int) -> None:
+    def refill(self, row: Row) -> None:
         """Gives the row masks for the next step, if its block is done."""
         if not row.window:
-            row.set_masks(window_size)
+            super().refill(row)
 
 
 class VerifyRule(FillRule):
@@ -202,16 +173,11 @@ class VerifyRule(FillRule):
         return [*range(len(row.filled_slots) + 1), *row.mask_slots]
 
     def select(
-        self,
-        order: PhysicalOrder,
-        rows: Sequence[Row],
-        logits: torch.Tensor,
-        slots: SlotStates | None = None,
+        self, order: PhysicalOrder, rows: Sequence[Row], logits: torch.Tensor, slots: SlotStates | None
     ) -> Selection:
         """What the AR rows choose, whether the drafts behind them pass, and the masks' own choices."""
-        width, device, settings = order.slots.shape[1], logits.device, self.settings
-        masks = [len(row.mask_slots) for row in rows]
-        drafts = [row.filled_tokens for row in rows]
+        width, device, settings = order.logit_count, logits.device, self.settings
+        masks, drafts = [len(row.mask_slots) for row in rows], [row.filled_tokens for row in rows]
         behind = torch.tensor(
             [[-1] * (width - len(f) - 1 - m) + f + [-1] * (m + 1) for f, m in zip(drafts, masks, strict=True)],
             device=device,
@@ -228,11 +194,10 @@ class VerifyRule(FillRule):
             )
             return same | (plausible & (behind >= 0))
 
-        prefixes = [row.new_tokens + f for row, f in zip(rows, drafts, strict=True)]
         most = max(masks)
         # AR rows are judged by their token: only masks need an entropy, of the logits with MASK's.
         entropy = token_entropy(logits[:, width - most :]) if most else None
-        choice = self.sampler.choose_in_order(logits, order, is_ar, prefixes, passes)
+        choice = self.sampler.choose_in_order(logits, order, rows, is_ar, passes)
         tokens, chosen, is_broken = choice.tokens, passes(choice), is_ar & (choice.tokens < 0)
         if entropy is not None:
             entropy = F.pad(entropy, (width - most, 0))
@@ -247,16 +212,17 @@ class VerifyRule(FillRule):
         drafts = row.filled_tokens
         accepted = next((i for i in range(len(drafts)) if not chosen[i]), len(drafts))
         settled = [*drafts[:accepted], tokens[accepted]]
-        filled: list[tuple[int, int, int]] = []
         failed = accepted if accepted < len(drafts) else None
-        for index in range(len(drafts) + 2, len(slots)) if failed is None else ():  # not the mask of the AR's own slot
+        filled: list[tuple[int, int, int]] = []
+        for index in self.draft_columns(len(drafts), accepted, len(tokens)):
             if not chosen[index]:
-                failed = len(filled)
+                failed = len(filled) if failed is None else failed
                 break
-            filled.append((first_column + index, slots[index], tokens[index]))
+            filled.append((first_column + index, accepted + 1 + len(filled), tokens[index]))
             if tokens[index] in self.end_tokens:
                 break  # nothing behind an end is worth a slot
-        outcome = RowOutcome(
+        row.window = [*settled, *(token for _, _, token in filled)]
+        return RowOutcome(
             row=row,
             final=accepted + 1,
             decided=[(first_column + slot, slot, token) for slot, token in enumerate(settled)],
@@ -266,15 +232,18 @@ class VerifyRule(FillRule):
             paid=accepted,
             failed=failed,
         )
-        row.window = [*settled, *(token for _, _, token in filled)]
-        return outcome
+
+    def draft_columns(self, checked: int, accepted: int, count: int) -> range:
+        """Which of a row's `count` choices are the next drafts: the masks', but for the first one's, whose slot the AR
+        head decides."""
+        return range(checked + 2 if accepted == checked else count, count)
 
     def committed(self, row: Row, final: int) -> int:
         """Pending tokens and accepted drafts: all that is final but the last, which no row of the forward read."""
         return row.pending + final - 1
 
-    def refill(self, row: Row, window_size: int) -> None:
+    def refill(self, row: Row) -> None:
         """Masks behind the drafts. The first one's slot goes to the AR token, so they are worth it from two on."""
         drafts = len(row.window)
         if row.remaining > drafts + 1 and not (row.window and row.window[-1] in self.end_tokens):
-            row.set_masks(drafts + window_size)
+            row.set_masks(drafts + self.pacer.window_size)

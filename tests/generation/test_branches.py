@@ -58,7 +58,7 @@ def foreseeing(monkeypatch):
     """
 
     def install(answers, errors=0.3, seed=0):
-        def draft(rule, won, before, order, offsets):
+        def draft(rule, hidden, shortlist, before, order, offsets):
             random = Random(seed)
             tokens = torch.zeros_like(offsets)
             for entry, row in enumerate(order.rows):
@@ -135,7 +135,7 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
     torch.manual_seed(3)
     _, (expected,) = generate(qwen3, prompts, verification="exact", slot_cost=1000.0, do_sample=True)
 
-    def draft(rule, won, before, order, offsets):
+    def draft(rule, hidden, shortlist, before, order, offsets):
         tokens = torch.zeros_like(offsets)
         shortlist = torch.tensor([[token for token in range(320) if token != MASK]])
         for column, offset in enumerate(offsets[0].tolist()):

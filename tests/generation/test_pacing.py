@@ -9,7 +9,7 @@ from tiny import MASK, tiny_model
 
 from wedlm_hf.generation import mixin_wedlm
 from wedlm_hf.generation.pacing_wedlm import WindowPacer, default_slot_cost
-from wedlm_hf.generation.rules_wedlm import RowOutcome
+from wedlm_hf.generation.window_wedlm import RowOutcome
 
 
 @pytest.fixture(scope="module")
