@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 SMALLEST_CAPACITY = 64
@@ -40,11 +41,6 @@ class WindowLayer(CacheLayerMixin):
         self.is_initialized = False
 
     @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether its shapes stay the same."""
-        return self.cache.capacity is not None
-
-    @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """`(B, H, longest row, D)`; rows that are shorter end in slots that hold nothing."""
         return self._keys[:, :, : self.get_seq_length()] if self.is_initialized else None
@@ -72,7 +68,8 @@ class WindowLayer(CacheLayerMixin):
             self._keys, self._values = self._keys.to(key_states.dtype), self._values.to(value_states.dtype)
         if write.end > self._keys.shape[2]:
             capacity = max(write.end, 2 * self._keys.shape[2], self.cache.capacity or SMALLEST_CAPACITY)
-            self._keys, self._values = _grown(self._keys, capacity), _grown(self._values, capacity)
+            room = (0, 0, 0, capacity - self._keys.shape[2])
+            self._keys, self._values = F.pad(self._keys, room), F.pad(self._values, room)
         rows = key_states.shape[0]
         keys, values = self._keys[:rows, :, : write.end], self._values[:rows, :, : write.end]
         if write.start is not None:
@@ -86,11 +83,11 @@ class WindowLayer(CacheLayerMixin):
             values.transpose(1, 2)[index] = value_states.transpose(1, 2)
         return keys, values
 
-    def select(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps, repeats or reorders rows."""
         if self.is_initialized:
-            self._keys = self._keys[indices.to(self._keys.device)]
-            self._values = self._values[indices.to(self._values.device)]
+            indices = indices.to(self._keys.device)
+            self._keys, self._values = self._keys[indices], self._values[indices]
 
     def swap(self, row: int, other: int) -> None:
         """Exchanges two rows in place."""
@@ -184,9 +181,9 @@ class WindowCache(Cache):
         return lengths
 
     def _set_up(self, batch_size: int, device: torch.device) -> None:
-        if any(self.lengths) and len(self.lengths) != batch_size:
-            raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
         if len(self.lengths) != batch_size:
+            if any(self.lengths):
+                raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
             self.reset()
             self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
             self.lengths = [0] * batch_size
@@ -207,7 +204,8 @@ class WindowCache(Cache):
         end = max(lengths) + width
         write = CacheWrite(lengths[0] if is_contiguous else None, slots, max(end, self.capacity or 0))
         if write.end > self.token_ids.shape[1]:
-            self.token_ids = _grown(self.token_ids, max(write.end, 2 * self.token_ids.shape[1]), dim=1, value=-1)
+            room = max(write.end - self.token_ids.shape[1], self.token_ids.shape[1])
+            self.token_ids = F.pad(self.token_ids, (0, room), value=-1)
         self.token_ids[: self._in_use].scatter_(1, write.slots, input_ids)
         self._write = write
         return write
@@ -306,7 +304,7 @@ class WindowCache(Cache):
             slots = torch.arange(start, start + width, device=key_states.device).expand(batch_size, -1)
             self._appended = CacheWrite(start, slots, start + width)
             self._last_layer = -1
-            self.token_ids = _grown(self.token_ids[:, :start], start + width, dim=1, value=-1)
+            self.token_ids = F.pad(self.token_ids[:, :start], (0, width), value=-1)
             self.lengths = [start + width] * batch_size
         assert self._appended is not None
         return self._appended
@@ -335,8 +333,7 @@ class WindowCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order."""
         with self._moving_rows():
-            for layer in self.layers:
-                layer.select(indices)
+            super().batch_select_indices(indices)
             self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
             self.lengths = [self.lengths[index] for index in indices.tolist()]
 
@@ -358,12 +355,3 @@ class WindowCache(Cache):
         """Notes the `(B, L)` int64 tokens behind the first slots, where forwards appended without saying which."""
         width = min(token_ids.shape[1], self.token_ids.shape[1])
         self.token_ids[:, :width] = token_ids[:, :width]
-
-
-def _grown(buffer: torch.Tensor, capacity: int, dim: int = 2, value: int = 0) -> torch.Tensor:
-    """A copy with room for `capacity` slots along `dim`."""
-    shape = list(buffer.shape)
-    shape[dim] = capacity
-    grown = buffer.new_full(shape, value)
-    grown.narrow(dim, 0, buffer.shape[dim]).copy_(buffer)
-    return grown
