@@ -181,10 +181,10 @@ class BranchPacer:
         self._update()
         self._is_ar_step = self._choose_ar_step()
 
-    def begin_step(self, physical_rows: int, is_prefill: bool, rows: int = 1) -> None:
-        """Starts the clock for a step of so many rows of the batch. A prefill is not timed."""
+    def begin_step(self, physical_rows: int, is_prefill: bool) -> None:
+        """Starts the clock for a step of so many rows. A prefill is not timed."""
         clock = self.record.times.clock
-        self._began = None if clock is None or is_prefill else (physical_rows, physical_rows == rows, clock())
+        self._began = None if clock is None or is_prefill else (physical_rows, physical_rows == self.rows, clock())
 
     @property
     def lookup_drafts(self) -> int:
@@ -299,11 +299,12 @@ class BranchPacer:
         if not record.times.knows_plain(self.rows):
             return True
         every = record.look_after if record.times.knows_line else EARLY_LOOK
-        if not is_best and record.times.clock is None:
-            return False
         if not is_best:
-            every = MEASURE_EVERY if self.rate > CLEAR else MEASURE_EVERY // 8
-            record.look_after = FIRST_LOOK if self.rate > CLEAR else record.look_after
+            if record.times.clock is None:
+                return False
+            every = MEASURE_EVERY // 8
+            if self.rate > CLEAR:
+                every, record.look_after = MEASURE_EVERY, FIRST_LOOK
         if record.steps_since < every:
             return is_best
         record.steps_since = 0

@@ -13,8 +13,7 @@ PRIOR, PRIOR_WEIGHT = 0.96, 0.5
 MEMORY = 0.99
 # The time that one slot adds to a forward, relative to one without any: a CPU takes about 3.5 % of the time that it
 # needs to read the weights, a GPU ten times less.
-SLOT_COST = {"cpu": 0.035}
-GPU_SLOT_COST = 0.004
+CPU_SLOT_COST, GPU_SLOT_COST = 0.035, 0.004
 
 
 class WindowPacer:
@@ -99,4 +98,4 @@ def best_window(passed: Sequence[float], tried: Sequence[float], rows: int, time
 
 def default_slot_cost(device_type: str) -> float:
     """The slot cost where none is given."""
-    return SLOT_COST.get(device_type, GPU_SLOT_COST)
+    return CPU_SLOT_COST if device_type == "cpu" else GPU_SLOT_COST

@@ -64,8 +64,7 @@ class BranchRule(VerifyRule):
     def order(self, rows: Sequence[Row], width: int | None) -> PhysicalOrder:
         """The rows of a forward, whose time begins."""
         order = super().order(rows, width)
-        is_prefill = any(row.new_count == 0 for row in rows)
-        self.pacer.begin_step(order.input_ids.numel(), is_prefill, len(rows))
+        self.pacer.begin_step(order.input_ids.numel(), is_prefill=any(row.new_count == 0 for row in rows))
         return order
 
     def select(

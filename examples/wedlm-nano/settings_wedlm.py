@@ -76,22 +76,16 @@ class WeDLMGenerationSettings:
     output_trace: bool = False
 
     def __post_init__(self) -> None:
-        _check_choice("strategy", self.strategy, STRATEGIES)
-        _check_choice("verification", self.verification, VERIFICATIONS)
+        for name, allowed in (("strategy", STRATEGIES), ("verification", VERIFICATIONS)):
+            if getattr(self, name) not in allowed:
+                choices = ", ".join(map(repr, allowed))
+                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
         if not isinstance(self.window_size, int) or isinstance(self.window_size, bool) or self.window_size < 1:
             raise ValueError(f"`window_size` must be an integer of at least 1, got {self.window_size!r}.")
-        for name in (
-            "entropy_threshold",
-            "distance_penalty",
-            "acceptance_epsilon",
-            "acceptance_delta",
-            "slot_cost",
-        ):
+        for name in ("entropy_threshold", "distance_penalty", "acceptance_epsilon", "acceptance_delta", "slot_cost"):
             value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value is None and name == "slot_cost":
-                continue
-            if not is_number or math.isnan(value) or value < 0:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+            if not is_number and not (value is None and name == "slot_cost"):
                 raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
         if math.isinf(self.distance_penalty):
             raise ValueError(f"`distance_penalty` must be finite, got {self.distance_penalty!r}.")
@@ -147,11 +141,6 @@ class WeDLMGenerationSettings:
                 generation_config.pad_token_id,
             )
         return settings
-
-
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
 
 
 SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))

@@ -581,7 +581,7 @@ def test_what_rows_cost_is_soon_known():
     planned = []
     for _ in range(40):
         planned.append(sum(pace.plan([], 100)))
-        pace.begin_step(4 * (1 + planned[-1]), is_prefill=False, rows=4)
+        pace.begin_step(4 * (1 + planned[-1]), is_prefill=False)
         clock.now += 1.0
         pace.learn([], 0, 0, [0.9] * planned[-1])
         pace.observe(outcomes)
