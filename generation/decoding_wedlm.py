@@ -19,44 +19,18 @@ could as well come after 2. The loop knows nothing of the model but its `forward
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers.generation import StoppingCriteriaList
+from torch.nn.utils.rnn import pad_sequence
 
 from .cache_wedlm import CacheWrite, WindowCache
+from .request_wedlm import DecodingRequest
 from .rules_wedlm import FillRule, Selection, SlotStates
 from .window_wedlm import PhysicalOrder, Row, RowOutcome, Visibility
 
 # Attention implementations that take any mask as a tensor.
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
-
-
-@dataclass(frozen=True)
-class DecodingRequest:
-    """What to decode, and to which end.
-
-    Attributes:
-        prompt_ids: `(B, P)` int64, left-padded; -1 behind embeddings.
-        prompt_mask: `(B, P)` bool, True on tokens.
-        limit: new tokens allowed, at least 1.
-        end_tokens: tokens that end a row.
-        mask_token_id: M.
-        pad_token_id: stands after a row's end in the output.
-        stopping_criteria: those beyond end tokens and length; asked after each token, as if they had come one by one.
-        criteria_ids: `(B, P')` int64, the prompts as stopping criteria see them.
-        prompt_embeds: `(B, P, hidden)`, instead of the prompt's tokens; needs an empty cache.
-    """
-
-    prompt_ids: torch.Tensor
-    prompt_mask: torch.Tensor
-    limit: int
-    end_tokens: frozenset[int]
-    mask_token_id: int
-    pad_token_id: int
-    stopping_criteria: StoppingCriteriaList
-    criteria_ids: torch.Tensor
-    prompt_embeds: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,16 +43,6 @@ class StepOutcome:
     rows: list[RowOutcome]
 
 
-class StepObserver(Protocol):
-    """Sees what each step did: statistics, scores, trace, streams."""
-
-    def observe(self, outcome: StepOutcome) -> None:
-        """Takes in a step; its rows hold the windows of the next one already."""
-
-    def end(self) -> None:
-        """Decoding is over."""
-
-
 class ParallelDecoder:
     """One `generate` call.
 
@@ -88,7 +52,6 @@ class ParallelDecoder:
         request: what to decode.
         rule: fill, fill block by block, or verify.
         cache: empty, or holding a beginning of every prompt.
-        observers: what is told of each step.
         compiled: called instead of `model` after the first forward, always with the same shapes.
         go_on: asked before each step with whether this process has finished. Where it says yes although it has, other
             processes that share the model's weights still decode, and their forwards wait for one of this process.
@@ -104,23 +67,20 @@ class ParallelDecoder:
         request: DecodingRequest,
         rule: FillRule,
         cache: WindowCache,
-        observers: Sequence[StepObserver] = (),
-        compiled: Callable[..., Any] | None = None,
-        go_on: Callable[[bool], bool] | None = None,
+        compiled: Callable[..., Any] | None,
+        go_on: Callable[[bool], bool],
     ):
         self.model = model
         self.request = request
         self.rule = rule
         self.cache = cache
-        self.observers = observers
         self.compiled = compiled
-        self.go_on = go_on or (lambda is_finished: not is_finished)
+        self.go_on = go_on
         self.steps = 0
-        prompts = [ids[mask].tolist() for ids, mask in zip(request.prompt_ids, request.prompt_mask, strict=True)]
-        cache.open(prompts, request.prompt_ids.device)
+        cache.open(request.prompts, request.prompt_ids.device)
         self.rows = [
-            Row(index, prompt, len(prompt), cached, request.limit)
-            for index, (prompt, cached) in enumerate(zip(prompts, cache.lengths, strict=True))
+            Row(index, list(prompt), len(prompt), cached, request.limit)
+            for index, (prompt, cached) in enumerate(zip(request.prompts, cache.lengths, strict=True))
         ]
         for row in self.rows:
             rule.refill(row)
@@ -130,22 +90,27 @@ class ParallelDecoder:
         """Rows in the order of the cache's buffers: those that decode, or all of them where shapes are fixed."""
         return [self.rows[index] for index in self.cache.rows_in_use]
 
-    def run(self) -> torch.Tensor:
-        """Decodes all rows to their end. Returns the new tokens, `(B, longest)` int64, padded after each row's end."""
+    def run(self, observers: Sequence[Callable[[StepOutcome], None]]) -> torch.Tensor:
+        """Decodes all rows to their end.
+
+        Args:
+            observers: are told of each step, when its rows hold the windows of the next one already.
+
+        Returns:
+            The new tokens, `(B, longest)` int64, padded after each row's end.
+        """
         while self.go_on(is_finished := all(row.is_finished for row in self.rows)):
             if is_finished:
-                self.model(input_ids=torch.zeros_like(self.request.prompt_ids[:1, :1]), use_cache=False)
-            else:
-                self._step()
-        for observer in self.observers:
-            observer.end()
+                self.model(input_ids=self.request.prompt_ids.new_zeros(1, 1), use_cache=False)
+                continue
+            outcome = self._step()
+            for observe in observers:
+                observe(outcome)
         self.cache.close()
-        longest = max(row.new_count for row in self.rows)
-        padding = [self.request.pad_token_id] * longest
-        tokens = [(row.new_tokens + padding)[:longest] for row in self.rows]
-        return torch.tensor(tokens, device=self.request.prompt_ids.device)
+        tokens = [torch.tensor(row.new_tokens, device=self.request.prompt_ids.device) for row in self.rows]
+        return pad_sequence(tokens, batch_first=True, padding_value=self.request.pad_token_id)
 
-    def _step(self) -> None:
+    def _step(self) -> StepOutcome:
         rows = self.rows_in_use
         is_fixed = self.compiled is not None and self.steps > 0
         order = self.rule.order(rows, 2 * self.rule.pacer.largest if is_fixed else None)  # 1.
@@ -154,7 +119,8 @@ class ParallelDecoder:
         outcomes = self._fill(rows, order, selection)  # 4.
         self._slide(outcomes)  # 5.
         self.cache.commit([outcome.committed for outcome in outcomes])  # 6.
-        self._finish(StepOutcome(order, logits, selection, outcomes))  # 7.
+        self._finish(outcomes)  # 7.
+        return StepOutcome(order, logits, selection, outcomes)
 
     def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, SlotStates | None]:
         """Logits `(A, M, V)` float32, and what is known of the masks behind them."""
@@ -189,7 +155,7 @@ class ParallelDecoder:
         prompt = self.request.prompt_embeds
         assert prompt is not None
         embeds = self.model.get_input_embeddings()(order.input_ids.clamp(min=0))
-        lengths = self.request.prompt_mask.sum(1, keepdim=True)
+        lengths = torch.tensor([[row.prompt_length] for row in self.rows], device=embeds.device)
         columns = (prompt.shape[1] - lengths + order.position_ids).clamp(max=prompt.shape[1] - 1)
         own = prompt.gather(1, columns[..., None].expand(-1, -1, embeds.shape[-1]))
         return torch.where((order.position_ids < lengths)[..., None], own.to(embeds), embeds)
@@ -234,7 +200,7 @@ class ParallelDecoder:
         """How many of these tokens there are up to the first at which a criterion holds, and whether one does."""
         if self.request.stopping_criteria:
             # A criterion may tell rows apart by their index: it gets a batch in which this row is where it should be.
-            prompt = self.request.criteria_ids[row.index]
+            prompt = self.request.prompt_ids[row.index]
             sequence = torch.cat([prompt, prompt.new_tensor([*row.new_tokens, *final])])
             sequences = sequence.expand(len(self.rows), -1)
             for count in range(1, len(final) + 1):
@@ -255,20 +221,18 @@ class ParallelDecoder:
             is_stopped |= bool(answer.expand(len(sequences))[row])
         return is_stopped
 
-    def _finish(self, outcome: StepOutcome) -> None:
-        """Learns, refills the windows, tells the observers; finished rows leave, and cost nothing from here on."""
-        self.rule.pacer.observe(outcome.rows)
-        for row in self.rows_in_use:
-            if not row.is_finished:
-                self.rule.refill(row)
-        for observer in self.observers:
-            observer.observe(outcome)
+    def _finish(self, outcomes: list[RowOutcome]) -> None:
+        """Refills the windows; finished rows leave, and cost nothing from here on."""
+        self.rule.pacer.observe(outcomes)
+        for outcome in outcomes:
+            if not outcome.row.is_finished:
+                self.rule.refill(outcome.row)
         if self.compiled is None:
-            self.cache.retire([row.is_finished for row in self.rows_in_use])
+            self.cache.retire([outcome.row.is_finished for outcome in outcomes])
 
 
 def window_attention_mask(
-    write: CacheWrite, implementation: str, dtype: torch.dtype, visibility: Visibility | None = None
+    write: CacheWrite, implementation: str, dtype: torch.dtype, visibility: Visibility | None
 ) -> torch.Tensor | None:
     """Causal attention in physical order: a row sees the slots up to its own. With branches, a mask sees the real rows
     up to the one that its branch belongs to, and its own branch.
@@ -295,20 +259,16 @@ def window_attention_mask(
         write: where the forward writes.
         implementation: the model's attention implementation.
         dtype: the model's.
-        visibility: of branches; `None`: plain causal.
+        visibility: of branches.
 
     Returns:
         `None` where the implementation's own causal mask is this one; otherwise `(A or 1, 1, Q, end)`, boolean for
         sdpa and additive for eager attention. Other implementations take no such mask, and get one row at a time.
     """
-    width, is_plain = write.slots.shape[1], visibility is None
-    if (
-        is_plain
-        and write.start is not None
-        and (write.start == 0 or width == 1 or implementation not in DENSE_MASK_ATTENTION)
-    ):
+    is_causal = write.start is not None and visibility is None
+    if is_causal and (write.start == 0 or write.slots.shape[1] == 1 or implementation not in DENSE_MASK_ATTENTION):
         return None
-    slots = write.slots if write.start is None or visibility is not None else write.slots[:1]
+    slots = write.slots[:1] if is_causal else write.slots
     keys = torch.arange(write.end, device=slots.device)
     visible = keys <= slots[:, None, :, None]
     if visibility is not None:

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 from transformers.generation import (
-    EosTokenCriteria,
     GenerationConfig,
     GenerationMode,
     LogitsProcessorList,
-    MaxLengthCriteria,
     StoppingCriteriaList,
     SynthIDTextWatermarkLogitsProcessor,
 )
@@ -19,13 +17,14 @@ from transformers.generation import (
 from .branch_pacing_wedlm import MOST_DRAFTS, BranchPacer, DraftRecord
 from .branches_wedlm import BranchRule
 from .cache_wedlm import WindowCache
-from .decoding_wedlm import DENSE_MASK_ATTENTION, DecodingRequest, ParallelDecoder, StepObserver
+from .decoding_wedlm import DENSE_MASK_ATTENTION, ParallelDecoder
 from .pacing_wedlm import WindowPacer, default_slot_cost
+from .request_wedlm import DecodingRequest, decoding_request, mask_length
 from .rules_wedlm import BlockRule, FillRule, VerifyRule
 from .sampling_wedlm import TokenSampler
 from .scores_wedlm import ScoreRecorder
 from .settings_wedlm import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
-from .stats_wedlm import StatsRecorder, TraceRecorder, WeDLMGenerateOutput, step_map
+from .stats_wedlm import StatsRecorder, TraceRecorder, WeDLMGenerateOutput
 from .step_times_wedlm import StepTimes, step_clock
 from .streaming_wedlm import TokenStream
 
@@ -80,9 +79,7 @@ class WeDLMGenerationMixin(GenerationMixin):
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         ours = {name: kwargs.pop(name) for name in SETTING_NAMES if name in kwargs}
         passed = {name for name in SETTING_NAMES if getattr(generation_config, name, None) is not None}
-        generation_config, model_kwargs = super()._prepare_generation_config(  # type: ignore[misc]
-            generation_config, *args, **kwargs
-        )
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
         if generation_config.is_assistant:
             if ours.get("strategy") not in (None, "ar"):
                 raise ValueError(f"An assistant decodes as AR: leave `strategy={ours['strategy']!r}` out.")
@@ -115,9 +112,7 @@ class WeDLMGenerationMixin(GenerationMixin):
     def _validate_generation_mode(
         self: Any, generation_mode: GenerationMode, generation_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> None:
-        super()._validate_generation_mode(  # type: ignore[misc]
-            generation_mode, generation_config, *args, **kwargs
-        )
+        super()._validate_generation_mode(generation_mode, generation_config, *args, **kwargs)  # type: ignore[misc]
         strategy = getattr(generation_config, "strategy", None) or "ar"
         if strategy != "ar" and generation_mode not in LOOP_MODES:
             raise ValueError(
@@ -140,9 +135,7 @@ class WeDLMGenerationMixin(GenerationMixin):
                 f"{generation_mode.value.replace('_', ' ')}, which would not ask whose tokens it holds: leave "
                 "`past_key_values` out."
             )
-        return super()._prepare_cache_for_generation(  # type: ignore[misc]
-            generation_config, model_kwargs, generation_mode, *args, **kwargs
-        )
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)  # type: ignore[misc]
 
     def _sample(
         self: Any,
@@ -156,30 +149,18 @@ class WeDLMGenerationMixin(GenerationMixin):
     ) -> Any:
         settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
         if settings.strategy == "ar":
+            inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
             with _ar_call(input_ids, generation_config, model_kwargs) as remember:
-                return remember(
-                    super()._sample(  # type: ignore[misc]
-                        input_ids,
-                        logits_processor,
-                        stopping_criteria,
-                        generation_config,
-                        synced_gpus,
-                        streamer,
-                        **model_kwargs,
-                    )
-                )
+                return remember(super()._sample(*inputs, **model_kwargs))  # type: ignore[misc]
         cache = model_kwargs.get("past_key_values")
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
         _check_inputs(self, settings.strategy, input_ids.shape[0], is_static, logits_processor, model_kwargs)
-        request = _request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)
+        request = decoding_request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)
         compiled = None
         if is_static:
-            # The prompt, the answer, and the windows at its end.
-            windows = 2 * min(settings.window_size, request.limit)
-            length = request.prompt_ids.shape[1] + request.limit
-            compiled = self._fixed_shape_forward(cache, length, windows, generation_config, model_kwargs)
+            compiled = self._fixed_shape_forward(cache, request, settings, generation_config, model_kwargs)
         rule = _rule(self, settings, logits_processor, generation_config, request, is_static)
         with cache.rolled_back():
             decoder = ParallelDecoder(
@@ -190,28 +171,24 @@ class WeDLMGenerationMixin(GenerationMixin):
                 compiled=compiled,
                 go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
             )
-            observers = _Observers(settings, generation_config, decoder, streamer)
-            decoder.observers = observers.all
-            sequences = torch.cat([input_ids.long(), decoder.run()], dim=1)
-            if not generation_config.return_dict_in_generate:
-                return sequences
-            return observers.output(sequences, cache)
+            return _decode(decoder, input_ids, settings, generation_config, streamer)
 
     def _fixed_shape_forward(
         self: Any,
         cache: WindowCache,
-        length: int,
-        windows: int,
+        request: DecodingRequest,
+        settings: WeDLMGenerationSettings,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
     ) -> Callable[..., Any]:
-        """Makes room in the cache for all that this call can need. Returns the model, compiled where transformers
-        would compile it."""
+        """Makes room in the cache for all that this call can need: the prompt, the answer, and the windows at its end.
+        Returns the model, compiled where transformers would compile it."""
+        length = max(map(len, request.prompts)) + request.limit
         prepared = model_kwargs["past_key_values"]
         if prepared is not cache:
             # Transformers' own is as long as the longest call so far, or as `max_cache_len` asks: one shape for all.
             length = max(length, 1 + max(layer.max_cache_len for layer in prepared.layers))
-        cache.capacity = max(length + windows, cache.capacity or 0)
+        cache.capacity = max(length + 2 * min(settings.window_size, request.limit), cache.capacity or 0)
         if self._valid_auto_compile_criteria(model_kwargs, generation_config):
             return self.get_compiled_call(generation_config.compile_config)
         return self.__call__
@@ -254,7 +231,7 @@ def _ar_call(
         raise ValueError("AR decoding goes on from a `WindowCache` only without padding in the prompts.")
     prompts = input_ids if embeds is None else input_ids.new_full(embeds.shape[:2], -1)
     # The mask may say that only new tokens are handed on.
-    length, given, held = _mask_length(generation_config, model_kwargs), prompts.shape[1], cache.get_seq_length()
+    length, given, held = mask_length(generation_config, model_kwargs), prompts.shape[1], cache.get_seq_length()
     is_whole = length in (None, given)
     if not is_whole and length != held + given:
         raise ValueError(
@@ -270,13 +247,6 @@ def _ar_call(
             return output
 
         yield remember
-
-
-def _mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:
-    """The width of the caller's attention mask, `None` where there was none. Newer versions of transformers drop one
-    that is all ones, and note its width."""
-    mask = model_kwargs.get("attention_mask")
-    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
 
 
 def _check_inputs(
@@ -319,93 +289,6 @@ def _check_inputs(
         )
 
 
-def _prompt(
-    input_ids: torch.Tensor, model_kwargs: dict[str, Any], mask_length: int | None, max_position_embeddings: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The prompt's tokens `(B, P)` int64, -1 behind embeddings, and where it has any `(B, P)` bool.
-
-    Raises:
-        ValueError: for prompts that cannot be decoded.
-    """
-    embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get("past_key_values")
-    if embeds is not None and isinstance(cache, WindowCache) and any(cache.lengths):
-        raise ValueError(
-            "Nothing tells whether a cache belongs to `inputs_embeds`: pass an empty one, or `input_ids`; got "
-            f"{cache.lengths} cached tokens."
-        )
-    prompt_ids = input_ids.long() if embeds is None else input_ids.new_full(embeds.shape[:2], -1).long()
-    mask = model_kwargs.get("attention_mask")
-    if mask is None:
-        mask = prompt_ids.new_ones(len(prompt_ids), prompt_ids.shape[1] if mask_length is None else mask_length)
-    mask = mask.bool()
-    _check_prompt_mask(mask, prompt_ids.shape, max_position_embeddings)
-    position_ids = model_kwargs.get("position_ids")
-    expected = mask.cumsum(1) - 1
-    if position_ids is not None and (
-        position_ids.shape[-1] != mask.shape[1] or not bool(((position_ids == expected) | ~mask).all())
-    ):
-        raise ValueError("Parallel decoding counts positions from each row's first token: leave `position_ids` out.")
-    return prompt_ids, mask
-
-
-def _check_prompt_mask(mask: torch.Tensor, shape: torch.Size, max_position_embeddings: int) -> None:
-    """Raises `ValueError` unless all rows are left-padded, hold a token and fit into the model's context."""
-    if mask.shape != shape:
-        raise ValueError(
-            f"`attention_mask` must have the shape of `input_ids`, got {tuple(mask.shape)} and {tuple(shape)}."
-        )
-    lengths = mask.sum(1)
-    if shape[1] == 0 or not bool(lengths.all()):
-        row = 0 if shape[1] == 0 else int((lengths == 0).nonzero()[0])
-        raise ValueError(f"The prompt of row {row} is empty: parallel decoding needs at least one token.")
-    if bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        row = int((mask[:, :-1] & ~mask[:, 1:]).any(1).nonzero()[0])
-        raise ValueError(
-            f"The prompts must be left-padded, but row {row} has padding after a token: set "
-            "`tokenizer.padding_side = 'left'`."
-        )
-    if int(lengths.max()) >= max_position_embeddings:
-        raise ValueError(
-            f"The prompt of row {int(lengths.argmax())} has {int(lengths.max())} tokens, but the model's context is "
-            f"{max_position_embeddings} (`max_position_embeddings`)."
-        )
-
-
-def _request(
-    model: Any,
-    input_ids: torch.Tensor,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    settings: WeDLMGenerationSettings,
-    model_kwargs: dict[str, Any],
-) -> DecodingRequest:
-    """What to decode. Lengths and end tokens come from the criteria, as in AR decoding: a caller's own
-    `MaxLengthCriteria` replaces `max_length`, and so on."""
-    length = _mask_length(generation_config, model_kwargs)
-    prompt_ids, prompt_mask = _prompt(input_ids, model_kwargs, length, model.config.max_position_embeddings)
-    limits, ends, others = [], [], StoppingCriteriaList()
-    for criterion in stopping_criteria:
-        if isinstance(criterion, MaxLengthCriteria):
-            limits.append(criterion.max_length)
-        elif isinstance(criterion, EosTokenCriteria):
-            ends += criterion.eos_token_id.tolist()
-        else:
-            others.append(criterion)
-    pad_token = generation_config._pad_token_tensor
-    assert settings.mask_token_id is not None
-    return DecodingRequest(
-        prompt_ids=prompt_ids,
-        prompt_mask=prompt_mask,
-        limit=max(1, min(limits) - input_ids.shape[1]),
-        end_tokens=frozenset(ends),
-        mask_token_id=settings.mask_token_id,
-        pad_token_id=0 if pad_token is None else int(pad_token),
-        stopping_criteria=others,
-        criteria_ids=input_ids.long(),
-        prompt_embeds=model_kwargs.get("inputs_embeds"),
-    )
-
-
 def _rule(
     model: Any,
     settings: WeDLMGenerationSettings,
@@ -416,96 +299,92 @@ def _rule(
 ) -> FillRule:
     """How slots are decided, and how many there are. Raises `ValueError` for processors that cannot be honoured
     unverified."""
-    has_branches = settings.verification != "none" and getattr(model, "has_mask_adapter", False)
+    is_verified = settings.verification != "none"
+    has_branches = is_verified and getattr(model, "has_mask_adapter", False)
     largest = min(settings.window_size, request.limit)
     sampler = TokenSampler(
         processors,
         bool(generation_config.do_sample),
         request.mask_token_id,
-        request.criteria_ids,
+        request.prompt_ids,
         # Drafts, and those of the branch behind the last of them.
         lookahead=2 * MOST_DRAFTS + 2 if has_branches else largest + 1,
     )
-    if has_branches:
-        return BranchRule(settings, sampler, request.end_tokens, _branch_pacer(model, settings, request), model)
-    if settings.verification == "none":
+    if not is_verified:
         sampler.check_out_of_order()
-    rule = FillRule if settings.strategy == "wedlm" else BlockRule
-    if settings.verification != "none":
-        rule = VerifyRule
+    slot_cost = settings.slot_cost
+    if slot_cost is None:
+        slot_cost = default_slot_cost(request.prompt_ids.device.type)
+    if has_branches:
+        branches = _branch_pacer(model, settings, request, slot_cost)
+        return BranchRule(settings, sampler, request.end_tokens, branches, model)
     pacer = WindowPacer(
         largest=largest,
-        slot_cost=_slot_cost(settings, request),
+        slot_cost=slot_cost,
         is_adaptive=settings.is_adaptive and not is_static,
-        rows=request.prompt_ids.shape[0],
+        rows=len(request.prompts),
     )
+    rule = VerifyRule if is_verified else BlockRule if settings.strategy == "block" else FillRule
     return rule(settings, sampler, request.end_tokens, pacer)
 
 
-def _branch_pacer(model: Any, settings: WeDLMGenerationSettings, request: DecodingRequest) -> BranchPacer:
+def _branch_pacer(
+    model: Any, settings: WeDLMGenerationSettings, request: DecodingRequest, slot_cost: float
+) -> BranchPacer:
     """How many drafts and masks. What was learned of a model stays with it, where times are measured."""
     # "typical" keeps other drafts if others are checked: nothing there may depend on a clock.
     is_timed = settings.verification == "exact" and settings.slot_cost is None
     record = getattr(model, "_draft_record", None)
     device = request.prompt_ids.device
     if not is_timed or record is None or record.key != (str(device), model.dtype):
-        times = StepTimes(_slot_cost(settings, request), step_clock(device.type) if is_timed else None)
+        times = StepTimes(slot_cost, step_clock(device.type) if is_timed else None)
         record = DraftRecord.begin(times, (str(device), model.dtype), model.model.mask_adapter.calibration)
         if is_timed:
             model._draft_record = record
     return BranchPacer(
         largest=min(settings.window_size, MOST_DRAFTS),
         record=record,
-        rows=request.prompt_ids.shape[0],
+        rows=len(request.prompts),
         is_chain=model.config._attn_implementation not in DENSE_MASK_ATTENTION,
         is_adaptive=settings.adaptive_window is not False,
     )
 
 
-def _slot_cost(settings: WeDLMGenerationSettings, request: DecodingRequest) -> float:
-    """What one more physical row adds to a forward."""
-    if settings.slot_cost is not None:
-        return settings.slot_cost
-    return default_slot_cost(request.prompt_ids.device.type)
-
-
-class _Observers:
-    """The observers of the steps of a call, and the output that they make."""
-
-    def __init__(
-        self,
-        settings: WeDLMGenerationSettings,
-        generation_config: GenerationConfig,
-        decoder: ParallelDecoder,
-        streamer: Any,
-    ):
-        request = decoder.request
-        self.pad_token_id = request.pad_token_id
-        self.is_verified = settings.verification != "none"
-        self.stats = StatsRecorder([row.pending for row in decoder.rows])
-        self.all: list[StepObserver] = [self.stats]
-        self.trace = TraceRecorder(request.mask_token_id) if settings.output_trace else None
-        self.scores = None
-        keep = bool(generation_config.output_scores), bool(generation_config.output_logits)
-        if generation_config.return_dict_in_generate and (self.is_verified or any(keep)):
-            self.scores = ScoreRecorder(request.mask_token_id, *keep)
-        stream = None
-        if streamer is not None:
-            stream = TokenStream(streamer, len(decoder.rows), request.pad_token_id, request.mask_token_id)
-        self.all += [observer for observer in (self.trace, self.scores, stream) if observer is not None]
-
-    def output(self, sequences: torch.Tensor, cache: WindowCache) -> WeDLMGenerateOutput:
-        """The output of a call, with everything that was recorded."""
-        stats, trace, scores = self.stats.stats, self.trace, self.scores
-        output = WeDLMGenerateOutput(
-            sequences=sequences,  # type: ignore[arg-type]
-            past_key_values=cache,
-            stats=stats,
-            trace=trace.steps if trace is not None else None,
-            step_map=step_map(trace.steps, stats.new_tokens) if trace is not None else None,
-        )
-        if scores is not None:
-            output.log_probs = scores.log_probs(stats.new_tokens) if self.is_verified else None
-            output.scores = scores.scores(stats.new_tokens, self.pad_token_id)  # type: ignore[assignment]
-            output.logits = scores.logits(stats.new_tokens, self.pad_token_id)  # type: ignore[assignment]
-        return output
+def _decode(
+    decoder: ParallelDecoder,
+    input_ids: torch.Tensor,
+    settings: WeDLMGenerationSettings,
+    generation_config: GenerationConfig,
+    streamer: Any,
+) -> torch.Tensor | WeDLMGenerateOutput:
+    """Decodes, and returns what the call asks for."""
+    request, is_dict = decoder.request, generation_config.return_dict_in_generate
+    is_kept = {
+        "log_probs": settings.verification != "none",
+        "scores": generation_config.output_scores,
+        "logits": generation_config.output_logits,
+    }
+    stats = StatsRecorder([row.pending for row in decoder.rows])
+    scores = ScoreRecorder(request.mask_token_id, [name for name in is_kept if is_kept[name] and is_dict])
+    trace = TraceRecorder(request.mask_token_id)
+    observers = [stats.observe, scores.observe]
+    if settings.output_trace:
+        observers.append(trace.observe)
+    if streamer is not None:
+        stream = TokenStream(streamer, len(decoder.rows), request.pad_token_id, request.mask_token_id)
+        observers.append(stream.observe)
+    sequences = torch.cat([input_ids.long(), decoder.run(observers)], dim=1)
+    if streamer is not None:
+        streamer.end()
+    if not is_dict:
+        return sequences
+    counts = stats.stats
+    output = WeDLMGenerateOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        past_key_values=decoder.cache,
+        stats=counts,
+        **scores.output(counts.new_tokens, request.pad_token_id),
+    )
+    if settings.output_trace:
+        output.trace, output.step_map = trace.steps, trace.step_map(counts.new_tokens)
+    return output

@@ -16,40 +16,24 @@ from .window_wedlm import PhysicalOrder, Row
 
 # Processors that look at the scores alone.
 SCORE_PROCESSORS = (
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "MinPLogitsWarper",
-    "SuppressTokensLogitsProcessor",
-    "TemperatureLogitsWarper",
-    "TopHLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-)
+    "EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization MinPLogitsWarper "
+    "SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper "
+    "TypicalLogitsWarper"
+).split()
+# Those of them that work on some tokens' scores as on all.
+SHORTLIST_PROCESSORS = "MinPLogitsWarper TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper".split()
 # Processors that look at the scores and at how long the sequence is, not at what it holds.
 LENGTH_PROCESSORS = (
-    "ExponentialDecayLengthPenalty",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-)
+    "ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor "
+    "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor SuppressTokensAtBeginLogitsProcessor"
+).split()
 # Processors that need the tokens before the position they score, but not to know which row of the batch it is in.
-PREFIX_PROCESSORS = (
-    "NoBadWordsLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-)
-# Those of the former that work on some tokens' scores as on all.
-SHORTLIST_PROCESSORS = ("MinPLogitsWarper", "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper")
+PREFIX_PROCESSORS = "NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor".split()
 # Positions whose noise is drawn in one go.
 NOISE_CHUNK = 4
 
 
-def _is_any(processor: object, names: tuple[str, ...]) -> bool:
+def _is_any(processor: object, names: list[str]) -> bool:
     return type(processor) in {getattr(transformers_processors, name, None) for name in names}
 
 
@@ -222,8 +206,7 @@ class TokenSampler:
         for processor in self.processors:
             if _is_any(processor, SHORTLIST_PROCESSORS):
                 scores = processor(tokens, scores)
-        if self.noise is None:
-            return scores.argmax(-1, keepdim=True)
+        assert self.noise is not None  # the AR rows were drawn just now
         noise = self.noise.at(order.rows, offsets[:, None], order.first)[:, 0]
         return (torch.softmax(scores, dim=-1) / noise.gather(1, tokens)).argmax(-1, keepdim=True)
 

@@ -121,18 +121,14 @@ class FillRule:
             first_column: the column of the logits that the first of them has.
             chosen, tokens: of [`Selection`], for each of `slots`.
         """
-        outcome = RowOutcome(row, 0, [], [])
-        if not row.window:
-            row.window.append(None)
-        for index, slot in enumerate(slots):
-            if chosen[index]:
-                row.window[slot] = tokens[index]
-                outcome.decided.append((first_column + index, slot, tokens[index]))
-        outcome.filled = outcome.decided
-        outcome.paid = len(outcome.filled) - 1
-        outcome.failed = outcome.paid if outcome.paid + 1 < len(slots) else None
-        outcome.final = next((slot for slot, token in enumerate(row.window) if token is None), len(row.window))
-        return outcome
+        filled = [(first_column + i, slot, tokens[i]) for i, slot in enumerate(slots) if chosen[i]]
+        row.window = row.window or [None]
+        for _, slot, token in filled:
+            row.window[slot] = token
+        final = next((slot for slot, token in enumerate(row.window) if token is None), len(row.window))
+        paid = len(filled) - 1
+        failed = paid if len(filled) < len(slots) else None
+        return RowOutcome(row, final, decided=filled, filled=filled, paid=paid, failed=failed)
 
     def committed(self, row: Row, final: int) -> int:
         """How many physical rows of the forward enter the cache: those that saw nothing but final tokens. `final`
@@ -204,7 +200,7 @@ class VerifyRule(FillRule):
             proposals = tokens if self.sampler.is_argmax else logits.argmax(-1)
             tokens = torch.where(is_mask, proposals, tokens)
             chosen = torch.where(is_mask, entropy < settings.entropy_threshold, chosen)
-            is_broken = is_broken | (entropy.isnan() & is_mask & (order.slots >= 0))
+            is_broken = is_broken | (entropy.isnan() & is_mask)
         return Selection(tokens, chosen, is_mask, is_broken, choice)
 
     def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:

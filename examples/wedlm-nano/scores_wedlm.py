@@ -3,31 +3,31 @@
 `B` rows of the call, `V` vocabulary.
 """
 
+from collections.abc import Collection
+from typing import Any
+
 import torch
 
 from .decoding_wedlm import StepOutcome
 
 
 class ScoreRecorder:
-    """A [`StepObserver`] that keeps what each token was chosen from, in whatever order tokens are decided.
+    """Keeps what each token was chosen from, in whatever order tokens are decided.
 
     Args:
         mask_token_id: M.
-        keep_scores: keep the processed scores.
-        keep_logits: keep the model's raw logits.
+        keep: of `"log_probs"`, `"scores"` and `"logits"`, see [`output`].
     """
 
-    def __init__(self, mask_token_id: int, keep_scores: bool, keep_logits: bool):
+    def __init__(self, mask_token_id: int, keep: Collection[str]):
         self.mask_token_id = mask_token_id
-        self.keep_scores = keep_scores
-        self.keep_logits = keep_logits
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and offsets of each step's tokens
-        self._log_probs: list[torch.Tensor] = []
-        self._scores: list[torch.Tensor] = []
-        self._logits: list[torch.Tensor] = []
+        self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in keep}
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes what the step decided."""
+        if not self._kept:
+            return
         order, choice = outcome.order, outcome.selection.choice
         decided = [
             (entry, column, order.rows[entry], order.first[entry] + slot, token)
@@ -40,45 +40,34 @@ class ScoreRecorder:
         logits = outcome.logits[entries, columns]
         logits[:, self.mask_token_id] = choice.mask_logits[entries, columns]
         self._places.append((rows, offsets))
-        self._log_probs.append(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
-        if self.keep_scores:
-            self._scores.append(choice.scores[entries, columns])
-        if self.keep_logits:
-            self._logits.append(logits)
+        for name, kept in self._kept.items():
+            if name == "log_probs":
+                kept.append(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
+            else:
+                kept.append(logits if name == "logits" else choice.scores[entries, columns])
 
-    def end(self) -> None:
-        """Nothing is left to do."""
-
-    def log_probs(self, new_tokens: torch.Tensor) -> torch.Tensor:
-        """log p(token) under the model's raw logits, `(B, new tokens)` float32; 0 after a row's end.
-
-        Args:
-            new_tokens: `(B,)` int64, how many each row has.
-        """
-        return self._by_token(self._log_probs, new_tokens, 0.0).T.contiguous()
-
-    def scores(self, new_tokens: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, ...] | None:
-        """Processed scores: one `(B, V)` float32 tensor for each new token; `None` if not kept.
-
-        After a row's end all is certain: 0 for the padding token and −inf for the others.
+    def output(self, new_tokens: torch.Tensor, pad_token_id: int) -> dict[str, Any]:
+        """What was kept.
 
         Args:
             new_tokens: `(B,)` int64, how many each row has.
             pad_token_id: stands after a row's end.
+
+        Returns:
+            `log_probs`: log p(token) under the model's raw logits, `(B, new tokens)` float32; 0 after a row's end.
+            `scores`, processed, and `logits`, raw: one `(B, V)` float32 tensor for each new token. After a row's end
+            all is certain: 0 for the padding token and −inf for the others.
         """
-        return self._distributions(self._scores, new_tokens, pad_token_id) if self.keep_scores else None
-
-    def logits(self, new_tokens: torch.Tensor, pad_token_id: int) -> tuple[torch.Tensor, ...] | None:
-        """The model's raw logits, like [`scores`]."""
-        return self._distributions(self._logits, new_tokens, pad_token_id) if self.keep_logits else None
-
-    def _distributions(
-        self, kept: list[torch.Tensor], new_tokens: torch.Tensor, pad_token_id: int
-    ) -> tuple[torch.Tensor, ...]:
-        table = self._by_token(kept, new_tokens, float("-inf"))
-        is_behind = torch.arange(len(table), device=table.device)[:, None] >= new_tokens.to(table.device)
-        table[..., pad_token_id].masked_fill_(is_behind, 0.0)
-        return table.unbind(0)
+        found: dict[str, Any] = {}
+        for name, kept in self._kept.items():
+            table = self._by_token(kept, new_tokens, 0.0 if name == "log_probs" else float("-inf"))
+            if name == "log_probs":
+                found[name] = table.T.contiguous()
+            else:
+                is_behind = torch.arange(len(table), device=table.device)[:, None] >= new_tokens.to(table.device)
+                table[..., pad_token_id].masked_fill_(is_behind, 0.0)
+                found[name] = table.unbind(0)
+        return found
 
     def _by_token(self, kept: list[torch.Tensor], new_tokens: torch.Tensor, value: float) -> torch.Tensor:
         """`(longest, B, …)`: what was kept for each token, `value` after a row's end."""

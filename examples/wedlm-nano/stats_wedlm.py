@@ -55,38 +55,33 @@ class DecodingStats:
 
 
 class StatsRecorder:
-    """A [`StepObserver`] that counts.
+    """Counts.
 
     Args:
         uncached: prompt tokens of each row that are not in the cache yet: they do not count as token instances.
     """
 
     def __init__(self, uncached: list[int]):
-        self.new_tokens, self.forwards, self.drafted, self.accepted = ([0] * len(uncached) for _ in range(4))
+        self.new_tokens = [0] * len(uncached)
         self.token_instances = [-count for count in uncached]
-        self.runs: list[Counter[tuple[int, int]]] = [Counter() for _ in uncached]
+        self.runs: list[Counter[tuple[int, int]]] = [Counter() for _ in uncached]  # forwards, by `checked, accepted`
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes in a step."""
         for count, row in zip(outcome.order.counts, outcome.rows, strict=True):
             if count:  # where shapes are fixed, finished rows stay, as padding
                 index = row.row.index
-                self.forwards[index] += 1
                 self.token_instances[index] += count
                 self.new_tokens[index] += len(row.new_tokens)
-                self.drafted[index] += row.checked
-                self.accepted[index] += row.accepted
                 self.runs[index][row.checked, row.accepted] += 1
-
-    def end(self) -> None:
-        """Nothing is left to do."""
 
     @property
     def stats(self) -> DecodingStats:
         """The counts so far."""
-        counts = (self.new_tokens, self.forwards, self.token_instances, self.drafted, self.accepted)
-        tensors = [*map(torch.tensor, counts), self._by_depth(0), self._by_depth(1)]
-        return DecodingStats(*tensors)
+        drafted, accepted = self._by_depth(0), self._by_depth(1)
+        forwards = [runs.total() for runs in self.runs]
+        counts = map(torch.tensor, (self.new_tokens, forwards, self.token_instances))
+        return DecodingStats(*counts, drafted.sum(1), accepted.sum(1), drafted, accepted)
 
     def _by_depth(self, which: int) -> torch.Tensor:
         """`(B, D)`: runs of more than d drafts (0), or of more than d accepted ones (1)."""
@@ -134,7 +129,7 @@ class TraceStep:
 
 
 class TraceRecorder:
-    """A [`StepObserver`] that keeps every step.
+    """Keeps every step.
 
     Args:
         mask_token_id: M.
@@ -168,10 +163,10 @@ class TraceRecorder:
         entropy, likeliest, probabilities = self._predicted(outcome)
         self.steps.append(
             TraceStep(
-                rows=list(order.rows),
+                rows=order.rows,
                 input_ids=_padded_in_front(order.input_ids, order),
                 position_ids=_padded_in_front(order.position_ids, order),
-                counts=list(order.counts),
+                counts=order.counts,
                 committed=[row.committed for row in outcome.rows],
                 logit_positions=torch.where(is_mask, predicted, read),
                 is_mask=is_mask,
@@ -193,15 +188,24 @@ class TraceRecorder:
         logits[..., self.mask_token_id] = selection.choice.mask_logits
         entropy = [token_entropy(logits)]
         tokens, probabilities = map(list, zip(likeliest(logits), strict=True))
-        if selection.draft_scores is not None:
+        if selection.draft_scores is not None and selection.shortlist is not None:
             entropy.append(token_entropy(selection.draft_scores))
             places, shares = likeliest(selection.draft_scores)
-            tokens.append(places if selection.shortlist is None else selection.shortlist.gather(-1, places))
+            tokens.append(selection.shortlist.gather(-1, places))
             probabilities.append(shares)
         return torch.cat(entropy, dim=1).cpu(), torch.cat(tokens, dim=1).cpu(), torch.cat(probabilities, dim=1).cpu()
 
-    def end(self) -> None:
-        """Nothing is left to do."""
+    def step_map(self, new_tokens: torch.Tensor) -> torch.Tensor:
+        """The step that decided each new token, `(B, longest)` int64, -1 after a row's end.
+
+        Args:
+            new_tokens: `(B,)` int64, how many tokens each row has.
+        """
+        found = torch.full((len(new_tokens), int(new_tokens.max())), -1)
+        for index, step in enumerate(self.steps):
+            for row, offsets in zip(step.rows, step.decided, strict=True):
+                found[row, [offset for offset in offsets if offset < new_tokens[row]]] = index
+        return found
 
 
 def likeliest(logits: torch.Tensor, count: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,17 +245,3 @@ class WeDLMGenerateOutput(GenerateDecoderOnlyOutput):
     stats: DecodingStats | None = None
     trace: list[TraceStep] | None = None
     step_map: torch.Tensor | None = None
-
-
-def step_map(trace: list[TraceStep], new_tokens: torch.Tensor) -> torch.Tensor:
-    """The step that decided each new token, `(B, longest)` int64, -1 after a row's end.
-
-    Args:
-        trace: all steps of the call.
-        new_tokens: `(B,)` int64, how many tokens each row has.
-    """
-    steps = torch.full((len(new_tokens), int(new_tokens.max())), -1)
-    for index, step in enumerate(trace):
-        for row, offsets in zip(step.rows, step.decided, strict=True):
-            steps[row, [offset for offset in offsets if offset < new_tokens[row]]] = index
-    return steps

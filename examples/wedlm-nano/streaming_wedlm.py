@@ -8,7 +8,7 @@ from .decoding_wedlm import StepOutcome
 
 
 class TokenStream:
-    """A [`StepObserver`] that feeds a streamer as `generate` would.
+    """Feeds a streamer as `generate` would.
 
     One row: final tokens go out as soon as they are, several in one `put` of shape `(n,)`, and a streamer with
     `put_draft` (the protocol of transformers' diffusion streamers) gets the window, masks included. Several rows: one
@@ -53,7 +53,3 @@ class TokenStream:
             column = [row[position] if position < len(row) else self.pad_token_id for row in self.tokens]
             self.streamer.put(torch.tensor(column))
         self.sent = max(self.sent, complete)
-
-    def end(self) -> None:
-        """Tells the streamer that generation is over."""
-        self.streamer.end()
