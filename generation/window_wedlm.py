@@ -127,12 +127,7 @@ class RowOutcome:
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which cache slots a physical row sees: those up to `until`, and those from `start` to its own.
-
-    Attributes:
-        until: `(A, Q)` int64.
-        start: `(A, Q)` int64.
-    """
+    """Which cache slots each physical row sees, `(A, Q)` int64: those up to `until`, and from `start` to its own."""
 
     until: torch.Tensor
     start: torch.Tensor
@@ -199,7 +194,7 @@ def physical_order(
         slot_lists: the slots that each row's last physical rows predict, those of branches left aside.
         mask_token_id: M.
         width: Q, where it is fixed; logits are then computed for all rows.
-        device: where the tensors go.
+        device: of the tensors.
     """
     size = width or max(1, *(row.pending + len(row.window) for row in rows))
     behind = max(sum(row.branches) for row in rows)
@@ -234,23 +229,23 @@ def physical_order(
 def _columns(row: Row, mask_token_id: int, width: int, behind: int) -> list[list[int]]:
     """One entry of the forward, `width` rows and `behind` of branches: its tokens, positions and cache slots; with
     branches, what [`Visibility`] needs, too."""
-    start, end = row.committed, len(row.tokens)
-    tokens = row.tokens[start:] + row.filled_tokens
-    positions = [*range(start, end), *(end + slot for slot in row.filled_slots + row.mask_slots)]
+    begin, end = row.committed, len(row.tokens)
+    tokens = row.tokens[begin:] + row.filled_tokens
+    positions = [*range(begin, end), *(end + slot for slot in row.filled_slots + row.mask_slots)]
     if row.is_finished:
         tokens, positions = [], []
     padding = width - len(positions)
-    until = own = list(range(start, start + len(positions))) if behind else []
+    until = start = list(range(begin, begin + len(positions))) if behind else []
     for draft, size in enumerate(row.branches):
-        first = start + len(positions)
+        first = begin + len(positions)
         positions += range(end + draft + 1, end + draft + 1 + size)
-        until, own = until + [end - 1 + draft] * size, own + [first] * size
-    stop = start + len(positions)
+        until, start = until + [end - 1 + draft] * size, start + [first] * size
+    stop = begin + len(positions)
+    front, back = range(stop, stop + padding), range(stop + padding, begin + width + behind)
     tokens += [mask_token_id] * (len(positions) - len(tokens))
-    front, back = range(stop, stop + padding), range(stop + padding, start + width + behind)
     columns = [
-        [mask_token_id] * padding + tokens + [mask_token_id] * len(back),
+        [mask_token_id] * len(front) + tokens + [mask_token_id] * len(back),
         [*front, *positions, *back],
-        [*front, *range(start, stop), *back],
+        [*front, *range(begin, stop), *back],
     ]
-    return [*columns, [*front, *until, *back], [*front, *own, *back]] if behind else columns
+    return [*columns, [*front, *until, *back], [*front, *start, *back]] if behind else columns

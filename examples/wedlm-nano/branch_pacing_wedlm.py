@@ -42,18 +42,21 @@ MARGIN, CLEAR = 1.05, 1.15
 
 def check_calibration(calibration: Any) -> None:
     """Raises `ValueError` for what is no [`DraftRecord.calibration`]."""
-    fields = ("passed", "tried", "confidence_by_depth")
-    lists: list[Any] = [calibration.get(name) for name in fields] if isinstance(calibration, dict) else []
-    is_known = bool(lists) and all(isinstance(values, list) for values in lists)
-    is_known = is_known and all(type(value) in (int, float) and value >= 0 for values in lists for value in values)
-    if is_known and len(lists[0]) == len(lists[1]) == BINS:
-        counted = zip(lists[0], lists[1], strict=True)
-        if all(passed <= tried < 1e9 for passed, tried in counted) and all(value <= 1 for value in lists[2]):
-            return
-    raise ValueError(
-        f"`calibration` must hold `passed` and `tried`, {BINS} counts each, and `confidence_by_depth`, probabilities; "
-        f"got {str(calibration)[:200]}."
-    )
+    try:
+        passed, tried, chances = (calibration[name] for name in ("passed", "tried", "confidence_by_depth"))
+        is_known = (
+            len(passed) == len(tried) == BINS
+            and all(type(value) in (int, float) for value in [*passed, *tried, *chances])
+            and all(0 <= here <= there < 1e9 for here, there in zip(passed, tried, strict=True))
+            and all(0 <= chance <= 1 for chance in chances)
+        )
+    except (KeyError, TypeError):
+        is_known = False
+    if not is_known:
+        raise ValueError(
+            f"`calibration` must hold `passed` and `tried`, {BINS} counts each, and `confidence_by_depth`, "
+            f"probabilities; got {str(calibration)[:200]}."
+        )
 
 
 @dataclass
@@ -88,11 +91,8 @@ class DraftRecord:
 
     def calibration(self) -> dict[str, list[float]]:
         """What to store of this record, so that decoding begins with it: numbers of the model, not of the machine.
-
-        Returns:
-            `passed` and `tried`, counts of the `BINS` bins of probability; `confidence_by_depth`, the mean
-            probability of a draft by its place in a run.
-        """
+        `passed` and `tried`, counts of the `BINS` bins of probability; `confidence_by_depth`, the mean probability of
+        a draft by its place in a run."""
         weights = [min(1.0, CALIBRATED_BIN / tried) if tried else 0.0 for tried in self.tried]
         runs = list(self.runs)
         depths = range(max(map(len, runs), default=0))
@@ -130,6 +130,7 @@ def _bins(confidences: Sequence[float | None]) -> list[tuple[int, float]]:
     return bins
 
 
+@dataclass
 class BranchPacer:
     """Plans steps.
 
@@ -166,16 +167,15 @@ class BranchPacer:
         drafts: of an average plan; 0 where AR steps are best.
     """
 
-    _width = 0  # physical rows of an average plan
+    largest: int
+    record: DraftRecord
+    rows: int = 1
+    is_chain: bool = False
+    is_adaptive: bool = True
 
-    def __init__(
-        self, largest: int, record: DraftRecord, rows: int = 1, is_chain: bool = False, is_adaptive: bool = True
-    ):
-        self.window_size = self.largest = largest
-        self.record = record
-        self.rows = rows
-        self.is_chain = is_chain
-        self.is_adaptive = is_adaptive
+    def __post_init__(self) -> None:
+        self.window_size = self.largest
+        self._width = 0  # physical rows of an average plan
         self._began: tuple[int, bool, float] | None = None
         self.drafts, self.rate, self._age = 0, 1.0, 0
         self._update()
@@ -226,7 +226,7 @@ class BranchPacer:
         """Masks of each branch: behind the last pending token, and behind each draft that is to be checked.
 
         Args:
-            confidence: the masks' own probability of each draft there is; `None` for those found in the text.
+            confidence: of each draft there is, see [`learn`].
             remaining: new tokens that are still allowed.
         """
         confidence = confidence[: max(0, min(self.largest, remaining - 1))]

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from transformers.generation import logits_process as transformers_processors
-from transformers.generation.logits_process import LogitsProcessorList
 
 from .selection_wedlm import token_entropy
 from .window_wedlm import PhysicalOrder, Row
@@ -78,7 +77,7 @@ class PositionNoise:
 
         Args:
             rows: the call's row that each entry is.
-            offsets: `(A, M)` int64, positions; arbitrary noise for those in front of `first`, and beyond `lookahead`.
+            offsets: `(A, M)` int64, positions; arbitrary noise for those in front of `first`, or beyond `lookahead`.
             first: first position that each row may still ask for.
         """
         for row, start in zip(rows, first, strict=True):
@@ -90,35 +89,30 @@ class PositionNoise:
         return self.buffer[index, offsets % self.size]
 
 
+@dataclass
 class TokenSampler:
     """Chooses tokens: logits processors in transformers' order, then argmax or a draw.
 
     Args:
-        processors: as `generate` prepared them.
+        processors: a `LogitsProcessorList`, as `generate` prepared it.
         do_sample: draw from the processed distribution; otherwise its argmax.
         mask_token_id: never chosen: its logit counts as −∞.
         prompt_ids: `(B, P)` int64, the padded prompts, which processors see too.
         lookahead: positions beyond a row's new tokens that may be asked for.
     """
 
-    def __init__(
-        self,
-        processors: LogitsProcessorList,
-        do_sample: bool,
-        mask_token_id: int,
-        prompt_ids: torch.Tensor,
-        lookahead: int,
-    ):
-        self.processors: Any = processors
+    processors: Any
+    do_sample: bool
+    mask_token_id: int
+    prompt_ids: torch.Tensor
+    lookahead: int
+
+    def __post_init__(self) -> None:
         length = SCORE_PROCESSORS + LENGTH_PROCESSORS
-        self.need_length = [p for p in processors if not _is_any(p, SCORE_PROCESSORS)]
-        self.need_prefix = [p for p in processors if not _is_any(p, length)]
-        self.need_row = [p for p in processors if not _is_any(p, length + PREFIX_PROCESSORS)]
-        self.do_sample = do_sample
-        self.mask_token_id = mask_token_id
-        self.prompt_ids = prompt_ids
-        self.lookahead = lookahead
-        self.is_argmax = not do_sample and not self.processors  # of the raw logits but MASK's
+        self.need_length = [p for p in self.processors if not _is_any(p, SCORE_PROCESSORS)]
+        self.need_prefix = [p for p in self.processors if not _is_any(p, length)]
+        self.need_row = [p for p in self.processors if not _is_any(p, length + PREFIX_PROCESSORS)]
+        self.is_argmax = not self.do_sample and not self.processors  # of the raw logits but MASK's
         self.noise: PositionNoise | None = None
 
     def check_out_of_order(self) -> None:
@@ -178,7 +172,10 @@ class TokenSampler:
             for column in is_ar[entry].nonzero().flatten().tolist():
                 one = slice(entry, entry + 1), slice(column, column + 1)
                 prefix = torch.cat([self.prompt_ids[row.index], new_tokens[: int(offsets[one])]])
-                choice.scores[one] = self._process_one(row.index, prefix, logits[entry, column])
+                # Some tell rows apart by their index: they get a batch in which this row is where it should be.
+                copies, place = (len(self.prompt_ids), row.index) if self.need_row else (1, 0)
+                scores = logits[entry, column].expand(copies, -1).clone()
+                choice.scores[one] = self.processors(prefix.expand(copies, -1), scores)[place]
                 choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row.index], [row.new_count])
                 if not passes(choice)[entry, column]:
                     break
@@ -216,15 +213,6 @@ class TokenSampler:
         logits[..., self.mask_token_id] = float("-inf")
         return mask_logits
 
-    def _process_one(self, row: int, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Processed scores `(1, V)` of one position of the call's row `row`."""
-        if not self.need_row:
-            return self.processors(prefix[None], scores[None].clone())
-        # Others may tell rows apart by their index, so they get a batch in which this row is where it should be.
-        batch_size = self.prompt_ids.shape[0]
-        processed = self.processors(prefix.expand(batch_size, -1), scores.expand(batch_size, -1).clone())
-        return processed[row : row + 1]
-
     def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int], first: list[int]) -> torch.Tensor:
         if not self.do_sample:
             best, tokens = scores.max(-1)
@@ -241,12 +229,8 @@ def is_typical(scores: torch.Tensor, tokens: torch.Tensor, epsilon: float, delta
 
     Args:
         scores: `(A, M, V)` float32, processed.
-        tokens: `(A, M)` int64.
-        epsilon: ε.
-        delta: δ.
-
-    Returns:
-        `(A, M)` bool.
+        tokens: `(A, M)` int64; the result has their shape.
+        epsilon, delta: ε and δ.
     """
     p = torch.softmax(scores, dim=-1).gather(-1, tokens[..., None])[..., 0]
     least = (delta * (-token_entropy(scores)).exp()).clamp(max=epsilon)
