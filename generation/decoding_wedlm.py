@@ -43,6 +43,7 @@ class StepOutcome:
     rows: list[RowOutcome]
 
 
+@dataclass
 class ParallelDecoder:
     """One `generate` call.
 
@@ -61,29 +62,22 @@ class ParallelDecoder:
             the model's logits are NaN or the processors leave no token.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        request: DecodingRequest,
-        rule: FillRule,
-        cache: WindowCache,
-        compiled: Callable[..., Any] | None,
-        go_on: Callable[[bool], bool],
-    ):
-        self.model = model
-        self.request = request
-        self.rule = rule
-        self.cache = cache
-        self.compiled = compiled
-        self.go_on = go_on
+    model: Any
+    request: DecodingRequest
+    rule: FillRule
+    cache: WindowCache
+    compiled: Callable[..., Any] | None
+    go_on: Callable[[bool], bool]
+
+    def __post_init__(self) -> None:
         self.steps = 0
-        cache.open(request.prompts, request.prompt_ids.device)
+        self.cache.open(self.request.prompts, self.request.prompt_ids.device)
         self.rows = [
-            Row(index, list(prompt), len(prompt), cached, request.limit)
-            for index, (prompt, cached) in enumerate(zip(request.prompts, cache.lengths, strict=True))
+            Row(index, list(prompt), len(prompt), cached, self.request.limit)
+            for index, (prompt, cached) in enumerate(zip(self.request.prompts, self.cache.lengths, strict=True))
         ]
         for row in self.rows:
-            rule.refill(row)
+            self.rule.refill(row)
 
     @property
     def rows_in_use(self) -> list[Row]:
@@ -144,9 +138,8 @@ class ParallelDecoder:
         )
         self.steps += 1
         # Those of the mask token are overwritten later, so they are copied where a compiled forward may own them.
-        logits, behind = outputs.logits.to(order.input_ids.device).split(
-            [order.logit_count, order.masks_behind], dim=1
-        )
+        logits = outputs.logits.to(order.input_ids.device)
+        logits, behind = logits.split([order.logit_count, order.masks_behind], dim=1)
         slots = SlotStates(outputs.slot_hidden, behind) if order.masks_behind else None
         return logits.to(torch.float32, copy=self.compiled is not None), slots
 
@@ -155,7 +148,7 @@ class ParallelDecoder:
         prompt = self.request.prompt_embeds
         assert prompt is not None
         embeds = self.model.get_input_embeddings()(order.input_ids.clamp(min=0))
-        lengths = torch.tensor([[row.prompt_length] for row in self.rows], device=embeds.device)
+        lengths = torch.tensor([[row.prompt_length] for row in self.rows], device=order.position_ids.device)
         columns = (prompt.shape[1] - lengths + order.position_ids).clamp(max=prompt.shape[1] - 1)
         own = prompt.gather(1, columns[..., None].expand(-1, -1, embeds.shape[-1]))
         return torch.where((order.position_ids < lengths)[..., None], own.to(embeds), embeds)
@@ -175,7 +168,7 @@ class ParallelDecoder:
             if row.is_finished:
                 outcomes.append(RowOutcome(row, 0, [], []))
             else:
-                outcomes.append(self.rule.fill(row, slots, first, chosen[first:], tokens[first:]))
+                outcomes.append(self.rule.fill(row, first, chosen[first:], tokens[first:]))
         return outcomes
 
     def _slide(self, outcomes: list[RowOutcome]) -> None:
@@ -257,8 +250,7 @@ def window_attention_mask(
 
     Args:
         write: where the forward writes.
-        implementation: the model's attention implementation.
-        dtype: the model's.
+        implementation, dtype: the model's.
         visibility: of branches.
 
     Returns:

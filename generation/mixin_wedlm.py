@@ -43,17 +43,10 @@ REFUSED_OPTIONS = {
 LOOP_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 # What `generate` hands on that is used here, or refused with a message of its own.
-USED_INPUTS = {
-    "attention_mask",
-    "inputs_embeds",
-    "logits_to_keep",
-    "output_attentions",
-    "output_hidden_states",
-    "past_key_values",
-    "position_ids",
-    "tokenizer",
-    "use_cache",
-}
+USED_INPUTS = set(
+    "attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states past_key_values position_ids "
+    "tokenizer use_cache".split()
+)
 
 
 class WeDLMGenerationMixin(GenerationMixin):
@@ -99,7 +92,11 @@ class WeDLMGenerationMixin(GenerationMixin):
                         f"`{name}={ours[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too."
                     )
         else:
-            settings.check_together(ours)
+            if ours.get("adaptive_window") and settings.strategy == "block":  # a stored one is for other calls
+                raise ValueError(
+                    "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have "
+                    "one size."
+                )
             _check_options(settings.strategy, generation_config)
             cache = model_kwargs.get("past_key_values")
             if cache is not None and not isinstance(cache, WindowCache):
@@ -171,7 +168,7 @@ class WeDLMGenerationMixin(GenerationMixin):
                 compiled=compiled,
                 go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
             )
-            return _decode(decoder, input_ids, settings, generation_config, streamer)
+            return _decode(decoder, settings, generation_config, streamer)
 
     def _fixed_shape_forward(
         self: Any,
@@ -336,9 +333,10 @@ def _branch_pacer(
     is_timed = settings.verification == "exact" and settings.slot_cost is None
     record = getattr(model, "_draft_record", None)
     device = request.prompt_ids.device
-    if not is_timed or record is None or record.key != (str(device), model.dtype):
+    key = str(device), model.dtype
+    if not is_timed or record is None or record.key != key:
         times = StepTimes(slot_cost, step_clock(device.type) if is_timed else None)
-        record = DraftRecord.begin(times, (str(device), model.dtype), model.model.mask_adapter.calibration)
+        record = DraftRecord.begin(times, key, model.model.mask_adapter.calibration)
         if is_timed:
             model._draft_record = record
     return BranchPacer(
@@ -351,11 +349,7 @@ def _branch_pacer(
 
 
 def _decode(
-    decoder: ParallelDecoder,
-    input_ids: torch.Tensor,
-    settings: WeDLMGenerationSettings,
-    generation_config: GenerationConfig,
-    streamer: Any,
+    decoder: ParallelDecoder, settings: WeDLMGenerationSettings, generation_config: GenerationConfig, streamer: Any
 ) -> torch.Tensor | WeDLMGenerateOutput:
     """Decodes, and returns what the call asks for."""
     request, is_dict = decoder.request, generation_config.return_dict_in_generate
@@ -364,16 +358,16 @@ def _decode(
         "scores": generation_config.output_scores,
         "logits": generation_config.output_logits,
     }
-    stats = StatsRecorder([row.pending for row in decoder.rows])
+    stats = StatsRecorder(decoder.rows)
     scores = ScoreRecorder(request.mask_token_id, [name for name in is_kept if is_kept[name] and is_dict])
     trace = TraceRecorder(request.mask_token_id)
     observers = [stats.observe, scores.observe]
     if settings.output_trace:
         observers.append(trace.observe)
     if streamer is not None:
-        stream = TokenStream(streamer, len(decoder.rows), request.pad_token_id, request.mask_token_id)
+        stream = TokenStream(streamer, decoder.rows, request.pad_token_id, request.mask_token_id)
         observers.append(stream.observe)
-    sequences = torch.cat([input_ids.long(), decoder.run(observers)], dim=1)
+    sequences = torch.cat([request.prompt_ids, decoder.run(observers)], dim=1)
     if streamer is not None:
         streamer.end()
     if not is_dict:

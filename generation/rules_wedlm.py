@@ -59,6 +59,7 @@ class Selection:
     shortlist: torch.Tensor | None = None
 
 
+@dataclass
 class FillRule:
     """The paper's: masks of low entropy are filled, and what has no gap to its left is final.
 
@@ -72,17 +73,10 @@ class FillRule:
         pacer: how many masks there are.
     """
 
-    def __init__(
-        self,
-        settings: WeDLMGenerationSettings,
-        sampler: TokenSampler,
-        end_tokens: frozenset[int],
-        pacer: WindowPacer | BranchPacer,
-    ):
-        self.settings = settings
-        self.sampler = sampler
-        self.end_tokens = end_tokens
-        self.pacer = pacer
+    settings: WeDLMGenerationSettings
+    sampler: TokenSampler
+    end_tokens: frozenset[int]
+    pacer: WindowPacer | BranchPacer
 
     def predicted_slots(self, row: Row) -> list[int]:
         """The window slots that the row's last physical rows predict."""
@@ -112,15 +106,15 @@ class FillRule:
         is_broken = (entropy.isnan() & is_mask) | (chosen & (choice.tokens < 0))
         return Selection(choice.tokens, chosen, is_mask, is_broken, choice)
 
-    def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
+    def fill(self, row: Row, first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
         """Writes the chosen tokens into the row's window.
 
         Args:
             row: the row.
-            slots: [`predicted_slots`].
-            first_column: the column of the logits that the first of them has.
-            chosen, tokens: of [`Selection`], for each of `slots`.
+            first_column: the column of the logits that its first predicted slot has.
+            chosen, tokens: of [`Selection`], for its predicted slots.
         """
+        slots = self.predicted_slots(row)
         filled = [(first_column + i, slot, tokens[i]) for i, slot in enumerate(slots) if chosen[i]]
         row.window = row.window or [None]
         for _, slot, token in filled:
@@ -203,7 +197,7 @@ class VerifyRule(FillRule):
             is_broken = is_broken | (entropy.isnan() & is_mask)
         return Selection(tokens, chosen, is_mask, is_broken, choice)
 
-    def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
+    def fill(self, row: Row, first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
         """Keeps the accepted drafts, adds the AR head's own token behind them, and drafts anew."""
         drafts = row.filled_tokens
         accepted = next((i for i in range(len(drafts)) if not chosen[i]), len(drafts))

@@ -1,7 +1,6 @@
 """Settings of parallel decoding: one frozen, validated dataclass, read from a `GenerationConfig`."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -14,10 +13,7 @@ DRAFT_THRESHOLD = 2.0
 
 
 def check_mask_token_id(
-    mask_token_id: int | None,
-    vocab_size: int,
-    eos_token_id: int | list[int] | None,
-    pad_token_id: int | None,
+    mask_token_id: int | None, vocab_size: int, eos_token_id: int | list[int] | None, pad_token_id: int | None
 ) -> None:
     """Raises `ValueError` for a mask id that is no row of the vocabulary, or that is the end or the padding token."""
     if mask_token_id is None:
@@ -105,15 +101,6 @@ class WeDLMGenerationSettings:
         if self.adaptive_window is None:
             return self.verification == "exact"
         return self.adaptive_window and self.strategy != "block"
-
-    def check_together(self, given: Collection[str]) -> None:
-        """Raises `ValueError` for a field that was given for this call and has no meaning beside the others. A stored
-        field may have none: the checkpoint stores it for other calls."""
-        if "adaptive_window" in given and self.adaptive_window and self.strategy == "block":
-            raise ValueError(
-                "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have one "
-                "size."
-            )
 
     @classmethod
     def from_generation_config(cls, generation_config: Any, model_config: Any) -> "WeDLMGenerationSettings":

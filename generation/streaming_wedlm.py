@@ -1,12 +1,15 @@
 """From rows that advance raggedly to what a streamer expects."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .decoding_wedlm import StepOutcome
+from .window_wedlm import Row
 
 
+@dataclass
 class TokenStream:
     """Feeds a streamer as `generate` would.
 
@@ -16,40 +19,34 @@ class TokenStream:
 
     Args:
         streamer: a `BaseStreamer`.
-        batch_size: B.
+        rows: of the call.
         pad_token_id: stands after a row's end.
         mask_token_id: M.
     """
 
-    def __init__(self, streamer: Any, batch_size: int, pad_token_id: int, mask_token_id: int):
-        self.streamer = streamer
-        self.pad_token_id = pad_token_id
-        self.mask_token_id = mask_token_id
-        self.tokens: list[list[int]] = [[] for _ in range(batch_size)]
-        self.is_finished = [False] * batch_size
-        self.sent = 0
+    streamer: Any
+    rows: list[Row]
+    pad_token_id: int
+    mask_token_id: int
+    sent: int = 0  # positions, where there are several rows
 
     def observe(self, outcome: StepOutcome) -> None:
         """Sends what a step made final, and the window it leaves."""
-        for row in outcome.rows:
-            if not self.is_finished[row.row.index]:
-                self._put(row.row.index, row.new_tokens, row.row.is_finished)
-        window = outcome.rows[0].row.window
-        if len(self.tokens) == 1 and not self.is_finished[0] and window and hasattr(self.streamer, "put_draft"):
-            self.streamer.put_draft(torch.tensor([self.mask_token_id if token is None else token for token in window]))
-
-    def _put(self, row: int, tokens: list[int], is_finished: bool) -> None:
-        """Takes final tokens of a row, and sends what is complete."""
-        self.tokens[row].extend(tokens)
-        self.is_finished[row] = is_finished
-        if len(self.tokens) == 1:
+        lengths = [row.new_count for row in self.rows]
+        if len(lengths) == 1:
+            tokens, window = outcome.rows[0].new_tokens, self.rows[0].window
             if tokens:  # a step may fill slots and still make nothing final
                 self.streamer.put(torch.tensor(tokens))
+            if window and hasattr(self.streamer, "put_draft"):
+                draft = [self.mask_token_id if token is None else token for token in window]
+                self.streamer.put_draft(torch.tensor(draft))
             return
-        lengths = [len(row_tokens) for row_tokens in self.tokens]
-        unfinished = [length for length, done in zip(lengths, self.is_finished, strict=True) if not done]
+        unfinished = [length for length, row in zip(lengths, self.rows, strict=True) if not row.is_finished]
         complete = min(unfinished, default=max(lengths))
         for position in range(self.sent, complete):
-            column = [row[position] if position < len(row) else self.pad_token_id for row in self.tokens]
+            column = [
+                row.tokens[row.prompt_length + position] if position < row.new_count else self.pad_token_id
+                for row in self.rows
+            ]
             self.streamer.put(torch.tensor(column))
         self.sent = max(self.sent, complete)

@@ -9,6 +9,7 @@ other once the tokens before them are known.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,13 @@ import torch
 from .branch_pacing_wedlm import BranchPacer
 from .lookup_wedlm import TextLookup
 from .rules_wedlm import Selection, SlotStates, VerifyRule
-from .sampling_wedlm import TokenSampler
-from .settings_wedlm import WeDLMGenerationSettings
 from .window_wedlm import PhysicalOrder, Row, RowOutcome
 
 # A draft is chosen among the likeliest tokens by its mask's own logits: only their rows of the head are read.
 SHORTLIST = 64
 
 
+@dataclass
 class BranchRule(VerifyRule):
     """Verified decoding with branches.
 
@@ -42,24 +42,13 @@ class BranchRule(VerifyRule):
         model: with a mask adapter.
     """
 
-    def __init__(
-        self,
-        settings: WeDLMGenerationSettings,
-        sampler: TokenSampler,
-        end_tokens: frozenset[int],
-        pacer: BranchPacer,
-        model: Any,
-    ):
-        super().__init__(settings, sampler, end_tokens, pacer)
-        self.pacer: BranchPacer
-        self.model = model
+    pacer: BranchPacer
+    model: Any
+
+    def __post_init__(self) -> None:
         # For each row of the call the probabilities, `(K,)`, of the drafts that this step chose.
         self._probabilities: dict[int, torch.Tensor] = {}
         self._lookups: dict[int, TextLookup] = {}
-
-    def predicted_slots(self, row: Row) -> list[int]:
-        """The window slots that the real rows predict."""
-        return list(range(len(row.window) + 1))
 
     def order(self, rows: Sequence[Row], width: int | None) -> PhysicalOrder:
         """The rows of a forward, whose time begins."""
@@ -160,9 +149,9 @@ class BranchRule(VerifyRule):
         """Which of a row's `count` choices are the next drafts: those behind the AR rows'."""
         return range(checked + 1, count)
 
-    def fill(self, row: Row, slots: list[int], first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
+    def fill(self, row: Row, first_column: int, chosen: list[bool], tokens: list[int]) -> RowOutcome:
         """Keeps the accepted drafts, adds the AR head's own token behind them, and takes the next drafts."""
-        outcome = super().fill(row, slots, first_column, chosen, tokens)
+        outcome = super().fill(row, first_column, chosen, tokens)
         probabilities = self._probabilities.get(row.index)
         found = [] if probabilities is None else probabilities[: len(outcome.filled)].tolist()
         self.pacer.learn(row.confidence, outcome.checked, outcome.accepted, found)

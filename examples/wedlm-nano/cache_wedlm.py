@@ -194,9 +194,9 @@ class WindowCache(Cache):
         """Says where the next forward writes.
 
         Args:
-            counts: physical rows that count, for each row in use; the others are padding.
-            slots: `(A, Q)` int64: the rows that count follow the row's committed slots, padding comes after them.
-            input_ids: `(A, Q)` int64 tokens of the forward.
+            counts: physical rows that are not padding, for each row in use.
+            slots: `(A, Q)` int64, where they go: behind the row's committed slots; padding comes after them.
+            input_ids: `(A, Q)` int64.
         """
         width = input_ids.shape[1]
         lengths = self.lengths[: self._in_use]

@@ -12,7 +12,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .decoding_wedlm import StepOutcome
 from .selection_wedlm import token_entropy
-from .window_wedlm import PhysicalOrder
+from .window_wedlm import PhysicalOrder, Row
 
 
 @dataclass
@@ -55,33 +55,27 @@ class DecodingStats:
 
 
 class StatsRecorder:
-    """Counts.
+    """Counts the steps of a call's `rows`. Prompt tokens that are not in the cache yet are no token instances."""
 
-    Args:
-        uncached: prompt tokens of each row that are not in the cache yet: they do not count as token instances.
-    """
-
-    def __init__(self, uncached: list[int]):
-        self.new_tokens = [0] * len(uncached)
-        self.token_instances = [-count for count in uncached]
-        self.runs: list[Counter[tuple[int, int]]] = [Counter() for _ in uncached]  # forwards, by `checked, accepted`
+    def __init__(self, rows: list[Row]):
+        self.rows = rows
+        self.token_instances = [-row.pending for row in rows]
+        self.runs: list[Counter[tuple[int, int]]] = [Counter() for _ in rows]  # forwards, by `checked, accepted`
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes in a step."""
         for count, row in zip(outcome.order.counts, outcome.rows, strict=True):
             if count:  # where shapes are fixed, finished rows stay, as padding
-                index = row.row.index
-                self.token_instances[index] += count
-                self.new_tokens[index] += len(row.new_tokens)
-                self.runs[index][row.checked, row.accepted] += 1
+                self.token_instances[row.row.index] += count
+                self.runs[row.row.index][row.checked, row.accepted] += 1
 
     @property
     def stats(self) -> DecodingStats:
         """The counts so far."""
         drafted, accepted = self._by_depth(0), self._by_depth(1)
-        forwards = [runs.total() for runs in self.runs]
-        counts = map(torch.tensor, (self.new_tokens, forwards, self.token_instances))
-        return DecodingStats(*counts, drafted.sum(1), accepted.sum(1), drafted, accepted)
+        new_tokens, forwards = [row.new_count for row in self.rows], [runs.total() for runs in self.runs]
+        counts = map(torch.tensor, (new_tokens, forwards, self.token_instances))
+        return DecodingStats(*[*counts, drafted.sum(1), accepted.sum(1), drafted, accepted])
 
     def _by_depth(self, which: int) -> torch.Tensor:
         """`(B, D)`: runs of more than d drafts (0), or of more than d accepted ones (1)."""
@@ -129,14 +123,7 @@ class TraceStep:
 
 
 class TraceRecorder:
-    """Keeps every step.
-
-    Args:
-        mask_token_id: M.
-
-    Attributes:
-        steps: a [`TraceStep`] each.
-    """
+    """Keeps a [`TraceStep`] of every step, in `steps`."""
 
     def __init__(self, mask_token_id: int) -> None:
         self.mask_token_id = mask_token_id
@@ -146,20 +133,15 @@ class TraceRecorder:
         """Adds the step."""
         order, selection = outcome.order, outcome.selection
         tokens, is_mask = selection.tokens.cpu(), selection.is_mask.cpu().clone()
-        filled = torch.zeros_like(is_mask)
-        # A mask's logits are about its own position, those of an AR row about the next one.
-        first = torch.tensor([[len(row.row.tokens) - len(row.new_tokens)] for row in outcome.rows])
-        predicted = torch.full_like(tokens, -1)
-        predicted[:, : order.logit_count] = first + order.slots.cpu()
+        width, end = order.logit_count, order.input_ids.shape[1] - order.masks_behind
+        filled, positions = torch.zeros_like(is_mask), torch.full_like(tokens, -1)
+        positions[:, :width] = order.position_ids[:, end - width : end].cpu()
         for entry, row in enumerate(outcome.rows):
             for column, slot, _ in row.filled:
                 filled[entry, column] = True
-                predicted[entry, column] = first[entry, 0] + slot
+                positions[entry, column] = row.row.prompt_length + order.first[entry] + slot
         # Columns behind the logits are drafts of branches, of which one may have fewer than another.
-        is_mask[:, order.logit_count :] &= filled[:, order.logit_count :]
-        end = order.input_ids.shape[1] - order.masks_behind
-        read = predicted.clone()
-        read[:, : order.logit_count] = order.position_ids[:, end - order.logit_count : end].cpu()
+        is_mask[:, width:] &= filled[:, width:]
         entropy, likeliest, probabilities = self._predicted(outcome)
         self.steps.append(
             TraceStep(
@@ -168,7 +150,7 @@ class TraceRecorder:
                 position_ids=_padded_in_front(order.position_ids, order),
                 counts=order.counts,
                 committed=[row.committed for row in outcome.rows],
-                logit_positions=torch.where(is_mask, predicted, read),
+                logit_positions=positions,
                 is_mask=is_mask,
                 entropy=entropy,
                 filled=filled,
@@ -199,7 +181,7 @@ class TraceRecorder:
         """The step that decided each new token, `(B, longest)` int64, -1 after a row's end.
 
         Args:
-            new_tokens: `(B,)` int64, how many tokens each row has.
+            new_tokens: `(B,)` int64, how many each row has.
         """
         found = torch.full((len(new_tokens), int(new_tokens.max())), -1)
         for index, step in enumerate(self.steps):
@@ -219,7 +201,7 @@ def likeliest(logits: torch.Tensor, count: int = 5) -> tuple[torch.Tensor, torch
 def _padded_in_front(values: torch.Tensor, order: PhysicalOrder) -> torch.Tensor:
     """`(A, Q)` on the CPU, with what pads short branches moved in front of the physical rows."""
     values = values.cpu()
-    if not order.masks_behind or isinstance(order.slot_mask, int):
+    if not order.masks_behind or not isinstance(order.slot_mask, torch.Tensor):
         return values
     behind = (~order.slot_mask).sum(1).tolist()
     return torch.stack([row.roll(count) for row, count in zip(values, behind, strict=True)])
