@@ -201,7 +201,7 @@ def physical_order(
     columns = [_columns(row, mask_token_id, size, behind) for row in rows]
     input_ids, position_ids, cache_slots, *visibility = torch.tensor([*zip(*columns, strict=True)], device=device)
     is_causal = not any(any(row.branches[:-1]) for row in rows)
-    masks = [0 if row.is_finished else len(row.mask_slots) + sum(row.branches) for row in rows]
+    masks = [0 if row.is_finished else row.window.count(None) + sum(row.branches) for row in rows]
     most = max(masks)
     slot_mask: int | torch.Tensor | None = most or None
     if min(masks) < most:
@@ -231,15 +231,17 @@ def _columns(row: Row, mask_token_id: int, width: int, behind: int) -> list[list
     branches, what [`Visibility`] needs, too."""
     begin, end = row.committed, len(row.tokens)
     tokens = row.tokens[begin:] + row.filled_tokens
-    positions = [*range(begin, end), *(end + slot for slot in row.filled_slots + row.mask_slots)]
+    positions = [*range(begin, end), *[end + slot for slot in row.filled_slots + row.mask_slots]]
     if row.is_finished:
         tokens, positions = [], []
     padding = width - len(positions)
-    until = start = list(range(begin, begin + len(positions))) if behind else []
+    until = list(range(begin, begin + len(positions))) if behind else []
+    start = list(until)
     for draft, size in enumerate(row.branches):
         first = begin + len(positions)
         positions += range(end + draft + 1, end + draft + 1 + size)
-        until, start = until + [end - 1 + draft] * size, start + [first] * size
+        until += [end - 1 + draft] * size
+        start += [first] * size
     stop = begin + len(positions)
     front, back = range(stop, stop + padding), range(stop + padding, begin + width + behind)
     tokens += [mask_token_id] * (len(positions) - len(tokens))
