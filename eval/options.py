@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..training.adapt_config import DeviceOption
+from .decoders import LOOKUP
 
 if TYPE_CHECKING:
     from .prompts import Prompt
@@ -215,8 +216,8 @@ class CalibrationOptions(SweepOptions):
         super().__post_init__()
         if not 0 < self.agreement <= 1:
             raise ValueError(f"The wanted agreement must be above 0 and at most 1, got {self.agreement}.")
-        if "ar+lookup" in self.decoders.split(","):
-            raise ValueError("`--decoders`: ar+lookup has no settings to choose, only `wedlm report` compares it.")
+        if LOOKUP in self.decoders.split(","):
+            raise ValueError(f"`--decoders`: {LOOKUP} has no settings to choose, only `wedlm report` compares it.")
 
 
 @dataclass(frozen=True)
