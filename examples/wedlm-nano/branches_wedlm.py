@@ -17,10 +17,8 @@ import torch
 from .branch_pacing_wedlm import BranchPacer
 from .lookup_wedlm import TextLookup
 from .rules_wedlm import Selection, SlotStates, VerifyRule
+from .sampling_wedlm import SHORTLIST
 from .window_wedlm import PhysicalOrder, Row, RowOutcome
-
-# A draft is chosen among the likeliest tokens by its mask's own logits: only their rows of the head are read.
-SHORTLIST = 64
 
 
 @dataclass
@@ -92,6 +90,7 @@ class BranchRule(VerifyRule):
         index = torch.arange(len(rows), device=device)[:, None], (start + steps).clamp(max=order.masks_behind - 1)
         logits = slots.logits[index]
         logits[..., self.sampler.mask_token_id] = float("-inf")
+        # A draft is one of the likeliest tokens by its mask's own logits: only their rows of the head are read.
         shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices
         offsets = torch.tensor(order.first, device=device)[:, None] + accepted + 1 + steps
         drafts, probabilities, scores = self._draft(slots.hidden[index], shortlist, before, order, offsets)

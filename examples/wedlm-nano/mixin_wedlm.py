@@ -299,14 +299,7 @@ def _rule(
     is_verified = settings.verification != "none"
     has_branches = is_verified and getattr(model, "has_mask_adapter", False)
     largest = min(settings.window_size, request.limit)
-    sampler = TokenSampler(
-        processors,
-        bool(generation_config.do_sample),
-        request.mask_token_id,
-        request.prompt_ids,
-        # Drafts, and those of the branch behind the last of them.
-        lookahead=2 * MOST_DRAFTS + 2 if has_branches else largest + 1,
-    )
+    sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
     if not is_verified:
         sampler.check_out_of_order()
     slot_cost = settings.slot_cost

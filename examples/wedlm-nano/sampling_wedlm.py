@@ -5,9 +5,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers.generation import logits_process as transformers_processors
 
 from .selection_wedlm import token_entropy
@@ -28,8 +30,8 @@ LENGTH_PROCESSORS = (
 ).split()
 # Processors that need the tokens before the position they score, but not to know which row of the batch it is in.
 PREFIX_PROCESSORS = "NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor".split()
-# Positions whose noise is drawn in one go.
-NOISE_CHUNK = 4
+# Likeliest tokens that have noise of their own; what is behind them is rarely drawn.
+SHORTLIST = 64
 
 
 def _is_any(processor: object, names: list[str]) -> bool:
@@ -52,41 +54,40 @@ class Choice:
 
 
 class PositionNoise:
-    """Exponential noise that belongs to a row and a position of its answer, whichever step looks at it.
+    """Exponential noise, a function of a row, a position of its answer and a token.
 
     argmax p / E with E ~ Exp(1) has the law p. Since a position's noise does not depend on how often, beside what or
     in which order it was asked for, neither do verified samples: a seed gives the text that it gives with W = 0.
 
     Args:
         batch_size: B.
-        vocab_size: V.
-        lookahead: positions beyond a row's new tokens that a step may ask for.
         device: of the noise.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, lookahead: int, device: torch.device):
-        # From torch's global seed. Each row has a stream of its own, read in order.
-        seeds = torch.randint(2**63 - 1, (batch_size,)).tolist()
-        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        self.size = (lookahead // NOISE_CHUNK + 2) * NOISE_CHUNK
-        self.buffer = torch.empty(batch_size, self.size, vocab_size, dtype=torch.float32, device=device)
-        self.drawn, self.lookahead = [0] * batch_size, lookahead
+    def __init__(self, batch_size: int, device: torch.device):
+        self.seeds = torch.randint(2**63 - 1, (batch_size,)).to(device)  # from torch's global seed
 
-    def at(self, rows: list[int], offsets: torch.Tensor, first: list[int]) -> torch.Tensor:
-        """Noise `(A, M, V)` float32 of positions.
+    def at(self, rows: list[int], offsets: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Noise `(A, M, S)` float32.
 
         Args:
             rows: the call's row that each entry is.
-            offsets: `(A, M)` int64, positions; arbitrary noise for those in front of `first`, or beyond `lookahead`.
-            first: first position that each row may still ask for.
+            offsets: `(A, M)` int64, positions.
+            tokens: `(A, M, S)` int64, or what else is to be told apart at a position.
         """
-        for row, start in zip(rows, first, strict=True):
-            while self.drawn[row] < start + self.lookahead:
-                column = self.drawn[row] % self.size
-                self.buffer[row, column : column + NOISE_CHUNK].exponential_(generator=self.generators[row])
-                self.drawn[row] += NOISE_CHUNK
-        index = torch.tensor(rows, device=offsets.device)[:, None]
-        return self.buffer[index, offsets % self.size]
+        seeds = self.seeds[torch.tensor(rows, device=offsets.device)]
+        bits = _split_mix(_split_mix(seeds[:, None], offsets)[..., None], tokens)
+        uniform = ((bits >> 11 & 2**53 - 1).float() + 0.5) * 2.0**-53
+        return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
+
+
+def _split_mix(seed: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Random bits, int64: number `index` of the sequence that SplitMix64 gives for `seed` (Steele, Lea and Flood,
+    2014, Figure 17)."""
+    z = seed + (index + 1) * (0x9E3779B97F4A7C15 - 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
+    return z ^ (z >> 31 & 2**33 - 1)
 
 
 @dataclass
@@ -98,14 +99,12 @@ class TokenSampler:
         do_sample: draw from the processed distribution; otherwise its argmax.
         mask_token_id: never chosen: its logit counts as −∞.
         prompt_ids: `(B, P)` int64, the padded prompts, which processors see too.
-        lookahead: positions beyond a row's new tokens that may be asked for.
     """
 
     processors: Any
     do_sample: bool
     mask_token_id: int
     prompt_ids: torch.Tensor
-    lookahead: int
 
     def __post_init__(self) -> None:
         length = SCORE_PROCESSORS + LENGTH_PROCESSORS
@@ -113,7 +112,12 @@ class TokenSampler:
         self.need_prefix = [p for p in self.processors if not _is_any(p, length)]
         self.need_row = [p for p in self.processors if not _is_any(p, length + PREFIX_PROCESSORS)]
         self.is_argmax = not self.do_sample and not self.processors  # of the raw logits but MASK's
-        self.noise: PositionNoise | None = None
+        self.has_top_k = self._has_top_k()
+
+    @cached_property
+    def noise(self) -> PositionNoise:
+        """What all draws of this call share."""
+        return PositionNoise(len(self.prompt_ids), self.prompt_ids.device)
 
     def check_out_of_order(self) -> None:
         """Raises `ValueError` for a processor that [`choose`] could not honour."""
@@ -132,6 +136,12 @@ class TokenSampler:
             order: whose `offsets` say how many new tokens lie before each slot.
         """
         mask_logits = self._suppress_mask(logits)
+        if self.do_sample and self.has_top_k and logits.device.type == "cpu":  # a GPU would have to be waited for
+            best, tokens = logits.topk(min(SHORTLIST, logits.shape[-1]))
+            best = self.processors(tokens.flatten(0, 1), best.flatten(0, 1)).view_as(best)
+            if bool(best[..., -1].isneginf().all()):  # no token behind the shortlist is as likely as its k-th
+                scores = torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
+                return Choice(self._draw(best.softmax(-1), tokens, order.offsets, order.rows), scores, mask_logits)
         scores = logits.flatten(0, 1)
         if not self.need_length:
             scores = self.processors(order.offsets.new_empty(len(scores), 0), scores)
@@ -143,7 +153,7 @@ class TokenSampler:
                 length = self.prompt_ids.shape[1] + max(0, offset)
                 scores[slots] = self.processors(offsets.new_zeros(int(slots.sum()), length), scores[slots])
         scores = scores.view_as(logits)
-        return Choice(self._choose(scores, order.offsets, order.rows, order.first), scores, mask_logits)
+        return Choice(self._choose(scores, order.offsets, order.rows), scores, mask_logits)
 
     def choose_in_order(
         self,
@@ -176,7 +186,7 @@ class TokenSampler:
                 copies, place = (len(self.prompt_ids), row.index) if self.need_row else (1, 0)
                 scores = logits[entry, column].expand(copies, -1).clone()
                 choice.scores[one] = self.processors(prefix.expand(copies, -1), scores)[place]
-                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row.index], [row.new_count])
+                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row.index])
                 if not passes(choice)[entry, column]:
                     break
         return choice
@@ -203,9 +213,8 @@ class TokenSampler:
         for processor in self.processors:
             if _is_any(processor, SHORTLIST_PROCESSORS):
                 scores = processor(tokens, scores)
-        assert self.noise is not None  # the AR rows were drawn just now
-        noise = self.noise.at(order.rows, offsets[:, None], order.first)[:, 0]
-        return (torch.softmax(scores, dim=-1) / noise.gather(1, tokens)).argmax(-1, keepdim=True)
+        noise = self.noise.at(order.rows, offsets[:, None], tokens[:, None])[:, 0]
+        return (torch.softmax(scores, dim=-1) / noise).argmax(-1, keepdim=True)
 
     def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor:
         """Takes MASK out of the choice, in place. Returns its logits, `(A, M)`."""
@@ -213,15 +222,42 @@ class TokenSampler:
         logits[..., self.mask_token_id] = float("-inf")
         return mask_logits
 
-    def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int], first: list[int]) -> torch.Tensor:
+    def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int]) -> torch.Tensor:
         if not self.do_sample:
             best, tokens = scores.max(-1)
             return tokens.masked_fill(~best.isfinite(), -1)
-        if self.noise is None:
-            self.noise = PositionNoise(self.prompt_ids.shape[0], scores.shape[-1], self.lookahead, scores.device)
         probabilities = torch.softmax(scores, dim=-1)
-        tokens = (probabilities / self.noise.at(rows, offsets, first)).argmax(-1)
-        return tokens.masked_fill(probabilities[..., 0].isnan(), -1)
+        best, tokens = probabilities.topk(min(SHORTLIST, probabilities.shape[-1]))
+        if best.device.type == "cpu" and not best[..., -1].any():
+            return self._draw(best, tokens, offsets, rows)
+        # All other tokens race as one, with their common probability. Where they win, the place at which a second
+        # noise cuts their distribution tells which of them it is: the law stays that of noise for each.
+        others, vocab_size = probabilities.scatter(-1, tokens, 0), scores.shape[-1]
+        best = torch.cat([best, others.sum(-1, keepdim=True)], -1)
+        tokens = F.pad(tokens, (0, 1), value=vocab_size)
+        drawn = self._draw(best, tokens, offsets, rows)
+        for entry, column in (drawn == vocab_size).nonzero().tolist():
+            cumulative = others[entry, column].double().cumsum(-1)
+            one = slice(entry, entry + 1), slice(column, column + 1)
+            noise = self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1).double()
+            drawn[one] = torch.searchsorted(cumulative, (-noise).exp().flatten() * cumulative[-1], right=True)
+        return drawn
+
+    def _draw(
+        self, probabilities: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, rows: list[int]
+    ) -> torch.Tensor:
+        """`(A, M)`: of `tokens`, `(A, M, S)`, those that have these probabilities; -1 where they are NaN."""
+        places = (probabilities / self.noise.at(rows, offsets, tokens)).argmax(-1, keepdim=True)
+        return tokens.gather(-1, places)[..., 0].masked_fill(probabilities[..., 0].isnan(), -1)
+
+    def _has_top_k(self) -> bool:
+        """Whether the processors leave no more tokens than a shortlist has, and can be told by it which."""
+        for processor in self.processors:
+            if _is_any(processor, ["TopKLogitsWarper"]):
+                return processor.top_k < SHORTLIST and all(_is_any(p, SHORTLIST_PROCESSORS) for p in self.processors)
+            if not _is_any(processor, ["TemperatureLogitsWarper"]):
+                break
+        return False
 
 
 def is_typical(scores: torch.Tensor, tokens: torch.Tensor, epsilon: float, delta: float) -> torch.Tensor:

@@ -117,7 +117,7 @@ def test_a_seed_decides_exact_samples_whatever_the_window_and_the_rows_behind(mo
         for is_adaptive in (False, True):
             assert sample(prompts, window_size=window_size, adaptive_window=is_adaptive) == expected
     assert sample(prompts[:1]) == expected[:1]
-    long = {"max_new_tokens": 120, "eos_token_id": EOS}  # positions' noise is kept for a few at a time
+    long = {"max_new_tokens": 120, "eos_token_id": EOS}
     assert sample(prompts, window_size=4, **long) == sample(prompts, window_size=1, **long)
     assert sample(prompts + prompts_of([4] * 20, seed=5))[:3] == expected
     inputs = padded(prompts)

@@ -1,0 +1,121 @@
+"""Draws: the noise they share, and that a shortlist of tokens gives the law of all of them."""
+
+import pytest
+import torch
+from scipy import stats
+from transformers import LogitsProcessorList
+from transformers.generation import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from wedlm_hf.generation.sampling_wedlm import PositionNoise, TokenSampler, _split_mix
+from wedlm_hf.generation.window_wedlm import PhysicalOrder, Row, physical_order
+
+MASK, VOCABULARY = 7, 500
+WARPED = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)]
+
+
+def sampler_of(processors, rows=1) -> TokenSampler:
+    torch.manual_seed(0)
+    sampler = TokenSampler(LogitsProcessorList(processors), True, MASK, torch.zeros(rows, 1, dtype=torch.long))
+    assert sampler.noise is sampler.noise  # seeded here
+    return sampler
+
+
+def order_of(rows, slots) -> PhysicalOrder:
+    """Of rows without new tokens that have `slots` masks each."""
+    windows = [Row(index, [1], 1, 0, 10**6) for index in range(rows)]
+    for row in windows:
+        row.set_masks(slots)
+    return physical_order(windows, [row.mask_slots for row in windows], MASK, None, torch.device("cpu"))
+
+
+def test_bits_are_those_of_splitmix64():
+    seed = torch.tensor(1234567)
+    bits = [int(_split_mix(seed, torch.tensor(index))) % 2**64 for index in range(3)]
+    assert bits == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_noise_is_exponential_and_independent_between_rows_positions_and_tokens():
+    torch.manual_seed(1)
+    noise = PositionNoise(3, torch.device("cpu"))
+    tokens = torch.arange(300).expand(3, 200, -1)
+    found = noise.at([0, 1, 2], torch.arange(200).expand(3, -1), tokens)
+    assert found.dtype == torch.float32 and bool((found > 0).all())
+    assert stats.kstest(found.flatten().numpy(), "expon").pvalue > 1e-3
+    for a, b in ((found[0], found[1]), (found[:, :-1], found[:, 1:]), (found[..., :-1], found[..., 1:])):
+        correlation = stats.spearmanr(a.flatten().numpy(), b.flatten().numpy())
+        assert correlation.pvalue > 1e-3
+
+
+def test_noise_does_not_depend_on_what_else_is_asked_for():
+    torch.manual_seed(1)
+    noise = PositionNoise(3, torch.device("cpu"))
+    tokens = torch.tensor([[[5, 9], [9, 400]]])
+    alone = noise.at([2], torch.tensor([[11, 3]]), tokens)
+    beside = noise.at(
+        [0, 2], torch.tensor([[1, 2, 3], [3, 8, 11]]), torch.tensor([[[9, 5]], [[9, 5]]]).expand(2, 3, 2)
+    )
+    assert alone[0, 0].tolist() == beside[1, 2].flip(0).tolist()
+    assert alone[0, 1, 0] == beside[1, 0, 0]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(200)], WARPED], ids=["all", "top 200", "warped"])
+def test_draws_have_the_law_of_the_processed_scores(processors, spread):
+    """With a spread of 0 nearly all of the mass lies behind the shortlist."""
+    draws = 20_000
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2)) * spread
+    choice = sampler_of(processors).choose(logits.repeat(1, draws, 1), order_of(1, draws))
+    counts = torch.bincount(choice.tokens[0], minlength=VOCABULARY)
+    logits[MASK] = -torch.inf
+    expected = LogitsProcessorList(processors)(torch.zeros(1, 1).long(), logits[None])[0].softmax(-1).double() * draws
+    assert counts[expected == 0].sum() == 0
+    is_large = expected >= 5
+    seen = [*counts[is_large].tolist(), counts[~is_large].sum().item()]
+    wanted = [*expected[is_large].tolist(), expected[~is_large].sum().item()]
+    if wanted[-1] < 5:  # too few for a cell of their own
+        seen[-2:], wanted[-2:] = [sum(seen[-2:])], [sum(wanted[-2:])]
+    assert stats.chisquare(seen, wanted, sum_check=False).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("is_coarse", [False, True], ids=["distinct scores", "many equal scores"])
+def test_a_shortlist_chooses_as_the_whole_vocabulary_does(is_coarse):
+    logits = torch.randn(3, 200, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
+    logits = (logits * 2).round() / 2 if is_coarse else logits
+    order = order_of(3, 200)
+    short, whole = sampler_of(WARPED, rows=3), sampler_of(WARPED, rows=3)
+    assert short.top_k == 50
+    whole.top_k = 0
+    found, expected = short.choose(logits.clone(), order), whole.choose(logits.clone(), order)
+    assert found.tokens.equal(expected.tokens)
+    assert found.scores.equal(expected.scores)
+    assert found.mask_logits.equal(expected.mask_logits)
+
+
+@pytest.mark.parametrize(
+    ("processors", "top_k"),
+    [
+        ([], 0),
+        (WARPED, 50),
+        (WARPED[1:], 50),
+        ([TopKLogitsWarper(20), MinPLogitsWarper(0.1)], 20),
+        ([TopPLogitsWarper(0.9), TopKLogitsWarper(20)], 0),
+        ([RepetitionPenaltyLogitsProcessor(1.2), TopKLogitsWarper(20)], 0),
+        ([TopKLogitsWarper(20), RepetitionPenaltyLogitsProcessor(1.2)], 0),
+    ],
+)
+def test_a_shortlist_is_used_where_the_likeliest_tokens_are_all_that_matters(processors, top_k):
+    assert sampler_of(processors).top_k == top_k
+
+
+@pytest.mark.parametrize("processors", [[], WARPED])
+def test_logits_that_are_nan_choose_nothing(processors):
+    logits = torch.randn(1, 3, VOCABULARY)
+    logits[0, 1, 4] = torch.nan
+    choice = sampler_of(processors).choose(logits, order_of(1, 3))
+    assert (choice.tokens[0] < 0).tolist() == [False, True, False]
