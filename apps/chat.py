@@ -15,9 +15,9 @@ from rich.text import Text
 
 from ..eval.decoders import DECODERS, Options, decoder_name, with_asked
 from ..eval.files import check_output, write_text
-from ..eval.options import is_unicode
 from ..eval.trace.text import GROUP_STYLES, printable
 from ..generation.settings_wedlm import SETTING_NAMES
+from ..training.prompts import is_unicode
 from .conversation import AnswerStopped, Conversation, Turn
 
 PROMPT = "> "

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..eval.decoders import Options
@@ -165,10 +164,7 @@ class Conversation:
         return torch.full(input_ids.shape[:1], not self.may_go_on, device=input_ids.device)
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        try:
-            prompt = encode(self.tokenizer, messages)
-        except TemplateError as error:
-            raise ValueError(f"The chat template refuses these messages: {error}") from None
+        prompt = encode(self.tokenizer, messages)
         context = self.model.config.max_position_embeddings
         if len(prompt) >= context:
             raise ValueError(

@@ -9,6 +9,7 @@ import typer
 
 from ..eval.options import CalibrationOptions, LoadingOptions, RawOption, has_no_chat_template, read_prompt_file
 from ..eval.report.request import ReportRequest
+from ..training.prompts import PROMPT_FILE
 from .application import NO, STOPPED, JsonOption, command, console, print_json
 
 
@@ -19,7 +20,7 @@ from .application import NO, STOPPED, JsonOption, command, console, print_json
 def calibrate(
     loading: LoadingOptions,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint folder or Hub id.")],
-    file: Annotated[Path, typer.Option("--file", "-f", help="Your prompts, one a line; - is standard input.")],
+    file: Annotated[Path, typer.Option("--file", "-f", help=f"{PROMPT_FILE}; - is standard input.")],
     options: CalibrationOptions,
     raw: RawOption = False,
     as_json: JsonOption = False,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..training.adapt_config import DeviceOption
+from ..training.prompts import PROMPT_FILE, STANDARD_INPUT, Turns, is_unicode, read_rows, shown
 from .decoders import LOOKUP
 
 if TYPE_CHECKING:
@@ -73,31 +74,29 @@ class PromptOptions:
             help="Default: the lines of standard input where it is piped, else a few built-in prompts.",
         ),
     ] = None
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Prompts, one a line; - is standard input.")] = None
+    file: Annotated[Path | None, typer.Option("--file", "-f", help=f"{PROMPT_FILE}; - is standard input.")] = None
     raw: RawOption = False
 
-    def read(self) -> list[str]:
+    def read(self) -> list[str | Turns]:
         """The prompts on the command line and in the file, or else those that are piped in, or else the built-in ones.
 
         Raises:
             OSError: for a file that cannot be read.
-            ValueError: for a file without prompts, for an empty prompt, and for text that is not UTF-8.
+            ValueError: as [`read_rows`], for an empty prompt, and for text that is not UTF-8.
         """
-        given = list(self.prompts or [])
-        for prompt in given:
+        given: list[str | Turns] = []
+        for prompt in self.prompts or ():
             if not prompt.strip():
                 raise ValueError("A prompt must not be empty.")
             if not is_unicode(prompt):
                 raise ValueError(f"A prompt must be UTF-8 text, got {prompt!r}.")
+            given.append(prompt)
         is_piped = self.file is None and not given and sys.stdin is not None and not sys.stdin.isatty()
         file = Path("-") if is_piped else self.file
         if file is not None:
-            # Only line feeds end lines: U+2028 and form feeds are text.
-            lines = read_text(file).replace("\r\n", "\n").replace("\r", "\n").split("\n")
-            read = [line.strip() for line in lines if line.strip()]
-            if not read and not is_piped:
-                raise ValueError(f"There is no prompt in {_shown(file)}.")
-            given += read
+            text = read_text(file)
+            if text.strip() or not is_piped:
+                given += [row.prompt for row in read_rows(_name(file), text)]
         return given or list(DEMO_PROMPTS)
 
 
@@ -336,7 +335,7 @@ def read_text(file: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"The text of {_shown(file)} is not UTF-8: {error}.") from None
+        raise ValueError(f"The text of {shown(_name(file))} is not UTF-8: {error}.") from None
 
 
 def read_prompt_file(file: Path) -> tuple[list[Prompt], str]:
@@ -348,14 +347,8 @@ def read_prompt_file(file: Path) -> tuple[list[Prompt], str]:
     """
     from .prompts import read_prompts
 
-    name = "standard input" if str(file) == "-" else str(file)
-    return read_prompts(name, read_text(file)), name
+    return read_prompts(_name(file), read_text(file)), _name(file)
 
 
-def is_unicode(text: str) -> bool:
-    """Whether text can be encoded: bytes of the command line that are no UTF-8 cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _shown(file: Path) -> str:
-    return "standard input" if str(file) == "-" else repr(str(file))
+def _name(file: Path) -> str:
+    return STANDARD_INPUT if str(file) == "-" else str(file)

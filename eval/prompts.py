@@ -11,6 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..training.prompts import PromptRow, Turns, read_rows
+from ..training.prompts import encode as encode  # belongs to these names, too
+
 LONGEST_ANSWER = 256
 """New tokens of an answer at most, where nothing else is asked for (transformers' own default is 20)."""
 
@@ -31,16 +34,16 @@ class Prompt:
         tokens: of the whole prompt; empty before [`encode`].
     """
 
-    messages: Sequence[dict[str, str]]
+    messages: Turns
     task: str = OWN_TASK
     answers: tuple[str, ...] = ()
     match: str = "exact"
     tokens: Sequence[int] = ()
 
     @classmethod
-    def of(cls, text: str, **fields: Any) -> Prompt:
-        """A single turn of the user."""
-        return cls([{"role": "user", "content": text}], **fields)
+    def of(cls, prompt: str | Turns, **fields: Any) -> Prompt:
+        """A text, which is a single turn of the user, or the turns of a conversation."""
+        return cls([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, **fields)
 
     @property
     def text(self) -> str:
@@ -77,68 +80,41 @@ MATCHES: dict[str, Callable[[str, str], bool]] = {
 
 
 def read_prompts(name: str, text: str) -> list[Prompt]:
-    """The prompts of a file.
+    """The prompts of a file, with what is known of the replies to them.
 
     Args:
-        name: of the file. JSON Lines if it ends in .jsonl, .ndjson or .json, else one prompt a line.
-        text: what it holds. A JSON row has `messages` (ending with the user) or `prompt`, and may have `task`,
-            `answer` (a text, or a list of accepted ones; in all rows or in none) and `match` (see [`MATCHES`]).
+        name: of the file (see [`read_rows`]).
+        text: what it holds. A JSON row may have `task`, `answer` (a text, or a list of accepted ones; in all rows or
+            in none) and `match` (see [`MATCHES`]).
 
     Raises:
         ValueError: for a file without prompts, and for a malformed row, naming its line.
     """
-    is_json = name.lower().endswith((".jsonl", ".ndjson", ".json"))
-    # Lines end at "\n" alone: other separators that `splitlines` knows occur inside prompts.
-    lines = [(number, line) for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1) if line.strip()]
-    if not lines:
-        raise ValueError(f"There is no prompt in {name!r}.")
-    rows: dict[int, Prompt] = {}
-    for number, line in lines:
-        try:
-            rows[number] = _json_row(line) if is_json else Prompt.of(line.strip())
-        except ValueError as error:
-            raise ValueError(f"{name}, line {number}: {error}.") from None
-    missing, present = ([number for number, row in rows.items() if bool(row.answers) == has] for has in (False, True))
+    rows = read_rows(name, text)
+    prompts = [_with_answers(row) for row in rows]
+    missing, present = (
+        [row for row, prompt in zip(rows, prompts, strict=True) if bool(prompt.answers) == has]
+        for has in (False, True)
+    )
     if missing and present:
-        raise ValueError(
-            f"{name}, line {missing[0]}: there is no `answer`, though line {present[0]} has one: all rows need one, "
-            "or none."
+        raise missing[0].error(
+            f"there is no `answer`, though line {present[0].line} has one: all rows need one, or none"
         )
-    return list(rows.values())
+    return prompts
 
 
-def _json_row(line: str) -> Prompt:
-    """Raises `ValueError` for anything but a row."""
-    try:
-        row: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"this is no JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, got {line.strip()[:40]}")
-    if ("messages" in row) == ("prompt" in row):
-        raise ValueError(f"a row needs either `messages` or `prompt`, got {', '.join(row) or 'nothing'}")
-    for key in ("prompt", "task"):
-        if key in row and (not isinstance(row[key], str) or not row[key].strip()):
-            raise ValueError(f"`{key}` must be a text that is not empty, got {row[key]!r}")
-    answers = row.get("answer", [])
-    answers = [answers] if isinstance(answers, str) else answers
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
-        raise ValueError(f"`answer` must be a text or a list of texts, got {row['answer']!r}")
-    if row.get("match", "exact") not in [*MATCHES]:
-        raise ValueError(f"`match` must be one of {', '.join(MATCHES)}, got {row['match']!r}")
-    messages: Any = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
-    if not isinstance(messages, list) or not all(
-        isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
-        for turn in messages
-    ):
-        raise ValueError("`messages` must be a list of objects with the texts `role` and `content`")
-    if not messages or messages[-1]["role"] != "user":
-        got = messages[-1]["role"] if messages else "none"
-        raise ValueError(
-            f"the last of the `messages` must be the user's (the wanted reply goes into `answer`), got {got}"
-        )
-    turns = [{key: turn[key] for key in ("role", "content")} for turn in messages]
-    return Prompt(turns, row.get("task", OWN_TASK), tuple(answers), row.get("match", "exact"))
+def _with_answers(row: PromptRow) -> Prompt:
+    """Raises `ValueError` for fields that say nothing."""
+    task, answers = row.fields.get("task", OWN_TASK), row.fields.get("answer", [])
+    match = row.fields.get("match", "exact")
+    if not isinstance(task, str) or not task.strip():
+        raise row.error(f"`task` must be a text that is not empty, got {task!r}")
+    accepted = [answers] if isinstance(answers, str) else answers
+    if not isinstance(accepted, list) or not all(isinstance(answer, str) for answer in accepted):
+        raise row.error(f"`answer` must be a text or a list of texts, got {answers!r}")
+    if match not in [*MATCHES]:
+        raise row.error(f"`match` must be one of {', '.join(MATCHES)}, got {match!r}")
+    return Prompt.of(row.prompt, task=task, answers=tuple(accepted), match=match)
 
 
 def read_tasks(folder: Path) -> list[Prompt]:
@@ -184,20 +160,12 @@ def split_prompts(
     return tuning, others
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Tokens of a conversation and of the header that asks for an answer."""
-    # Not verbose: what is too long is refused when it is decoded.
-    encoding: Any = tokenizer.apply_chat_template(
-        list(messages), add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
-    )
-    return list(encoding["input_ids"])
-
-
 def encode_prompt(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, raw: bool = False) -> Prompt:
     """The prompt with its tokens, by the chat template or, if `raw`, as it is.
 
     Raises:
-        ValueError: where they leave no room for an answer in the model's context, and for a raw conversation.
+        ValueError: where they leave no room for an answer in the model's context, for a raw conversation, and for one
+            that the chat template refuses.
     """
     if raw and len(prompt.messages) > 1:
         raise ValueError(f"Without a chat template, a row holds one turn, got {len(prompt.messages)}.")

@@ -97,11 +97,8 @@ def convert(
     source_config = read_source_config(source, revision, gguf_file)
     if isinstance(source_config, WeDLMConfig):
         raise ValueError(f"{os.fspath(source)!r} is a WeDLM checkpoint already: there is nothing to convert.")
+    tokenizer = read_source_tokenizer(source, revision, gguf_file)
     folder, gguf_file, _ = _split(source, gguf_file)
-    options = {} if gguf_file is None else {"gguf_file": gguf_file}
-    tokenizer = load_tokenizer(folder, revision=revision, **options)
-    if gguf_file is not None:
-        complete_tokenizer(tokenizer)
     fetch_card(folder, revision=revision)  # its licence is the copy's
     used = sorted(set(tokenizer.get_vocab().values()))
     mask_token_id = _add_mask_token(tokenizer, mask_token)
@@ -139,6 +136,22 @@ def read_source_config(
         if config_dict.get("model_type") == WeDLMConfig.model_type:
             return WeDLMConfig.from_dict(config_dict)
         return read_family(config_dict, name)
+
+
+def read_source_tokenizer(
+    source: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint that [`read_source_config`] reads.
+
+    Raises:
+        OSError, ValueError: as [`convert`].
+    """
+    folder, gguf_file, _ = _split(source, gguf_file)
+    if gguf_file is None:
+        return load_tokenizer(folder, revision=revision)
+    tokenizer = load_tokenizer(folder, revision=revision, gguf_file=gguf_file)
+    complete_tokenizer(tokenizer)
+    return tokenizer
 
 
 def _write(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, source: str) -> None:

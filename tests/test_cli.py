@@ -10,6 +10,7 @@ import time
 from typing import Annotated
 
 import pytest
+import torch
 import typer
 from nano_tasks import TASKS
 from rich.console import Console
@@ -185,6 +186,39 @@ def test_only_line_feeds_end_a_prompt_and_a_byte_order_mark_belongs_to_none(wedl
     assert [line for line in output.split("\n") if line.startswith("› ")] == [
         "› first\u2028line",
         f"› se{printable(chr(0x85))}cond{printable(chr(0x1C))}3",
+    ]
+
+
+def test_rows_of_a_file_are_prompts_and_conversations(wedlm, tmp_path):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1, 2"}]
+    reply = {"role": "assistant", "content": "3"}
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in ({"prompt": "a\nb", "answer": 3}, {"messages": turns})))
+    asked = ("generate", "--max-new-tokens", 4, "--strategy", "ar", "--file", path)
+    code, output, errors = wedlm(*asked, "--json", "given")
+    assert (code, errors) == (0, "")
+    found = json.loads(output)["answers"]
+    assert [answer["prompt"] for answer in found] == ["given", "a\nb", "Be brief.\n1, 2"]
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    for answer, messages in zip(found[1:], ([{"role": "user", "content": "a\nb"}], turns), strict=True):
+        ids = torch.tensor([prompting.encode(tokenizer, messages)])
+        wanted = model.generate(ids, strategy="ar", suppress_tokens=[MASK], max_new_tokens=4)[0, ids.shape[1] :]
+        assert answer["ar"]["tokens"] == wanted.tolist()
+    assert "› Be brief.\n1, 2\n" in wedlm(*asked)[1]
+
+    code, output, errors = wedlm(*asked, "--raw")
+    assert (code, output, errors) == (2, "", "Error: Without a chat template, a row holds one turn, got 2.\n")
+    path.write_text(json.dumps({"messages": [turns[1], reply]}))
+    assert prompts_of(wedlm(*asked, "--raw")[1]) == ["1, 2"]
+    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    message = f"Error: {path}, line 2: a row needs either `messages` or `prompt`, got text.\n"
+    assert wedlm(*asked) == (2, "", message)
+
+
+def test_what_is_piped_in_is_text_even_where_it_looks_like_json(wedlm):
+    assert prompts_of(wedlm("generate", "--max-new-tokens", 1, "--no-compare", stdin='{"prompt": "a"}\rb\n')[1]) == [
+        '{"prompt": "a"}',
+        "b",
     ]
 
 

@@ -19,13 +19,21 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 from transformers.utils.logging import disable_progress_bar
 
 from ..modeling_wedlm.card_wedlm import CARD_NAME, write_card
-from ..modeling_wedlm.convert import convert, read_source_config
+from ..modeling_wedlm.convert import convert, read_source_config, read_source_tokenizer
 from ..modeling_wedlm.files_wedlm import write_text, written_whole
 from ..modeling_wedlm.loading import find_device, load_model, load_tokenizer
 from ..modeling_wedlm.mask_adapter_files_wedlm import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .adapt_config import AdaptConfig
-from .answers import Answer, AnswerConfig, read_answers, read_prompts, write_answers
+from .answers import (
+    Answer,
+    AnswerConfig,
+    DamagedAnswersError,
+    check_conversations,
+    read_answers,
+    read_prompts,
+    write_answers,
+)
 from .mask_budget import MaskTrainingConfig
 from .mask_layout import load_answers
 from .mask_trainer import MaskAdapterTrainer
@@ -78,18 +86,22 @@ def adapt(
     Raises:
         FileExistsError: for an `output_dir` that holds something else.
         OSError: for a base that cannot be read, a disk without room, and while another run writes into `output_dir`.
-        ValueError: for an unsupported base, unreadable prompts, and settings other than those of the run it goes on.
+        ValueError: for an unsupported base, unreadable prompts, conversations that its chat template refuses, and
+            settings other than those of the run it goes on.
     """
     run = _Run(os.fspath(base), Path(output_dir), config, console or Console(stderr=True))
     run.check()
-    with only_writer(run.work):
-        run.begin()
-        run.convert()
-        for name in ("answer", "train", "calibrate"):
-            run.once(name)
-        run.publish()
-        run.once("measure", measure)
-        return run.finish(draw)
+    try:
+        with only_writer(run.work):
+            run.begin()
+            run.convert()
+            for name in ("answer", "train", "calibrate"):
+                run.once(name)
+            run.publish()
+            run.once("measure", measure)
+            return run.finish(draw)
+    except DamagedAnswersError as error:  # in a file of its own
+        raise ValueError(f"{error} {str(error.file)!r} is damaged: delete it, or choose a new folder.") from None
 
 
 def calibrate_drafts(model: Any, prompts: Iterable[Sequence[int]]) -> None:
@@ -139,6 +151,9 @@ class _Run:
                 f"The output folder must be new, empty, or of an earlier run, got {str(self.out)!r}."
             )
         source = read_source_config(self.base, self.config.revision, self.config.gguf_file)
+        if any(not isinstance(prompt, str) for prompt in self.prompts or ()):
+            tokenizer = read_source_tokenizer(self.base, self.config.revision, self.config.gguf_file)
+            check_conversations(tokenizer, self.prompts or ())
         self.is_wedlm = source.model_type == "wedlm"
         self.base_path = self.base if self.is_wedlm else str(self.out / "base")
         self._require_room(source)

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from .prompts import PROMPT_FILE
+
 RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
 GgufOption = Annotated[str | None, Option(help="Name of a GGUF file in that folder or Hub id.")]
 DeviceOption = Annotated[str | None, Option(help="Such as cpu or cuda; default: cuda if there is one.")]
@@ -35,9 +37,7 @@ class AdaptConfig:
 
     minutes: Annotated[float | None, Option(help="Budget: minutes of work, over all runs.")] = None
     tokens: Annotated[int | None, Option(help="Budget: tokens of answers that the model writes.")] = None
-    prompts: Annotated[
-        Path | None, Option(help="Prompts, one a line or JSON lines; default: the model writes its own.")
-    ] = None
+    prompts: Annotated[Path | None, Option(help=f"{PROMPT_FILE}; default: the model writes its own.")] = None
     revision: RevisionOption = None
     gguf_file: GgufOption = None
     rank: Annotated[int, Option(min=1, help="Rank of the updates.")] = 64

@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
+from .prompts import Turns, encode, read_rows
 
 # What a drawn prompt begins with. Left to itself a small model asks the same few questions again and again.
 STARTERS = tuple(
@@ -95,44 +96,47 @@ class AnswerCount:
     tokens: int
 
 
-def read_prompts(file: Path) -> list[str]:
-    """The user's prompts: a text file with one a line, or JSON lines with a `prompt` each.
+def read_prompts(file: Path) -> list[str | Turns]:
+    """The user's prompts: texts, and conversations of several turns (docs/command-line.md says what files hold).
 
     Raises:
         OSError: for a file that cannot be read.
-        ValueError: for a file that is not UTF-8 text or holds no prompt, and for a JSON line without a text `prompt`.
+        ValueError: for what can be read only once, and as [`read_rows`].
     """
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise ValueError(f"The prompts must be a file, since a run that goes on reads it again: got {str(file)!r}.")
     try:
-        lines = file.read_bytes().decode("utf-8-sig").split("\n")
+        text = file.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"The prompts must be UTF-8 text, got a binary file: {str(file)!r} ({error}).") from None
-    prompts = [line.strip() for line in lines if line.strip()]
-    if any("\0" in prompt for prompt in prompts):
-        raise ValueError(f"The prompts must be UTF-8 text, got a binary file: {str(file)!r}.")
-    if file.suffix in (".jsonl", ".json"):
-        prompts = [_prompt_of(line, f"line {number} of {str(file)!r}") for number, line in enumerate(prompts, 1)]
-    if not prompts:
-        raise ValueError(f"There is no prompt in {str(file)!r}.")
-    return prompts
+    return [row.prompt for row in read_rows(str(file), text)]
 
 
-def _prompt_of(line: str, where: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, KeyError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise ValueError(f'Each line must be a JSON object with a text "prompt", got {line[:80]!r} in {where}.')
-    return prompt
+def check_conversations(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | Turns]) -> None:
+    """Raises `ValueError` for a conversation that the chat template refuses, and for any without a chat template.
+
+    Templates refuse conversations by their roles: one of each order of roles is tried.
+    """
+    template = _Template.of(tokenizer)
+    chats = [prompt for prompt in prompts if not isinstance(prompt, str)]
+    for chat in {tuple(turn["role"] for turn in chat): chat for chat in chats}.values():
+        template.prompt(chat)
+
+
+class DamagedAnswersError(ValueError):
+    """A line of a file of answers is none."""
+
+    def __init__(self, file: Path, line: int):
+        self.file = file
+        what = "must be an object with the lists `prompt_ids` and `response_ids`"
+        super().__init__(f"Line {line} of {str(file)!r} {what}.")
 
 
 def read_answers(file: Path) -> list[Answer]:
     """All whole lines of the file, which may still grow; an absent file has none.
 
     Raises:
-        ValueError: for a line that is no answer, with its number.
+        DamagedAnswersError: for a line that is no answer, with its number.
     """
     lines = file.read_bytes().split(b"\n") if file.exists() else []
     answers: list[Answer] = []
@@ -145,10 +149,7 @@ def read_answers(file: Path) -> list[Answer]:
         except (ValueError, KeyError, TypeError):
             if number == len(lines):  # not written to its end
                 break
-            raise ValueError(
-                f"Line {number} of {str(file)!r} must be an object with the lists `prompt_ids` and `response_ids`. If "
-                f"{str(file)!r} is damaged: delete it, or choose a new folder."
-            ) from None
+            raise DamagedAnswersError(file, number) from None
         answers.append(answer)
     return answers
 
@@ -157,7 +158,7 @@ def write_answers(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     file: Path,
-    prompts: Sequence[str] | None = None,
+    prompts: Sequence[str | Turns] | None = None,
     config: AnswerConfig | None = None,
 ) -> Iterator[AnswerCount]:
     """Answers prompts for as long as the caller iterates, and appends the answers of each batch to `file`.
@@ -167,7 +168,7 @@ def write_answers(
     Args:
         model: in evaluation mode; answers are those of its next-token head, without the sampling settings of its
             generation config.
-        tokenizer: of the model; with a chat template, prompts are user turns, without one they are plain text.
+        tokenizer: of the model; with a chat template, a text is a user's turn, without one it is plain text.
         file: JSONL, one [`Answer`] a line.
         prompts: the user's; each is answered greedily first and sampled in later rounds. By default they are drawn
             from the model.
@@ -256,14 +257,20 @@ class _Template:
         ends = model.generation_config.eos_token_id
         return {ends} if isinstance(ends, int) else set(ends or ())
 
-    def prompt(self, user: str) -> tuple[int, ...]:
-        return self.encode(self.before + user + self.after)
+    def prompt(self, prompt: str | Turns) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self.encode(self.before + prompt + self.after)
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"Without a chat template, a prompt is a single turn of the user, got {len(prompt)} turns."
+            )
+        return tuple(encode(self.tokenizer, prompt))
 
 
 class _UserPrompts:
     """The user's prompts in rounds: batch n takes the next `batch_size` of them, the first round greedily."""
 
-    def __init__(self, template: _Template, prompts: Sequence[str], config: AnswerConfig) -> None:
+    def __init__(self, template: _Template, prompts: Sequence[str | Turns], config: AnswerConfig) -> None:
         rows = dict.fromkeys(template.prompt(prompt) for prompt in prompts)
         self.rows = [row for row in rows if len(row) <= config.max_prompt_tokens]
         self.size = config.batch_size

@@ -23,8 +23,11 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
 
     Raises:
         FileNotFoundError: for a file that is not there.
-        ValueError: for a malformed line of a JSONL file, with its number, and a `config_name` beside a file.
+        ValueError: for no name, for a malformed line of a JSONL file, with its number, and a `config_name` beside a
+            file.
     """
+    if not name.strip():
+        raise ValueError(f"Examples are a file, a folder or a Hub id, got {name!r}.")
     path = Path(name)
     builder = _BUILDERS.get(path.suffix)
     if builder is None and path.is_file():

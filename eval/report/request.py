@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...training.prompts import PROMPT_FILE
 from ..options import NANO, RawOption, SetOption, SweepOptions, parse_numbers, parse_settings, read_prompt_file
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class ReportRequest(SweepOptions):
         typer.Option(
             "--file",
             "-f",
-            help="Your data: .jsonl with `messages` or `prompt`, perhaps `answer`, `match` and `task`; else one "
-            "prompt a line; - is standard input. Default: tasks.jsonl of the checkpoint folder.",
+            help=f"{PROMPT_FILE}, perhaps `answer`, `match` and `task`; - is standard input. Default: tasks.jsonl of "
+            "the checkpoint folder.",
         ),
     ] = None
     raw: RawOption = False

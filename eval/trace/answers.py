@@ -15,8 +15,10 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from ...modeling_wedlm import WeDLMForCausalLM
+from ...training.prompts import Turns
 from ..decoders import AR
 from ..measure import Decoding, decode, rates
+from ..prompts import Prompt
 from .record import Request
 from .text import GROUP_STYLES, REPLACEMENT, printable
 
@@ -113,11 +115,11 @@ def compare(
     return decodings
 
 
-def records(prompts: Sequence[str], decodings: Mapping[str, Sequence[Decoding]]) -> list[dict[str, Any]]:
+def records(prompts: Sequence[str | Turns], decodings: Mapping[str, Sequence[Decoding]]) -> list[dict[str, Any]]:
     """For each prompt, what each decoder answered and what it took, as values that JSON has."""
     fields = ("text", "tokens", "forwards", "token_instances", "seconds")
     return [
-        {"prompt": prompt}
+        {"prompt": Prompt.of(prompt).text}
         | {name: {field: getattr(one, field) for field in fields} for name, one in zip(decodings, row, strict=True)}
         for prompt, row in zip(prompts, zip(*decodings.values(), strict=True), strict=True)
     ]

@@ -19,6 +19,7 @@ from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
 from ...generation.stats_wedlm import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM
 from ...training.progress import track
+from ...training.prompts import Turns
 from ..decoders import AR, Options
 from ..fingerprint import fingerprint
 from ..measure import Decoding, ForwardCounter, decode_call, environment
@@ -38,21 +39,21 @@ class Request:
     """What to decode, and how.
 
     Attributes:
-        prompts: at least one.
+        prompts: at least one; a text is a single turn of the user.
         options: keywords of `generate`, `strategy` among them.
         with_ar: AR decoding of each prompt too, right after, with the same options where they apply.
         raw: take prompts as they are, without the chat template.
         seed: of sampling, set anew for each prompt and decoder.
     """
 
-    prompts: Sequence[str]
+    prompts: Sequence[str | Turns]
     options: Options
     with_ar: bool = True
     raw: bool = False
     seed: int = 0
 
     def encode(self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
-        """Each prompt and its tokens. Raises `ValueError` where they leave no room for an answer in the context."""
+        """Each prompt and its tokens. Raises `ValueError` as [`encode_prompt`]."""
         encoded = (encode_prompt(model, tokenizer, Prompt.of(prompt), raw=self.raw) for prompt in self.prompts)
         return [(prompt.text, list(prompt.tokens)) for prompt in encoded]
 

@@ -5,7 +5,10 @@ import json
 import pytest
 from tiny import tiny_model, tiny_tokenizer
 
-from wedlm_hf.eval.prompts import Prompt, answer_limit, encode_prompt, read_prompts
+from wedlm_hf.eval.prompts import Prompt, answer_limit, encode, encode_prompt, read_prompts
+from wedlm_hf.training.prompts import STANDARD_INPUT, read_rows
+
+SYSTEM = [{"role": "system", "content": "Be brief."}]
 
 
 def rows(*items):
@@ -28,6 +31,14 @@ def rows(*items):
         (rows({"prompt": "a", "match": "fuzzy"}), "line 1: `match` must be one of exact, number, json, got 'fuzzy'"),
         (rows({"messages": [{"role": "user"}]}), "line 1: `messages` must be a list of objects"),
         (rows({"messages": [{"role": "assistant", "content": "b"}]}), "must be the user's .*, got assistant"),
+        (
+            rows({"messages": [{"role": "user", "content": " "}]}),
+            "line 1: the last .* must be the user's .*, got nothing",
+        ),
+        (rows({"messages": SYSTEM}), "line 1: the last of the `messages` must be the user's .*, got system"),
+        (rows({"prompt": "\ud800"}), r"line 1: a prompt must be UTF-8 text, got '\\ud800'"),
+        (rows({"messages": [*SYSTEM, {"role": "user", "content": "\udcff"}]}), "line 1: a prompt must be UTF-8 text"),
+        ("a\0b", "Prompts must be UTF-8 text, got a binary file: 'data.jsonl'"),
         (rows({"prompt": "a", "answer": "b"}, {"prompt": "c"}), "line 2: there is no `answer`, though line 1 has one"),
         (rows({"prompt": "a"}, {"prompt": "c", "answer": "b"}), "line 1: there is no `answer`, though line 2 has one"),
     ],
@@ -47,6 +58,39 @@ def test_a_row_is_a_conversation_or_a_prompt_with_what_is_known_of_it():
     )
     assert first == Prompt(turns, answers=("x",)) and first.text == "system\nuser"
     assert second == Prompt([{"role": "user", "content": "p"}], "t", ("1", "2"), "number")
+
+
+def test_a_reply_behind_the_last_turn_of_the_users_is_left_out():
+    question, reply = ({"role": role, "content": role} for role in ("user", "assistant"))
+    chats = [[question], [question, reply], [*SYSTEM, question, reply], [question, reply, question]]
+    found = read_prompts("d.jsonl", rows(*({"messages": chat} for chat in chats)))
+    assert [prompt.messages for prompt in found] == [[question], [question], [*SYSTEM, question], chats[3]]
+    assert [type(row.prompt) for row in read_rows("d.json", rows({"messages": chats[1]}, {"messages": chats[3]}))] == [
+        str,
+        list,
+    ]
+
+
+def test_the_end_of_its_name_says_whether_a_file_holds_json_rows():
+    text = rows({"prompt": "a"})
+    for name in ("d.jsonl", "d.ndjson", "d.json", "folder.txt/D.JSONL"):
+        assert [row.prompt for row in read_rows(name, text)] == ["a"]
+    for name in ("d.txt", "jsonl", "d.jsonl.txt", STANDARD_INPUT):
+        assert [row.prompt for row in read_rows(name, text)] == [text.strip()]
+
+
+def test_lines_end_as_in_any_text_file():
+    found = read_rows("d.txt", "a\r\nb\r\n\rc\x0b\x85\u2029d\n \ne")
+    assert [(row.line, row.prompt) for row in found] == [(1, "a"), (2, "b"), (4, "c\x0b\x85\u2029d"), (6, "e")]
+    found = read_rows("d.jsonl", '{"prompt": "a\u2028\x85"}\r{"prompt": "\\r\\n b"}\r\n')
+    assert [row.prompt for row in found] == ["a\u2028\x85", "\r\n b"]
+
+
+def test_a_chat_template_that_refuses_messages_is_named():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('no system, please') }}"
+    with pytest.raises(ValueError, match="The chat template refuses these messages: no system, please"):
+        encode(tokenizer, SYSTEM)
 
 
 def test_other_files_have_a_prompt_a_line_and_only_a_line_feed_ends_it():

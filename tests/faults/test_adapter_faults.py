@@ -14,6 +14,7 @@ from tiny import tiny_model
 from wedlm_hf.training import adapt as adapting
 from wedlm_hf.training.adapt import AdaptConfig, adapt
 from wedlm_hf.training.answers import read_answers, read_prompts
+from wedlm_hf.training.mask_layout import load_answers
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,13 @@ def test_a_run_ends_although_a_full_disk_cut_off_a_line_of_its_log(tmp_path):
 @pytest.mark.parametrize("line", ["{", "[]", "3", "{}", '{"prompt_ids": 3, "response_ids": [4]}'])
 def test_a_damaged_line_of_answers_is_named(tmp_path, line):
     good = json.dumps({"prompt_ids": [5], "response_ids": [6], "greedy": True, "batch": 0})
-    (tmp_path / "answers.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    own, work = tmp_path / "own.jsonl", tmp_path / "out" / "work"
+    own.write_text(f"{good}\n{line}\n{good}\n")
+    for read in (read_answers, lambda file: load_answers(file, 10)):
+        with pytest.raises(ValueError, match=r"^Line 2 of '.*own\.jsonl' must be an object with the lists .*_ids`\.$"):
+            read(own)
+    work.mkdir(parents=True)
+    own.rename(work / "answers.jsonl")
+    base = write_base(tmp_path / "llama")
     with pytest.raises(ValueError, match=r"answers\.jsonl' is damaged: delete it"):
-        read_answers(tmp_path / "answers.jsonl")
+        adapt(base, tmp_path / "out", AdaptConfig(tokens=10, prompts=tmp_path / "prompts.txt", **SMALL))

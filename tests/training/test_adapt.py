@@ -258,6 +258,35 @@ def test_prompts_that_are_none_are_refused(tmp_path, base, content):
     refused(tmp_path, base, ValueError, "no prompt in|must be UTF-8 text, got a binary file")
 
 
+def test_chats_that_the_base_cannot_read_are_refused(tmp_path, base):
+    turns = [{"role": role, "content": "How many?"} for role in ("user", "assistant", "user")]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": turns}))
+    tokenizer = tiny_tokenizer()
+    for template, message in (
+        ("{{ raise_exception('no chats') if messages | length > 1 }}", "The chat template refuses .*: no chats"),
+        (None, "Without a chat template, a prompt is a single turn of the user, got 3 turns"),
+    ):
+        (base / "chat_template.jinja").unlink()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(base)
+        refused(tmp_path, base, ValueError, message, prompts=path)
+
+
+def test_a_chat_data_set_holds_prompts(tmp_path, base, monkeypatch):
+    for stage in ("train", "calibrate", "publish", "measure", "finish"):
+        monkeypatch.setattr(adapt_module._Run, stage, lambda *_: None)
+    turns = [{"role": role, "content": "3 + 4 = 7"} for role in ("system", "user", "assistant")]
+    chats = [turns, turns[1:], [*turns[1:], *turns[1:]]]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    out, _ = run(tmp_path, base, prompts=tmp_path / "chats.jsonl")
+    wanted = [
+        tiny_tokenizer().apply_chat_template(chat[:-1], add_generation_prompt=True)["input_ids"] for chat in chats
+    ]
+    found = [answer["prompt_ids"] for answer in read_answers(out / "work" / "answers.jsonl")]
+    assert {*map(tuple, found)} == {*map(tuple, wanted)}
+
+
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, base):
     for words, message in (
         ([], "Error: A budget is needed: `minutes` of work or `tokens` of answers.\n"),

@@ -11,10 +11,11 @@ from tiny import EOS, LINES, MASK, tiny_model, tiny_tokenizer
 
 from wedlm_hf import WeDLMForCausalLM
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
-from wedlm_hf.training.answers import AnswerConfig, read_answers, read_prompts, write_answers
+from wedlm_hf.training.answers import AnswerConfig, check_conversations, read_answers, read_prompts, write_answers
 
 NANO = Path(__file__).parents[2] / "examples" / "wedlm-nano"
 SMALL = AnswerConfig(batch_size=3, max_new_tokens=24)
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 CHAT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 
 
@@ -147,6 +148,9 @@ def test_prompts_that_are_all_too_long_are_refused(tmp_path):
         ("p.txt", b"\xef\xbb\xbfone\n", ["one"]),
         ("p.txt", "one\u2028still one\n".encode(), ["one\u2028still one"]),
         ("p.jsonl", b'{"prompt": "a\\nb"}\n{"prompt": "c", "kind": "x"}\n', ["a\nb", "c"]),
+        ("p.NDJSON", b'{"prompt": "c", "answer": 3, "task": null}\n', ["c"]),
+        ("p.json", json.dumps({"messages": TURNS[1:]}).encode(), ["How many?"]),
+        ("p.json", json.dumps({"messages": TURNS, "source": "x"}).encode(), [TURNS]),
     ],
 )
 def test_prompts_are_lines_of_text_or_json(tmp_path, name, content, expected):
@@ -162,9 +166,13 @@ def test_prompts_are_lines_of_text_or_json(tmp_path, name, content, expected):
         ("p.txt", b" \n\n", r"There is no prompt in"),
         ("p.txt", b"\xff\xfe\x00\x01", r"must be UTF-8 text, got a binary file"),
         ("p.txt", b"a\0b\n", r"must be UTF-8 text, got a binary file"),
-        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', r'a text "prompt", got .* in line 2 of'),
-        ("p.jsonl", b'{"prompt": 3}\n', r'a text "prompt"'),
-        ("p.jsonl", b"[", r'a text "prompt"'),
+        (
+            "p.jsonl",
+            b'{"prompt": "a"}\n{"text": "b"}\n',
+            r"line 2: a row needs either `messages` or `prompt`, got text",
+        ),
+        ("p.jsonl", b'{"prompt": 3}\n', r"line 1: `prompt` must be a text"),
+        ("p.jsonl", b"[", r"line 1: this is no JSON"),
     ],
 )
 def test_files_without_prompts_are_refused(tmp_path, name, content, message):
@@ -172,6 +180,45 @@ def test_files_without_prompts_are_refused(tmp_path, name, content, message):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_prompts(file)
+
+
+def test_a_single_turn_of_the_users_gives_the_answers_of_its_text(tmp_path):
+    texts, chats = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    turns = [{"role": "user", "content": line.strip().replace("\n", " ")} for line in LINES]
+    texts.write_text("\n".join(turn["content"] for turn in turns))
+    reply = [{"role": "assistant", "content": "left out"}]
+    chats.write_text("".join(json.dumps({"messages": [turn, *reply]}) + "\n" for turn in turns))
+    collect(tmp_path / "whole.jsonl", 4, prompts=read_prompts(texts))
+    collect(tmp_path / "stopped.jsonl", 1, prompts=read_prompts(texts))
+    collect(tmp_path / "stopped.jsonl", 3, prompts=read_prompts(chats))
+    assert (tmp_path / "stopped.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_conversations_are_answered_behind_the_chat_template_unless_they_are_too_long(tmp_path):
+    tokenizer = chat_tokenizer()
+    wanted = [
+        tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"] for turns in (TURNS, TURNS * 2)
+    ]
+    prompts = [*LINES, TURNS, TURNS * 2]
+    config = AnswerConfig(batch_size=9, max_new_tokens=24, max_prompt_tokens=len(wanted[1]) - 1)
+    found = [answer["prompt_ids"] for answer in collect(tmp_path / "answers.jsonl", 1, prompts, config)]
+    assert wanted[0] in found
+    assert wanted[1] not in found
+
+
+def test_conversations_need_a_chat_template_that_takes_their_roles(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    check_conversations(tokenizer, [*LINES, [*TURNS[1:], *TURNS[1:]]])
+    with pytest.raises(ValueError, match="The chat template refuses these messages: none"):
+        check_conversations(tokenizer, [*LINES, TURNS])
+    tokenizer.chat_template = None
+    check_conversations(tokenizer, LINES)
+    message = "Without a chat template, a prompt is a single turn of the user, got 2 turns"
+    with pytest.raises(ValueError, match=message):
+        check_conversations(tokenizer, [TURNS])
+    with pytest.raises(ValueError, match=message):
+        next(write_answers(tiny_model(), tokenizer, tmp_path / "answers.jsonl", [TURNS]))
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,12 @@ def test_an_empty_list_and_a_missing_model_are_told_by_name(tmp_path, chats, cap
     assert f"Error: There is no checkpoint folder '{tmp_path / 'no'}'." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["", " "])
+def test_examples_without_a_name_are_refused(name):
+    with pytest.raises(ValueError, match=f"Examples are a file, a folder or a Hub id, got '{name}'"):
+        load(name)
+
+
 def test_damaged_files_are_told_by_name(tmp_path):
     path = tmp_path / "data.parquet"
     path.write_bytes(b"PAR1 no more")

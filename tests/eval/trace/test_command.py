@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from wedlm_hf import cli
 from wedlm_hf.eval.options import NANO
-from wedlm_hf.eval.prompts import Prompt, encode_prompt
+from wedlm_hf.eval.prompts import Prompt, encode, encode_prompt
 from wedlm_hf.eval.trace import saved
 from wedlm_hf.eval.trace.page import page
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
@@ -58,6 +58,17 @@ def test_the_command_writes_a_page_and_keeps_the_trace(wedlm, checkpoint, tmp_pa
     code, output, errors = wedlm(*short[:4], "--terminal", "--raw", PROMPT, "--no-compare")
     assert code == 0 and "wedlm: forward 1" in output and "ar:" not in output
     assert not (tmp_path / "build" / "trace.html").samefile(tmp_path / "again.html")
+
+
+def test_a_conversation_of_a_file_is_traced(wedlm, checkpoint):
+    turns = [{"role": role, "content": PROMPT} for role in ("user", "assistant", "user")]
+    Path("chats.jsonl").write_text(json.dumps({"messages": turns}))
+    short = ("--model", checkpoint, "--max-new-tokens", 2, "--repeats", 1, "--no-compare", "--file", "chats.jsonl")
+    assert wedlm(*short, "--save", "trace.json")[0] == 0
+    (recording,) = saved.load("trace.json").recordings
+    assert recording.prompt_tokens == encode(tiny_tokenizer(), turns)
+    assert recording.prompt == "\n".join([PROMPT] * 3)
+    assert "Without a chat template, a row holds one turn, got 3." in wedlm(*short, "--raw")[2]
 
 
 @pytest.mark.parametrize(

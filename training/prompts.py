@@ -1,0 +1,126 @@
+"""Prompts of the user's: files of them, read the same way by every command, and chat templates. Light to import."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Turns = Sequence[dict[str, str]]
+"""A conversation: turns `{"role": ..., "content": ...}`, the last one the user's."""
+
+PROMPT_FILE = "Prompts, one a line, or .jsonl with `prompt` or `messages`"
+"""Begins the help of options that take a file for [`read_rows`]."""
+
+STANDARD_INPUT = "standard input"
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """One prompt of a file.
+
+    Attributes:
+        prompt: text where it is a single turn of the user, else all turns.
+        fields: what its JSON row holds; nothing for a line of text.
+        name: of the file.
+        line: its number, from 1.
+    """
+
+    prompt: str | Turns
+    fields: dict[str, Any]
+    name: str
+    line: int
+
+    def error(self, problem: str) -> ValueError:
+        """Says where the row stands, and what is wrong with it."""
+        return ValueError(f"{self.name}, line {self.line}: {problem}.")
+
+
+def read_rows(name: str, text: str) -> list[PromptRow]:
+    """The prompts of a file.
+
+    Args:
+        name: of the file, or [`STANDARD_INPUT`]. JSON Lines if it ends in .jsonl, .ndjson or .json, else one prompt a
+            line. Blank lines are left out.
+        text: what it holds. A JSON row has `prompt`, a text, or `messages`, a conversation; the assistant's reply to
+            the last turn of the user's is left out.
+
+    Raises:
+        ValueError: for binary data, for a file without prompts, and for a malformed row, naming its line.
+    """
+    if "\0" in text:
+        raise ValueError(f"Prompts must be UTF-8 text, got a binary file: {shown(name)}.")
+    # As in any text file, "\n", "\r\n" and "\r" end lines; other separators that `splitlines` knows occur in prompts.
+    lines = enumerate(io.StringIO(text.removeprefix("\ufeff"), newline=None), 1)
+    rows = [PromptRow(line.strip(), {}, name, number) for number, line in lines if line.strip()]
+    if not rows:
+        raise ValueError(f"There is no prompt in {shown(name)}.")
+    return [_parsed(row) for row in rows] if name.lower().endswith((".jsonl", ".ndjson", ".json")) else rows
+
+
+def _parsed(row: PromptRow) -> PromptRow:
+    """The row of a line that is JSON. Raises `ValueError` for anything else."""
+    line = str(row.prompt)
+    try:
+        fields: Any = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise row.error(f"this is no JSON ({error})") from None
+    if not isinstance(fields, dict):
+        raise row.error(f"a row must be a JSON object, got {line[:40]}")
+    if ("messages" in fields) == ("prompt" in fields):
+        raise row.error(f"a row needs either `messages` or `prompt`, got {', '.join(fields) or 'nothing'}")
+    prompt = fields["prompt"] if "prompt" in fields else _conversation(row, fields["messages"])
+    if "prompt" in fields and (not isinstance(prompt, str) or not prompt.strip()):
+        raise row.error(f"`prompt` must be a text that is not empty, got {prompt!r}")
+    if not is_unicode(json.dumps(prompt, ensure_ascii=False)):  # JSON may hold half of a surrogate pair
+        raise row.error(f"a prompt must be UTF-8 text, got {prompt!r}")
+    return replace(row, prompt=prompt, fields=fields)
+
+
+def _conversation(row: PromptRow, messages: Any) -> str | Turns:
+    """What is answered of `messages`. Raises `ValueError` for anything but a conversation."""
+    if not isinstance(messages, list) or not all(
+        isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
+        for turn in messages
+    ):
+        raise row.error("`messages` must be a list of objects with the texts `role` and `content`")
+    turns = [{key: turn[key] for key in ("role", "content")} for turn in messages]
+    if len(turns) > 1 and turns[-1]["role"] == "assistant":
+        turns.pop()
+    if not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
+        got = "nothing" if not turns or turns[-1]["role"] == "user" else turns[-1]["role"]
+        raise row.error(f"the last of the `messages` must be the user's (or the reply to it), got {got}")
+    return turns if len(turns) > 1 else turns[0]["content"]
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, messages: Turns) -> list[int]:
+    """Tokens of a conversation and of the header that asks for an answer.
+
+    Raises:
+        ValueError: without a chat template, and for messages that it refuses.
+    """
+    try:
+        # Not verbose: what is too long is refused when it is decoded.
+        encoding: Any = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True, tokenizer_kwargs={"verbose": False}
+        )
+    except TemplateError as error:
+        raise ValueError(f"The chat template refuses these messages: {error}") from None
+    return list(encoding["input_ids"])
+
+
+def shown(name: str) -> str:
+    """The name of a file, or of standard input, inside a sentence."""
+    return name if name == STANDARD_INPUT else repr(name)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether text can be encoded: bytes of the command line that are no UTF-8 cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
