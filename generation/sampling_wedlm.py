@@ -239,10 +239,10 @@ class TokenSampler:
         tokens = F.pad(tokens, (0, 1), value=vocab_size)
         drawn = self._draw(best, tokens, offsets, rows)
         for entry, column in (drawn == vocab_size).nonzero().tolist():
-            cumulative = others[entry, column].double().cumsum(-1)
+            cumulative = others[entry, column].cumsum(-1)
             one = slice(entry, entry + 1), slice(column, column + 1)
-            noise = self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1).double()
-            drawn[one] = torch.searchsorted(cumulative, (-noise).exp().flatten() * cumulative[-1], right=True)
+            uniform = -torch.expm1(-self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1))  # below 1
+            drawn[one] = torch.searchsorted(cumulative, uniform.flatten() * cumulative[-1], right=True)
         return drawn
 
     def _draw(

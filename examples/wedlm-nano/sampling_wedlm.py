@@ -112,7 +112,7 @@ class TokenSampler:
         self.need_prefix = [p for p in self.processors if not _is_any(p, length)]
         self.need_row = [p for p in self.processors if not _is_any(p, length + PREFIX_PROCESSORS)]
         self.is_argmax = not self.do_sample and not self.processors  # of the raw logits but MASK's
-        self.has_top_k = self._has_top_k()
+        self.top_k = self._top_k()
 
     @cached_property
     def noise(self) -> PositionNoise:
@@ -136,10 +136,12 @@ class TokenSampler:
             order: whose `offsets` say how many new tokens lie before each slot.
         """
         mask_logits = self._suppress_mask(logits)
-        if self.do_sample and self.has_top_k and logits.device.type == "cpu":  # a GPU would have to be waited for
-            best, tokens = logits.topk(min(SHORTLIST, logits.shape[-1]))
-            best = self.processors(tokens.flatten(0, 1), best.flatten(0, 1)).view_as(best)
-            if bool(best[..., -1].isneginf().all()):  # no token behind the shortlist is as likely as its k-th
+        size = min(SHORTLIST, logits.shape[-1])
+        if self.do_sample and 0 < self.top_k < size and logits.device.type == "cpu":  # a GPU would be waited for
+            best, tokens = logits.topk(size)
+            if bool((best[..., -1] < best[..., self.top_k - 1]).all()):  # else tokens behind are as likely as the k-th
+                tokens = tokens.sort().values  # which of equally likely ones top-p keeps goes by their order
+                best = self.processors(tokens.flatten(0, 1), logits.gather(-1, tokens).flatten(0, 1)).view_as(best)
                 scores = torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
                 return Choice(self._draw(best.softmax(-1), tokens, order.offsets, order.rows), scores, mask_logits)
         scores = logits.flatten(0, 1)
@@ -237,10 +239,10 @@ class TokenSampler:
         tokens = F.pad(tokens, (0, 1), value=vocab_size)
         drawn = self._draw(best, tokens, offsets, rows)
         for entry, column in (drawn == vocab_size).nonzero().tolist():
-            cumulative = others[entry, column].double().cumsum(-1)
+            cumulative = others[entry, column].cumsum(-1)
             one = slice(entry, entry + 1), slice(column, column + 1)
-            noise = self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1).double()
-            drawn[one] = torch.searchsorted(cumulative, (-noise).exp().flatten() * cumulative[-1], right=True)
+            uniform = -torch.expm1(-self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1))  # below 1
+            drawn[one] = torch.searchsorted(cumulative, uniform.flatten() * cumulative[-1], right=True)
         return drawn
 
     def _draw(
@@ -250,14 +252,14 @@ class TokenSampler:
         places = (probabilities / self.noise.at(rows, offsets, tokens)).argmax(-1, keepdim=True)
         return tokens.gather(-1, places)[..., 0].masked_fill(probabilities[..., 0].isnan(), -1)
 
-    def _has_top_k(self) -> bool:
-        """Whether the processors leave no more tokens than a shortlist has, and can be told by it which."""
+    def _top_k(self) -> int:
+        """How many tokens top-k leaves (and as likely ones), where the likeliest are all that matters; 0 elsewhere."""
         for processor in self.processors:
             if _is_any(processor, ["TopKLogitsWarper"]):
-                return processor.top_k < SHORTLIST and all(_is_any(p, SHORTLIST_PROCESSORS) for p in self.processors)
+                return processor.top_k if all(_is_any(p, SHORTLIST_PROCESSORS) for p in self.processors) else 0
             if not _is_any(processor, ["TemperatureLogitsWarper"]):
                 break
-        return False
+        return 0
 
 
 def is_typical(scores: torch.Tensor, tokens: torch.Tensor, epsilon: float, delta: float) -> torch.Tensor:

@@ -97,9 +97,9 @@ class StepTimes:
 
     def row_cost(self, width: int) -> float:
         """What one more row adds to a step of `width` rows or more: the first rows are nearly free where reading the
-        weights takes all the time. Where few steps were as wide, the line's slope."""
+        weights takes all the time. At least what it adds to all steps: the slope of a few wide ones is uncertain."""
         wide = [step for step in list(self.others) if step[0] >= width]
-        return self._fit(wide)[1] if len(wide) >= LEAST_STEPS else self.line()[1]
+        return max(self.line()[1], self._fit(wide)[1] if len(wide) >= LEAST_STEPS else 0.0)
 
     def _fit(self, steps: list[tuple[int, float]]) -> tuple[float, float]:
         """Intercept and slope for these steps, drawn to the slot cost."""
