@@ -1,4 +1,4 @@
-"""What x Wᵀ and (W xᵀ)ᵀ take for few rows, by the number of rows: what `WeDLMLinear` chooses between.
+"""What x Wᵀ and (W xᵀ)ᵀ take for few rows, by the number of rows: what `few_rows_linear` chooses between.
 
     python benchmarks/few_rows.py --threads 2
 

@@ -106,7 +106,12 @@ def read_prompts(name: str, text: str) -> list[Prompt]:
 def _with_answers(row: PromptRow) -> Prompt:
     """Raises `ValueError` for fields that say nothing."""
     task, answers = row.fields.get("task", OWN_TASK), row.fields.get("answer", [])
-    match = row.fields.get("match", "exact")
+    match, messages = row.fields.get("match", "exact"), row.fields.get("messages")
+    if messages and messages[-1]["role"] != "user":
+        got = messages[-1]["role"]
+        raise row.error(
+            f"the last of the `messages` must be the user's (the wanted reply goes into `answer`), got {got}"
+        )
     if not isinstance(task, str) or not task.strip():
         raise row.error(f"`task` must be a text that is not empty, got {task!r}")
     accepted = [answers] if isinstance(answers, str) else answers

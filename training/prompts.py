@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -106,6 +104,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, messages: Turns) -> list[int]:
     Raises:
         ValueError: without a chat template, and for messages that it refuses.
     """
+    from jinja2 import TemplateError  # of what transformers needs for templates
+
     try:
         # Not verbose: what is too long is refused when it is decoded.
         encoding: Any = tokenizer.apply_chat_template(

@@ -60,15 +60,15 @@ def test_a_row_is_a_conversation_or_a_prompt_with_what_is_known_of_it():
     assert second == Prompt([{"role": "user", "content": "p"}], "t", ("1", "2"), "number")
 
 
-def test_a_reply_behind_the_last_turn_of_the_users_is_left_out():
+def test_a_reply_behind_the_last_turn_of_the_users_is_left_out_but_where_replies_are_judged():
     question, reply = ({"role": role, "content": role} for role in ("user", "assistant"))
     chats = [[question], [question, reply], [*SYSTEM, question, reply], [question, reply, question]]
-    found = read_prompts("d.jsonl", rows(*({"messages": chat} for chat in chats)))
-    assert [prompt.messages for prompt in found] == [[question], [question], [*SYSTEM, question], chats[3]]
-    assert [type(row.prompt) for row in read_rows("d.json", rows({"messages": chats[1]}, {"messages": chats[3]}))] == [
-        str,
-        list,
-    ]
+    found = [row.prompt for row in read_rows("d.jsonl", rows(*({"messages": chat} for chat in chats)))]
+    assert found == ["user", "user", [*SYSTEM, question], chats[3]]
+    with pytest.raises(
+        ValueError, match=r"d.jsonl, line 2: .* \(the wanted reply goes into `answer`\), got assistant"
+    ):
+        read_prompts("d.jsonl", rows(*({"messages": chat} for chat in chats)))
 
 
 def test_the_end_of_its_name_says_whether_a_file_holds_json_rows():

@@ -1,5 +1,7 @@
 """Linear layers for few rows: the same numbers but for rounding, and torch's own wherever they are not meant."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -7,7 +9,7 @@ from tiny import tiny_model
 from torch import nn
 
 from wedlm_hf.modeling_wedlm import linear_wedlm
-from wedlm_hf.modeling_wedlm.linear_wedlm import MOST_ROWS, WeDLMLinear
+from wedlm_hf.modeling_wedlm.linear_wedlm import MOST_ROWS, few_rows_linear, speed_up_few_rows
 
 LARGE, SMALL = (512, 640), (64, 32)
 
@@ -25,8 +27,8 @@ def layers(size=LARGE, bias=False, dtype=torch.float32):
     """A layer and torch's own with the same weights."""
     torch.manual_seed(0)
     plain = nn.Linear(*size, bias=bias).to(dtype)
-    layer = WeDLMLinear(*size, bias=bias).to(dtype)
-    layer.load_state_dict(plain.state_dict())
+    layer = copy.deepcopy(plain)
+    speed_up_few_rows(layer)
     return layer, plain
 
 
@@ -56,21 +58,44 @@ def test_everything_else_is_torchs_own_bit_for_bit(transposed, case):
     assert not transposed
 
 
-def test_compiled_graphs_hold_torchs_own(transposed):
+def test_graphs_hold_torchs_own_for_any_number_of_rows(transposed):
     layer, plain = layers()
     x = torch.randn(4, LARGE[0])
     with torch.no_grad():
         assert torch.compile(layer, backend="eager")(x).equal(plain(x))
+        exported = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("rows", min=2, max=99)},))
+        assert exported.module()(x[:3]).equal(plain(x[:3]))
+        traced = torch.jit.trace(layer, x, check_trace=False)
+        assert traced(x[:3]).equal(plain(x[:3]))
     assert not transposed
 
 
-def test_all_linear_layers_of_a_model_are_such_layers_and_take_an_adapter():
+def test_an_input_of_another_width_is_refused_as_by_torch(transposed):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        layers()[0](torch.randn(2, 2 * LARGE[0]))
+
+
+def test_a_copy_of_a_layer_uses_its_own_weights(transposed):
+    layer, _ = layers()
+    twin, x = copy.deepcopy(layer), torch.randn(3, LARGE[0])
+    with torch.no_grad():
+        expected = twin(x)
+        layer.weight.zero_()
+        assert twin(x).equal(expected)
+        assert layer(x).count_nonzero() == 0
+    assert len(transposed) == 3
+
+
+def test_the_layers_of_a_model_stay_plain_for_adapters_and_quantizers():
     model = tiny_model()
     found = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert len(found) == 7 * model.config.num_hidden_layers + 1
-    assert all(type(module) is WeDLMLinear for module in found)
-    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    assert all(type(module) is nn.Linear and module.forward.__func__ is few_rows_linear for module in found)
     ids = torch.tensor([[5, 6, 7]])
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+    assert not any(type(module) is nn.Linear for module in quantized.modules())
+    assert quantized(ids).logits.shape == (1, 3, model.config.vocab_size)
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", init_lora_weights=False))
     with torch.no_grad():
         expected = adapted(ids).logits
         torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, expected, atol=1e-4, rtol=1e-4)
@@ -111,3 +136,16 @@ def test_the_faster_order_is_found_by_measuring(monkeypatch):
     assert linear_wedlm._transposed_is_faster.__wrapped__(1)
     monkeypatch.setattr(nn.functional, "linear", lambda x, weight: x)
     assert not linear_wedlm._transposed_is_faster.__wrapped__(1)
+
+
+def test_what_is_faster_does_not_depend_on_the_default_dtype_and_device(monkeypatch):
+    monkeypatch.undo()
+    seen = []
+    monkeypatch.setattr(nn.functional, "linear", lambda x, weight: seen.extend([x, weight]))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            linear_wedlm._transposed_is_faster.__wrapped__(1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {(tensor.dtype, tensor.device.type) for tensor in seen} == {(torch.float32, "cpu")}
