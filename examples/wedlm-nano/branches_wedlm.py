@@ -127,8 +127,7 @@ class BranchRule(VerifyRule):
             shortlist's scores.
         """
         head = self.model.get_output_embeddings()
-        is_plain = isinstance(head, torch.nn.Linear) and head.weight.is_floating_point()  # not quantized
-        is_plain = is_plain and head.bias is None and not head._forward_hooks
+        is_plain = type(head) is torch.nn.Linear and head.bias is None and not head._forward_hooks
         weights = head.weight[shortlist] if is_plain else None  # (A, K, S, H)
         drafts, found, places = [], [], []
         for depth, tokens in enumerate(shortlist.unbind(1)):

@@ -1,8 +1,14 @@
-"""Linear layers that take a few rows at the pace of one, in float32 on a CPU."""
+"""Linear layers that take a few rows at the pace of one, in float32 on a CPU.
+
+BLAS libraries are made for one row and for many. With x Wᵀ they may need twice as long for 2 rows as for one, with
+(W xᵀ)ᵀ less than for one, which is taken where it is clearly faster (`benchmarks/few_rows.py` measures both). One
+row, and with it plain AR decoding of one sequence, stays as it is.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache
 from time import perf_counter
+from types import MethodType
 
 import torch
 from torch import nn
@@ -13,52 +19,50 @@ ROWS_PER_THREAD, MOST_ROWS = 4, 8
 LEAST_WEIGHT = 2**18
 
 
-class WeDLMLinear(nn.Linear):
-    """Identical to [`torch.nn.Linear`] but for the last bits of few rows, float32, on a CPU, without gradients.
+def speed_up_few_rows(module: nn.Module) -> None:
+    """Gives each linear layer of a module [`few_rows_linear`] for its forward.
 
-    BLAS libraries are made for one row and for many. With x Wᵀ they may need twice as long for 2 rows as for one, with
-    (W xᵀ)ᵀ less than for one, which is taken where it is clearly faster. One row, and with it plain AR decoding of one
-    sequence, stays as it is. (`benchmarks/few_rows.py` measures both.)
+    The layers stay plain ones: what replaces or wraps these, as quantizers and PEFT do, knows them by their type.
     """
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.forward = MethodType(few_rows_linear, layer)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(..., in_features)` to `(..., out_features)`."""
-        rows = input.numel() // self.in_features
-        if not 1 < rows <= MOST_ROWS or not self._is_plain(input):
-            return super().forward(input)
-        threads = torch.get_num_threads()
-        if rows > ROWS_PER_THREAD * threads or not _transposed_is_faster(threads):
-            return super().forward(input)
-        output = torch.mm(self.weight, input.reshape(rows, -1).t()).t().contiguous()
-        if self.bias is not None:
-            output += self.bias
-        return output.view(*input.shape[:-1], -1)
 
-    def _is_plain(self, input: torch.Tensor) -> bool:
-        """Whether this is one product of large float32 matrices on a CPU, which nothing records or rewrites."""
-        return (
-            input.device.type == self.weight.device.type == "cpu"
-            and input.dtype == self.weight.dtype == torch.float32
-            and type(self.weight) is nn.Parameter  # neither sharded nor quantized
-            and self.weight.numel() >= LEAST_WEIGHT
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-            and not torch.is_autocast_enabled("cpu")
-        )
+def few_rows_linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """`(..., in_features)` to `(..., out_features)`, as the layer's own forward but for the last bits of few rows."""
+    if not _is_plain(layer, input):
+        return nn.Linear.forward(layer, input)
+    rows, threads = input.shape[:-1].numel(), torch.get_num_threads()
+    is_few = 1 < rows <= min(MOST_ROWS, ROWS_PER_THREAD * threads)
+    if not is_few or not _transposed_is_faster(threads):
+        return nn.Linear.forward(layer, input)
+    output = torch.mm(layer.weight, input.reshape(rows, input.shape[-1]).t()).t().contiguous()
+    if layer.bias is not None:
+        output += layer.bias
+    return output.view(*input.shape[:-1], -1)
 
-    @classmethod
-    def convert(cls, module: nn.Module) -> None:
-        """Turns the plain linear layers of a module, which its parents built, into such ones."""
-        for layer in module.modules():
-            if type(layer) is nn.Linear:
-                layer.__class__ = cls
+
+def _is_plain(layer: nn.Linear, input: torch.Tensor) -> bool:
+    """Whether this is one product of large float32 matrices on a CPU, which nothing records or rewrites."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # no number of rows may become part of the graph
+        return False
+    weight = layer.weight
+    return (
+        not torch.is_grad_enabled()
+        and weight.numel() >= LEAST_WEIGHT
+        and input.dtype == weight.dtype == torch.float32
+        and input.device.type == weight.device.type == "cpu"
+        and type(weight) is nn.Parameter  # neither sharded nor quantized
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 @lru_cache
 def _transposed_is_faster(threads: int) -> bool:
-    """Whether (W xᵀ)ᵀ takes less than 0.7 of the time of x Wᵀ on this machine, for 3 rows and weights that no cache
-    holds. The difference is large or none: a quick look is enough."""
-    weights, x = torch.ones(8, 1024, 1024), torch.ones(3, 1024)
+    """Whether (W xᵀ)ᵀ takes less than 0.7 of the time of x Wᵀ with this process' `threads`, for 3 rows and weights
+    that no cache holds. The difference is large or none: a quick look is enough."""
+    weights, x = (torch.ones(shape, dtype=torch.float32, device="cpu") for shape in ((8, 1024, 1024), (3, 1024)))
     products: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
         lambda weight: nn.functional.linear(x, weight),
         lambda weight: torch.mm(weight, x.t()),

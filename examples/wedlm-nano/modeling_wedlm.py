@@ -24,7 +24,7 @@ from .mixin_wedlm import WeDLMGenerationMixin
 from .card_wedlm import ModelCardMixin
 from .configuration_wedlm import WeDLMConfig
 from .dual_stream_wedlm import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
-from .linear_wedlm import WeDLMLinear
+from .linear_wedlm import speed_up_few_rows
 from .mask_adapter_wedlm import MaskAdapter, MaskAdapterMixin
 
 
@@ -158,7 +158,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         super().__init__(config)
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = WeDLMAttention(config, layer_idx)
-        WeDLMLinear.convert(self)
+        speed_up_few_rows(self)
         self.mask_adapter: MaskAdapter | None = None
         if (announce := type(self)._on_construction) is not None:
             announce()
@@ -295,7 +295,8 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
         Qwen3PreTrainedModel.__init__(self, config)  # not the parent's: it would build a Qwen3 backbone first
         self.model = WeDLMModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = WeDLMLinear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        speed_up_few_rows(self.lm_head)
         self.post_init()
 
     @can_return_tuple

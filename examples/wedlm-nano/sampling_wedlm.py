@@ -113,6 +113,8 @@ class TokenSampler:
         self.need_row = [p for p in self.processors if not _is_any(p, length + PREFIX_PROCESSORS)]
         self.is_argmax = not self.do_sample and not self.processors  # of the raw logits but MASK's
         self.top_k = self._top_k()
+        # Shortlists save time there; a GPU computes all in less time than the host would wait for it.
+        self.is_on_cpu = self.prompt_ids.device.type == "cpu"
 
     @cached_property
     def noise(self) -> PositionNoise:
@@ -137,11 +139,10 @@ class TokenSampler:
         """
         mask_logits = self._suppress_mask(logits)
         size = min(SHORTLIST, logits.shape[-1])
-        if self.do_sample and 0 < self.top_k < size and logits.device.type == "cpu":  # a GPU would be waited for
+        if self.do_sample and 0 < self.top_k < size and self.is_on_cpu:
             best, tokens = logits.topk(size)
             if bool((best[..., -1] < best[..., self.top_k - 1]).all()):  # else tokens behind are as likely as the k-th
-                tokens = tokens.sort().values  # which of equally likely ones top-p keeps goes by their order
-                best = self.processors(tokens.flatten(0, 1), logits.gather(-1, tokens).flatten(0, 1)).view_as(best)
+                best = self.processors(tokens.flatten(0, 1), best.flatten(0, 1)).view_as(best)
                 scores = torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
                 return Choice(self._draw(best.softmax(-1), tokens, order.offsets, order.rows), scores, mask_logits)
         scores = logits.flatten(0, 1)
@@ -228,27 +229,30 @@ class TokenSampler:
         if not self.do_sample:
             best, tokens = scores.max(-1)
             return tokens.masked_fill(~best.isfinite(), -1)
-        probabilities = torch.softmax(scores, dim=-1)
-        best, tokens = probabilities.topk(min(SHORTLIST, probabilities.shape[-1]))
-        if best.device.type == "cpu" and not best[..., -1].any():
+        probabilities, vocab_size = torch.softmax(scores, dim=-1), scores.shape[-1]
+        if not self.is_on_cpu:
+            return self._draw(probabilities, torch.arange(vocab_size, device=scores.device), offsets, rows)
+        best, tokens = probabilities.topk(min(SHORTLIST, vocab_size))
+        if not best[..., -1].any():
             return self._draw(best, tokens, offsets, rows)
         # All other tokens race as one, with their common probability. Where they win, the place at which a second
         # noise cuts their distribution tells which of them it is: the law stays that of noise for each.
-        others, vocab_size = probabilities.scatter(-1, tokens, 0), scores.shape[-1]
+        others = probabilities.scatter(-1, tokens, 0)
         best = torch.cat([best, others.sum(-1, keepdim=True)], -1)
         tokens = F.pad(tokens, (0, 1), value=vocab_size)
         drawn = self._draw(best, tokens, offsets, rows)
         for entry, column in (drawn == vocab_size).nonzero().tolist():
-            cumulative = others[entry, column].cumsum(-1)
+            cumulative = others[entry, column].double().cumsum(-1)
             one = slice(entry, entry + 1), slice(column, column + 1)
-            uniform = -torch.expm1(-self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1))  # below 1
-            drawn[one] = torch.searchsorted(cumulative, uniform.flatten() * cumulative[-1], right=True)
+            noise = self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1).double()
+            drawn[one] = torch.searchsorted(cumulative, -torch.expm1(-noise).flatten() * cumulative[-1], right=True)
         return drawn
 
     def _draw(
         self, probabilities: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, rows: list[int]
     ) -> torch.Tensor:
-        """`(A, M)`: of `tokens`, `(A, M, S)`, those that have these probabilities; -1 where they are NaN."""
+        """`(A, M)`: draws from `tokens`, `(A, M, S)` or `(S,)`, with `probabilities`, `(A, M, S)`; -1 where NaN."""
+        tokens = tokens.expand_as(probabilities)
         places = (probabilities / self.noise.at(rows, offsets, tokens)).argmax(-1, keepdim=True)
         return tokens.gather(-1, places)[..., 0].masked_fill(probabilities[..., 0].isnan(), -1)
 

@@ -97,7 +97,7 @@ class StepTimes:
 
     def row_cost(self, width: int) -> float:
         """What one more row adds to a step of `width` rows or more: the first rows are nearly free where reading the
-        weights takes all the time. At least what it adds to all steps: the slope of a few wide ones is uncertain."""
+        weights takes all the time. Never below the slope of all steps: that of a few wide ones is uncertain."""
         wide = [step for step in list(self.others) if step[0] >= width]
         return max(self.line()[1], self._fit(wide)[1] if len(wide) >= LEAST_STEPS else 0.0)
 
