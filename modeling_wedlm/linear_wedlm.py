@@ -26,7 +26,7 @@ def speed_up_few_rows(module: nn.Module) -> None:
     """
     for layer in module.modules():
         if type(layer) is nn.Linear:
-            layer.forward = MethodType(few_rows_linear, layer)
+            layer.forward = MethodType(few_rows_linear, layer)  # type: ignore[method-assign]
 
 
 def few_rows_linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
-from ...generation.branches_wedlm import SHORTLIST
+from ...generation.sampling_wedlm import SHORTLIST
 from ...modeling_wedlm.mask_adapter_files_wedlm import MaskAdapterSettings, StoredMaskAdapter, check_base
 from ...modeling_wedlm.mask_adapter_wedlm import PreviousTokenHead
 

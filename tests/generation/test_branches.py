@@ -469,7 +469,6 @@ def test_a_step_costs_no_more_than_ar_decoding_and_uses_what_can_be_foreseen(sec
         (bf16_cpu, 0.85),
         (few_rows_cpu, 0.2),
         (few_rows_cpu, 0.5),
-        (few_rows_cpu, 0.6),
     ],
 )
 def test_without_a_setting_it_costs_little_more_than_the_best_fixed_choice(seconds, chance):
