@@ -14,8 +14,9 @@ from transformers import DynamicCache
 
 from wedlm_hf.generation import WindowCache, mixin_wedlm
 from wedlm_hf.generation.branch_pacing_wedlm import BranchPacer, DraftRecord, check_calibration
-from wedlm_hf.generation.branches_wedlm import SHORTLIST, BranchRule
+from wedlm_hf.generation.branches_wedlm import BranchRule
 from wedlm_hf.generation.decoding_wedlm import ParallelDecoder
+from wedlm_hf.generation.sampling_wedlm import SHORTLIST
 from wedlm_hf.generation.step_times_wedlm import StepTimes
 from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 

@@ -1,6 +1,7 @@
 """Linear layers for few rows: the same numbers but for rounding, and torch's own wherever they are not meant."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -75,9 +76,10 @@ def test_an_input_of_another_width_is_refused_as_by_torch(transposed):
         layers()[0](torch.randn(2, 2 * LARGE[0]))
 
 
-def test_a_copy_of_a_layer_uses_its_own_weights(transposed):
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_a_layer_uses_its_own_weights(transposed, copied):
     layer, _ = layers()
-    twin, x = copy.deepcopy(layer), torch.randn(3, LARGE[0])
+    twin, x = copied(layer), torch.randn(3, LARGE[0])
     with torch.no_grad():
         expected = twin(x)
         layer.weight.zero_()
@@ -90,7 +92,7 @@ def test_the_layers_of_a_model_stay_plain_for_adapters_and_quantizers():
     model = tiny_model()
     found = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert len(found) == 7 * model.config.num_hidden_layers + 1
-    assert all(type(module) is nn.Linear and module.forward.__func__ is few_rows_linear for module in found)
+    assert all(type(module) is nn.Linear and module.forward.func is few_rows_linear for module in found)
     ids = torch.tensor([[5, 6, 7]])
     quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
     assert not any(type(module) is nn.Linear for module in quantized.modules())
