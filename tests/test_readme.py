@@ -55,7 +55,9 @@ SHORTER = {
     "wedlm report": "--count 1 --sweep-count 1 --timed 1 --sweep-timed 1 --repeats 1 --threads 1 --windows 6 "
     "--thresholds 0.8 --penalties 0.1 --draft-thresholds 0.8 --batch-sizes 1 --max-new-tokens 8".split(),
     "wedlm calibrate": "--windows 6 --thresholds 0.8 --penalties 0.1 --max-new-tokens 8 --agreement 0.01".split(),
-    "wedlm adapt": "--minutes 0.05 --rank 2 --head-width 8 --device cpu".split(),
+    # A random model seldom writes a prompt of its own.
+    "wedlm adapt": "--minutes 0.05 --rank 2 --head-width 8 --device cpu "
+    "--prompts examples/wedlm-nano/tasks.jsonl".split(),
     "wedlm generate": "--max-new-tokens 16".split(),
     "wedlm train": "--max_steps 1 --use_cpu true --bf16 false --max_length 256 --gradient_accumulation_steps 1 "
     "--eval_decoding_samples 1 --eval_decoding_tokens 4 --chat_template_path chatml".split(),
