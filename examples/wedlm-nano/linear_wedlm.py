@@ -7,7 +7,7 @@ row, and with it plain AR decoding of one sequence, stays as it is.
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from time import perf_counter
+from time import thread_time
 
 import torch
 from torch import nn
@@ -33,9 +33,9 @@ def few_rows_linear(layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """`(..., in_features)` to `(..., out_features)`, as the layer's own forward but for the last bits of few rows."""
     if not _is_plain(layer, input):
         return nn.Linear.forward(layer, input)
-    rows, threads = input.shape[:-1].numel(), torch.get_num_threads()
-    is_few = 1 < rows <= min(MOST_ROWS, ROWS_PER_THREAD * threads)
-    if not is_few or not _transposed_is_faster(threads):
+    rows = input.shape[:-1].numel()
+    is_few = 1 < rows <= min(MOST_ROWS, ROWS_PER_THREAD * torch.get_num_threads())
+    if not is_few or not _transposed_is_faster():
         return nn.Linear.forward(layer, input)
     output = torch.mm(layer.weight, input.reshape(rows, input.shape[-1]).t()).t().contiguous()
     if layer.bias is not None:
@@ -59,19 +59,23 @@ def _is_plain(layer: nn.Linear, input: torch.Tensor) -> bool:
 
 
 @lru_cache
-def _transposed_is_faster(threads: int) -> bool:
-    """Whether (W xᵀ)ᵀ takes less than 0.7 of the time of x Wᵀ with this process' `threads`, for 3 rows and weights
-    that no cache holds. The difference is large or none: a quick look is enough."""
-    weights, x = (torch.ones(shape, dtype=torch.float32, device="cpu") for shape in ((8, 1024, 1024), (3, 1024)))
+def _transposed_is_faster() -> bool:
+    """Whether (W xᵀ)ᵀ takes less than 0.7 of the time of x Wᵀ on this machine, for 2 rows and weights that no cache
+    holds. In one thread's own time, so that other programs do not count; the difference is large or none."""
+    weights, x = (torch.ones(shape, dtype=torch.float32, device="cpu") for shape in ((8, 1024, 1024), (2, 1024)))
     products: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
         lambda weight: nn.functional.linear(x, weight),
         lambda weight: torch.mm(weight, x.t()),
     )
-    best = [float("inf"), float("inf")]
-    for _ in range(5):  # the shortest time: others may be those of other programs, or of threads that have to start
-        for place, product in enumerate(products):
-            began = perf_counter()
-            for weight in weights:
-                product(weight)
-            best[place] = min(best[place], perf_counter() - began)
+    best, threads = [float("inf"), float("inf")], torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(5):
+            for place, product in enumerate(products):
+                began = thread_time()
+                for weight in weights:
+                    product(weight)
+                best[place] = min(best[place], thread_time() - began)
+    finally:
+        torch.set_num_threads(threads)
     return best[1] < 0.7 * best[0]
