@@ -13,11 +13,11 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
+from ..console.prompts import is_unicode
 from ..eval.decoders import DECODERS, Options, decoder_name, with_asked
 from ..eval.files import check_output, write_text
 from ..eval.trace.text import GROUP_STYLES, printable
-from ..generation.settings_wedlm import SETTING_NAMES
-from ..training.prompts import is_unicode
+from ..generation.settings import SETTING_NAMES
 from .conversation import AnswerStopped, Conversation, Turn
 
 PROMPT = "> "

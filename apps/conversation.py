@@ -15,7 +15,7 @@ from ..eval.decoders import Options
 from ..eval.measure import ForwardCounter, pad_left
 from ..eval.prompts import answer_limit, encode
 from ..eval.trace.answers import AnswerStreamer
-from ..generation.cache_wedlm import WindowCache
+from ..generation.cache import WindowCache
 from ..modeling_wedlm import WeDLMForCausalLM
 
 LONGEST_ANSWER = 1024

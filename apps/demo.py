@@ -36,7 +36,7 @@ from ..eval.trace.page import escaped, page, render
 from ..eval.trace.record import Request as Recorded
 from ..eval.trace.record import record
 from ..eval.trace.saved import Trace, first_of, to_json
-from ..generation.settings_wedlm import WeDLMGenerationSettings
+from ..generation.settings import WeDLMGenerationSettings
 from .demo_models import Choice, Models
 
 logger = logging.getLogger(__name__)

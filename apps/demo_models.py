@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from ..apps import smollm2
 from ..eval.fingerprint import fingerprint
 from ..eval.measure import decode
 from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
-from . import smollm2
 
 IN_MEMORY = 2
 """Models that stay loaded."""

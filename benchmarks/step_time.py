@@ -23,9 +23,9 @@ PARTS = {
     "matrices of the base and its head": ("", "<built-in method torch._C._nn.linear>"),
     "attention kernel": ("", "<built-in method torch._C._nn.scaled_dot_product_attention>"),
     "norms": ("modeling_qwen3", "forward"),
-    "updates of the mask adapter": ("mask_adapter_wedlm", "__call__"),
-    "choosing the next drafts": ("branches_wedlm", "_with_drafts"),
-    "pacing": ("branch_pacing_wedlm", "observe"),
+    "updates of the mask adapter": ("mask_adapter", "__call__"),
+    "choosing the next drafts": ("branches", "_with_drafts"),
+    "pacing": ("branch_pacing", "observe"),
 }
 OF_FORWARD = 4  # of these, the first ones
 
@@ -69,8 +69,8 @@ def main(
         name: seconds_in(stats, file, function, norm_line if name == "norms" else None)
         for name, (file, function) in PARTS.items()
     }
-    whole, forward = seconds_in(stats, "decoding_wedlm", "_step"), seconds_in(stats, "decoding_wedlm", "_forward")
-    steps = sum(row[0] for key, row in stats.stats.items() if key[2] == "_step" and "decoding_wedlm" in key[0])  # type: ignore[attr-defined]
+    whole, forward = seconds_in(stats, "decoding", "_step"), seconds_in(stats, "decoding", "_forward")
+    steps = sum(row[0] for key, row in stats.stats.items() if key[2] == "_step" and "decoding" in key[0])  # type: ignore[attr-defined]
     names = list(seconds)
     inner = sum(seconds[name] for name in names[:OF_FORWARD])
     rows = {name: seconds[name] for name in names[:OF_FORWARD]} | {"rest of the forward": forward - inner}

@@ -4,7 +4,7 @@
     python benchmarks/training_methods.py train adapter BASE ANSWERS.jsonl HELD_OUT.jsonl build/adapter --minutes 15
     python benchmarks/training_methods.py table build/all build/adapter
 
-BASE is a WeDLM checkpoint, ANSWERS and HELD_OUT its own answers (see `training/answers.py`), HELD_OUT its greedy ones.
+BASE is a WeDLM checkpoint, ANSWERS and HELD_OUT its own answers (see `adapters/answers.py`), HELD_OUT its greedy ones.
 Each run trains on one thread, in bfloat16 (all weights: in autocast, the weights themselves in float32), and then
 measures in float32: tokens per forward of verified decoding (each model
 verified by itself), the next-token loss on the held-out answers, and how many greedy answers are still the base's. A
@@ -25,6 +25,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
+from wedlm_hf.adapters.budget import MaskTrainingConfig, budget_schedule
+from wedlm_hf.adapters.layout import load_answers
+from wedlm_hf.adapters.trainer import train_mask_adapter
 from wedlm_hf.eval.ar_head import ar_logits
 from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
 from wedlm_hf.eval.files import write_text
@@ -32,9 +35,6 @@ from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer
-from wedlm_hf.training.mask_budget import MaskTrainingConfig, budget_schedule
-from wedlm_hf.training.mask_layout import load_answers
-from wedlm_hf.training.mask_trainer import train_mask_adapter
 
 DRAFTS = 4
 LONGEST = 640  # tokens of a prompt and its answer

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..console.prompts import PROMPT_FILE
 from ..eval.options import CalibrationOptions, LoadingOptions, RawOption, has_no_chat_template, read_prompt_file
 from ..eval.report.request import ReportRequest
-from ..training.prompts import PROMPT_FILE
 from .application import NO, STOPPED, JsonOption, command, console, print_json
 
 

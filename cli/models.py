@@ -13,8 +13,8 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..adapters.adapt_config import AdaptConfig, GgufOption, RevisionOption
 from ..apps.push.request import PushRequest
-from ..training.adapt_config import AdaptConfig, GgufOption, RevisionOption
 from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, need, print_json
 
 
@@ -93,9 +93,9 @@ def adapt(
     """
     import torch
 
+    from ..adapters.adapt import adapt as train_adapter
     from ..eval.acceptance_curve import draw_acceptance
     from ..eval.adapter_table import measure_adapter
-    from ..training.adapt import adapt as train_adapter
 
     if threads is not None:
         torch.set_num_threads(threads)

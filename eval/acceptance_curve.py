@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 
-from ..training.model_card import acceptance_table, read_log
+from ..adapters.model_card import acceptance_table, read_log
 from .report.figures import STYLE, Figure
 
 PREFIX = "eval_tokens_per_forward_"

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
+from ..console.progress import track
 from ..modeling_wedlm import WeDLMForCausalLM
-from ..training.progress import track
 from .ar_head import agreeing_tokens
 from .decoders import AR, EXACT, WEDLM
 from .measure import decode_call, measure, rates

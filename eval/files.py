@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..modeling_wedlm.files_wedlm import is_stream, link_target, write_text, written_whole
+from ..modeling_wedlm.files import is_stream, link_target, write_text, written_whole
 
 __all__ = ["check_folder", "check_output", "write_text", "written_whole"]
 

@@ -23,8 +23,8 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from ..console.progress import track
 from ..modeling_wedlm import WeDLMForCausalLM
-from ..training.progress import track
 from .decoders import Options
 from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 

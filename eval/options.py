@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..training.adapt_config import DeviceOption
-from ..training.prompts import PROMPT_FILE, STANDARD_INPUT, Turns, is_unicode, read_rows, shown
+from ..adapters.adapt_config import DeviceOption
+from ..console.prompts import PROMPT_FILE, STANDARD_INPUT, Turns, is_unicode, read_rows, shown
 from .decoders import LOOKUP
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class DecodingOptions:
         if repeated := own & others.keys():
             option = min(repeated).replace("_", "-")
             raise ValueError(f"`--set {min(repeated)}=…`: this setting has an option of its own, `--{option}`.")
-        from ..generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+        from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 
         given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None} | others
         WeDLMGenerationSettings(**{name: value for name, value in given.items() if name in SETTING_NAMES})
@@ -306,7 +306,7 @@ def parse_settings(given: list[str] | None) -> dict[str, Any]:
     if settings:
         from transformers import GenerationConfig
 
-        from ..generation.settings_wedlm import SETTING_NAMES
+        from ..generation.settings import SETTING_NAMES
 
         known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
         for name in settings.keys() - known - {*SETTING_NAMES}:

@@ -11,8 +11,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..training.prompts import PromptRow, Turns, read_rows
-from ..training.prompts import encode as encode  # belongs to these names, too
+from ..console.prompts import PromptRow, Turns, read_rows
+from ..console.prompts import encode as encode  # belongs to these names, too
 
 LONGEST_ANSWER = 256
 """New tokens of an answer at most, where nothing else is asked for (transformers' own default is 20)."""

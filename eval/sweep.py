@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..generation.settings_wedlm import WeDLMGenerationSettings
+from ..generation.settings import WeDLMGenerationSettings
 from .decoders import AR, BLOCK, COMPARED, DECODERS, EXACT, LOOKUP, TYPICAL, WEDLM
 from .files import write_text
 

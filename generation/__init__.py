@@ -1,9 +1,9 @@
 """Decoding: settings, the window and its loop, cache, sampling, statistics, and the `GenerationMixin` on top."""
 
-from .cache_wedlm import WindowCache
-from .mixin_wedlm import WeDLMGenerationMixin
-from .settings_wedlm import WeDLMGenerationSettings
-from .stats_wedlm import DecodingStats, TraceStep, WeDLMGenerateOutput
+from .cache import WindowCache
+from .mixin import WeDLMGenerationMixin
+from .settings import WeDLMGenerationSettings
+from .stats import DecodingStats, TraceStep, WeDLMGenerateOutput
 
 __all__ = [
     "DecodingStats",

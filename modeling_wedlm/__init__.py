@@ -21,7 +21,7 @@ WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
 def _register_with_peft() -> None:
     """Makes PEFT know mask adapters, where it is imported: importing it here would cost every command seconds."""
     if "peft" in sys.modules:
-        from .mask_adapter_peft import register
+        from ..adapters.peft_method import register
 
         register()
 

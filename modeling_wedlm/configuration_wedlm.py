@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
-from ..generation.settings_wedlm import check_mask_token_id
+from ..generation.settings import check_mask_token_id
 
 # The published checkpoints say `"mask_token_id": null` and use this row of the Qwen2.5/Qwen3 embedding as the mask.
 PUBLISHED_MASK_TOKEN_ID = 151665

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError
 from transformers import AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..generation.settings_wedlm import check_mask_token_id
-from .card_wedlm import model_card, write_card
+from ..generation.settings import check_mask_token_id
+from .card import model_card, write_card
 from .configuration_wedlm import WeDLMConfig
 from .families import read_family, wedlm_config
 from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model

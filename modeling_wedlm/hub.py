@@ -1,15 +1,16 @@
 """The code that travels with a checkpoint, so that `trust_remote_code=True` needs only torch and transformers.
 
 The Hub's loader reads one flat folder: it copies the file that `auto_map` names and follows its imports of siblings by
-a regular expression. So the files that ship, `*_wedlm.py` of two folders, are written side by side, and an import
-across folders becomes one of a sibling. Classes loaded *from* such files save them again by transformers' own means.
+a regular expression. So the files that ship are written side by side under names that end in `_wedlm.py`, and an
+import across folders becomes one of a sibling. Classes loaded *from* such files save them again by transformers' own
+means.
 """
 
 import os
 import re
 from pathlib import Path
 
-from .files_wedlm import write_text
+from .files import write_text
 
 AUTO_MAP = {
     "AutoConfig": "configuration_wedlm.WeDLMConfig",
@@ -17,15 +18,52 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_wedlm.WeDLMForCausalLM",
 }
 
+# What `forward` and `generate` need. A file ships as `NAME_wedlm.py`.
+SHIPPED = (
+    "adapters/adapter_files.py",
+    "adapters/mask_adapter.py",
+    "generation/branch_pacing.py",
+    "generation/branches.py",
+    "generation/cache.py",
+    "generation/decoding.py",
+    "generation/lookup.py",
+    "generation/mixin.py",
+    "generation/pacing.py",
+    "generation/request.py",
+    "generation/rules.py",
+    "generation/sampling.py",
+    "generation/scores.py",
+    "generation/selection.py",
+    "generation/settings.py",
+    "generation/stats.py",
+    "generation/step_times.py",
+    "generation/streaming.py",
+    "generation/window.py",
+    "modeling_wedlm/card.py",
+    "modeling_wedlm/configuration_wedlm.py",
+    "modeling_wedlm/dual_stream.py",
+    "modeling_wedlm/files.py",
+    "modeling_wedlm/linear.py",
+    "modeling_wedlm/modeling_wedlm.py",
+)
+
 _PACKAGE = Path(__file__).parents[1]
-_FOLDERS = ("generation", "modeling_wedlm")
-_CROSS_FOLDER = re.compile(r"^from \.\.\w+\.(\w+_wedlm) import ", flags=re.MULTILINE)
+_IMPORT = re.compile(r"^from (?:\.|\.\.\w+\.)(\w+) import ", flags=re.MULTILINE)
+
+
+def _flat_name(stem: str) -> str:
+    """`cache` -> `cache_wedlm`; names that end so already stay."""
+    return f"{stem.removesuffix('_wedlm')}_wedlm"
 
 
 def hub_files() -> dict[str, str]:
     """Name and text of every file that ships."""
-    sources = sorted(path for folder in _FOLDERS for path in (_PACKAGE / folder).glob("*_wedlm.py"))
-    return {path.name: _CROSS_FOLDER.sub(r"from .\1 import ", path.read_text(encoding="utf-8")) for path in sources}
+    files = {}
+    for path in SHIPPED:
+        text = (_PACKAGE / path).read_text(encoding="utf-8")
+        text = _IMPORT.sub(lambda found: f"from .{_flat_name(found[1])} import ", text)
+        files[f"{_flat_name(Path(path).stem)}.py"] = text
+    return files
 
 
 def write_hub_files(directory: str | os.PathLike[str]) -> dict[str, str]:

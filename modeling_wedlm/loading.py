@@ -23,7 +23,7 @@ from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from .card_wedlm import CARD_NAME
+from .card import CARD_NAME
 from .modeling_wedlm import WeDLMForCausalLM
 
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"

@@ -20,12 +20,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 from transformers.utils import can_return_tuple
 
-from ..generation.mixin_wedlm import WeDLMGenerationMixin
-from .card_wedlm import ModelCardMixin
+from ..adapters.mask_adapter import MaskAdapter, MaskAdapterMixin
+from ..generation.mixin import WeDLMGenerationMixin
+from .card import ModelCardMixin
 from .configuration_wedlm import WeDLMConfig
-from .dual_stream_wedlm import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
-from .linear_wedlm import speed_up_few_rows
-from .mask_adapter_wedlm import MaskAdapter, MaskAdapterMixin
+from .dual_stream import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
+from .linear import speed_up_few_rows
 
 
 class WeDLMAttention(Qwen3Attention):

@@ -14,7 +14,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, GenerationState
 
 from ..eval.decoders import with_asked
-from ..generation.settings_wedlm import SETTING_NAMES
+from ..generation.settings import SETTING_NAMES
 from .calls import CURRENT_CALL, CallManager, RequestError
 from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
 

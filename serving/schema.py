@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from .calls import RequestError
 
 _Nothing = Annotated[float | None, Field(ge=0, le=0)]

@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from uvicorn.config import LOGGING_CONFIG
 
-from ..generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from .calls import CURRENT_CALL, Call, RequestError, log
 from .handlers import ChatHandler, LoadedModel, OneAfterTheOther, TextHandler
 

@@ -28,11 +28,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.eval.report.page import blocks_of, fill
 from wedlm_hf.eval.sweep import FIELDS
-from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..generation.settings_wedlm import check_mask_token_id
+from ..generation.settings import check_mask_token_id
 from .masking import RatioSampler, draw_noise, mask_blocks, reorder_blocks
 from .streams import (
     IGNORE_INDEX,

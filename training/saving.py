@@ -17,7 +17,7 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from ..modeling_wedlm.card_wedlm import CARD_NAME, is_written_by_a_person, read_card
+from ..modeling_wedlm.card import CARD_NAME, is_written_by_a_person, read_card
 
 logger = logging.getLogger(__name__)
 

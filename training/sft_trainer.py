@@ -22,7 +22,7 @@ from trl import SFTTrainer
 from trl.data_utils import pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
-from ..modeling_wedlm.card_wedlm import is_written_by_a_person, model_card, read_card, write_card
+from ..modeling_wedlm.card import is_written_by_a_person, model_card, read_card, write_card
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .callback import DynamicMaskingCallback, refuse_context_parallelism
 from .collator import DataCollatorForDualStreamMasking

@@ -19,7 +19,8 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError, safe_open
 
-from ...modeling_wedlm.card_wedlm import (
+from ...adapters.adapter_files import PEFT_TYPE
+from ...modeling_wedlm.card import (
     CARD_NAME,
     for_repository,
     is_ours,
@@ -37,7 +38,6 @@ from ...modeling_wedlm.loading import (
     load_model,
     load_tokenizer,
 )
-from ...modeling_wedlm.mask_adapter_files_wedlm import PEFT_TYPE
 from .request import PushRequest
 
 PROMPTS = ("Count from 1 to 20: 1, 2, 3,", "The capital of France is", "def add(a, b):\n    return")

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, constants
 from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 
-from ...modeling_wedlm.card_wedlm import CARD_NAME, is_written_by_a_person
+from ...modeling_wedlm.card import CARD_NAME, is_written_by_a_person
 from ...modeling_wedlm.loading import ADAPTER_FILE, is_hub_reachable
 from .checks import Package
 from .request import PushRequest

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.generation.stats_wedlm import TraceStep
-from wedlm_hf.generation.window_wedlm import Row, physical_order
-from wedlm_hf.modeling_wedlm.dual_stream_wedlm import dual_stream_mask_function
+from wedlm_hf.generation.stats import TraceStep
+from wedlm_hf.generation.window import Row, physical_order
+from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
 from wedlm_hf.training.masking import reorder_blocks
 
 HERE = Path(__file__).parent

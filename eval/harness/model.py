@@ -21,7 +21,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import GenerationConfig, PreTrainedModel, StopStringCriteria
 from transformers.utils.logging import tqdm
 
-from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
+from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 from ..measure import now, until_end
 from .likelihood import LEAST, block_elbo, check_integer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from ...generation.settings_wedlm import WeDLMGenerationSettings
+from ...generation.settings import WeDLMGenerationSettings
 from ..measure import rates
 
 COUNTS = ("new_tokens", "forwards", "token_instances")

@@ -20,8 +20,8 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from ...console.progress import LongProgress
 from ...modeling_wedlm import WeDLMForCausalLM
-from ...training.progress import LongProgress
 from ..ar_head import agreeing_tokens, answer_entropy
 from ..decoders import AR, EXACT, LOOKUP, Options
 from ..measure import Row, batches_of, take_turns

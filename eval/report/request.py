@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...training.prompts import PROMPT_FILE
+from ...console.prompts import PROMPT_FILE
 from ..options import NANO, RawOption, SetOption, SweepOptions, parse_numbers, parse_settings, read_prompt_file
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from ...generation.settings_wedlm import WeDLMGenerationSettings
+from ...generation.settings import WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import BLOCK, COMPARED, WEDLM
 from ..fingerprint import fingerprint

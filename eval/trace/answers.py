@@ -14,8 +14,8 @@ from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from ...console.prompts import Turns
 from ...modeling_wedlm import WeDLMForCausalLM
-from ...training.prompts import Turns
 from ..decoders import AR
 from ..measure import Decoding, decode, rates
 from ..prompts import Prompt

@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from ...generation.selection_wedlm import token_entropy
-from ...generation.settings_wedlm import SETTING_NAMES, WeDLMGenerationSettings
-from ...generation.stats_wedlm import TraceStep, likeliest
+from ...console.progress import track
+from ...console.prompts import Turns
+from ...generation.selection import token_entropy
+from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
+from ...generation.stats import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM
-from ...training.progress import track
-from ...training.prompts import Turns
 from ..decoders import AR, Options
 from ..fingerprint import fingerprint
 from ..measure import Decoding, ForwardCounter, decode_call, environment

@@ -42,7 +42,7 @@ from transformers.utils import logging
 from wedlm_hf.eval.files import write_text, written_whole
 from wedlm_hf.eval.measure import pad_left
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, modeling_wedlm
-from wedlm_hf.modeling_wedlm.dual_stream_wedlm import dual_stream_mask_function
+from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
 sys.path.append(str(Path(__file__).parents[1] / "wedlm-nano"))

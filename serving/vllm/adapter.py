@@ -17,9 +17,9 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
-from ...generation.sampling_wedlm import SHORTLIST
-from ...modeling_wedlm.mask_adapter_files_wedlm import MaskAdapterSettings, StoredMaskAdapter, check_base
-from ...modeling_wedlm.mask_adapter_wedlm import PreviousTokenHead
+from ...adapters.adapter_files import MaskAdapterSettings, StoredMaskAdapter, check_base
+from ...adapters.mask_adapter import PreviousTokenHead
+from ...generation.sampling import SHORTLIST
 
 # Layers that vLLM fuses into one, in the order of their outputs.
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...generation.settings_wedlm import WeDLMGenerationSettings, check_mask_token_id
+from ...adapters.adapter_files import PEFT_TYPE, read_adapter_config
+from ...generation.settings import WeDLMGenerationSettings, check_mask_token_id
 from ...modeling_wedlm.loading import ADAPTER_FILE, find_checkpoint
-from ...modeling_wedlm.mask_adapter_files_wedlm import PEFT_TYPE, read_adapter_config
 
 ARCHITECTURE = "WeDLMForCausalLM"
 PROPOSER = "wedlm_hf.serving.vllm.Proposer"

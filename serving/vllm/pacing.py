@@ -6,8 +6,8 @@ Verified output depends on none of this, so times may be measured while serving.
 
 from dataclasses import dataclass, field
 
-from ...generation.pacing_wedlm import MEMORY, best_window
-from ...generation.step_times_wedlm import StepTimes
+from ...generation.pacing import MEMORY, best_window
+from ...generation.step_times import StepTimes
 
 # A new request starts from what others have seen, which counts as so many observations of its own.
 KNOWN_WEIGHT = 3.0

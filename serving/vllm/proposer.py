@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from ...generation.pacing_wedlm import default_slot_cost
-from ...generation.step_times_wedlm import StepTimes, step_clock
+from ...generation.pacing import default_slot_cost
+from ...generation.step_times import StepTimes, step_clock
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
 from .pacing import FIRST_LOOKS, LOOK_EVERY, MEASURE_EVERY, MEASUREMENTS, Acceptance, StepCosts
 

@@ -16,10 +16,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.cli import application
 from wedlm_hf.eval import options
-from wedlm_hf.generation.settings_wedlm import STRATEGIES, VERIFICATIONS
-from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
+from wedlm_hf.generation.settings import STRATEGIES, VERIFICATIONS
 
 COMMANDS = typer.main.get_command(cli.app).commands
 

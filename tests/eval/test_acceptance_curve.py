@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from wedlm_hf.adapters.model_card import acceptance_table, read_log
 from wedlm_hf.eval import acceptance_curve
-from wedlm_hf.training.model_card import acceptance_table, read_log
 
 
 @pytest.fixture

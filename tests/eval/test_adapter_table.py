@@ -9,10 +9,10 @@ from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.eval.adapter_table import measure_adapter
 from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import json
 import pytest
 from tiny import tiny_model, tiny_tokenizer
 
+from wedlm_hf.console.prompts import STANDARD_INPUT, read_rows
 from wedlm_hf.eval.prompts import Prompt, answer_limit, encode, encode_prompt, read_prompts
-from wedlm_hf.training.prompts import STANDARD_INPUT, read_rows
 
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 

@@ -10,10 +10,10 @@ import torch
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
-from wedlm_hf.training.mask_distillation import MaskDistillation
 
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
 

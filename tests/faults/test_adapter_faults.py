@@ -11,10 +11,10 @@ from test_adapt import SMALL, write_base
 from test_branches import adapted
 from tiny import tiny_model
 
+from wedlm_hf.adapters.adapt import AdaptConfig, adapt
+from wedlm_hf.adapters.answers import read_answers, read_prompts
+from wedlm_hf.adapters.layout import load_answers
 from wedlm_hf.training import adapt as adapting
-from wedlm_hf.training.adapt import AdaptConfig, adapt
-from wedlm_hf.training.answers import read_answers, read_prompts
-from wedlm_hf.training.mask_layout import load_answers
 
 
 @pytest.fixture(scope="module")

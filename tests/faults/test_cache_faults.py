@@ -6,7 +6,7 @@ from test_branches import adapted
 from tiny import MASK, tiny_model
 
 from wedlm_hf.generation import WindowCache
-from wedlm_hf.modeling_wedlm import mask_adapter_wedlm
+from wedlm_hf.modeling_wedlm import mask_adapter
 
 TEXT, NEW = torch.tensor([[20, 31, 9, 111]]), torch.tensor([[50, 51]])
 AR = {"max_new_tokens": 6, "suppress_tokens": [MASK]}
@@ -80,11 +80,11 @@ def test_slots_that_an_interrupted_forward_left_behind_touch_no_other_forward():
     with torch.no_grad():
         expected = model(TEXT).logits
         weights = model.model.mask_adapter._weights(torch.float32)
-        token = mask_adapter_wedlm._SLOTS.set(mask_adapter_wedlm._Slots(4, None, weights))
+        token = mask_adapter._SLOTS.set(mask_adapter._Slots(4, None, weights))
         try:
             assert torch.equal(model(TEXT).logits, expected)
         finally:
-            mask_adapter_wedlm._SLOTS.reset(token)
+            mask_adapter._SLOTS.reset(token)
 
 
 def test_embeddings_can_be_decoded_with_a_mask_adapter():

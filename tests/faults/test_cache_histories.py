@@ -22,12 +22,12 @@ from tiny import PAD, VOCAB_SIZE, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from wedlm_hf.generation import WindowCache, cache_wedlm
+from wedlm_hf.generation import WindowCache, cache
 from wedlm_hf.modeling_wedlm import modeling_wedlm
 
 PHASES = [Phase.generate] + [Phase.shrink] * ("SHRINK" in os.environ)
 HISTORIES = int(os.environ.get("CACHE_HISTORIES", "40"))
-OUR_FOLDERS = tuple(str(Path(module.__file__).parent) + os.sep for module in (cache_wedlm, modeling_wedlm))
+OUR_FOLDERS = tuple(str(Path(module.__file__).parent) + os.sep for module in (cache, modeling_wedlm))
 NEW_TOKENS = 6
 ENDS = [107, 151, 166, 227, 40, 77, 9]
 

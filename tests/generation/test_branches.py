@@ -12,13 +12,13 @@ from test_generation import ENDS, LIMIT, generate, prompts_of
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
-from wedlm_hf.generation import WindowCache, mixin_wedlm
-from wedlm_hf.generation.branch_pacing_wedlm import BranchPacer, DraftRecord, check_calibration
-from wedlm_hf.generation.branches_wedlm import BranchRule
-from wedlm_hf.generation.decoding_wedlm import ParallelDecoder
-from wedlm_hf.generation.sampling_wedlm import SHORTLIST
-from wedlm_hf.generation.step_times_wedlm import StepTimes
-from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.generation import WindowCache, mixin
+from wedlm_hf.generation.branch_pacing import BranchPacer, DraftRecord, check_calibration
+from wedlm_hf.generation.branches import BranchRule
+from wedlm_hf.generation.decoding import ParallelDecoder
+from wedlm_hf.generation.sampling import SHORTLIST
+from wedlm_hf.generation.step_times import StepTimes
 
 FIXED = {"adaptive_window": False, "window_size": 4}
 COUNTED = {"slot_cost": 0.01}  # a slot cost leaves no part to the clock
@@ -294,7 +294,7 @@ def test_a_chain_takes_the_place_of_branches_where_attention_takes_no_mask(qwen3
     prompt = prompts_of([6])
     expected = ar_outputs(qwen3, prompt)
     foreseeing(expected, 0.3)
-    monkeypatch.setattr(mixin_wedlm, "DENSE_MASK_ATTENTION", ())
+    monkeypatch.setattr(mixin, "DENSE_MASK_ATTENTION", ())
     masks = []
     order = BranchRule.order
 
@@ -336,7 +336,7 @@ def test_typical_acceptance_depends_on_no_clock(qwen3, monkeypatch):
     outputs = []
     for factor in (1.0, 1000.0):
         moments = iter(factor * index**2 for index in range(10_000))
-        monkeypatch.setattr(mixin_wedlm, "step_clock", lambda _, moments=moments: lambda: next(moments))
+        monkeypatch.setattr(mixin, "step_clock", lambda _, moments=moments: lambda: next(moments))
         outputs.append(generate(qwen3, prompts, verification="typical", acceptance_epsilon=0.01)[1])
     assert outputs[0] == outputs[1]
 

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation import EosTokenCriteria
 
 from wedlm_hf.generation import WeDLMGenerationSettings, WindowCache
-from wedlm_hf.generation.cache_wedlm import WindowLayer
+from wedlm_hf.generation.cache import WindowLayer
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 
 PROMPT = torch.tensor([[20, 40, 9, 31, 77]])

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from test_branches import adapted, ar_outputs
 from test_generation import generate, prompts_of
 
-from wedlm_hf.generation.branch_pacing_wedlm import BranchPacer, DraftRecord
-from wedlm_hf.generation.lookup_wedlm import AGREED_MATCH, LONGEST_MATCH, OCCURRENCES, SURE_MATCH, TextLookup
-from wedlm_hf.generation.step_times_wedlm import StepTimes
+from wedlm_hf.generation.branch_pacing import BranchPacer, DraftRecord
+from wedlm_hf.generation.lookup import AGREED_MATCH, LONGEST_MATCH, OCCURRENCES, SURE_MATCH, TextLookup
+from wedlm_hf.generation.step_times import StepTimes
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

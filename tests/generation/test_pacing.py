@@ -7,9 +7,9 @@ from oracle import decode, decode_ar
 from test_generation import ENDS, LIMIT, generate, prompts_of
 from tiny import MASK, tiny_model
 
-from wedlm_hf.generation import mixin_wedlm
-from wedlm_hf.generation.pacing_wedlm import WindowPacer, default_slot_cost
-from wedlm_hf.generation.window_wedlm import RowOutcome
+from wedlm_hf.generation import mixin
+from wedlm_hf.generation.pacing import WindowPacer, default_slot_cost
+from wedlm_hf.generation.window import RowOutcome
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def script(request, monkeypatch):
             self.steps += 1
             self.window_size = min(self.largest, request.param[self.steps % len(request.param)])
 
-    monkeypatch.setattr(mixin_wedlm, "WindowPacer", Scripted)
+    monkeypatch.setattr(mixin, "WindowPacer", Scripted)
     return request.param
 
 

@@ -12,8 +12,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from wedlm_hf.generation.sampling_wedlm import PositionNoise, TokenSampler, _split_mix
-from wedlm_hf.generation.window_wedlm import PhysicalOrder, Row, physical_order
+from wedlm_hf.generation.sampling import PositionNoise, TokenSampler, _split_mix
+from wedlm_hf.generation.window import PhysicalOrder, Row, physical_order
 
 MASK, VOCABULARY = 7, 500
 WARPED = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)]

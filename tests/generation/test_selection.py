@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from wedlm_hf.generation.selection_wedlm import select_masks, token_entropy
+from wedlm_hf.generation.selection import select_masks, token_entropy
 
 PROBABILITIES = torch.tensor(
     [

@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from tiny import stock_twin, tiny_model, tiny_tokenizer
 
 from wedlm_hf import WeDLMForCausalLM, convert
-from wedlm_hf.modeling_wedlm import card_wedlm
-from wedlm_hf.modeling_wedlm.card_wedlm import (
+from wedlm_hf.modeling_wedlm import card
+from wedlm_hf.modeling_wedlm.card import (
     for_repository,
     is_written_by_a_person,
     provenance,
@@ -63,7 +63,7 @@ def test_a_card_names_the_base_and_its_licence_over_conversion_and_training(tmp_
 
 def test_a_model_of_the_hub_is_the_base_of_what_is_saved(monkeypatch, tmp_path):
     (tmp_path / "card.md").write_text(OWN)
-    monkeypatch.setattr(card_wedlm, "try_to_load_from_cache", lambda *_: str(tmp_path / "card.md"))
+    monkeypatch.setattr(card, "try_to_load_from_cache", lambda *_: str(tmp_path / "card.md"))
     assert provenance("some/model") == ("some/model", {"license": "mit", "language": "fr"})
     for name in ("", "a/b/c", "./folder", "model"):
         assert provenance(name)[0] is None

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import MASK, tiny_model, tiny_tokenizer
 
-from wedlm_hf.modeling_wedlm.dual_stream_wedlm import dual_stream_loss, dual_stream_mask_function, token_nll
+from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_loss, dual_stream_mask_function, token_nll
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
 BLOCK = 4

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
 
-from wedlm_hf.modeling_wedlm import linear_wedlm
-from wedlm_hf.modeling_wedlm.linear_wedlm import MOST_ROWS, few_rows_linear, speed_up_few_rows
+from wedlm_hf.modeling_wedlm import linear
+from wedlm_hf.modeling_wedlm.linear import MOST_ROWS, few_rows_linear, speed_up_few_rows
 
 LARGE, SMALL = (512, 640), (64, 32)
 
@@ -20,7 +20,7 @@ def transposed(monkeypatch):
     """The numbers of threads that the other order was asked for; it is always called faster."""
     asked: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(linear_wedlm, "_transposed_is_faster", lambda: asked.append(torch.get_num_threads()) or True)
+    monkeypatch.setattr(linear, "_transposed_is_faster", lambda: asked.append(torch.get_num_threads()) or True)
     return asked
 
 
@@ -116,7 +116,7 @@ def test_how_many_rows_are_few_goes_by_the_threads(transposed, monkeypatch, thre
 
 def test_a_large_model_gives_the_same_logits_for_few_rows_as_for_many(transposed, monkeypatch):
     model = tiny_model()
-    monkeypatch.setattr(linear_wedlm, "LEAST_WEIGHT", 1)
+    monkeypatch.setattr(linear, "LEAST_WEIGHT", 1)
     ids = torch.arange(5, 5 + 2 * MOST_ROWS)[None]
     with torch.no_grad():
         expected = model(ids).logits[:, :5]
@@ -135,9 +135,9 @@ def test_the_faster_order_is_found_by_measuring(monkeypatch):
         return found
 
     monkeypatch.setattr(nn.functional, "linear", linear)
-    assert linear_wedlm._transposed_is_faster.__wrapped__()
+    assert linear._transposed_is_faster.__wrapped__()
     monkeypatch.setattr(nn.functional, "linear", lambda x, weight: x)
-    assert not linear_wedlm._transposed_is_faster.__wrapped__()
+    assert not linear._transposed_is_faster.__wrapped__()
 
 
 def test_what_is_faster_does_not_depend_on_the_default_dtype_and_device(monkeypatch):
@@ -147,7 +147,7 @@ def test_what_is_faster_does_not_depend_on_the_default_dtype_and_device(monkeypa
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            linear_wedlm._transposed_is_faster.__wrapped__()
+            linear._transposed_is_faster.__wrapped__()
     finally:
         torch.set_default_dtype(torch.float32)
     assert {(tensor.dtype, tensor.device.type) for tensor in seen} == {(torch.float32, "cpu")}

@@ -358,7 +358,7 @@ def test_what_cannot_be_served_ends_the_command_with_one_line(arguments, said):
 
 
 def test_an_adapter_of_another_base_is_refused_at_the_start(tmp_path):
-    from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
+    from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 
     base = tiny_model(seed=1)
     base.add_mask_adapter(MaskAdapterSettings(rank=2))

@@ -3,7 +3,7 @@
 from huggingface_hub import ModelCard
 from test_sft_trainer import trainer_on
 
-from wedlm_hf.modeling_wedlm.card_wedlm import is_written_by_a_person, read_card
+from wedlm_hf.modeling_wedlm.card import is_written_by_a_person, read_card
 
 OWN = "---\nlicense: mit\n---\n\n# Mine\n"
 

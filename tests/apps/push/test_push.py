@@ -14,9 +14,9 @@ from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps.push import checks, upload
 from wedlm_hf.apps.push.request import PushRequest
-from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
 
 OWN = "---\nlicense: mit\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n# Mine\n"
 NAMES = ["files", "code", "tokenizer", "answers", "card"]

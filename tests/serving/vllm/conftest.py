@@ -154,7 +154,7 @@ def random_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]
     import torch
 
     from wedlm_hf import WeDLMForCausalLM
-    from wedlm_hf.modeling_wedlm.mask_adapter_wedlm import MaskAdapterSettings
+    from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 
     torch.manual_seed(0)
     model = WeDLMForCausalLM.from_pretrained(NANO)

@@ -137,7 +137,7 @@ def test_answers_stream_and_an_abort_leaves_nothing_behind(ar, verified, prompts
 
 
 def test_a_busy_engine_shortens_its_windows():
-    from wedlm_hf.generation.step_times_wedlm import StepTimes
+    from wedlm_hf.generation.step_times import StepTimes
     from wedlm_hf.serving.vllm.pacing import Acceptance, StepCosts
 
     costs = StepCosts(StepTimes(slot_cost=0.05))

@@ -1,0 +1,178 @@
+"""The two files of a mask adapter, adapter_config.json and adapter_model.safetensors: written, read and checked."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers.utils import cached_file
+
+from ..generation.branch_pacing import check_calibration
+from ..modeling_wedlm.files import write_text, written_whole
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PEFT_TYPE = "MASK_ADAPTER"
+KEY_PREFIX = "base_model.model.model.mask_adapter."  # PEFT's way to write `model.mask_adapter.`
+
+# What an adapter's base must share with the model that it is loaded into.
+_BASE_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "qk_norm", "attention_bias", "vocab_size", "mask_token_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MaskAdapterSettings:
+    """Shape of a mask adapter.
+
+    Attributes:
+        rank: of the updates.
+        target_modules: names of the linear layers that are updated, the same ones in every decoder layer.
+        head_width: hidden units of the previous-token head; 0 for none.
+    """
+
+    rank: int = 64
+    target_modules: tuple[str, ...] = ("o_proj", "down_proj")
+    head_width: int = 640
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        has_targets = len(set(self.target_modules)) == len(self.target_modules) > 0
+        if self.rank < 1 or self.head_width < 0 or not has_targets:
+            raise ValueError(
+                "A mask adapter needs a `rank` of at least 1, at least one of `target_modules`, each once, and a "
+                f"`head_width` of at least 0; got {self}."
+            )
+
+
+@dataclass(frozen=True)
+class StoredMaskAdapter:
+    """A mask adapter as it lies in a folder or on the Hub.
+
+    Attributes:
+        settings: its shape.
+        base: what tells the model that it was trained for, see [`base_of`].
+        calibration: how often its drafts pass, if that was counted.
+        weights: state dict of the [`MaskAdapter`].
+    """
+
+    settings: MaskAdapterSettings
+    base: dict[str, Any]
+    calibration: dict[str, list[float]] | None
+    weights: dict[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, name: str | os.PathLike[str], **download_options: Any) -> "StoredMaskAdapter":
+        """Reads and checks the files of a folder or Hub id.
+
+        Raises:
+            OSError: for missing or damaged files.
+            ValueError: for an adapter of another kind, and for files that do not belong together.
+        """
+        config = read_adapter_config(name, **download_options)
+        if config.get("peft_type") != PEFT_TYPE:
+            raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")
+        settings, base, calibration = _settings_of(config), config.get("base"), config.get("calibration")
+        if calibration:
+            check_calibration(calibration)
+        try:
+            stored = load_file(str(cached_file(str(name), WEIGHTS_NAME, **download_options)))
+        except SafetensorError as error:
+            raise OSError(f"The weights of {str(name)!r} are damaged or truncated: {error}.") from error
+        weights = {key.removeprefix(KEY_PREFIX): weight for key, weight in stored.items()}
+        if not all(bool(weight.isfinite().all()) for weight in weights.values()):
+            raise ValueError(f"The weights of {str(name)!r} hold NaN or infinite numbers.")
+        ranks = {weight.shape[1:2] for key, weight in weights.items() if key.startswith("down.")}
+        if ranks != {(settings.rank,)}:  # before memory is asked for
+            raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: `rank` {settings.rank}.")
+        return cls(settings, base if isinstance(base, dict) else {}, calibration or None, weights)
+
+    def write(self, folder: str | os.PathLike[str], base_name: str | None) -> None:
+        """Writes the files, which PEFT reads too, each whole or not at all.
+
+        Args:
+            folder: made if it is not there.
+            base_name: folder or Hub id of the base.
+        """
+        config: dict[str, Any] = {
+            "peft_type": PEFT_TYPE,
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_name,
+            "inference_mode": True,
+            "rank": self.settings.rank,
+            "target_modules": list(self.settings.target_modules),
+            "head_width": self.settings.head_width,
+            "base": self.base,
+        }
+        if self.calibration:
+            config["calibration"] = self.calibration
+        folder = Path(folder)
+        weights = {KEY_PREFIX + key: weight for key, weight in self.weights.items()}
+        try:
+            with written_whole(folder / WEIGHTS_NAME) as unfinished:
+                save_file(weights, unfinished, metadata={"format": "pt"})
+        except SafetensorError as error:  # what safetensors raises for a full disk
+            raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
+        write_text(folder / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
+
+
+def read_adapter_config(name: str | os.PathLike[str], **download_options: Any) -> dict[str, Any]:
+    """The adapter_config.json of a folder or Hub id. Raises `OSError` if it is missing or damaged."""
+    path = cached_file(str(name), CONFIG_NAME, **download_options)
+    try:
+        config = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise OSError(f"{str(path)!r} is damaged: {error}.") from error
+    if not isinstance(config, dict):
+        raise OSError(f"{str(path)!r} must hold an object, got {type(config).__name__}.")
+    return config
+
+
+def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
+    """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
+    rank, width, targets = config.get("rank"), config.get("head_width"), config.get("target_modules")
+    names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else None
+    if type(rank) is not int or type(width) is not int or names is None or names != targets:
+        raise ValueError(
+            f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
+            f"got {rank!r}, {width!r} and {targets!r}."
+        )
+    return MaskAdapterSettings(rank, tuple(names), width)
+
+
+def base_of(model: Any) -> dict[str, Any]:
+    """What tells a base from others: its sizes, its mask token, and a digest of some of its weights.
+
+    The digest is of the final norm and of the first embeddings in bfloat16, so that it is the same in every dtype,
+    with a LoRA beside the weights or merged into them, and with quantised layers.
+    """
+    sample = [model.model.norm.weight, model.model.embed_tokens.weight[:64]]
+    digest = hashlib.sha256()
+    for weight in sample:
+        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return {name: getattr(model.config, name) for name in _BASE_FIELDS} | {"weights": digest.hexdigest()[:32]}
+
+
+def check_base(model: Any, base: Mapping[str, Any], *, any_base: bool = False) -> None:
+    """Raises `ValueError` unless `model` is the base that an adapter states."""
+    own = base_of(model)
+    different = [name for name in own if base.get(name) != own[name] and not (any_base and name == "weights")]
+    if not different:
+        return
+    if different == ["weights"]:
+        raise ValueError(
+            "The mask adapter was trained for another model of this shape: the weights differ. Load it into its own "
+            "base, or pass `any_base=True` to `load_mask_adapter` where this is a fine-tuned version of it."
+        )
+    stated = ", ".join(f"{name}: {base.get(name)!r}, not {own[name]!r}" for name in different if name != "weights")
+    raise ValueError(f"The mask adapter belongs to another base than this model ({stated}).")
+
+
+__all__ = ["MaskAdapterSettings", "StoredMaskAdapter"]

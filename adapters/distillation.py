@@ -1,0 +1,239 @@
+"""What a mask adapter learns from: the base's own next-token distributions, at masks behind random cuts.
+
+`B` answers, `L` tokens, `C` cuts, `K` masks after each, `M = C · K` slots of an answer, `N` slots of the batch with a
+target, `P` positions that they predict, `S` candidate tokens, `H` hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ..training.streams import IGNORE_INDEX
+
+MASK_RUNS = "mask_runs"  # the attention implementation of this module
+
+
+@dataclass(frozen=True)
+class MaskRuns:
+    """Who sees whom: runs of K masks, each behind a cut in the memory.
+
+    Attributes:
+        memory: the keys and values of the answers, without a graph.
+        visible: `(B, 1, M, L)`, 0 where a mask sees a memory token and -inf elsewhere.
+        length: K.
+    """
+
+    memory: DynamicCache
+    visible: torch.Tensor
+    length: int
+
+
+def attend_in_runs(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    mask_runs: MaskRuns | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of masks to the memory up to their cut, and to the masks of their run up to themselves.
+
+    Without `mask_runs`, the attention of transformers. No score of two runs is computed, and no gradient of the
+    memory.
+
+    Args:
+        query: `(B, A, M, D)` of A heads.
+        key, value: `(B, A / G, M, D)`.
+
+    Returns:
+        `(B, M, A, D)`, and None in place of the attention weights.
+    """
+    if mask_runs is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    batch, _, slots, width = query.shape
+    layer, length = mask_runs.memory.layers[module.layer_idx], mask_runs.length
+    kv_heads = key.shape[1]
+    query = query * (width**-0.5 if scaling is None else scaling)
+    # (B, kv heads, G, M, D): the queries of a group share their keys.
+    grouped = query.view(batch, kv_heads, -1, slots, width)
+    to_memory = (grouped.flatten(2, 3) @ layer.keys.transpose(-1, -2)).view(*grouped.shape[:-1], -1)
+    in_runs = grouped.reshape(batch, kv_heads, -1, slots // length, length, width)
+    runs = (batch, kv_heads, 1, slots // length, length, width)
+    to_run = in_runs @ key.view(runs).transpose(-1, -2)
+    later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    to_run = to_run.masked_fill(later, float("-inf")).flatten(3, 4)
+    scores = torch.cat([to_memory + mask_runs.visible[:, :, None], to_run], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    on_memory, on_run = weights.split([layer.keys.shape[2], length], dim=-1)
+    output = (on_memory.flatten(2, 3) @ layer.values).view_as(grouped)
+    output = output + (on_run.unflatten(3, (-1, length)) @ value.view(runs)).flatten(3, 4)
+    return output.flatten(1, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(MASK_RUNS, attend_in_runs)
+AttentionMaskInterface.register(MASK_RUNS, sdpa_mask)
+
+
+class MaskDistillation(nn.Module):
+    """A frozen base and its mask adapter as one trainable module.
+
+    The memory, prompt and answer, runs once without a graph; then the masks alone run on its keys and values. Each
+    mask learns the base's distribution of the token at its position (soft cross-entropy), once through the
+    previous-token head, which is given the true token before, and once without it.
+
+    The sum over the vocabulary is estimated: over the likeliest tokens of the base at every position of the batch, and
+    over a random sample of all others, each of which stands for many.
+
+    Args:
+        model: a [`WeDLMForCausalLM`] with a mask adapter.
+        num_masks: K.
+        depth_decay: of the loss weights, which begin at 1: a deep draft counts only if all before it are accepted.
+        plain_weight: of the cross-entropy without the previous-token head.
+        top_tokens: likeliest tokens of the base at each position that are candidates.
+        sampled_tokens: of all others, how many stand for them.
+    """
+
+    accepts_loss_kwargs = True
+
+    depth_weights: torch.Tensor
+
+    def __init__(
+        self,
+        model: Any,
+        num_masks: int = 5,
+        depth_decay: float = 0.85,
+        plain_weight: float = 0.5,
+        top_tokens: int = 16,
+        sampled_tokens: int = 2048,
+    ):
+        super().__init__()
+        self.model: Any = model
+        self.config = model.config
+        self.num_masks = num_masks
+        self.plain_weight = plain_weight
+        self.top_tokens, self.sampled_tokens = top_tokens, sampled_tokens
+        weights = torch.tensor([depth_decay**depth for depth in range(num_masks)])
+        self.register_buffer("depth_weights", weights, persistent=False)
+        model.set_attn_implementation(MASK_RUNS)
+
+    def train(self, mode: bool = True) -> "MaskDistillation":
+        """The base stays in evaluation mode: its distributions are the targets."""
+        super().train(mode)
+        self.model.eval()
+        return self
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cuts: torch.Tensor,
+        labels: torch.Tensor,
+        noise_key: torch.Tensor,
+        num_items_in_batch: torch.Tensor | float | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """The loss of a batch of [`DataCollatorForMaskRuns`].
+
+        Args:
+            num_items_in_batch: what the weighted sum of losses is divided by; default: the sum of the weights.
+
+        Returns:
+            `loss`; and without a graph, of the slots with a target: `correct` and `correct_plain` `(B, C, K)` bool
+            (the likeliest candidate is the base's, with and without the previous-token head), `counted` `(B, C, K)`
+            bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats.
+        """
+        counted = labels != IGNORE_INDEX
+        memory_hidden, memory = self._memory(input_ids)
+        hidden = self._masks(memory, cuts)[counted]
+        # Targets: what the memory row before each mask's position says.
+        before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
+        rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
+        places, of_slot = (rows * input_ids.shape[1] + before)[counted].unique(return_inverse=True)
+        with torch.no_grad():
+            teacher, candidates, shares = self._teacher(memory_hidden.flatten(0, 1)[places], int(noise_key))
+            tokens = input_ids.flatten()
+            tokens = torch.stack([tokens[(places - 1).clamp(min=0)], tokens[places]], dim=1)
+            previous = self.model.get_input_embeddings()(tokens)[of_slot]
+        adapter = self.model.model.mask_adapter
+        states = [hidden] if adapter.head is None else [hidden, adapter.head(hidden, previous)]
+        logits = (torch.cat(states) @ self.model.lm_head.weight[candidates].T).float()
+        log_sums = (logits + shares).logsumexp(-1)
+        targets, likeliest = teacher[of_slot], teacher.argmax(-1)[of_slot]
+        # Σ p (log-sum − logit): the share of the base's mass on candidates counts, which is nearly all of it.
+        losses = [
+            log_sum * targets.sum(-1) - (targets * part).sum(-1)
+            for log_sum, part in zip(log_sums.chunk(len(states)), logits.chunk(len(states)), strict=True)
+        ]
+        correct = [part.argmax(-1) == likeliest for part in logits.detach().chunk(len(states))]
+        weights = self.depth_weights.expand_as(counted)[counted]
+        total = losses[-1] + (self.plain_weight * losses[0] if len(states) > 1 else 0)
+        items = weights.sum() if num_items_in_batch is None else num_items_in_batch
+        grid = torch.zeros_like(counted, dtype=torch.float32)
+        return {
+            "loss": (total * weights).sum() / items,
+            "counted": counted,
+            "correct": torch.zeros_like(counted).masked_scatter_(counted, correct[-1]),
+            "correct_plain": torch.zeros_like(counted).masked_scatter_(counted, correct[0]),
+            "soft_loss": grid.masked_scatter(counted, losses[-1].detach()),
+            "soft_loss_plain": grid.masked_scatter(counted, losses[0].detach()),
+        }
+
+    @torch.no_grad()
+    def _memory(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
+        """Last hidden states `(B, L, H)` of the answers under the base alone, and their keys and values."""
+        memory = DynamicCache(config=self.config)
+        hidden = self.model.model(input_ids=input_ids, past_key_values=memory, use_cache=True).last_hidden_state
+        return hidden, memory
+
+    def _masks(self, memory: DynamicCache, cuts: torch.Tensor) -> torch.Tensor:
+        """Last hidden states of the masks, `(B, C, K, H)`."""
+        batch, runs = cuts.shape
+        slots = runs * self.num_masks
+        positions = (cuts.clamp(min=0)[..., None] + 2 + torch.arange(self.num_masks, device=cuts.device)).flatten(1)
+        dtype = self.model.dtype
+        seen = torch.arange(memory.get_seq_length(), device=cuts.device) <= cuts.clamp(min=0)[..., None]
+        visible = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
+        visible = visible.repeat_interleave(self.num_masks, dim=1)[:, None]
+        embeds = torch.zeros(batch, slots, self.config.hidden_size, dtype=dtype, device=cuts.device)
+        hidden = self.model.model(
+            inputs_embeds=embeds,
+            attention_mask={"full_attention": visible},
+            position_ids=positions,
+            use_cache=False,
+            slot_mask=slots,
+            mask_runs=MaskRuns(memory, visible, self.num_masks),
+        ).last_hidden_state
+        return hidden.unflatten(1, (runs, self.num_masks))
+
+    def _teacher(self, hidden: torch.Tensor, noise_key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The base's distributions at some positions.
+
+        Args:
+            hidden: `(P, H)` last hidden states.
+            noise_key: seed of the sampled candidates.
+
+        Returns:
+            Probabilities `(P, S)`; the candidates `(S,)`; and `(S,)` the logarithm of how many tokens each stands for.
+        """
+        logits = self.model.lm_head(hidden)
+        logits[:, self.config.mask_token_id] = float("-inf")  # never a token of an answer
+        likely = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+        likely[logits.topk(min(self.top_tokens, logits.shape[-1] - 1), sorted=False).indices.flatten()] = True
+        likely[self.config.mask_token_id] = False
+        generator = torch.Generator().manual_seed(noise_key)
+        sampled = torch.randint(logits.shape[-1], (self.sampled_tokens,), generator=generator).to(logits.device)
+        sampled = sampled.unique()
+        sampled = sampled[~likely[sampled] & (sampled != self.config.mask_token_id)]
+        likely = likely.nonzero().flatten()
+        others = logits.shape[-1] - 1 - len(likely)
+        shares = torch.zeros(len(likely) + len(sampled), device=logits.device)
+        if len(sampled):
+            shares[len(likely) :] = torch.tensor(others / len(sampled)).log()
+        candidates = torch.cat([likely, sampled])
+        log_sums = torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(64)])
+        return (logits[:, candidates].float() - log_sums[:, None]).exp(), candidates, shares

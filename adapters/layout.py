@@ -1,0 +1,161 @@
+"""Layout of mask-adapter training (ALGORITHM.md §5): whole answers, random cuts in them, and masks after each cut.
+
+The base's own last row predicts the token right behind a cut, so the masks begin one position further on.
+
+`B` answers of a batch, `L` tokens of the longest, `C` cuts of the one with the most, `K` masks after a cut.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from ..training.streams import IGNORE_INDEX
+from .answers import read_answers
+
+Answer = Mapping[str, Any]
+
+
+def load_answers(path: str | PathLike[str], max_length: int) -> list[Answer]:
+    """The answers of a JSONL file that have at least two tokens and, with their prompt, at most `max_length`.
+
+    Raises:
+        OSError: for a file that cannot be read.
+        ValueError: for a line that is no answer (see [`read_answers`]), and for a file with no answer that fits.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no file of answers {str(path)!r}.")
+    answers: list[Answer] = []
+    for answer in read_answers(Path(path)):
+        prompt, response = len(answer["prompt_ids"]), len(answer["response_ids"])
+        if prompt and response > 1 and prompt + response <= max_length:
+            answers.append(answer)
+    if not answers:
+        raise ValueError(f"{str(path)!r} holds no answer of at least 2 tokens and, with its prompt, {max_length}.")
+    return answers
+
+
+class AnswerBatches(Dataset):
+    """Batches of answers of similar length, as a map-style dataset: an item is a whole batch of bounded size.
+
+    Which answers share a batch is a function of the answers and the seed alone.
+
+    Args:
+        answers: see [`load_answers`].
+        batch_slots: about how many masks a batch holds.
+        cut_stride: response tokens for each cut.
+        num_masks: K.
+        seed: of the batches.
+    """
+
+    def __init__(self, answers: Sequence[Answer], batch_slots: int, cut_stride: int, num_masks: int, seed: int):
+        self.answers = answers
+        generator = torch.Generator().manual_seed(seed)
+        jitter = (torch.rand(len(answers), generator=generator) * 16).tolist()
+        order = sorted(
+            range(len(answers)),
+            key=lambda index: len(answers[index]["response_ids"]) + jitter[index],
+        )
+        self.batches: list[list[int]] = [[]]
+        for index in order:
+            # Rows are padded to the longest, which comes last.
+            cuts = count_cuts(answers[index], cut_stride)
+            if self.batches[-1] and (len(self.batches[-1]) + 1) * cuts * num_masks > batch_slots:
+                self.batches.append([])
+            self.batches[-1].append(index)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> list[Answer]:
+        return [self.answers[member] for member in self.batches[index]]
+
+    def digest(self) -> str:
+        """Of all batches: two of these are the same where their digests are."""
+        digest = hashlib.blake2b(digest_size=16)
+        for batch in self.batches:
+            tokens = [[self.answers[member][part] for part in ("prompt_ids", "response_ids")] for member in batch]
+            digest.update(json.dumps(tokens).encode())
+        return digest.hexdigest()
+
+
+def count_cuts(answer: Answer, cut_stride: int) -> int:
+    """How many cuts an answer gets: one for every `cut_stride` tokens that a mask can predict."""
+    return -(-(len(answer["response_ids"]) - 1) // cut_stride)
+
+
+@dataclass
+class DataCollatorForMaskRuns:
+    """Random cuts, and the tokens that the masks after them must predict.
+
+    The response is divided into stretches of `cut_stride` tokens, and each gets one cut, drawn uniformly. Where a cut
+    falls is a function of (seed, epoch, tokens of the answer) alone: batches, workers and processes change nothing.
+
+    Args:
+        pad_token_id: fills the rows.
+        num_masks: K.
+        cut_stride: response tokens for each cut.
+        seed: of the cuts.
+    """
+
+    pad_token_id: int
+    num_masks: int
+    cut_stride: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # data workers see it change
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws other cuts from now on."""
+        self._epoch.fill_(epoch)
+
+    def __call__(self, batches: Sequence[Sequence[Answer]]) -> dict[str, torch.Tensor]:
+        """Lays out answers.
+
+        Returns:
+            `input_ids` `(B, L)`, right-padded; `cuts` `(B, C)`: position of the last token that the masks of a run
+            see, -1 for none; `labels` `(B, C, K)`: the token at each mask's position, from the second behind the cut
+            on, -100 behind the answer's end;
+            `noise_key`, a scalar for further noise of this batch.
+        """
+        answers = [answer for batch in batches for answer in batch]
+        tokens = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in answers]
+        keys = [self._key(row) for row in tokens]
+        length = max(len(row) for row in tokens)
+        width = max(count_cuts(answer, self.cut_stride) for answer in answers)
+        input_ids = torch.full((len(tokens), length), self.pad_token_id)
+        padded = torch.full((len(tokens), length + self.num_masks + 1), IGNORE_INDEX)
+        cuts = torch.full((len(tokens), width), -1)
+        for index, (answer, row, key) in enumerate(zip(answers, tokens, keys, strict=True)):
+            input_ids[index, : len(row)] = row
+            padded[index, : len(row)] = row
+            drawn = self._cuts(len(answer["prompt_ids"]), len(row), key)
+            cuts[index, : len(drawn)] = drawn
+        positions = cuts[..., None] + 2 + torch.arange(self.num_masks)
+        labels = padded.gather(1, positions.clamp(min=0).flatten(1)).view_as(positions)
+        return {
+            "input_ids": input_ids,
+            "cuts": cuts,
+            "labels": labels.masked_fill(cuts[..., None] < 0, IGNORE_INDEX),
+            "noise_key": torch.tensor(sum(keys) % 2**62),
+        }
+
+    def _cuts(self, prompt_length: int, length: int, key: int) -> torch.Tensor:
+        """One cut in each stretch of the response; the last token of the prompt is the first place for one."""
+        generator = torch.Generator().manual_seed(key)
+        starts = torch.arange(prompt_length - 1, length - 2, self.cut_stride)
+        sizes = (length - 2 - starts).clamp(max=self.cut_stride)
+        return starts + (torch.rand(len(starts), generator=generator) * sizes).long()
+
+    def _key(self, tokens: torch.Tensor) -> int:
+        """A key of (seed, epoch, tokens)."""
+        epoch, seed = int(self._epoch).to_bytes(8, "little"), str(self.seed).encode()
+        content: Any = tokens.numpy().tobytes()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=7, salt=epoch, key=seed).digest(), "little")

@@ -1,0 +1,70 @@
+"""The model card that `wedlm adapt` writes beside an adapter: what it is, how to use it, what was measured."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..modeling_wedlm.card import is_hub_id, provenance, render
+
+
+def model_card(
+    base: str,
+    converted: str | None,
+    adapter: str,
+    facts: dict[str, Any],
+    log: Sequence[dict[str, Any]],
+    table: dict[str, Any],
+    figure: str | None = None,
+) -> str:
+    """The text of a model card (README.md), in Markdown.
+
+    Args:
+        base: what the adapter was trained for.
+        converted: folder of the WeDLM checkpoint made of it; `None` where the base is one.
+        adapter: folder of the adapter.
+        facts: what it was trained on and for how long, and `is_chat`, whether the base has a chat template.
+        log: entries of the training log.
+        table: what was measured: `caption`, `columns` and `rows`; may be empty.
+        figure: name of the file with the acceptance curve, if it was drawn.
+    """
+    _, stated = provenance(base)
+    metadata = {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "base_model": base if is_hub_id(base) else None,  # the Hub links to ids
+        "tags": ["mask-adapter"],
+        **stated,
+    }
+    name = base if is_hub_id(base) else Path(base).stem
+    template = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
+    made: dict[str, Any] = {"curve": acceptance_table(log), "figure": figure, "table": table, **facts}
+    return render(
+        template, metadata, name=name, base=base, converted=converted, adapter=adapter, repr=json.dumps, **made
+    )
+
+
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """The lines of a training log, without those that a full disk or a kill has cut off."""
+    entries = []
+    for line in log.read_bytes().splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries
+
+
+def acceptance_table(log: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Tokens per forward against trained mask rows: `columns` and `rows` of a table, of the log's evaluations."""
+    prefix = "eval_tokens_per_forward_branch_"
+    entries = {entry["mask_rows"]: entry for entry in log if f"{prefix}1" in entry}.values()
+    names = {name.removeprefix(prefix) for entry in entries for name in entry if name.startswith(prefix)}
+    drafts = sorted(int(name) for name in names if name.isdigit())
+    return {
+        "columns": ["mask rows", *(f"{count} draft{'s' * (count > 1)}" for count in drafts)],
+        "rows": [
+            [f"{entry['mask_rows']:,}", *(f"{entry[prefix + str(count)]:.2f}" for count in drafts)]
+            for entry in entries
+        ],
+    }

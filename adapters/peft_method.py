@@ -1,0 +1,164 @@
+"""Mask adapters as a PEFT method: `PeftModel.from_pretrained(base, adapter)`, and saving and uploading by PEFT.
+
+PEFT alone does not know the method, so it refuses such an adapter: no other library applies one to rows that are not
+masks. [`register`] makes it known; a WeDLM model does so itself, wherever PEFT is imported.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NoReturn
+
+from peft import PeftConfig, PeftModel
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import nn
+
+from ..generation.branch_pacing import check_calibration
+from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
+from .mask_adapter import MaskAdapterMixin
+
+
+class MaskAdapterPeftType(str, Enum):
+    """PEFT looks methods up by members like this one; its own enumeration cannot be extended."""
+
+    MASK_ADAPTER = PEFT_TYPE
+
+
+@dataclass
+class MaskAdapterConfig(PeftConfig):
+    """The adapter_config.json of a mask adapter, see [`MaskAdapterSettings`]; `base` is what tells its base, and
+    `calibration` how often its drafts pass."""
+
+    rank: int = 64
+    target_modules: list[str] = field(default_factory=lambda: ["o_proj", "down_proj"])
+    head_width: int = 640
+    base: dict[str, Any] = field(default_factory=dict)
+    calibration: dict[str, list[float]] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = MaskAdapterPeftType.MASK_ADAPTER
+        self.task_type = "CAUSAL_LM"
+
+
+class MaskAdapterTuner(BaseTuner):
+    """Puts the mask adapter into a WeDLM model, which runs it; there is one at a time.
+
+    It acts on slots alone, so it may stand beside a LoRA on all rows, or be put on a `PeftModel` that has one.
+    """
+
+    prefix = "mask_adapter."
+    tuner_layer_cls = BaseTunerLayer
+    target_module_mapping: dict[str, list[str]] = {}
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Adds the adapter. Raises `ValueError` for a model that is no WeDLM model or not the adapter's base."""
+        config: Any = self.peft_config[adapter_name]
+        owner = _owner(model)
+        if config.base:
+            check_base(owner, config.base)
+        else:
+            config.base = base_of(owner)
+        trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
+        adapter = owner.add_mask_adapter(
+            MaskAdapterSettings(config.rank, tuple(config.target_modules), config.head_width)
+        )
+        if config.calibration:
+            check_calibration(config.calibration)
+            adapter.calibration = config.calibration
+        if config.inference_mode:
+            adapter.to(owner.dtype).requires_grad_(False)
+            if isinstance(model, PeftModel):
+                for name, parameter in owner.named_parameters():
+                    parameter.requires_grad_(name in trained)  # its LoRA may be in training
+
+    def unload(self) -> nn.Module:
+        """Takes the adapter away and returns the base."""
+        _owner(self.model).unload_mask_adapter()
+        return self.model
+
+    def delete_adapter(self, adapter_name: str) -> None:
+        """Takes the adapter away."""
+        del self.peft_config[adapter_name]
+        self.active_adapter = []
+        self.unload()
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """There is one adapter, which is always the active one."""
+        self.active_adapter = adapter_name
+
+    def enable_adapter_layers(self) -> None:
+        """Lets the model use the adapter again."""
+        _owner(self.model).model.mask_adapter.is_enabled = True
+
+    def disable_adapter_layers(self) -> None:
+        """The model decodes as if it had no adapter."""
+        _owner(self.model).model.mask_adapter.is_enabled = False
+
+    def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
+        """Raises `ValueError`: see [`merge_and_unload`]."""
+        _refuse_merging()
+
+    def merge_and_unload(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises `ValueError`: merged into the weights, the updates would act on real rows too."""
+        _refuse_merging()
+
+    def unmerge_adapter(self) -> None:
+        """Nothing was merged."""
+
+    # What PEFT saves and loads: the adapter's own state dict, without the adapter's name in the keys.
+
+    @classmethod
+    def _get_adapter_state_dict(  # type: ignore[override]
+        cls, model: Any, state_dict: dict[str, Any], **kwargs: Any
+    ) -> dict[str, Any]:
+        return {KEY_PREFIX + name: state_dict[key] for key, name in _keys(state_dict)}
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        return key
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(  # type: ignore[override]
+        cls, model: Any, state_dict: dict[str, Any], **kwargs: Any
+    ) -> Any:
+        places = {name: key for key, name in _keys(model.state_dict())}
+        return {places.get(key.removeprefix(KEY_PREFIX), key): value for key, value in state_dict.items()}
+
+    # What PEFT asks of methods that replace layers.
+
+    def _create_and_replace(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _mark_only_adapters_as_trainable(self, model: nn.Module) -> None: ...
+
+
+def _keys(state_dict: dict[str, Any]) -> list[tuple[str, str]]:
+    """Keys of a state dict that belong to a mask adapter, and their names in it."""
+    marker = "model.mask_adapter."
+    return [(key, key.rpartition(marker)[2]) for key in state_dict if marker in key]
+
+
+def _owner(model: nn.Module) -> Any:
+    """The WeDLM model in `model`, which may be a `PeftModel` around it."""
+    for module in model.modules():
+        if isinstance(module, MaskAdapterMixin) or hasattr(type(module), "add_mask_adapter"):
+            return module
+    raise ValueError(
+        f"A mask adapter needs a WeDLM model, which knows the rows that are masks; got {type(model).__name__}. "
+        "Convert the base with `wedlm_hf.convert` first."
+    )
+
+
+def _refuse_merging() -> NoReturn:
+    raise ValueError(
+        "A mask adapter cannot be merged: it acts on mask rows alone, and in the base's weights it would act on every "
+        "row and change the model's answers. Keep it beside the base; merge other adapters before it is loaded."
+    )
+
+
+def register() -> None:
+    """Makes PEFT know mask adapters; calling it again changes nothing."""
+    method = MaskAdapterPeftType.MASK_ADAPTER
+    PEFT_TYPE_TO_CONFIG_MAPPING[method] = MaskAdapterConfig  # type: ignore[index]
+    PEFT_TYPE_TO_TUNER_MAPPING[method] = MaskAdapterTuner  # type: ignore[index]
+    PEFT_TYPE_TO_PREFIX_MAPPING[method] = MaskAdapterTuner.prefix  # type: ignore[index]

@@ -1,0 +1,1 @@
+"""What every command shares: files of prompts, and the line that shows progress."""

@@ -1,0 +1,377 @@
+"""`model.generate(..., strategy="wedlm")`: how parallel decoding plugs into transformers' `generate`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation import (
+    GenerationConfig,
+    GenerationMode,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+)
+
+from .branch_pacing import MOST_DRAFTS, BranchPacer, DraftRecord
+from .branches import BranchRule
+from .cache import WindowCache
+from .decoding import DENSE_MASK_ATTENTION, ParallelDecoder
+from .pacing import WindowPacer, default_slot_cost
+from .request import DecodingRequest, decoding_request, mask_length
+from .rules import BlockRule, FillRule, VerifyRule
+from .sampling import TokenSampler
+from .scores import ScoreRecorder
+from .settings import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
+from .stats import StatsRecorder, TraceRecorder, WeDLMGenerateOutput
+from .step_times import StepTimes, step_clock
+from .streaming import TokenStream
+
+# Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
+REFUSED_OPTIONS = {
+    "cache_implementation": (None, "static", "dynamic"),
+    "guidance_scale": (None, 1, 1.0),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "prefill_chunk_size": (None,),
+    "remove_invalid_values": (None, False),
+    "use_cache": (None, True),
+}
+
+# The parent's loops in place of which parallel decoding runs.
+LOOP_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+# What `generate` hands on that is used here, or refused with a message of its own.
+USED_INPUTS = set(
+    "attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states past_key_values position_ids "
+    "tokenizer use_cache".split()
+)
+
+
+class WeDLMGenerationMixin(GenerationMixin):
+    """[`GenerationMixin`] whose `generate` takes the fields of [`WeDLMGenerationSettings`] as keywords.
+
+    With `strategy="ar"` (the default) everything is the parent's. Otherwise greedy decoding and sampling run
+    [`ParallelDecoder`], with the parent's preparation of inputs, lengths, processors and stopping criteria;
+    `return_dict_in_generate=True` returns a [`WeDLMGenerateOutput`]. What cannot be honoured is refused before any
+    forward.
+    """
+
+    def _extract_generation_mode_kwargs(
+        self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
+    ) -> dict[str, Any]:
+        if custom_generate is not None and kwargs.get("strategy") not in (None, "ar"):
+            raise ValueError(
+                f"`custom_generate` brings a loop of its own: leave `strategy={kwargs['strategy']!r}` out beside it."
+            )
+        return super()._extract_generation_mode_kwargs(custom_generate, kwargs, *args, **more)
+
+    def _prepare_generation_config(
+        self: Any, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        ours = {name: kwargs.pop(name) for name in SETTING_NAMES if name in kwargs}
+        passed = {name for name in SETTING_NAMES if getattr(generation_config, name, None) is not None}
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
+        if generation_config.is_assistant:
+            if ours.get("strategy") not in (None, "ar"):
+                raise ValueError(f"An assistant decodes as AR: leave `strategy={ours['strategy']!r}` out.")
+            ours["strategy"] = "ar"  # whatever is stored: the model it assists asks for AR drafts
+        for name, value in ours.items():
+            setattr(generation_config, name, value)
+        # What a checkpoint stores of the window was chosen for the decoder that it stores.
+        stored = getattr(self.generation_config, "verification", None) or "none"
+        if (getattr(generation_config, "verification", None) or "none") != stored:
+            for name in WINDOW_SETTINGS - ours.keys() - passed:
+                setattr(generation_config, name, None)
+        settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
+        if settings.strategy == "ar":
+            for name in ours.keys() - {"strategy", "mask_token_id"}:
+                if ours[name] not in (None, "none", False):
+                    raise ValueError(
+                        f"`{name}={ours[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too."
+                    )
+        else:
+            if ours.get("adaptive_window") and settings.strategy == "block":  # a stored one is for other calls
+                raise ValueError(
+                    "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have "
+                    "one size."
+                )
+            _check_options(settings.strategy, generation_config)
+            cache = model_kwargs.get("past_key_values")
+            if cache is not None and not isinstance(cache, WindowCache):
+                raise ValueError(
+                    "Parallel decoding needs a `WindowCache`: pass the `past_key_values` that an earlier call "
+                    f"returned, or `WindowCache()`; got {type(cache).__name__}."
+                )
+        return generation_config, model_kwargs
+
+    def _validate_generation_mode(
+        self: Any, generation_mode: GenerationMode, generation_config: GenerationConfig, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._validate_generation_mode(generation_mode, generation_config, *args, **kwargs)  # type: ignore[misc]
+        strategy = getattr(generation_config, "strategy", None) or "ar"
+        if strategy != "ar" and generation_mode not in LOOP_MODES:
+            raise ValueError(
+                f"`strategy={strategy!r}` decodes greedily or by sampling, but the other options ask for "
+                f"{generation_mode.value.replace('_', ' ')} (num_beams={generation_config.num_beams}). "
+                "Leave them out or use `strategy='ar'`."
+            )
+
+    def _prepare_cache_for_generation(
+        self: Any,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: GenerationMode,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if generation_mode not in LOOP_MODES and isinstance(model_kwargs.get("past_key_values"), WindowCache):
+            raise ValueError(
+                "Greedy decoding and sampling can use a `WindowCache`, but the options ask for "
+                f"{generation_mode.value.replace('_', ' ')}, which would not ask whose tokens it holds: leave "
+                "`past_key_values` out."
+            )
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)  # type: ignore[misc]
+
+    def _sample(
+        self: Any,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
+        if settings.strategy == "ar":
+            inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+            with _ar_call(input_ids, generation_config, model_kwargs) as remember:
+                return remember(super()._sample(*inputs, **model_kwargs))  # type: ignore[misc]
+        cache = model_kwargs.get("past_key_values")
+        if not isinstance(cache, WindowCache):
+            cache = WindowCache()  # in place of the one that `generate` made
+        is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
+        _check_inputs(self, settings.strategy, input_ids.shape[0], is_static, logits_processor, model_kwargs)
+        request = decoding_request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)
+        compiled = None
+        if is_static:
+            compiled = self._fixed_shape_forward(cache, request, settings, generation_config, model_kwargs)
+        rule = _rule(self, settings, logits_processor, generation_config, request, is_static)
+        with cache.rolled_back():
+            decoder = ParallelDecoder(
+                model=self,
+                request=request,
+                rule=rule,
+                cache=cache,
+                compiled=compiled,
+                go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
+            )
+            return _decode(decoder, settings, generation_config, streamer)
+
+    def _fixed_shape_forward(
+        self: Any,
+        cache: WindowCache,
+        request: DecodingRequest,
+        settings: WeDLMGenerationSettings,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> Callable[..., Any]:
+        """Makes room in the cache for all that this call can need: the prompt, the answer, and the windows at its end.
+        Returns the model, compiled where transformers would compile it."""
+        length = max(map(len, request.prompts)) + request.limit
+        prepared = model_kwargs["past_key_values"]
+        if prepared is not cache:
+            # Transformers' own is as long as the longest call so far, or as `max_cache_len` asks: one shape for all.
+            length = max(length, 1 + max(layer.max_cache_len for layer in prepared.layers))
+        cache.capacity = max(length + 2 * min(settings.window_size, request.limit), cache.capacity or 0)
+        if self._valid_auto_compile_criteria(model_kwargs, generation_config):
+            return self.get_compiled_call(generation_config.compile_config)
+        return self.__call__
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """The parent's, with our settings in generation_config.json."""
+        generation_config: Any = getattr(self, "generation_config", None)
+        if generation_config is not None:
+            # Before any file is written; transformers would find out with half of them there.
+            generation_config.validate(strict=True)
+            WeDLMGenerationSettings.from_generation_config(generation_config, self.config)  # type: ignore[attr-defined]
+            # With this flag, which a config derived from the model's carries, reloading would drop our fields.
+            generation_config._from_model_config = None
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+
+def _check_options(strategy: str, generation_config: GenerationConfig) -> None:
+    """Raises `ValueError` for an option that parallel decoding cannot honour."""
+    for option, harmless in REFUSED_OPTIONS.items():
+        if (value := getattr(generation_config, option, None)) not in harmless:
+            raise ValueError(
+                f"`{option}={value!r}` is not supported with `strategy={strategy!r}`: "
+                f"pass `{option}={harmless[-1]!r}` or `strategy='ar'`."
+            )
+
+
+@contextmanager
+def _ar_call(
+    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Iterator[Callable[[Any], Any]]:
+    """AR decoding on a [`WindowCache`], if that is what it runs on: the cache must belong to the prompt, learns the
+    tokens that were appended (yields a function that tells it, and returns the call's output), and is rolled back if
+    the call fails. Raises `ValueError` for padded prompts, and for a mask of another length than cache and prompt."""
+    cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
+    if not isinstance(cache, WindowCache):
+        yield lambda output: output
+        return
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.all()):
+        raise ValueError("AR decoding goes on from a `WindowCache` only without padding in the prompts.")
+    prompts = input_ids if embeds is None else input_ids.new_full(embeds.shape[:2], -1)
+    # The mask may say that only new tokens are handed on.
+    length, given, held = mask_length(generation_config, model_kwargs), prompts.shape[1], cache.get_seq_length()
+    is_whole = length in (None, given)
+    if not is_whole and length != held + given:
+        raise ValueError(
+            f"`attention_mask` is {length} tokens long, but there are {given} in the prompt and {held} in the cache: "
+            "it must cover the prompt, or both where the prompt is only what follows the cache."
+        )
+    with cache.rolled_back():
+        cache.open(prompts.tolist() if is_whole else None, input_ids.device)
+
+        def remember(output: Any) -> Any:
+            if embeds is None and is_whole:
+                cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+            return output
+
+        yield remember
+
+
+def _check_inputs(
+    model: Any,
+    strategy: str,
+    batch_size: int,
+    is_static: bool,
+    processors: LogitsProcessorList,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Raises `ValueError` for what parallel decoding cannot do with this model and these inputs."""
+    unused = {name for name, value in model_kwargs.items() if value is not None} - USED_INPUTS
+    if unused:
+        raise ValueError(f"`strategy={strategy!r}` has no use for the inputs {sorted(unused)}: leave them out.")
+    if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        raise ValueError(
+            "The model's `prepare_inputs_for_generation` was replaced (PEFT does so for prompt and prefix tuning), "
+            f"but `strategy={strategy!r}` prepares its inputs by itself: use `strategy='ar'`."
+        )
+    if is_static and getattr(model, "has_mask_adapter", False):
+        raise ValueError(
+            "A mask adapter decodes with masks of varying number, which a static cache has no room for: leave "
+            "`cache_implementation='static'` out."
+        )
+    implementation = model.config._attn_implementation
+    if (batch_size > 1 or is_static) and implementation not in DENSE_MASK_ATTENTION:
+        raise ValueError(
+            f"Attention implementation {implementation!r} cannot decode rows of different lengths together, nor with "
+            f"a static cache: load the model with one of {DENSE_MASK_ATTENTION}, or generate one prompt at a time, "
+            "without `cache_implementation='static'`."
+        )
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "Gradient checkpointing in training mode leaves no cache to decode with: call `model.eval()`."
+        )
+    if batch_size > 1 and any(isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in processors):
+        raise ValueError(
+            "SynthID watermarking keeps a state that all rows advance together, but here rows advance at paces of "
+            "their own: generate one sequence at a time or use `strategy='ar'`."
+        )
+
+
+def _rule(
+    model: Any,
+    settings: WeDLMGenerationSettings,
+    processors: LogitsProcessorList,
+    generation_config: GenerationConfig,
+    request: DecodingRequest,
+    is_static: bool,
+) -> FillRule:
+    """How slots are decided, and how many there are. Raises `ValueError` for processors that cannot be honoured
+    unverified."""
+    is_verified = settings.verification != "none"
+    has_branches = is_verified and getattr(model, "has_mask_adapter", False)
+    largest = min(settings.window_size, request.limit)
+    sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
+    if not is_verified:
+        sampler.check_out_of_order()
+    slot_cost = settings.slot_cost
+    if slot_cost is None:
+        slot_cost = default_slot_cost(request.prompt_ids.device.type)
+    if has_branches:
+        branches = _branch_pacer(model, settings, request, slot_cost)
+        return BranchRule(settings, sampler, request.end_tokens, branches, model)
+    pacer = WindowPacer(
+        largest=largest,
+        slot_cost=slot_cost,
+        is_adaptive=settings.is_adaptive and not is_static,
+        rows=len(request.prompts),
+    )
+    rule = VerifyRule if is_verified else BlockRule if settings.strategy == "block" else FillRule
+    return rule(settings, sampler, request.end_tokens, pacer)
+
+
+def _branch_pacer(
+    model: Any, settings: WeDLMGenerationSettings, request: DecodingRequest, slot_cost: float
+) -> BranchPacer:
+    """How many drafts and masks. What was learned of a model stays with it, where times are measured."""
+    # "typical" keeps other drafts if others are checked: nothing there may depend on a clock.
+    is_timed = settings.verification == "exact" and settings.slot_cost is None
+    record = getattr(model, "_draft_record", None)
+    device = request.prompt_ids.device
+    key = str(device), model.dtype
+    if not is_timed or record is None or record.key != key:
+        times = StepTimes(slot_cost, step_clock(device.type) if is_timed else None)
+        record = DraftRecord.begin(times, key, model.model.mask_adapter.calibration)
+        if is_timed:
+            model._draft_record = record
+    return BranchPacer(
+        largest=min(settings.window_size, MOST_DRAFTS),
+        record=record,
+        rows=len(request.prompts),
+        is_chain=model.config._attn_implementation not in DENSE_MASK_ATTENTION,
+        is_adaptive=settings.adaptive_window is not False,
+    )
+
+
+def _decode(
+    decoder: ParallelDecoder, settings: WeDLMGenerationSettings, generation_config: GenerationConfig, streamer: Any
+) -> torch.Tensor | WeDLMGenerateOutput:
+    """Decodes, and returns what the call asks for."""
+    request, is_dict = decoder.request, generation_config.return_dict_in_generate
+    is_kept = {
+        "log_probs": settings.verification != "none",
+        "scores": generation_config.output_scores,
+        "logits": generation_config.output_logits,
+    }
+    stats = StatsRecorder(decoder.rows)
+    scores = ScoreRecorder(request.mask_token_id, [name for name in is_kept if is_kept[name] and is_dict])
+    trace = TraceRecorder(request.mask_token_id)
+    observers = [stats.observe, scores.observe]
+    if settings.output_trace:
+        observers.append(trace.observe)
+    if streamer is not None:
+        stream = TokenStream(streamer, decoder.rows, request.pad_token_id, request.mask_token_id)
+        observers.append(stream.observe)
+    sequences = torch.cat([request.prompt_ids, decoder.run(observers)], dim=1)
+    if streamer is not None:
+        streamer.end()
+    if not is_dict:
+        return sequences
+    counts = stats.stats
+    output = WeDLMGenerateOutput(
+        sequences=sequences,  # type: ignore[arg-type]
+        past_key_values=decoder.cache,
+        stats=counts,
+        **scores.output(counts.new_tokens, request.pad_token_id),
+    )
+    if settings.output_trace:
+        output.trace, output.step_map = trace.steps, trace.step_map(counts.new_tokens)
+    return output

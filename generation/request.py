@@ -1,0 +1,128 @@
+"""What to decode: a `generate` call's prompts, lengths and end tokens.
+
+`B` rows, `P` columns of the prompts, `H` hidden size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
+
+from .cache import WindowCache
+from .settings import WeDLMGenerationSettings
+
+
+@dataclass(frozen=True)
+class DecodingRequest:
+    """What to decode, and to which end.
+
+    Attributes:
+        prompts: each row's tokens, without padding; -1 behind embeddings.
+        limit: new tokens allowed, at least 1.
+        end_tokens: tokens that end a row.
+        mask_token_id: M.
+        pad_token_id: stands after a row's end in the output.
+        stopping_criteria: those beyond end tokens and length; asked after each token, as if they had come one by one.
+        prompt_ids: `(B, P')` int64, the padded prompts as processors and stopping criteria see them.
+        prompt_embeds: `(B, P, H)`, left-padded, instead of the prompts' tokens; needs an empty cache.
+    """
+
+    prompts: list[list[int]]
+    limit: int
+    end_tokens: frozenset[int]
+    mask_token_id: int
+    pad_token_id: int
+    stopping_criteria: StoppingCriteriaList
+    prompt_ids: torch.Tensor
+    prompt_embeds: torch.Tensor | None
+
+
+def decoding_request(
+    model: Any,
+    input_ids: torch.Tensor,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    settings: WeDLMGenerationSettings,
+    model_kwargs: dict[str, Any],
+) -> DecodingRequest:
+    """What to decode. Lengths and end tokens come from the criteria, as in AR decoding: a caller's own
+    `MaxLengthCriteria` replaces `max_length`, and so on."""
+    limits, ends, others = [], [], StoppingCriteriaList()
+    for criterion in stopping_criteria:
+        if isinstance(criterion, MaxLengthCriteria):
+            limits.append(criterion.max_length)
+        elif isinstance(criterion, EosTokenCriteria):
+            ends += criterion.eos_token_id.tolist()
+        else:
+            others.append(criterion)
+    pad_token = generation_config._pad_token_tensor
+    assert settings.mask_token_id is not None
+    return DecodingRequest(
+        prompts=_prompts(input_ids, generation_config, model_kwargs, model.config.max_position_embeddings),
+        limit=max(1, min(limits) - input_ids.shape[1]),
+        end_tokens=frozenset(ends),
+        mask_token_id=settings.mask_token_id,
+        pad_token_id=0 if pad_token is None else int(pad_token),
+        stopping_criteria=others,
+        prompt_ids=input_ids.long(),
+        prompt_embeds=model_kwargs.get("inputs_embeds"),
+    )
+
+
+def mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:
+    """The width of the caller's attention mask, `None` where there was none. Newer versions of transformers drop one
+    that is all ones, and note its width."""
+    mask = model_kwargs.get("attention_mask")
+    return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+
+
+def _prompts(
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    max_position_embeddings: int,
+) -> list[list[int]]:
+    """The prompts' tokens, without padding; -1 behind embeddings. Raises `ValueError` for what cannot be decoded."""
+    embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get("past_key_values")
+    if embeds is not None and isinstance(cache, WindowCache) and any(cache.lengths):
+        raise ValueError(
+            "Nothing tells whether a cache belongs to `inputs_embeds`: pass an empty one, or `input_ids`; got "
+            f"{cache.lengths} cached tokens."
+        )
+    prompt_ids = input_ids if embeds is None else input_ids.new_full(embeds.shape[:2], -1)
+    mask, width = model_kwargs.get("attention_mask"), mask_length(generation_config, model_kwargs)
+    if mask is None:
+        mask = prompt_ids.new_ones(len(prompt_ids), prompt_ids.shape[1] if width is None else width)
+    mask = mask.bool()
+    _check_prompt_mask(mask, prompt_ids.shape, max_position_embeddings)
+    position_ids = model_kwargs.get("position_ids")
+    expected = mask.cumsum(1) - 1
+    if position_ids is not None and (
+        position_ids.shape[-1] != mask.shape[1] or not bool(((position_ids == expected) | ~mask).all())
+    ):
+        raise ValueError("Parallel decoding counts positions from each row's first token: leave `position_ids` out.")
+    return [row_ids[row_mask].tolist() for row_ids, row_mask in zip(prompt_ids, mask, strict=True)]
+
+
+def _check_prompt_mask(mask: torch.Tensor, shape: torch.Size, max_position_embeddings: int) -> None:
+    """Raises `ValueError` unless all rows are left-padded, hold a token and fit into the model's context."""
+    if mask.shape != shape:
+        raise ValueError(
+            f"`attention_mask` must have the shape of `input_ids`, got {tuple(mask.shape)} and {tuple(shape)}."
+        )
+    lengths = mask.sum(1)
+    if not bool(lengths.all()):
+        row = int(lengths.argmin())
+        raise ValueError(f"The prompt of row {row} is empty: parallel decoding needs at least one token.")
+    has_gap = (mask[:, :-1] & ~mask[:, 1:]).any(1)
+    if bool(has_gap.any()):
+        raise ValueError(
+            f"The prompts must be left-padded, but row {int(has_gap.nonzero()[0])} has padding after a token: set "
+            "`tokenizer.padding_side = 'left'`."
+        )
+    if int(lengths.max()) >= max_position_embeddings:
+        raise ValueError(
+            f"The prompt of row {int(lengths.argmax())} has {int(lengths.max())} tokens, but the model's context is "
+            f"{max_position_embeddings} (`max_position_embeddings`)."
+        )

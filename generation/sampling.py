@@ -1,0 +1,279 @@
+"""Which token to choose: logits processors, then argmax or a draw.
+
+`A` rows in use, `M` slots of a row, `V` vocabulary, `B` rows of the call.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.generation import logits_process as transformers_processors
+
+from .selection import token_entropy
+from .window import PhysicalOrder, Row
+
+# Processors that look at the scores alone.
+SCORE_PROCESSORS = (
+    "EpsilonLogitsWarper EtaLogitsWarper InfNanRemoveLogitsProcessor LogitNormalization MinPLogitsWarper "
+    "SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper "
+    "TypicalLogitsWarper"
+).split()
+# Those of them that work on some tokens' scores as on all.
+SHORTLIST_PROCESSORS = "MinPLogitsWarper TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper".split()
+# Processors that look at the scores and at how long the sequence is, not at what it holds.
+LENGTH_PROCESSORS = (
+    "ExponentialDecayLengthPenalty ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor "
+    "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor SuppressTokensAtBeginLogitsProcessor"
+).split()
+# Processors that need the tokens before the position they score, but not to know which row of the batch it is in.
+PREFIX_PROCESSORS = "NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor".split()
+# Likeliest tokens that have noise of their own; what is behind them is rarely drawn.
+SHORTLIST = 64
+
+
+def _is_any(processor: object, names: list[str]) -> bool:
+    return type(processor) in {getattr(transformers_processors, name, None) for name in names}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for each slot.
+
+    Attributes:
+        tokens: `(A, M)` int64; -1 where there was nothing to choose from, arbitrary where nothing was to choose.
+        scores: `(A, M, V)` float32, processed; where nothing was to choose, arbitrary.
+        mask_logits: `(A, M)` float32, the raw logits of MASK, which counts as −∞ in the others.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    mask_logits: torch.Tensor
+
+
+class PositionNoise:
+    """Exponential noise, a function of a row, a position of its answer and a token.
+
+    argmax p / E with E ~ Exp(1) has the law p. Since a position's noise does not depend on how often, beside what or
+    in which order it was asked for, neither do verified samples: a seed gives the text that it gives with W = 0.
+
+    Args:
+        batch_size: B.
+        device: of the noise.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device):
+        self.seeds = torch.randint(2**63 - 1, (batch_size,)).to(device)  # from torch's global seed
+
+    def at(self, rows: list[int], offsets: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Noise `(A, M, S)` float32.
+
+        Args:
+            rows: the call's row that each entry is.
+            offsets: `(A, M)` int64, positions.
+            tokens: `(A, M, S)` int64, or what else is to be told apart at a position.
+        """
+        seeds = self.seeds[torch.tensor(rows, device=offsets.device)]
+        bits = _split_mix(_split_mix(seeds[:, None], offsets)[..., None], tokens)
+        uniform = ((bits >> 11 & 2**53 - 1).float() + 0.5) * 2.0**-53
+        return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
+
+
+def _split_mix(seed: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Random bits, int64: number `index` of the sequence that SplitMix64 gives for `seed` (Steele, Lea and Flood,
+    2014, Figure 17)."""
+    z = seed + (index + 1) * (0x9E3779B97F4A7C15 - 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
+    return z ^ (z >> 31 & 2**33 - 1)
+
+
+@dataclass
+class TokenSampler:
+    """Chooses tokens: logits processors in transformers' order, then argmax or a draw.
+
+    Args:
+        processors: a `LogitsProcessorList`, as `generate` prepared it.
+        do_sample: draw from the processed distribution; otherwise its argmax.
+        mask_token_id: never chosen: its logit counts as −∞.
+        prompt_ids: `(B, P)` int64, the padded prompts, which processors see too.
+    """
+
+    processors: Any
+    do_sample: bool
+    mask_token_id: int
+    prompt_ids: torch.Tensor
+
+    def __post_init__(self) -> None:
+        length = SCORE_PROCESSORS + LENGTH_PROCESSORS
+        self.need_length = [p for p in self.processors if not _is_any(p, SCORE_PROCESSORS)]
+        self.need_prefix = [p for p in self.processors if not _is_any(p, length)]
+        self.need_row = [p for p in self.processors if not _is_any(p, length + PREFIX_PROCESSORS)]
+        self.is_argmax = not self.do_sample and not self.processors  # of the raw logits but MASK's
+        self.top_k = self._top_k()
+        # Shortlists save time there; a GPU computes all in less time than the host would wait for it.
+        self.is_on_cpu = self.prompt_ids.device.type == "cpu"
+
+    @cached_property
+    def noise(self) -> PositionNoise:
+        """What all draws of this call share."""
+        return PositionNoise(len(self.prompt_ids), self.prompt_ids.device)
+
+    def check_out_of_order(self) -> None:
+        """Raises `ValueError` for a processor that [`choose`] could not honour."""
+        for processor in self.need_prefix:
+            raise ValueError(
+                f"{type(processor).__name__} needs the tokens before each position, but slots are filled before those "
+                "are known. Use `verification='exact'` or `strategy='ar'`, or switch the option off "
+                "(for example `repetition_penalty=1.0`)."
+            )
+
+    def choose(self, logits: torch.Tensor, order: PhysicalOrder) -> Choice:
+        """Tokens for slots whose left context does not matter to any processor.
+
+        Args:
+            logits: `(A, M, V)` float32, raw; MASK's are overwritten.
+            order: whose `offsets` say how many new tokens lie before each slot.
+        """
+        mask_logits = self._suppress_mask(logits)
+        size = min(SHORTLIST, logits.shape[-1])
+        if self.do_sample and 0 < self.top_k < size and self.is_on_cpu:
+            best, tokens = logits.topk(size)
+            if bool((best[..., -1] < best[..., self.top_k - 1]).all()):  # else tokens behind are as likely as the k-th
+                best = self.processors(tokens.flatten(0, 1), best.flatten(0, 1)).view_as(best)
+                scores = torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
+                return Choice(self._draw(best.softmax(-1), tokens, order.offsets, order.rows), scores, mask_logits)
+        scores = logits.flatten(0, 1)
+        if not self.need_length:
+            scores = self.processors(order.offsets.new_empty(len(scores), 0), scores)
+        else:
+            offsets = order.offsets.flatten()
+            scores = scores.clone()
+            for offset in offsets.unique().tolist():
+                slots = offsets == offset
+                length = self.prompt_ids.shape[1] + max(0, offset)
+                scores[slots] = self.processors(offsets.new_zeros(int(slots.sum()), length), scores[slots])
+        scores = scores.view_as(logits)
+        return Choice(self._choose(scores, order.offsets, order.rows), scores, mask_logits)
+
+    def choose_in_order(
+        self,
+        logits: torch.Tensor,
+        order: PhysicalOrder,
+        rows: Sequence[Row],
+        is_ar: torch.Tensor,
+        passes: Callable[[Choice], torch.Tensor],
+    ) -> Choice:
+        """Tokens of AR rows, each after its own, true prefix.
+
+        Args:
+            logits, order: see [`choose`].
+            rows: those in use; their drafts belong to the prefixes.
+            is_ar: `(A, M)` bool, the AR rows, each row's in logical order.
+            passes: tells from a choice, `(A, M)` bool, whether the drafts behind the AR rows pass. After the first
+                that does not, the later prefixes are not true any more and are left alone.
+        """
+        if not self.need_prefix:
+            return self.choose(logits, order)
+        offsets = order.offsets
+        mask_logits = self._suppress_mask(logits)
+        choice = Choice(torch.zeros_like(offsets), logits.clone(), mask_logits)
+        for entry, row in enumerate(rows):
+            new_tokens = self.prompt_ids.new_tensor(row.new_tokens + row.filled_tokens)
+            for column in is_ar[entry].nonzero().flatten().tolist():
+                one = slice(entry, entry + 1), slice(column, column + 1)
+                prefix = torch.cat([self.prompt_ids[row.index], new_tokens[: int(offsets[one])]])
+                # Some tell rows apart by their index: they get a batch in which this row is where it should be.
+                copies, place = (len(self.prompt_ids), row.index) if self.need_row else (1, 0)
+                scores = logits[entry, column].expand(copies, -1).clone()
+                choice.scores[one] = self.processors(prefix.expand(copies, -1), scores)[place]
+                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row.index])
+                if not passes(choice)[entry, column]:
+                    break
+        return choice
+
+    def draft(
+        self, scores: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, order: PhysicalOrder
+    ) -> torch.Tensor:
+        """Guesses what the AR head will choose for one position of each row.
+
+        Where it will draw, it draws with the noise of that position, which the guess shares: two distributions that
+        are alike then mostly give the same token. Processors that need more than scores are left out of the guess.
+
+        Args:
+            scores: `(A, S)` float32, raw scores of a shortlist, by the masks.
+            tokens: `(A, S)` int64, the shortlist.
+            offsets: `(A,)` int64, new tokens before the position.
+            order: of the forward.
+
+        Returns:
+            `(A, 1)` int64, places in the shortlist.
+        """
+        if not self.do_sample:
+            return scores.argmax(-1, keepdim=True)
+        for processor in self.processors:
+            if _is_any(processor, SHORTLIST_PROCESSORS):
+                scores = processor(tokens, scores)
+        noise = self.noise.at(order.rows, offsets[:, None], tokens[:, None])[:, 0]
+        return (torch.softmax(scores, dim=-1) / noise).argmax(-1, keepdim=True)
+
+    def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor:
+        """Takes MASK out of the choice, in place. Returns its logits, `(A, M)`."""
+        mask_logits = logits[..., self.mask_token_id].clone()
+        logits[..., self.mask_token_id] = float("-inf")
+        return mask_logits
+
+    def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        if not self.do_sample:
+            best, tokens = scores.max(-1)
+            return tokens.masked_fill(~best.isfinite(), -1)
+        probabilities, vocab_size = torch.softmax(scores, dim=-1), scores.shape[-1]
+        if not self.is_on_cpu:
+            return self._draw(probabilities, torch.arange(vocab_size, device=scores.device), offsets, rows)
+        best, tokens = probabilities.topk(min(SHORTLIST, vocab_size))
+        if not best[..., -1].any():
+            return self._draw(best, tokens, offsets, rows)
+        # All other tokens race as one, with their common probability. Where they win, the place at which a second
+        # noise cuts their distribution tells which of them it is: the law stays that of noise for each.
+        others = probabilities.scatter(-1, tokens, 0)
+        best = torch.cat([best, others.sum(-1, keepdim=True)], -1)
+        tokens = F.pad(tokens, (0, 1), value=vocab_size)
+        drawn = self._draw(best, tokens, offsets, rows)
+        for entry, column in (drawn == vocab_size).nonzero().tolist():
+            cumulative = others[entry, column].double().cumsum(-1)
+            one = slice(entry, entry + 1), slice(column, column + 1)
+            noise = self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1).double()
+            drawn[one] = torch.searchsorted(cumulative, -torch.expm1(-noise).flatten() * cumulative[-1], right=True)
+        return drawn
+
+    def _draw(
+        self, probabilities: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, rows: list[int]
+    ) -> torch.Tensor:
+        """`(A, M)`: draws from `tokens`, `(A, M, S)` or `(S,)`, with `probabilities`, `(A, M, S)`; -1 where NaN."""
+        tokens = tokens.expand_as(probabilities)
+        places = (probabilities / self.noise.at(rows, offsets, tokens)).argmax(-1, keepdim=True)
+        return tokens.gather(-1, places)[..., 0].masked_fill(probabilities[..., 0].isnan(), -1)
+
+    def _top_k(self) -> int:
+        """How many tokens top-k leaves (and as likely ones), where the likeliest are all that matters; 0 elsewhere."""
+        for processor in self.processors:
+            if _is_any(processor, ["TopKLogitsWarper"]):
+                return processor.top_k if all(_is_any(p, SHORTLIST_PROCESSORS) for p in self.processors) else 0
+            if not _is_any(processor, ["TemperatureLogitsWarper"]):
+                break
+        return 0
+
+
+def is_typical(scores: torch.Tensor, tokens: torch.Tensor, epsilon: float, delta: float) -> torch.Tensor:
+    """Whether p(token) ≥ min(ε, δ·exp(−H)), p being the softmax of the scores and H its entropy (arXiv 2401.10774).
+
+    Args:
+        scores: `(A, M, V)` float32, processed.
+        tokens: `(A, M)` int64; the result has their shape.
+        epsilon, delta: ε and δ.
+    """
+    p = torch.softmax(scores, dim=-1).gather(-1, tokens[..., None])[..., 0]
+    least = (delta * (-token_entropy(scores)).exp()).clamp(max=epsilon)
+    return (p >= least) & (p > 0)  # never what a processor forbids

@@ -1,0 +1,372 @@
+"""`wedlm adapt`: from a base to an adapter, in one call or in many, and what is refused before any work."""
+
+import io
+import json
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from rich.console import Console
+from tiny import EOS, LINES, PAD, VOCAB_SIZE, randomize, tiny_model, tiny_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.adapters.adapt import AdaptConfig, adapt
+from wedlm_hf.adapters.answers import read_answers
+from wedlm_hf.cli import app
+from wedlm_hf.modeling_wedlm.loading import load_model
+from wedlm_hf.training import adapt as adapt_module
+from wedlm_hf.training.saving import only_writer
+
+SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
+
+
+def write_base(folder: Path) -> Path:
+    """A tiny Llama with a tokenizer; prompts beside its folder."""
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.3, pad_token_id=PAD, eos_token_id=EOS, bos_token_id=None,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        randomize(LlamaForCausalLM(config)).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder.parent / "prompts.txt").write_text("\n".join(line.strip().replace("\n", " ") for line in LINES))
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    return write_base(tmp_path / "llama")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The run that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run(folder, write_base(folder / "llama"))[0]
+
+
+def run(tmp_path: Path, base: Any, name: str = "out", measure: Any = None, **settings: Any) -> tuple[Path, str]:
+    console = Console(file=io.StringIO(), width=200)
+    config = AdaptConfig(**{"tokens": 300, "prompts": tmp_path / "prompts.txt"} | SMALL | settings)
+    adapt(base, tmp_path / name, config, measure=measure, console=console)
+    return tmp_path / name, console.file.getvalue()
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_base_and_a_budget_make_an_adapter_its_base_and_a_card(tmp_path, base):
+    before = {file.name: file.read_bytes() for file in base.iterdir()}
+    seen = {}
+
+    def measure(model: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
+        seen["prompts"] = prompts
+        return {"caption": "On a test machine.", "columns": ["decoder", "tokens/s"], "rows": [["AR", "1.0"]]}
+
+    out, shown = run(tmp_path, base, measure=measure)
+    assert {file.name: file.read_bytes() for file in base.iterdir()} == before
+    assert {file.name for file in out.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "README.md", "base", "work",
+    }  # fmt: skip
+    model = load_model(out / "base")
+    model.load_mask_adapter(out)
+    output = model.generate(torch.tensor([[5, 6, 7]]), strategy="wedlm", verification="exact", max_new_tokens=20)
+    assert torch.equal(output, load_model(out / "base").generate(torch.tensor([[5, 6, 7]]), max_new_tokens=20))
+    wrapped = PeftModel.from_pretrained(load_model(out / "base"), out)
+    generated = wrapped.generate(
+        input_ids=torch.tensor([[5, 6, 7]]), strategy="wedlm", verification="exact", max_new_tokens=20
+    )
+    assert torch.equal(generated, output)
+    card = (out / "README.md").read_text()
+    for part in ("library_name: peft", "On a test machine.", "| AR | 1.0 |", "PeftModel.from_pretrained"):
+        assert part in card
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    exec(compile(code, "card", "exec"), {})
+    answers = read_answers(out / "work" / "answers.jsonl")
+    assert sum(len(answer["response_ids"]) for answer in answers) >= 300
+    held_out = {tuple(prompt) for prompt in seen["prompts"]}
+    trained_on = {tuple(answer["prompt_ids"]) for answer in read_answers(out / "work" / "training.jsonl")}
+    assert held_out
+    assert not held_out & trained_on
+    for stage in ("[1/5] Converting", "[2/5] The model's own answers: 100%", "[3/5] Training the mask adapter: 100%"):
+        assert stage in shown
+    assert shown.index("[4/5] Calibrating") < shown.index("[5/5] Measuring")
+    calibration = model.model.mask_adapter.calibration
+    assert calibration is not None and len(calibration["confidence_by_depth"]) == 4 and sum(calibration["tried"]) > 0
+    assert wrapped.base_model.model.model.mask_adapter.calibration == calibration
+
+
+def test_the_adapter_learns_something_and_each_evaluation_is_shown(tmp_path, base, monkeypatch):
+    notes: dict[str, list[str]] = {}
+    monkeypatch.setattr(
+        adapt_module,
+        "stage",
+        lambda console, title: nullcontext(lambda share, note: notes.setdefault(title[:5], []).append(note)),
+    )
+    out, _ = run(tmp_path, base, tokens=600)
+    count = len(read_answers(out / "work" / "heldout.jsonl"))
+    assert notes["[3/5]"][-2].endswith(f"held-out answer {count} of {count}")
+    assert "held-out" not in notes["[3/5]"][-1]
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert (config["rank"], config["head_width"]) == (2, 8)
+    log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["mask_rows"] >= 6 * 600
+    untrained = load_model(out / "base")
+    torch.manual_seed(0)
+    untrained.add_mask_adapter()
+    trained = load_model(out / "base")
+    trained.load_mask_adapter(out)
+    assert not torch.equal(trained.model.mask_adapter.mask_embedding, untrained.model.mask_adapter.mask_embedding)
+
+
+@pytest.mark.parametrize(
+    "stage", ["convert", "answer", "_split", "train", "calibrate", "publish", "measure", "finish"]
+)
+def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, whole, stage, monkeypatch):
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapt_module._Run, stage, stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, base)
+    out, _ = run(tmp_path, base)
+    assert weights(out) == weights(whole)
+    settings = [json.loads((folder / "adapter_config.json").read_text()) for folder in (out, whole)]
+    assert settings[0]["calibration"] == settings[1]["calibration"]
+    for name in ("answers.jsonl", "training.jsonl", "heldout.jsonl"):
+        assert (out / "work" / name).read_bytes() == (whole / "work" / name).read_bytes()
+
+
+def test_a_stop_between_two_batches_of_answers_loses_none_of_them(tmp_path, base, monkeypatch):
+    for stage in ("train", "calibrate", "publish", "measure", "finish"):
+        monkeypatch.setattr(adapt_module._Run, stage, lambda *_: None)
+    expected, _ = run(tmp_path, base, "whole", tokens=1500)
+    write_answers = adapt_module.write_answers
+
+    def cut(*args: Any) -> Any:
+        stream = write_answers(*args)
+        yield next(stream)
+        yield next(stream)
+        with (tmp_path / "out" / "work" / "answers.jsonl").open("a") as file:
+            file.write('{"prompt_ids": [1,')  # as a kill in the middle of a write would leave it
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapt_module, "write_answers", cut)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, base, tokens=1500)
+    out, _ = run(tmp_path, base, tokens=1500)
+    assert (out / "work" / "answers.jsonl").read_bytes() == (expected / "work" / "answers.jsonl").read_bytes()
+
+
+def test_a_finished_run_has_nothing_left_to_do(whole, monkeypatch):
+    before = weights(whole)
+    monkeypatch.setattr(adapt_module, "MaskAdapterTrainer", None)
+    monkeypatch.setattr(adapt_module, "write_answers", None)
+    run(whole.parent, whole.parent / "llama")
+    assert weights(whole) == before
+
+
+def test_what_was_measured_is_measured_again_only_for_another_budget(whole, tmp_path):
+    shutil.copytree(whole.parent, tmp_path, dirs_exist_ok=True)
+    base, calls = whole.parent / "llama", []
+
+    def measure(*_: Any) -> dict[str, Any]:
+        calls.append(1)
+        return {"caption": "On a test machine.", "columns": ["decoder"], "rows": [["AR"]], "measured": []}
+
+    for tokens, count in ((300, 1), (300, 1), (400, 2)):
+        out, _ = run(tmp_path, base, measure=measure, tokens=tokens)
+        assert len(calls) == count
+        assert "On a test machine." in (out / "README.md").read_text()
+
+
+def test_a_larger_budget_writes_more_answers_and_trains_on(tmp_path, whole, monkeypatch):
+    stopped, went_on = tmp_path / "stopped", tmp_path / "went_on"
+    for folder in (stopped, went_on):
+        shutil.copytree(whole.parent, folder)
+    base, before = whole.parent / "llama", read_answers(whole / "work" / "answers.jsonl")
+    tokens = 2 * sum(len(answer["response_ids"]) for answer in before)
+
+    out, _ = run(went_on, base, tokens=tokens)
+    assert weights(out) != weights(whole)
+    after, held_out = (read_answers(out / "work" / f"{name}.jsonl") for name in ("answers", "heldout"))
+    assert after[: len(before)] == before
+    assert sum(len(answer["response_ids"]) for answer in after) >= tokens
+    assert held_out == read_answers(whole / "work" / "heldout.jsonl")
+    trained_on = read_answers(out / "work" / "training.jsonl")
+    assert len(trained_on) > len(read_answers(whole / "work" / "training.jsonl"))
+    assert not {tuple(one["prompt_ids"]) for one in held_out} & {tuple(one["prompt_ids"]) for one in trained_on}
+    log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["mask_rows"] >= 6 * tokens
+
+    for stage in ("_split", "train"):
+        with monkeypatch.context() as patched:
+            patched.setattr(adapt_module._Run, stage, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                run(stopped, base, tokens=tokens)
+    assert weights(run(stopped, base, tokens=tokens)[0]) == weights(out)
+
+
+def test_a_wedlm_checkpoint_needs_no_conversion(tmp_path, base):
+    folder = tmp_path / "wedlm"
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    out, _ = run(tmp_path, folder)
+    assert not (out / "base").exists()
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+
+def refused(tmp_path: Path, base: Any, error: type[Exception], message: str, **settings: Any) -> None:
+    """Raises before any work: nothing is written."""
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=message):
+        run(tmp_path, base, **settings)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens": 0}, "`tokens` must be greater than 0, got 0"),
+        ({"minutes": 0.0}, "`minutes` must be greater than 0, got 0.0"),
+        ({"minutes": float("nan")}, "`minutes` must be greater than 0, got nan"),
+        ({"tokens": None}, "A budget is needed: `minutes` of work or `tokens` of answers"),
+    ],
+)
+def test_a_budget_of_nothing_is_refused(tmp_path, base, settings, message):
+    refused(tmp_path, base, ValueError, message, **settings)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\0"])
+def test_prompts_that_are_none_are_refused(tmp_path, base, content):
+    (tmp_path / "prompts.txt").write_bytes(content)
+    refused(tmp_path, base, ValueError, "no prompt in|must be UTF-8 text, got a binary file")
+
+
+def test_chats_that_the_base_cannot_read_are_refused(tmp_path, base):
+    turns = [{"role": role, "content": "How many?"} for role in ("user", "assistant", "user")]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": turns}))
+    tokenizer = tiny_tokenizer()
+    for template, message in (
+        ("{{ raise_exception('no chats') if messages | length > 1 }}", "The chat template refuses .*: no chats"),
+        (None, "Without a chat template, a prompt is a single turn of the user, got 3 turns"),
+    ):
+        (base / "chat_template.jinja").unlink()
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(base)
+        refused(tmp_path, base, ValueError, message, prompts=path)
+
+
+def test_a_chat_data_set_holds_prompts(tmp_path, base, monkeypatch):
+    for stage in ("train", "calibrate", "publish", "measure", "finish"):
+        monkeypatch.setattr(adapt_module._Run, stage, lambda *_: None)
+    turns = [{"role": role, "content": "3 + 4 = 7"} for role in ("system", "user", "assistant")]
+    chats = [turns, turns[1:], [*turns[1:], *turns[1:]]]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    out, _ = run(tmp_path, base, prompts=tmp_path / "chats.jsonl")
+    wanted = [
+        tiny_tokenizer().apply_chat_template(chat[:-1], add_generation_prompt=True)["input_ids"] for chat in chats
+    ]
+    found = [answer["prompt_ids"] for answer in read_answers(out / "work" / "answers.jsonl")]
+    assert {*map(tuple, found)} == {*map(tuple, wanted)}
+
+
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path, base):
+    for words, message in (
+        ([], "Error: A budget is needed: `minutes` of work or `tokens` of answers.\n"),
+        (["--tokens", "0"], "Error: `tokens` must be greater than 0, got 0.\n"),
+        (["--minutes", "1", "--prompts", str(tmp_path / "no.txt")], "No such file or directory"),
+    ):
+        result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words])
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
+    words = ["--tokens", "200", "--rank", "2", "--head-width", "0", "--device", "cpu"]
+    prompts = ["--prompts", str(tmp_path / "prompts.txt")]
+    result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words, *prompts])
+    assert result.exit_code == 0, result.output
+    table, made, example = result.stdout.rsplit("\n", 3)[:3]
+    assert "wedlm+exact" in table
+    assert made.startswith(f"The adapter and its model card are in {tmp_path / 'out'}; ")
+    assert example == f"wedlm generate 'Why is the sky blue?' --model {tmp_path / 'out'}"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| decoder | tokens per forward |" in card
+    assert "](acceptance.png)\n\n| mask rows | 1 draft | 2 drafts |" in card
+    assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_that_are_not_there_are_refused(tmp_path, base):
+    refused(tmp_path, base, FileNotFoundError, "no.txt", prompts=tmp_path / "no.txt")
+
+
+def test_an_unsupported_base_is_refused(tmp_path, base):
+    GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(tmp_path / "gpt2")
+    refused(tmp_path, tmp_path / "gpt2", ValueError, r"can be converted, got 'gpt2' in ")
+    refused(tmp_path, tmp_path / "nowhere", FileNotFoundError, "There is no checkpoint folder")
+
+
+def test_a_device_that_is_not_there_is_refused(tmp_path, base):
+    refused(tmp_path, base, ValueError, "The device 'abacus' is not available", device="abacus")
+
+
+def test_a_disk_without_room_is_refused(tmp_path, base, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    refused(tmp_path, base, OSError, r"About 1\.0 GB are needed, and '.*' has 0\.0 GB free: make room, or choose a")
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path, base):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").touch()
+    refused(tmp_path, base, FileExistsError, r"must be new, empty, or of an earlier run, got '.*out'\.")
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "out").touch()
+    refused(tmp_path, base, FileExistsError, "must be a folder, got the file")
+
+
+def test_other_settings_do_not_go_on_with_a_run(whole):
+    folder = whole.parent
+    base, other = folder / "llama", write_base(folder / "other")
+    refused(folder, base, ValueError, r"holds a run with other settings \(seed: 0, not 1\): choose a new", seed=1)
+    refused(folder, other, ValueError, r"holds a run with other settings \(base: '.*llama', not '.*other'\)")
+
+
+def test_two_runs_at_once_are_refused(tmp_path, base, monkeypatch):
+    """The second one is told; the first goes on."""
+    convert = adapt_module._Run.convert
+    seen = []
+
+    def second(self: Any) -> None:
+        from filelock import FileLock
+
+        try:
+            FileLock(self.work / "_lock").acquire(blocking=False)
+        except Exception as error:
+            seen.append(type(error).__name__)
+        convert(self)
+
+    monkeypatch.setattr(adapt_module._Run, "convert", second)
+    out, _ = run(tmp_path, base)
+    assert seen == ["Timeout"]
+    with only_writer(out / "work"):
+        pass
+    assert isinstance(load_model(out / "base"), WeDLMForCausalLM)

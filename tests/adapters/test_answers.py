@@ -1,0 +1,240 @@
+"""A model's own answers: which prompts, whose text, and what a stopped run leaves behind."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import EOS, LINES, MASK, tiny_model, tiny_tokenizer
+
+from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.adapters.answers import AnswerConfig, check_conversations, read_answers, read_prompts, write_answers
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+
+NANO = Path(__file__).parents[2] / "examples" / "wedlm-nano"
+SMALL = AnswerConfig(batch_size=3, max_new_tokens=24)
+TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
+CHAT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def chat_tokenizer() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def collect(
+    file: Path, batches: int, prompts: Any = LINES, config: AnswerConfig = SMALL, model: Any = None
+) -> list[Any]:
+    list(islice(write_answers(model or tiny_model(), chat_tokenizer(), file, prompts, config), batches + 1))
+    return read_answers(file)
+
+
+@pytest.mark.parametrize("spoil", [False, True], ids=["plain", "with sampling settings in its generation config"])
+def test_greedy_answers_are_those_of_generate(tmp_path, spoil):
+    model = tiny_model()
+    expected = {}
+    for line in LINES:
+        prompt = chat_tokenizer().encode(f"<|im_start|>{line}<|im_end|>", add_special_tokens=False)
+        output = model.generate(
+            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, suppress_tokens=[MASK], strategy="ar"
+        )
+        expected[tuple(prompt)] = output[0, len(prompt) :].tolist()
+    if spoil:
+        model.generation_config.update(do_sample=True, temperature=3.0, top_k=2, repetition_penalty=5.0)
+    found = collect(tmp_path / "answers.jsonl", 2, model=model)
+    assert all(answer["greedy"] for answer in found)
+    assert {tuple(answer["prompt_ids"]): answer["response_ids"] for answer in found} == {
+        prompt: answer for prompt, answer in expected.items() if len(answer) > 3
+    }
+
+
+def test_an_answer_keeps_its_end_token_and_one_that_is_cut_has_none(tmp_path):
+    answers = collect(tmp_path / "answers.jsonl", 12, config=AnswerConfig(batch_size=5, max_new_tokens=24))
+    ended = [answer for answer in answers if answer["response_ids"][-1] == EOS]
+    cut = [answer for answer in answers if answer["response_ids"][-1] != EOS]
+    assert ended
+    assert cut
+    assert all(answer["response_ids"].count(EOS) == 1 for answer in ended)
+    assert all(len(answer["response_ids"]) == 24 and EOS not in answer["response_ids"] for answer in cut)
+    assert all(MASK not in answer["response_ids"] for answer in answers)
+
+
+def test_the_first_round_over_the_users_prompts_is_greedy_and_later_ones_are_sampled(tmp_path):
+    answers = collect(tmp_path / "answers.jsonl", 6)
+    assert {answer["batch"] for answer in answers if answer["greedy"]} <= {0, 1}
+    assert {answer["batch"] for answer in answers if not answer["greedy"]} <= {2, 3, 4, 5}
+    rounds = [{tuple(a["prompt_ids"]) for a in answers if a["batch"] // 2 == number} for number in range(3)]
+    assert rounds[0] & rounds[1] & rounds[2]
+    sampled = [tuple(answer["response_ids"]) for answer in answers if not answer["greedy"]]
+    assert len(set(sampled)) == len(sampled)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.77, 0.999])
+def test_a_run_that_was_killed_at_any_byte_goes_on_as_if_it_had_not_been(tmp_path, share):
+    whole = tmp_path / "whole.jsonl"
+    collect(whole, 5)
+    content = whole.read_bytes()
+    cut = tmp_path / "cut.jsonl"
+    cut.write_bytes(content[: int(share * len(content))])
+    lines = read_answers(cut)
+    batches = 5 - (lines[-1]["batch"] if lines else 0)
+    collect(cut, batches)
+    assert cut.read_bytes() == content
+
+
+def test_noise_depends_on_the_seed_and_leaves_the_global_one_alone(tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "two", "other")}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for name, file in files.items():
+        collect(file, 4, config=AnswerConfig(batch_size=3, max_new_tokens=24, seed=int(name == "other")))
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.rand(3)
+        state = torch.get_rng_state()
+    assert files["one"].read_bytes() == files["two"].read_bytes() != files["other"].read_bytes()
+
+
+def test_a_model_writes_prompts_of_its_own(tmp_path):
+    """The chat template up to the user's turn, continued until the turn's end; no prompt twice."""
+    model: WeDLMForCausalLM = load_model(NANO).eval()
+    tokenizer = load_tokenizer(NANO)
+    config = AnswerConfig(batch_size=8, max_prompt_tokens=96, max_new_tokens=32)
+    file = tmp_path / "answers.jsonl"
+    list(islice(write_answers(model, tokenizer, file, config=config), 3))
+    answers = read_answers(file)
+    assert len(answers) >= 4
+    prompts = [tuple(answer["prompt_ids"]) for answer in answers]
+    assert len(set(prompts)) == len(prompts)
+    for answer in answers:
+        text = tokenizer.decode(answer["prompt_ids"])
+        head, _, tail = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "@@"}], tokenize=False, add_generation_prompt=True
+        ).partition("@@")
+        assert text.startswith(head)
+        assert text.endswith(tail)
+        assert len(answer["prompt_ids"]) <= 96
+        assert answer["greedy"] is (answer["batch"] == 0)
+
+
+def test_answers_can_be_read_while_the_file_grows(tmp_path):
+    file = tmp_path / "answers.jsonl"
+    assert read_answers(file) == []
+    answers = collect(file, 2)
+    with file.open("ab") as stream:
+        stream.write(b'{"prompt_ids": [1, 2')
+    assert read_answers(file) == answers
+
+
+def test_a_model_that_answers_nothing_is_named(tmp_path):
+    model = tiny_model()
+    model.generation_config.eos_token_id = list(range(4, 320))
+    with pytest.raises(ValueError, match="The model gave no answer in 5 batches: it answers none of the prompts"):
+        collect(tmp_path / "answers.jsonl", 10, model=model)
+
+
+def test_prompts_that_are_all_too_long_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="All 5 prompts are longer than `max_prompt_tokens`, 4"):
+        collect(tmp_path / "answers.jsonl", 1, config=AnswerConfig(max_prompt_tokens=4))
+    assert not (tmp_path / "answers.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("p.txt", b"one\n\n  two words \r\n", ["one", "two words"]),
+        ("p.txt", b"\xef\xbb\xbfone\n", ["one"]),
+        ("p.txt", "one\u2028still one\n".encode(), ["one\u2028still one"]),
+        ("p.jsonl", b'{"prompt": "a\\nb"}\n{"prompt": "c", "kind": "x"}\n', ["a\nb", "c"]),
+        ("p.NDJSON", b'{"prompt": "c", "answer": 3, "task": null}\n', ["c"]),
+        ("p.json", json.dumps({"messages": TURNS[1:]}).encode(), ["How many?"]),
+        ("p.json", json.dumps({"messages": TURNS, "source": "x"}).encode(), [TURNS]),
+    ],
+)
+def test_prompts_are_lines_of_text_or_json(tmp_path, name, content, expected):
+    file = tmp_path / name
+    file.write_bytes(content)
+    assert read_prompts(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.txt", b"", r"There is no prompt in '.*p\.txt'\."),
+        ("p.txt", b" \n\n", r"There is no prompt in"),
+        ("p.txt", b"\xff\xfe\x00\x01", r"must be UTF-8 text, got a binary file"),
+        ("p.txt", b"a\0b\n", r"must be UTF-8 text, got a binary file"),
+        (
+            "p.jsonl",
+            b'{"prompt": "a"}\n{"text": "b"}\n',
+            r"line 2: a row needs either `messages` or `prompt`, got text",
+        ),
+        ("p.jsonl", b'{"prompt": 3}\n', r"line 1: `prompt` must be a text"),
+        ("p.jsonl", b"[", r"line 1: this is no JSON"),
+    ],
+)
+def test_files_without_prompts_are_refused(tmp_path, name, content, message):
+    file = tmp_path / name
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(file)
+
+
+def test_a_single_turn_of_the_users_gives_the_answers_of_its_text(tmp_path):
+    texts, chats = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    turns = [{"role": "user", "content": line.strip().replace("\n", " ")} for line in LINES]
+    texts.write_text("\n".join(turn["content"] for turn in turns))
+    reply = [{"role": "assistant", "content": "left out"}]
+    chats.write_text("".join(json.dumps({"messages": [turn, *reply]}) + "\n" for turn in turns))
+    collect(tmp_path / "whole.jsonl", 4, prompts=read_prompts(texts))
+    collect(tmp_path / "stopped.jsonl", 1, prompts=read_prompts(texts))
+    collect(tmp_path / "stopped.jsonl", 3, prompts=read_prompts(chats))
+    assert (tmp_path / "stopped.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_conversations_are_answered_behind_the_chat_template_unless_they_are_too_long(tmp_path):
+    tokenizer = chat_tokenizer()
+    wanted = [
+        tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"] for turns in (TURNS, TURNS * 2)
+    ]
+    prompts = [*LINES, TURNS, TURNS * 2]
+    config = AnswerConfig(batch_size=9, max_new_tokens=24, max_prompt_tokens=len(wanted[1]) - 1)
+    found = [answer["prompt_ids"] for answer in collect(tmp_path / "answers.jsonl", 1, prompts, config)]
+    assert wanted[0] in found
+    assert wanted[1] not in found
+
+
+def test_conversations_need_a_chat_template_that_takes_their_roles(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT + "{% if messages[0]['role'] == 'system' %}{{ raise_exception('none') }}{% endif %}"
+    check_conversations(tokenizer, [*LINES, [*TURNS[1:], *TURNS[1:]]])
+    with pytest.raises(ValueError, match="The chat template refuses these messages: none"):
+        check_conversations(tokenizer, [*LINES, TURNS])
+    tokenizer.chat_template = None
+    check_conversations(tokenizer, LINES)
+    message = "Without a chat template, a prompt is a single turn of the user, got 2 turns"
+    with pytest.raises(ValueError, match=message):
+        check_conversations(tokenizer, [TURNS])
+    with pytest.raises(ValueError, match=message):
+        next(write_answers(tiny_model(), tokenizer, tmp_path / "answers.jsonl", [TURNS]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
+        ({"max_new_tokens": -1}, "`max_new_tokens` must be at least 1, got -1"),
+        ({"temperature": 0.0}, "`temperature` must be greater than 0, got 0.0"),
+    ],
+)
+def test_settings_without_meaning_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AnswerConfig(**settings)
+
+
+def test_lines_are_plain_json(tmp_path):
+    collect(tmp_path / "answers.jsonl", 1)
+    line = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])
+    assert set(line) == {"prompt_ids", "response_ids", "greedy", "batch"}

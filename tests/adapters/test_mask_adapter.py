@@ -1,0 +1,412 @@
+"""Mask adapters: what they may touch, how they are saved, loaded and refused."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from safetensors.torch import load_file, save_file
+from tiny import MASK, stock_twin, tiny_model
+from transformers import DynamicCache
+
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
+
+SMALL = MaskAdapterSettings(rank=4, head_width=8)
+
+
+def with_adapter(model: WeDLMForCausalLM, settings: MaskAdapterSettings = SMALL, seed: int = 1) -> WeDLMForCausalLM:
+    """`model` with a mask adapter that changes every slot."""
+    torch.manual_seed(seed)
+    adapter = model.add_mask_adapter(settings)
+    for parameter in adapter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def saved_adapter(folder: Path, **base: Any) -> Path:
+    """A saved adapter of `tiny_model(**base)`."""
+    with_adapter(tiny_model(**base)).save_mask_adapter(folder)
+    return folder
+
+
+IDS = torch.tensor([[5, 6, 7, 8, MASK, MASK, MASK], [9, 10, 11, 12, 13, MASK, MASK]])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("style", ["qwen3", "qwen2.5"])
+def test_real_rows_are_the_bases_bit_for_bit(style: Any, attention: str) -> None:
+    base = tiny_model(style)
+    base.set_attn_implementation(attention)
+    adapted = with_adapter(copy.deepcopy(base))
+    slots = torch.tensor([[True, True, True], [False, True, True]])
+    with torch.no_grad():
+        expected_cache, cache = DynamicCache(), DynamicCache()
+        expected = base(IDS, past_key_values=expected_cache).logits
+        plain = adapted(IDS).logits
+        actual = adapted(IDS, past_key_values=cache, slot_mask=slots).logits
+    assert torch.equal(plain, expected)
+    real = torch.cat([torch.ones(2, 4, dtype=torch.bool), ~slots], dim=1)
+    assert torch.equal(actual[real], expected[real])
+    assert not torch.isclose(actual[~real], expected[~real]).all(-1).any()
+    for layer, expected_layer in zip(cache.layers, expected_cache.layers, strict=True):
+        for states, expected_states in ((layer.keys, expected_layer.keys), (layer.values, expected_layer.values)):
+            assert torch.equal(states.transpose(1, 2)[real], expected_states.transpose(1, 2)[real])
+
+
+def test_a_mask_token_outside_the_slots_is_ordinary_text() -> None:
+    adapted = with_adapter(tiny_model())
+    ids = torch.tensor([[5, MASK, 7, MASK, MASK]])
+    with torch.no_grad():
+        actual = adapted(ids, slot_mask=1).logits
+        expected = tiny_model()(ids).logits
+    assert torch.equal(actual[:, :4], expected[:, :4])
+
+
+def test_the_token_of_a_slot_does_not_matter() -> None:
+    adapted = with_adapter(tiny_model())
+    with torch.no_grad():
+        one = adapted(torch.tensor([[5, 6, 7, MASK]]), slot_mask=1).logits
+        other = adapted(torch.tensor([[5, 6, 7, 9]]), slot_mask=1).logits
+    assert torch.equal(one, other)
+
+
+def test_a_number_of_slots_and_a_mask_of_trues_say_the_same() -> None:
+    adapted = with_adapter(tiny_model())
+    with torch.no_grad():
+        one = adapted(IDS, slot_mask=2).logits
+        other = adapted(IDS, slot_mask=torch.ones(2, 2, dtype=torch.bool)).logits
+    assert torch.equal(one, other)
+
+
+def test_with_and_without_a_graph_the_states_are_the_same() -> None:
+    adapted = with_adapter(tiny_model())
+    slots = torch.tensor([[True, True, True], [False, True, True]])
+    for chosen in (slots, 3, 7):
+        with torch.no_grad():
+            expected = adapted(IDS, slot_mask=chosen).logits
+        torch.testing.assert_close(adapted(IDS, slot_mask=chosen).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_changed_weights_act_at_once() -> None:
+    adapted = with_adapter(tiny_model())
+    with torch.no_grad():
+        before = adapted(IDS, slot_mask=2).logits
+        adapted.model.mask_adapter.up["o_proj"].mul_(2)
+        assert not torch.equal(adapted(IDS, slot_mask=2).logits, before)
+
+
+@pytest.mark.parametrize("optimizer", [{"fused": True}, {"foreach": True}, {"foreach": False}])
+def test_between_steps_of_training_the_newest_weights_act(optimizer: dict[str, bool]) -> None:
+    model = with_adapter(tiny_model())
+    steps = torch.optim.AdamW(model.model.mask_adapter.parameters(), lr=0.1, **optimizer)
+    for _ in range(2):
+        with torch.no_grad():
+            model(IDS, slot_mask=2)
+        model(IDS, slot_mask=2).logits.square().mean().backward()
+        steps.step()
+        with torch.no_grad():
+            actual, expected = (one(IDS, slot_mask=2).logits for one in (model, copy.deepcopy(model)))
+        assert torch.equal(actual, expected)
+
+
+def test_a_new_adapter_predicts_as_the_base_does() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        expected = model(IDS).logits
+        model.add_mask_adapter(SMALL)
+        slots = IDS[:, -2:] == MASK
+        assert torch.equal(model(IDS, slot_mask=slots).logits, expected)
+        hidden = torch.randn(3, 32)
+        assert torch.equal(model.draft_hidden(hidden, torch.tensor([[4, 5]] * 3)), hidden)
+
+
+def test_the_previous_token_head_sees_both_tokens_in_their_order() -> None:
+    model = with_adapter(tiny_model())
+    hidden = torch.randn(1, 32)
+    pairs = torch.tensor([[4, 5], [5, 4], [4, 6], [7, 5]])
+    states = model.draft_hidden(hidden.expand(4, -1), pairs)
+    assert states.shape == (4, 32)
+    assert len({tuple(state.tolist()) for state in states}) == 4
+
+
+def test_threads_do_not_see_each_others_slots() -> None:
+    model = with_adapter(tiny_model())
+    results: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        expected = {count: model(IDS, slot_mask=count or None).logits for count in range(4)}
+
+    def work(count: int) -> None:
+        with torch.no_grad():
+            for _ in range(30):
+                results[count] = model(IDS, slot_mask=count or None).logits
+                if not torch.equal(results[count], expected[count]):
+                    return
+
+    threads = [threading.Thread(target=work, args=(count,)) for count in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[count], expected[count]) for count in range(4))
+
+
+def test_after_an_error_the_next_forward_is_the_bases() -> None:
+    model = with_adapter(tiny_model())
+    with torch.no_grad():
+        expected = model(IDS).logits
+        with pytest.raises(ValueError, match="more slots"):
+            model(IDS, slot_mask=8)
+        with pytest.raises(RuntimeError):
+            model(IDS, slot_mask=2, position_ids=torch.zeros(3, 5, dtype=torch.long))
+        assert torch.equal(model(IDS).logits, expected)
+
+
+def test_slots_without_an_adapter_are_refused() -> None:
+    model = tiny_model()
+    assert not model.has_mask_adapter
+    with pytest.raises(ValueError, match="the model has none"):
+        model(IDS, slot_mask=2)
+
+
+def test_gradient_checkpointing_is_refused() -> None:
+    model = with_adapter(tiny_model()).train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="without the mask adapter"):
+        model(IDS, slot_mask=2, use_cache=False)
+
+
+def test_unloading_brings_the_base_back() -> None:
+    model = with_adapter(tiny_model())
+    assert model.has_mask_adapter
+    model.unload_mask_adapter()
+    assert not model.has_mask_adapter
+    assert not any(module._forward_hooks for module in model.modules())
+    assert model.state_dict().keys() == tiny_model().state_dict().keys()
+
+
+def test_a_saved_adapter_comes_back(tmp_path: Path) -> None:
+    adapted = with_adapter(tiny_model())
+    adapted.save_mask_adapter(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    for load in ("load_mask_adapter", "load_adapter"):
+        loaded = tiny_model()
+        getattr(loaded, load)(tmp_path)
+        assert not any(parameter.requires_grad for parameter in loaded.model.mask_adapter.parameters())
+        with torch.no_grad():
+            actual, expected = loaded(IDS, slot_mask=2).logits, adapted(IDS, slot_mask=2).logits
+            torch.testing.assert_close(actual, expected)
+
+
+def test_the_bases_checkpoint_stays_the_bases(tmp_path: Path) -> None:
+    with_adapter(tiny_model()).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert weights.keys() == tiny_model().state_dict().keys()
+    assert not WeDLMForCausalLM.from_pretrained(tmp_path).has_mask_adapter
+
+
+def test_in_bfloat16_the_adapter_is_loaded_in_bfloat16(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    model = tiny_model().to(torch.bfloat16)
+    model.load_mask_adapter(tmp_path)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        base = tiny_model().to(torch.bfloat16)(IDS).logits
+        assert torch.equal(model(IDS, slot_mask=2).logits[:, :5], base[:, :5])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"intermediate_size": 64}, "intermediate_size: 48, not 64"),
+        ({"mask_token_id": 4}, "mask_token_id: 3, not 4"),
+        ({"vocab_size": 330}, "vocab_size: 320, not 330"),
+        ({"seed": 5}, "the weights differ"),
+    ],
+)
+def test_another_base_is_refused(tmp_path: Path, other: dict[str, Any], message: str) -> None:
+    saved_adapter(tmp_path)
+    model = tiny_model(**other)
+    with pytest.raises(ValueError, match=message):
+        model.load_mask_adapter(tmp_path)
+    assert not model.has_mask_adapter
+
+
+def test_a_fine_tuned_base_is_taken_on_request(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    model = tiny_model(seed=5)
+    model.load_mask_adapter(tmp_path, any_base=True)
+    assert model.has_mask_adapter
+
+
+def test_bad_adapters_are_refused(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    model = tiny_model()
+    weights, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    whole, stated = weights.read_bytes(), json.loads(config.read_text())
+
+    weights.write_bytes(whole[:1000])
+    with pytest.raises(OSError, match="damaged or truncated"):
+        model.load_mask_adapter(tmp_path)
+    weights.write_bytes(whole)
+    tensors = load_file(weights)
+    save_file({name: tensor for name, tensor in tensors.items() if "head" not in name}, weights)
+    with pytest.raises(ValueError, match="do not fit"):
+        model.load_mask_adapter(tmp_path)
+    assert not model.has_mask_adapter
+    config.write_text(json.dumps(stated | {"peft_type": "LORA"}))
+    with pytest.raises(ValueError, match="is no mask adapter"):
+        model.load_mask_adapter(tmp_path)
+    config.write_text("{")
+    with pytest.raises(OSError, match="is damaged"):
+        model.load_mask_adapter(tmp_path)
+    with pytest.raises(OSError, match="nowhere"):
+        model.load_mask_adapter(tmp_path / "nowhere")
+
+
+def test_a_second_adapter_is_refused() -> None:
+    model = with_adapter(tiny_model())
+    with pytest.raises(ValueError, match="has a mask adapter already"):
+        model.add_mask_adapter(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"rank": 0}, "`rank` of at least 1"), ({"head_width": -1}, "at least 0"), ({"target_modules": ()}, "at least")],
+)
+def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MaskAdapterSettings(**settings)
+
+
+def test_unknown_targets_are_refused() -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match="'c_proj', which no decoder layer has"):
+        model.add_mask_adapter(MaskAdapterSettings(target_modules=("c_proj",)))
+    assert not model.has_mask_adapter
+
+
+def test_a_copy_of_the_model_is_a_model_of_its_own() -> None:
+    model = with_adapter(tiny_model())
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = model(IDS, slot_mask=2).logits
+        assert torch.equal(twin(IDS, slot_mask=2).logits, expected)
+        twin.model.mask_adapter.up["o_proj"].zero_()
+        assert torch.equal(model(IDS, slot_mask=2).logits, expected)
+        assert not torch.equal(twin(IDS, slot_mask=2).logits, expected)
+
+
+# PEFT.
+
+TASK = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def test_peft_loads_and_saves_it(tmp_path: Path) -> None:
+    adapted = with_adapter(tiny_model())
+    adapted.save_mask_adapter(tmp_path / "ours")
+    loaded = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "ours"))
+    with torch.no_grad():
+        expected = adapted(IDS, slot_mask=2).logits
+        torch.testing.assert_close(loaded(input_ids=IDS, slot_mask=2).logits, expected)
+        assert torch.equal(loaded(input_ids=IDS).logits, tiny_model()(IDS).logits)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+    loaded.save_pretrained(tmp_path / "peft")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "peft"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    again = tiny_model()
+    again.load_adapter(str(tmp_path / "peft"))
+    with torch.no_grad():
+        torch.testing.assert_close(again(IDS, slot_mask=2).logits, expected)
+
+
+def test_peft_makes_a_new_one_to_train(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    config = PeftConfig.from_pretrained(str(tmp_path))
+    config.inference_mode = False
+    model = get_peft_model(tiny_model(), config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all("mask_adapter" in name for name in trained)
+
+
+def test_it_cannot_be_merged(tmp_path: Path) -> None:
+    model = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path)))
+    for merge in ("merge_and_unload", "merge_adapter"):
+        with pytest.raises(ValueError, match="cannot be merged: it acts on mask rows alone"):
+            getattr(model, merge)()
+    with torch.no_grad():
+        assert torch.equal(model.unload()(IDS).logits, tiny_model()(IDS).logits)
+
+
+@pytest.mark.parametrize("mask_first", [True, False])
+def test_it_stands_beside_a_task_lora_on_all_rows(tmp_path: Path, mask_first: bool) -> None:
+    saved_adapter(tmp_path)
+    torch.manual_seed(0)
+    task = get_peft_model(tiny_model(), TASK)
+    with torch.no_grad():
+        expected = task(input_ids=IDS).logits
+    task.save_pretrained(tmp_path / "task")
+    base = tiny_model()
+    both: Any
+    if mask_first:
+        base.load_adapter(tmp_path)
+        both = PeftModel.from_pretrained(base, str(tmp_path / "task"))
+    else:
+        both = PeftModel.from_pretrained(PeftModel.from_pretrained(base, str(tmp_path / "task")), str(tmp_path))
+    with torch.no_grad():
+        actual = both(input_ids=IDS, slot_mask=2).logits
+        assert torch.equal(both(input_ids=IDS).logits, expected)
+    assert torch.equal(actual[:, :5], expected[:, :5])
+    assert not torch.isclose(actual[:, 5:], expected[:, 5:]).all(-1).any()
+    if mask_first:  # the task's LoRA can be merged; the mask adapter stays what it was
+        with torch.no_grad():
+            merged = both.merge_and_unload()(input_ids=IDS, slot_mask=2).logits
+        torch.testing.assert_close(merged, actual, atol=1e-4, rtol=1e-4)
+
+
+def test_peft_refuses_other_bases(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    with pytest.raises(ValueError, match="the weights differ"):
+        PeftModel.from_pretrained(tiny_model(seed=5), str(tmp_path))
+    with pytest.raises(ValueError, match="needs a WeDLM model"):
+        PeftModel.from_pretrained(stock_twin(tiny_model()), str(tmp_path))
+
+
+def test_peft_alone_does_not_apply_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_adapter(tmp_path)
+    stock = stock_twin(tiny_model())
+    for methods in (PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING):
+        monkeypatch.delitem(methods, "MASK_ADAPTER")  # what this package adds where PEFT is imported
+    with pytest.raises(KeyError, match="MASK_ADAPTER"):
+        PeftModel.from_pretrained(stock, str(tmp_path))
+
+
+def test_the_files_of_a_checkpoint_load_it_without_peft(tmp_path: Path) -> None:
+    adapted = with_adapter(tiny_model())
+    adapted.save_mask_adapter(tmp_path / "adapter")
+    adapted.save_pretrained(tmp_path / "base")
+    script = (
+        "import sys; sys.modules['peft'] = None; sys.modules['wedlm_hf'] = None\n"
+        "import torch; from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "model.load_mask_adapter(sys.argv[2])\n"
+        "with torch.no_grad(): logits = model(torch.tensor([[5, 6, 7, 3]]), slot_mask=1).logits\n"
+        "print(float(logits[0, -1].double().sum()))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "base"), str(tmp_path / "adapter")]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["HF_MODULES_CACHE"] = str(tmp_path / "modules")
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    with torch.no_grad():
+        expected = adapted(torch.tensor([[5, 6, 7, 3]]), slot_mask=1).logits[0, -1].double().sum()
+    assert float(result.stdout.split()[-1]) == pytest.approx(float(expected), rel=1e-4)

@@ -1,0 +1,368 @@
+"""Training of mask adapters: layout, loss, trainer."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import EOS, MASK, tiny_model
+from transformers import TrainerCallback
+
+from wedlm_hf.adapters.budget import MaskTrainingConfig
+from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.adapters.evaluation import measure_acceptance
+from wedlm_hf.adapters.layout import AnswerBatches, DataCollatorForMaskRuns, load_answers
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters.trainer import MaskAdapterTrainer, train_mask_adapter
+
+K = 4
+
+
+def answers(count: int = 5, seed: int = 0) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(3, 20, (count, 2), generator=generator).tolist()
+    return [
+        {"prompt_ids": torch.randint(4, 300, (a,), generator=generator).tolist(),
+         "response_ids": torch.randint(4, 300, (b,), generator=generator).tolist()}
+        for a, b in sizes
+    ]  # fmt: skip
+
+
+def adapted_model(style: Any = "qwen3", **settings: Any) -> Any:
+    """A tiny model whose adapter does something everywhere."""
+    model = tiny_model(style)
+    torch.manual_seed(1)
+    adapter = model.add_mask_adapter(MaskAdapterSettings(**{"rank": 4, "head_width": 8} | settings))
+    for parameter in adapter.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return model
+
+
+def batch_of(some_answers: list[dict[str, Any]], stride: int = 3) -> dict[str, torch.Tensor]:
+    return DataCollatorForMaskRuns(0, K, stride)([some_answers])
+
+
+def states_behind(model: Any, tokens: torch.Tensor, cut: int) -> torch.Tensor:
+    """The oracle: `(K, H)` from one causal forward of the tokens up to the cut, and masks behind the next token."""
+    ids = torch.cat([tokens[: cut + 1], torch.full((K,), MASK)])[None]
+    positions = torch.tensor([[*range(cut + 1), *range(cut + 2, cut + 2 + K)]])
+    return model.model(input_ids=ids, position_ids=positions, slot_mask=K).last_hidden_state[0, -K:]
+
+
+@pytest.mark.parametrize("style", ["qwen3", "qwen2.5"])
+def test_each_masks_state_is_that_of_a_plain_causal_forward_of_prefix_and_run(style: Any) -> None:
+    model = adapted_model(style)
+    distillation = MaskDistillation(model, num_masks=K)
+    some = answers()
+    batch = batch_of(some)
+    with torch.no_grad():
+        _, memory = distillation._memory(batch["input_ids"])
+        states = distillation._masks(memory, batch["cuts"])
+        checked = 0
+        for row, answer in enumerate(some):
+            tokens = torch.tensor(answer["prompt_ids"] + answer["response_ids"])
+            for run, cut in enumerate(batch["cuts"][row].tolist()):
+                if cut < 0:
+                    continue
+                model.set_attn_implementation("sdpa")
+                expected = states_behind(model, tokens, cut)
+                torch.testing.assert_close(states[row, run], expected, atol=2e-5, rtol=2e-5)
+                checked += 1
+    assert checked > 10
+
+
+def test_the_loss_is_the_cross_entropy_with_the_bases_own_distributions() -> None:
+    model = adapted_model()
+    distillation = MaskDistillation(model, num_masks=K, top_tokens=318, sampled_tokens=1)
+    some = answers(2)
+    batch = batch_of(some)
+    result = distillation(**batch)
+    total = weights = 0.0
+    model.set_attn_implementation("sdpa")
+    adapter = model.model.mask_adapter
+    with torch.no_grad():
+        for row, answer in enumerate(some):
+            tokens = torch.tensor(answer["prompt_ids"] + answer["response_ids"])
+            teacher = model(tokens[None]).logits[0]
+            teacher[:, MASK] = float("-inf")
+            for cut in batch["cuts"][row].tolist():
+                if cut < 0:
+                    continue
+                hidden = states_behind(model, tokens, cut)
+                for depth in range(K):
+                    position = cut + 2 + depth
+                    if position >= len(tokens):
+                        continue
+                    before = model.model.embed_tokens(tokens[[max(0, position - 2), position - 1]])
+                    losses = []
+                    for state in (hidden[depth], adapter.head(hidden[depth], before)):
+                        logits = model.lm_head(state)
+                        logits[MASK] = float("-inf")
+                        target = teacher[position - 1].softmax(-1)
+                        losses.append(-(target * logits.log_softmax(-1).clamp(min=-1e9)).sum())
+                    total += 0.85**depth * float(losses[1] + 0.5 * losses[0])
+                    weights += 0.85**depth
+    assert float(result["loss"].detach()) == pytest.approx(total / weights, rel=1e-4)
+
+
+def test_only_the_adapter_gets_gradients_and_all_of_it_does() -> None:
+    model = adapted_model()
+    MaskDistillation(model, num_masks=K)(**batch_of(answers()))["loss"].backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("mask_adapter" in name), name
+        if parameter.grad is not None:
+            assert float(parameter.grad.abs().sum()) > 0, name
+
+
+def test_sampled_candidates_stand_for_the_whole_vocabulary() -> None:
+    model = adapted_model()
+    for parameter in model.model.mask_adapter.parameters():
+        parameter.data *= 0.05  # so that tokens are unlikely by themselves, as in a large vocabulary
+    batch = batch_of(answers(3))
+    exact = float(MaskDistillation(model, num_masks=K, top_tokens=318, sampled_tokens=1)(**batch)["loss"].detach())
+    sampled = MaskDistillation(model, num_masks=K, top_tokens=16, sampled_tokens=80)
+    losses = [sampled(**batch | {"noise_key": torch.tensor(key)})["loss"].detach() for key in range(20)]
+    estimates = torch.stack(losses)
+    assert float(estimates.mean()) == pytest.approx(exact, rel=0.05)
+    with torch.no_grad():
+        _, candidates, shares = sampled._teacher(torch.randn(5, 32), 0)
+    assert MASK not in candidates.tolist()
+    assert float(shares.exp().sum()) == pytest.approx(model.config.vocab_size - 1, rel=1e-5)
+
+
+def test_cuts_depend_on_seed_epoch_and_answer_alone() -> None:
+    some = answers()
+    collator = DataCollatorForMaskRuns(0, K, 3)
+    together = collator([some])["cuts"]
+    for row, answer in enumerate(some):
+        alone = collator([[answer]])["cuts"][0]
+        assert torch.equal(together[row, : len(alone)], alone)
+        assert bool((together[row, len(alone) :] == -1).all())
+    collator.set_epoch(1)
+    assert not torch.equal(collator([some])["cuts"], together)
+    collator.set_epoch(0)
+    assert torch.equal(collator([some])["cuts"], together)
+
+
+def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them() -> None:
+    some = answers(20)
+    collator = DataCollatorForMaskRuns(0, K, 3)
+    batch = collator([some])
+    for row, answer in enumerate(some):
+        tokens = answer["prompt_ids"] + answer["response_ids"]
+        cuts = [cut for cut in batch["cuts"][row].tolist() if cut >= 0]
+        assert cuts == sorted(cuts) and len(set(cuts)) == len(cuts)
+        assert len(answer["prompt_ids"]) - 1 <= cuts[0] and cuts[-1] < len(tokens) - 2
+        for run, cut in enumerate(cuts):
+            expected = (tokens[cut + 2 : cut + 2 + K] + [-100] * K)[:K]
+            assert batch["labels"][row, run].tolist() == expected
+
+
+def test_batches_hold_every_answer_once() -> None:
+    some = answers(30)
+    batches = AnswerBatches(some, batch_slots=48, cut_stride=3, num_masks=K, seed=0)
+    members = sorted(index for batch in batches.batches for index in batch)
+    assert members == list(range(30))
+    assert len(batches) > 5
+
+
+def config(folder: Path, **settings: Any) -> MaskTrainingConfig:
+    defaults: dict[str, Any] = {
+        "output_dir": str(folder), "mask_rows": 600, "num_masks": K, "cut_stride": 3, "batch_slots": 40,
+        "save_minutes": 1e9, "warmup_steps": 2, "logging_steps": 2, "use_cpu": True, "disable_tqdm": True,
+    }  # fmt: skip
+    return MaskTrainingConfig(**defaults | settings)
+
+
+class StopAt(TrainerCallback):
+    """Saves and stops after some steps, as a stop by hand does."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def trained(
+    folder: Path, stop_at: int | None = None, resume: bool = False, count: int = 12, model: Any = None, **settings: Any
+) -> MaskAdapterTrainer:
+    model = model or tiny_model()
+    torch.manual_seed(0)
+    model.add_mask_adapter(MaskAdapterSettings(rank=settings.pop("rank", 4), head_width=8))
+    trainer = MaskAdapterTrainer(model, config(folder, **settings), answers(count))
+    if stop_at is not None:
+        trainer.add_callback(StopAt(stop_at))
+    trainer.train(resume_from_checkpoint=resume or None)
+    return trainer
+
+
+def weights_of(trainer: MaskAdapterTrainer) -> dict[str, torch.Tensor]:
+    return trainer.model.model.model.mask_adapter.state_dict()
+
+
+def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole")
+    steps = whole.state.global_step
+    assert steps > 8 and (whole.state.epoch or 0) > 1  # so that the epoch changes behind the stop
+    trained(tmp_path / "parts", stop_at=3)
+    resumed = trained(tmp_path / "parts", resume=True)
+    assert resumed.state.global_step == steps
+    assert resumed.budget.mask_rows == whole.budget.mask_rows
+    for name, expected in weights_of(whole).items():
+        assert torch.equal(weights_of(resumed)[name], expected), name
+
+
+def test_a_finished_run_goes_on_with_more_answers_from_a_new_epoch_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int]] = []  # epoch of the cuts, index of the batch
+    collate, get = DataCollatorForMaskRuns.__call__, AnswerBatches.__getitem__
+    monkeypatch.setattr(AnswerBatches, "__getitem__", lambda self, index: [index, *get(self, index)])
+
+    def recorded(self: Any, batches: Any) -> Any:
+        seen.append((int(self._epoch), batches[0][0]))
+        return collate(self, [batch[1:] for batch in batches])
+
+    monkeypatch.setattr(DataCollatorForMaskRuns, "__call__", recorded)
+    first = trained(tmp_path / "out", mask_rows=200)
+    before, lines = first.state.global_step, (tmp_path / "out" / "log.jsonl").read_text()
+    assert (first.state.epoch or 0) > 1
+    shutil.copytree(tmp_path / "out", tmp_path / "stopped")
+    seen.clear()
+    whole = trained(tmp_path / "out", resume=True, count=40, mask_rows=900)
+    epoch, batches = math.ceil(first.state.epoch or 0), len(whole.train_dataset)
+    assert batches > before  # the steps so far would skip most of the first epoch of the new answers
+    assert sorted(seen[:batches]) == [(epoch, index) for index in range(batches)]
+    assert whole.state.epoch == pytest.approx(epoch + (whole.state.global_step - before) / batches)
+    assert whole.budget.mask_rows >= 900 > 300 > first.budget.mask_rows >= 200
+    log = (tmp_path / "out" / "log.jsonl").read_text()
+    assert log.startswith(lines) and len(log) > len(lines)
+
+    trained(tmp_path / "stopped", stop_at=before + 3, resume=True, count=40, mask_rows=900)
+    resumed = trained(tmp_path / "stopped", resume=True, count=40, mask_rows=900)
+    for name, expected in weights_of(whole).items():
+        assert torch.equal(weights_of(resumed)[name], expected), name
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [({"num_masks": 3}, "`num_masks` 4 cannot go on with 3"), ({"cut_stride": 2}, "`cut_stride` 3 cannot go on"),
+     ({"rank": 2}, "rank=4.* cannot go on with .*rank=2"), ({"model": "other"}, "trained for another model")],
+)  # fmt: skip
+def test_a_run_does_not_go_on_with_other_masks_another_shape_or_another_base(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    trained(tmp_path, mask_rows=100)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
+    if "model" in changed:
+        changed = {"model": tiny_model(seed=5)}
+    with pytest.raises(ValueError, match=message):
+        trained(tmp_path, resume=True, mask_rows=200, **changed)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
+
+
+def test_the_budget_of_mask_rows_is_kept_and_the_learning_rate_follows_it(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, mask_rows=300)
+    assert 300 <= trainer.budget.mask_rows < 300 + 60
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    rates = [line["learning_rate"] for line in lines if "learning_rate" in line]
+    assert rates[-1] == pytest.approx(1e-3 * 0.05, rel=0.5)
+    assert {"loss", "accepted", "accepted_plain", "accuracy", "mask_rows", "minutes"} <= lines[0].keys()
+    assert len(lines[0]["accuracy"]) == K
+
+
+def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path) -> None:
+    some = answers(6)
+    batches = [batch_of(some[:2]), batch_of(some[2:])]
+    model = adapted_model()
+    distillation = MaskDistillation(model, num_masks=K, top_tokens=318, sampled_tokens=1)
+    weights = [float(((batch["labels"] != -100) * distillation.depth_weights).sum()) for batch in batches]
+    parts = sum(distillation(**batch, num_items_in_batch=sum(weights))["loss"] for batch in batches)
+    whole = distillation(**batch_of(some))["loss"]
+    assert float(parts.detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
+
+
+def test_a_trained_adapter_drafts_what_the_model_says(tmp_path: Path) -> None:
+    """Greedy answers of the model itself; what it learns by heart must be accepted, and real decoding agree."""
+    model = tiny_model()
+    with torch.no_grad():
+        data = []
+        for prompt in torch.randint(4, 300, (4, 5), generator=torch.Generator().manual_seed(3)):
+            ids = model.generate(prompt[None], max_new_tokens=16, do_sample=False, eos_token_id=EOS)[0].tolist()
+            data.append({"prompt_ids": ids[:5], "response_ids": ids[5:], "greedy": True})
+    model.add_mask_adapter(MaskAdapterSettings(rank=16, head_width=64))
+    args = config(tmp_path, mask_rows=24_000, learning_rate=1e-2, cut_stride=1, batch_slots=400)
+    trainer = MaskAdapterTrainer(model, args, data, data)
+    before = measure_acceptance(trainer.model, data)
+    trainer.train()
+    after = measure_acceptance(trainer.model, data)
+    assert after[0] == sum(len(answer["response_ids"]) for answer in data)
+    rates = [{replay: tokens / count for replay, count in forwards.items()} for tokens, forwards in (before, after)]
+    assert rates[1]["branch", 3] > 1.5 * rates[0]["branch", 3]
+    assert rates[1]["branch", 3] >= rates[1]["chain", 3]
+
+
+def test_the_whole_way_from_a_checkpoint_and_a_file(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    lines = [json.dumps(answer) for answer in answers(8)]
+    (tmp_path / "answers.jsonl").write_text("\n".join([*lines, '{"prompt_ids": [1']))  # cut off while written
+    small = MaskAdapterSettings(rank=4, head_width=8)
+    out = tmp_path / "out"
+    for rows in (200, 300):  # the second call goes on where the first one ended
+        args = config(out, mask_rows=rows, save_minutes=1e-6)
+        trainer = train_mask_adapter(
+            tmp_path / "base", tmp_path / "answers.jsonl", args, small, tmp_path / "answers.jsonl", dtype="float32"
+        )
+    assert trainer.budget.mask_rows >= 300
+    logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert any("eval_tokens_per_forward_branch_3" in line for line in logged)
+    model = tiny_model()
+    model.load_mask_adapter(out)
+    assert model.has_mask_adapter
+    assert load_file(out / "adapter_model.safetensors").keys() == {
+        "base_model.model.model.mask_adapter." + name for name in weights_of(trainer)
+    }
+
+
+def test_training_may_begin_with_a_stored_adapter(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers(8)))
+    trained = adapted_model()
+    counts = {"passed": [1.0] * 8, "tried": [2.0] * 8, "confidence_by_depth": [0.5] * 4}
+    trained.model.mask_adapter.calibration = counts
+    trained.save_mask_adapter(tmp_path / "stored")
+    folders = tmp_path / "base", tmp_path / "answers.jsonl"
+    args = config(tmp_path / "out", mask_rows=100, learning_rate=1e-9)
+    trainer = train_mask_adapter(*folders, args, dtype="float32", adapter=tmp_path / "stored")
+    for name, weight in trained.model.mask_adapter.state_dict().items():
+        torch.testing.assert_close(weights_of(trainer)[name], weight, msg=name)
+    assert trainer.model.model.model.mask_adapter.calibration is None
+    with pytest.raises(ValueError, match="has its own settings"):
+        train_mask_adapter(*folders, args, MaskAdapterSettings(rank=4), dtype="float32", adapter=tmp_path / "stored")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"mask_rows": None}, "needs a budget"), ({"mask_rows": 0}, "`mask_rows` must be more than 0, got 0"),
+     ({"minutes": 0.0}, "`minutes` must be more than 0"), ({"num_masks": 0}, "`num_masks`"),
+     ({"gradient_checkpointing": True}, "`gradient_checkpointing` must be False")],
+)  # fmt: skip
+def test_impossible_settings_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **settings)
+
+
+def test_files_without_answers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    path.write_text("")
+    with pytest.raises(ValueError, match="holds no answer"):
+        load_answers(path, 100)
+    path.write_text('{"text": "hello"}\n\n')
+    with pytest.raises(ValueError, match=r"Line 1 of .* `prompt_ids` and `response_ids`"):
+        load_answers(path, 100)

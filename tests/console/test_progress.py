@@ -1,0 +1,44 @@
+"""Progress: a bar with the time left on a terminal, plain lines elsewhere, and nothing unasked."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from wedlm_hf.console.progress import LongProgress, track
+from wedlm_hf.training import progress
+
+
+def shown_on(console):
+    with LongProgress(console) as bar:
+        task = bar.add_task("measuring", total=4)
+        for _ in range(4):
+            bar.advance(task)
+    return console.file.getvalue()
+
+
+def test_a_terminal_gets_a_bar():
+    text = shown_on(Console(file=io.StringIO(), force_terminal=True, force_interactive=True, width=100))
+    assert "━" in text and "elapsed, left" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_file_and_a_dumb_terminal_get_plain_lines(monkeypatch, terminal):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setenv("TERM", "dumb")
+    text = shown_on(Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=100))
+    lines = text.splitlines()
+    assert [line.partition(",")[0] for line in lines[:4]] == [f"measuring: {share}%" for share in (25, 50, 75, 100)]
+    assert "about 0:00:" in lines[1] and lines[1].endswith("left")
+    assert "\x1b" not in text
+
+
+def test_lines_come_now_and_then():
+    text = shown_on(Console(file=io.StringIO(), force_terminal=False, width=100))
+    assert "measuring: " not in text
+
+
+def test_without_a_title_nothing_is_shown(capsys):
+    assert list(track(range(3), "")) == list(track(iter(range(3)), "counting")) == [0, 1, 2]
+    assert "counting" in capsys.readouterr().err
