@@ -14,14 +14,16 @@ from functools import cache
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
 
 from ..generation.attention import ATTENTION_KINDS, StepAttention, layer_types
 from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.window import Visibility
-from .adapter_files import CONFIG_NAME, MaskAdapterSettings, StoredMaskAdapter, base_of, check_base
+from .adapter_files import CONFIG_NAME, KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, StoredMaskAdapter, base_of, check_base
 from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
 
 logger = logging.getLogger(__name__)
@@ -38,7 +40,13 @@ class AttachedModel(WeDLMGenerationMixin):
         return self.mask_adapter.is_enabled
 
     def predicting(self: Any, slots: int | torch.Tensor | None) -> AbstractContextManager[Slots | None]:
-        """Within this context, a forward takes the last rows of its input for slots: [`MaskAdapter.predicting`]."""
+        """Within this context, a forward takes the last rows of its input for slots: [`MaskAdapter.predicting`].
+
+        Raises:
+            ValueError: under gradient checkpointing, which would compute the slots anew without the mask adapter.
+        """
+        if self.training and getattr(self, "is_activation_checkpointing", False):
+            raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
         return self.mask_adapter.predicting(slots, self.dtype)  # type: ignore[no-any-return]
 
     def draft_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
@@ -64,6 +72,18 @@ class AttachedModel(WeDLMGenerationMixin):
     def unload_mask_adapter(self) -> None:
         """See [`unload_mask_adapter`]."""
         unload_mask_adapter(self)
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What transformers' `load_adapter` calls, which does not know how the weights of this method are named."""
+        keys = state_dict or safe_open(checkpoint_files[0], "pt").keys()
+        if any(key.startswith(KEY_PREFIX) for key in keys):
+            load_config = replace(load_config, weight_mapping=[WeightRenaming(KEY_PREFIX, "mask_adapter.")])
+        return PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
+        )
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of the class that a name can find."""
@@ -163,6 +183,10 @@ def unload_mask_adapter(model: Any) -> None:
                 if isinstance(hook, HOOKS):
                     del hooks[key]
     del model.mask_adapter
+    methods = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
+    if methods == {PEFT_TYPE}:  # by transformers' `load_adapter`
+        model._hf_peft_config_loaded = False
+        del model.peft_config
     for name in ("_keys_to_ignore_on_save", "draft_record"):
         model.__dict__.pop(name, None)
     model.__class__ = type(model).__bases__[1]

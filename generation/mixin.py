@@ -284,7 +284,7 @@ def _check_inputs(
             f"a static cache: load the model with one of {DENSE_MASK_ATTENTION}, or generate one prompt at a time, "
             "without `cache_implementation='static'`."
         )
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if model.training and getattr(model, "is_activation_checkpointing", False):
         raise ValueError(
             "Gradient checkpointing in training mode leaves no cache to decode with: call `model.eval()`."
         )
