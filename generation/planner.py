@@ -113,12 +113,17 @@ class StepTimes:
         if len(known) > 1:  # a single step may be an accident
             self._load *= min(max(seconds / self._load / usual, 0.5), 2.0) ** 0.3
         # A first step of a shape prepares kernels: it counts until there is a second.
-        samples[rows] = [*(known[1 - SAMPLES :] if len(known) > 1 or not self._met(rows, has_masks) else []), seconds / self._load]
+        samples[rows] = [
+            *(known[1 - SAMPLES :] if len(known) > 1 or not self._met(rows, has_masks) else []),
+            seconds / self._load,
+        ]
         self._curves[has_masks] = _monotone(samples)
 
     def _met(self, rows, has_masks):
-        if (rows, has_masks) in self._seen: return False
-        self._seen.add((rows, has_masks)); return bool(self._samples[has_masks].get(rows))
+        if (rows, has_masks) in self._seen:
+            return False
+        self._seen.add((rows, has_masks))
+        return bool(self._samples[has_masks].get(rows))
 
     def is_measured(self, rows: int, has_masks: bool) -> bool:
         """Whether there was a step of this width."""
@@ -163,7 +168,7 @@ def _monotone(samples: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]
     return [(width, time) for time, _, widths in blocks for width in widths]
 
 
-class State(NamedTuple):
+class Outlook(NamedTuple):
     """What a sequence can do next.
 
     Attributes:
@@ -249,7 +254,7 @@ class Planner:
             worth.append(min((total + PRIOR * prior) / (count + PRIOR), worth[-1] if worth else 1e9))
         return worth
 
-    def _learn_gains(self, state: State, tree: list[tuple[float, int]], worth: list[float]) -> None:
+    def _learn_gains(self, state: Outlook, tree: list[tuple[float, int]], worth: list[float]) -> None:
         """Takes in what the drafts of each depth net, if they are checked where they net something."""
 
         def invested(chance: float) -> float:
@@ -273,7 +278,8 @@ class Planner:
                 ends[place], ends[draft.parent] = reach, end - reach
                 gains = [*gains[: draft.depth - 1], gains[draft.depth - 1] + one, *gains[draft.depth :]]
                 net += one
-                if self.is_chain: ends[draft.parent]=0.0
+                if self.is_chain:
+                    ends[draft.parent] = 0.0
                 best = max(best, (net, gains), key=lambda pair: pair[0])
         for depth in range(min(state.foreseen, self.depth)):
             total, count = self._gains[depth]
@@ -281,7 +287,7 @@ class Planner:
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
-    def plan(self, states: Sequence[State], before: int = 0) -> list[Plan]:
+    def plan(self, states: Sequence[Outlook], before: int = 0) -> list[Plan]:
         """The rows of the next forward.
 
         Args:
@@ -290,8 +296,11 @@ class Planner:
         """
         count, worth = len(states), self._worth()
         trees = [sorted(zip([-r for r in self.reaches(s.drafts)], range(len(s.drafts)), strict=True)) for s in states]
-        trees = [[(-reach, place) for reach, place in tree if s.drafts[place].depth < s.room] for s, tree in zip(states, trees, strict=True)]
-        trees = [tree[:max(MOST_DRAFTS, self.depth)] for tree in trees]
+        trees = [
+            [(-reach, place) for reach, place in tree if s.drafts[place].depth < s.room]
+            for s, tree in zip(states, trees, strict=True)
+        ]
+        trees = [tree[: max(MOST_DRAFTS, self.depth)] for tree in trees]
         if not before:
             for state, tree in zip(states, trees, strict=True):
                 if state.foreseen:
@@ -313,7 +322,14 @@ class Planner:
         time = times.of(base + count * rows, has_masks or before > 0, is_optimistic)
         return self.speed * count * (time - least) / (times.of(count, False) if before else least)
 
-    def _options(self, states: Sequence[State], trees: list[list[tuple[float, int]]], worth: list[float], before: int, least: float | None = None) -> tuple[Choice, Choice]:
+    def _options(
+        self,
+        states: Sequence[Outlook],
+        trees: list[list[tuple[float, int]]],
+        worth: list[float],
+        before: int,
+        least: float | None = None,
+    ) -> tuple[Choice, Choice]:
         """The best plan without masks, and the best with masks."""
         count, most = len(states), max(map(len, trees))
         plain = best = Choice(0.0, 0, 0, 0.0)
@@ -333,7 +349,11 @@ class Planner:
             values = [
                 sum(column)
                 for column in zip_longest(
-                    *([value for value, _ in self._masks(state, tree[:drafts], worth)] for state, tree in zip(states, trees, strict=True)), fillvalue=0.0
+                    *(
+                        [value for value, _ in self._masks(state, tree[:drafts], worth)]
+                        for state, tree in zip(states, trees, strict=True)
+                    ),
+                    fillvalue=0.0,
                 )
             ]
             net = gain - cost(drafts, False)
@@ -349,7 +369,7 @@ class Planner:
                     best = Choice(net, drafts, masks, left)
         return plain, best
 
-    def _masks(self, state: State, tree: list[tuple[float, int]], worth: list[float]) -> list[tuple[float, int]]:
+    def _masks(self, state: Outlook, tree: list[tuple[float, int]], worth: list[float]) -> list[tuple[float, int]]:
         """What each mask is worth and the place of the draft that it stands behind (-1: the root), beginning with the best."""
         ends = {-1: 1.0}
         for reach, place in tree:
@@ -366,12 +386,18 @@ class Planner:
             found += [(chance * one, place) for one in worth[:most]]
         return found if self.is_chain else sorted(found, reverse=True)
 
-    def _look(self, states: Sequence[State], trees: Any, worth: list[float], choice: Choice, plain: Choice, best: Choice) -> Choice:
+    def _look(
+        self, states: Sequence[Outlook], trees: Any, worth: list[float], choice: Choice, plain: Choice, best: Choice
+    ) -> Choice:
         """Now and then another plan, to measure."""
         count = len(states)
         ar = Choice(0.0, 0, 0, 0.0)
         other = choice
-        if self.times.clock and choice is not plain and (self._looks % 2 == 0 or not self.times.is_measured(count, False)):
+        if (
+            self.times.clock
+            and choice is not plain
+            and (self._looks % 2 == 0 or not self.times.is_measured(count, False))
+        ):
             other = ar
         elif choice is plain:
             other = best
@@ -389,7 +415,7 @@ class Planner:
         self._credit -= max(0.0, choice.net - other.net) / count
         return other
 
-    def _spend(self, state: State, tree: list[tuple[float, int]], worth: list[float], choice: Choice) -> Plan:
+    def _spend(self, state: Outlook, tree: list[tuple[float, int]], worth: list[float], choice: Choice) -> Plan:
         """A sequence's own best drafts and masks. The likeliest child stands right behind its parent."""
         chosen = tree[: choice.drafts]
         masks = Counter(place for value, place in self._masks(state, chosen, worth)[: choice.masks])
@@ -403,6 +429,34 @@ class Planner:
         rows = {place: row for row, place in enumerate([-1, *order], -1)}
         drafts = [state.drafts[place]._replace(parent=rows[state.drafts[place].parent]) for place in order]
         return Plan(drafts, [masks[place] for place in [-1, *order]])
+
+
+class FixedPlan:
+    """What [`Planner`] is without a choice: every step checks the first run of drafts, and has `size` masks behind each real
+    row, or behind the last one (`is_chain`), of which `lost` draft nothing."""
+
+    def __init__(self, size: int, is_chain: bool, lost: int):
+        self.size, self.is_chain, self.lost = size, is_chain, lost
+
+    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
+        """See [`Planner.plan`]."""
+        plans = []
+        for outlook in outlooks:
+            drafts = outlook.drafts[: max(0, min(self.size, outlook.room - 1))]
+            masks = [min(self.size, outlook.room - depth - 1 + self.lost) for depth in range(len(drafts) + 1)]
+            if self.is_chain:
+                masks[:-1] = [0] * len(drafts)
+            plans.append(Plan(drafts, [count if count > self.lost else 0 for count in masks]))
+        return plans
+
+    def learn(self, draft: Draft, has_passed: bool) -> None:
+        """Nothing."""
+
+    def begin(self, rows: int, has_masks: bool, sequences: int) -> None:
+        """Nothing."""
+
+    def finish(self, tokens: int) -> None:
+        """Nothing."""
 
 
 def _bin(draft: Draft) -> tuple[tuple[int, int], float]:
