@@ -312,7 +312,8 @@ class Planner:
                 rows = best.masks + best.drafts
                 secant = self._cost(count, before, rows, True) / rows
                 self._price += 0.1 * (max(secant, best.left_out if choice is best else 0.0) / count - self._price)
-            choice = self._look(states, trees, worth, choice, plain, best)
+            if min(outlook.room for outlook in states) > 2 * self.depth:  # an answer that ends has no more use for it
+                choice = self._look(states, trees, worth, choice, plain, best)
         return [self._spend(state, tree, worth, choice) for state, tree in zip(states, trees, strict=True)]
 
     def _cost(self, count: int, before: int, rows: int, has_masks: bool, is_optimistic: bool = False) -> float:
