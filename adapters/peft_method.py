@@ -67,8 +67,10 @@ class MaskAdapterTuner(BaseTuner):
         config.target_modules = list(adapter.settings.target_modules)
         if config.inference_mode:
             adapter.to(owner.dtype).requires_grad_(False)
-            for name, parameter in owner.named_parameters():
-                parameter.requires_grad_(name in trained)
+        if any("lora" in name for name in trained):  # beside an adapter in training, which goes on
+            for name in trained:
+                owner.get_parameter(name).requires_grad_(True)
+            adapter.frozen = set()
 
     def unload(self) -> nn.Module:
         """Takes the adapter away and returns the base."""
