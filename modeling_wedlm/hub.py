@@ -39,7 +39,6 @@ SHIPPED = (
     "generation/step_times.py",
     "generation/streaming.py",
     "generation/window.py",
-    "modeling_wedlm/card.py",
     "modeling_wedlm/configuration_wedlm.py",
     "modeling_wedlm/dual_stream.py",
     "modeling_wedlm/files.py",

@@ -22,7 +22,6 @@ from transformers.utils import can_return_tuple
 
 from ..adapters.mask_adapter import MaskAdapter, MaskAdapterMixin
 from ..generation.mixin import WeDLMGenerationMixin
-from .card import ModelCardMixin
 from .configuration_wedlm import WeDLMConfig
 from .dual_stream import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
 from .linear import speed_up_few_rows
@@ -110,9 +109,8 @@ def grouped_sdpa(
     return output.view_as(query)
 
 
-class WeDLMPreTrainedModel(ModelCardMixin, Qwen3PreTrainedModel):
-    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model, and gets a
-    model card."""
+class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
+    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model."""
 
     config: WeDLMConfig
     _can_record_outputs = {"hidden_states": Qwen3DecoderLayer, "attentions": WeDLMAttention}
