@@ -63,7 +63,7 @@ def test_a_lora_is_checked_on_its_base(saved, tmp_path):
     model.save_pretrained(tmp_path)
     assert "in a process without this package" in push.check(PushRequest(tmp_path, "someone/lora", base=str(saved)))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 9)
-    with pytest.raises(ValueError, match="does not load and generate without this package: .*SafetensorError"):
+    with pytest.raises(ValueError, match=r"does not load and generate without this package: .*SafetensorError"):
         push.check(PushRequest(tmp_path, "someone/lora", base=str(saved)))
 
 
@@ -80,7 +80,7 @@ def test_code_that_is_not_this_versions_is_not_run(folder, monkeypatch):
     for change in ("\nprint('other')\n", None):
         path = folder / "sampling_wedlm.py"
         path.write_text(path.read_text() + change) if change else path.unlink()
-        with pytest.raises(ValueError, match="sampling_wedlm.py' is missing or not this version's: load the model"):
+        with pytest.raises(ValueError, match=r"sampling_wedlm.py' is missing or not this version's: load the model"):
             push.check(PushRequest(folder, "someone/model"))
 
 
@@ -88,7 +88,7 @@ def test_a_mask_token_of_another_tokenizer_is_refused(folder):
     tokenizer = tiny_tokenizer()
     tokenizer.mask_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
-    with pytest.raises(ValueError, match="without this package: .*mask tokens of tokenizer and model differ: ids"):
+    with pytest.raises(ValueError, match=r"without this package: .*mask tokens of tokenizer and model differ: ids"):
         push.check(PushRequest(folder, "someone/model"))
 
 
