@@ -17,5 +17,4 @@ AutoModelForCausalLM.register(WeDLMConfig, WeDLMForCausalLM, exist_ok=True)
 WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
 write_cards_on_save(WeDLMPreTrainedModel)
 
-
 __all__ = ["Conversion", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel", "convert"]

@@ -16,7 +16,7 @@ from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
-from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.apps.push import push
 from wedlm_hf.apps.push.request import PushRequest
 
@@ -68,10 +68,10 @@ def test_a_lora_is_checked_on_its_base(saved, tmp_path):
 
 
 def test_a_mask_adapter_is_tried_on_its_base(saved, tmp_path):
-    model = tiny_model()
+    model = WeDLMForCausalLM.from_pretrained(saved)
     model.add_mask_adapter(MaskAdapterSettings(rank=2, target_modules=("o_proj",), head_width=8))
     model.save_mask_adapter(tmp_path)
-    found = push.check(PushRequest(tmp_path, "someone/adapter", base=str(saved)))
+    found = push.check(PushRequest(tmp_path, "someone/adapter"))
     assert found == f"24 tokens on {saved}."
 
 
