@@ -29,8 +29,8 @@ def prompts(tokenizer, seed=3):
 
 def test_it_names_no_code_so_its_tokenizer_loads_unasked_without_this_package():
     assert not list(NANO.glob("*_wedlm.py"))
-    load = "import sys; from transformers import AutoTokenizer; "
-    load += f"t = AutoTokenizer.from_pretrained({str(NANO)!r}); print(t.mask_token_id); assert 'wedlm_hf' not in sys.modules"
+    load = "import sys; from transformers import AutoTokenizer; assert 'wedlm_hf' not in sys.modules; "
+    load += f"print(AutoTokenizer.from_pretrained({str(NANO)!r}).mask_token_id)"
     done = subprocess.run([sys.executable, "-c", load], input="", capture_output=True, text=True, check=True)
     assert done.stdout == f"{load_tokenizer(NANO).mask_token_id}\n"
 
