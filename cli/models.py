@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..adapters.adapt_config import AdaptConfig, GgufOption, RevisionOption
 from ..apps.push.request import PushRequest
-from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, need, print_json
+from .application import STOPPED, JsonOption, app, command, console, is_debugging, need, print_json
 
 
 @command(
@@ -137,27 +137,18 @@ def adapt(
 def push(request: PushRequest, as_json: JsonOption = False) -> None:
     """Check a model or an adapter, then upload it to the Hub.
 
-    It must load and generate the same in a process without this package; code 1 where a check finds a problem.
+    It must load and generate in a process without this package.
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from ..apps.push.checks import Check, check_folder
-    from ..apps.push.upload import upload
+    from ..apps.push.push import card, check, upload
 
     disable_progress_bar()
     out = console(quiet=as_json)
-
-    def show(check: Check) -> None:
-        words = f"{'ok' if check.is_good else 'PROBLEM':8}{check.name:11}{check.found}"
-        out.print(words, style=None if check.is_good else "bold", highlight=False, soft_wrap=True)
-
-    package = check_folder(request, show)
-    address = None
-    if package.is_good and not request.dry_run:
-        address = upload(request, package)
-        out.print(address, highlight=False, soft_wrap=True)
+    text, found = card(request), check(request)
+    out.print(f"Checked: {found}", highlight=False, soft_wrap=True)
+    address = None if request.dry_run else upload(request, text)
+    if address is not None:
+        out.print(f"Uploaded: {address}", highlight=False, soft_wrap=True)
     if as_json:
-        checks = [vars(check) for check in package.checks]
-        print_json({"checks": checks, "files": list(package.files), "uploaded_to": address})
-    if not package.is_good:
-        raise typer.Exit(NO)
+        print_json({"checked": found, "uploaded_to": address})

@@ -18,7 +18,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import can_return_tuple
 
 from ..generation.mixin import WeDLMGenerationMixin
-from .card import ModelCardMixin
 from .configuration_wedlm import WeDLMConfig
 from .dual_stream import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
 from .linear import speed_up_few_rows
@@ -48,9 +47,8 @@ class WeDLMAttention(Qwen3Attention):
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
 
-class WeDLMPreTrainedModel(ModelCardMixin, Qwen3PreTrainedModel):
-    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model, and gets a
-    model card."""
+class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
+    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model."""
 
     config: WeDLMConfig
     _can_record_outputs = {"hidden_states": Qwen3DecoderLayer, "attentions": WeDLMAttention}
