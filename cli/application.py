@@ -70,7 +70,8 @@ def _reported(meta: dict[str, Any]) -> Iterator[None]:
         raise typer.Exit(STOPPED) from None
     except UsageError as error:
         name = error.ctx.command_path if error.ctx else "wedlm"
-        _fail(f"{error.format_message().rstrip('.')}. `{name} --help` says what there is.", WRONG, meta)
+        message = error.format_message().replace("Value error, ", "").rstrip(".")  # typer checks choices by pydantic
+        _fail(f"{message}. `{name} --help` says what there is.", WRONG, meta)
     except (OSError, ValueError, ImportError) as error:
         _fail(str(error), WRONG, meta)
     except Exception as error:

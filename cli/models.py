@@ -141,8 +141,8 @@ def merge(
     output_dir: OutputArgument,
 ) -> None:
     """Write a checkpoint of a model with a LoRA merged into its weights. Every command also takes the LoRA itself."""
+    from ..adapters.loading import load_adapted
     from ..modeling_wedlm.convert import check_new_folder, write_checkpoint
-    from ..modeling_wedlm.loading import load_adapted
 
     check_new_folder(output_dir)
     model, tokenizer = load_adapted(base, lora)

@@ -63,7 +63,7 @@ class LoadingOptions:
         import torch
         from transformers.utils.logging import disable_progress_bar
 
-        from ..modeling_wedlm.loading import load_adapted
+        from ..adapters.loading import load_adapted
 
         disable_progress_bar()
         model, tokenizer = load_adapted(
