@@ -113,7 +113,8 @@ def load_tokenizer(
     """
     name, gguf = os.fspath(source), options.get("gguf_file")
     subfolder = options.pop("subfolder", "")
-    found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=gguf or CONFIG_FILE)
+    file = gguf or (ADAPTER_FILE if is_adapter(source) else CONFIG_FILE)  # training saves one beside a LoRA
+    found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=file)
     if gguf is None:  # without these files, transformers makes up an empty tokenizer for some model types
         where = {key: value for key, value in found.items() if key != "trust_remote_code"}
         files = (

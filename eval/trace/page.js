@@ -123,7 +123,7 @@ function show(trace) {
     for (const run of runs) prepare(run, prompt_tokens.length);
     for (const run of runs) run.difference = runs.length > 1 ? firstDifference(...runs) : null;
   }
-  const count = trace.recordings.length, {verified, timed_runs} = trace.recordings[0].runs[0], machine = trace.environment;
+  const count = trace.recordings.length, {verified, turns} = trace.recordings[0].runs[0], machine = trace.environment;
   $("chooser").replaceChildren(...trace.recordings.map((recording, index) => el("option", {value: index, title: recording.prompt}, `${index + 1} of ${count}`)));
   $("chooser").hidden = count === 1;
   const legend = (style, text) => el("span", {}, el("i", {style}), text);
@@ -134,7 +134,7 @@ function show(trace) {
     legend("border: 1.5px dashed var(--mask)", "mask"),
     ...(verified ? [legend("border: 1.5px solid var(--rejected)", "rejected by the AR head")] : []),
     el("span", {}, "sure", el("i", {class: "ramp", style: `background: linear-gradient(90deg, ${[0, .1, .25, .45, .7, 1].map(share => heat(share, 1)).join(", ")})`}), "unsure (entropy)"));
-  const times = timed_runs > 1 ? `medians of ${timed_runs} runs` : timed_runs ? "of one run" : "those of the recorded run,";
+  const times = turns.length > 1 ? `medians of ${turns.length} runs` : turns.length ? "of one run" : "those of the recorded run,";
   $("machine").textContent = `Times: ${times} on ${machine.device}, ${plural(machine.threads, "thread")}, torch ${machine.torch}, transformers ${machine.transformers}, ${machine.dtype}.`;
 }
 
@@ -324,8 +324,12 @@ function outcome(run, index, done) {
   if (!done) return [];
   const chips = [chip("done")];
   if (index === 0 && other) {
-    const ratio = other.seconds / main.seconds;
-    chips.push(ratio >= 1 ? chip(`${ratio.toFixed(1)}× as fast as AR`, "good") : chip(`${(1 / ratio).toFixed(1)}× slower than AR`, "bad"));
+    const ratio = other.seconds / main.seconds, [least, most] = [Math.min, Math.max];
+    // More than the forwards allow: the machine was busy, so the range over the turns is shown.
+    if (ratio > main.tokens.length / main.steps.length) {
+      const between = (low, high) => low(...other.turns, other.seconds) / high(...main.turns, main.seconds);
+      chips.push(chip(`${between(least, most).toFixed(1)} to ${between(most, least).toFixed(1)}× as fast as AR: busy machine`));
+    } else chips.push(ratio >= 1 ? chip(`${ratio.toFixed(1)}× as fast as AR`, "good") : chip(`${(1 / ratio).toFixed(1)}× slower than AR`, "bad"));
     chips.push(badge(main, other));
   }
   return chips;

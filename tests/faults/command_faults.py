@@ -243,14 +243,9 @@ COMMANDS = {
         whole_json("page.html", "trace.json"),
         "trace Sort --model model --output page.html --save trace.json --max-new-tokens 4",
     ),
-    "calibrate": Command(
-        "calibrate model --file prompts.txt --agreement 0.1 --windows 4 --thresholds 0.4,1 --penalties 0 "
-        "--max-new-tokens 8 --write",
-        whole_json("model/generation_config.json", "model/config.json"),
-    ),
     "report": Command(
-        REPORT + "--restart --max-new-tokens 8",
-        whole_json("out/report.json", "out/report.html"),
+        REPORT + "--restart --max-new-tokens 8 --max-loss 100 --save-settings",
+        whole_json("out/report.json", "out/report.html", "model/generation_config.json", "model/config.json"),
         REPORT + "--restart --max-new-tokens 6",
     ),
     "convert": Command("convert stock new", lambda folder: whole_model(folder / "new")),
