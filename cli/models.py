@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..adapters.adapt_config import AdaptConfig, GgufOption, RevisionOption
 from ..apps.push.request import PushRequest
-from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, need, print_json
+from .application import NO, STOPPED, JsonOption, app, command, console, need, print_json
 
 
 @command(
@@ -61,14 +61,17 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
     from ..training.train import main as run_training
 
     found: list[dict[str, Any]] = []
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log to standard output
-        run_training(
-            context.args,
-            description=context.command.help,
-            epilog=context.command.epilog,
-            debug=is_debugging(context),
-            report=found.append if as_json else None,
-        )
+    try:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log there
+            run_training(
+                context.args,
+                description=context.command.help,
+                epilog=context.command.epilog,
+                report=found.append if as_json else None,
+            )
+    except KeyboardInterrupt:
+        typer.echo("Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.", err=True)
+        raise typer.Exit(STOPPED) from None
     if found:
         print_json(found[0])
 
