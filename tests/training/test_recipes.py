@@ -294,5 +294,5 @@ def test_files_of_each_kind_hold_the_same_examples(tmp_path):
         with pytest.raises(ValueError, match="A configuration belongs to a dataset of the Hub, not to the file"):
             load(str(path), config_name="main")
     (tmp_path / "data.json").write_text("[]")
-    with pytest.raises(ValueError, match="data.json: there is no example in this file"):
+    with pytest.raises(ValueError, match="there is no example in this file"):
         load(str(tmp_path / "data.json"))
