@@ -51,16 +51,16 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
 
 def _check_lines(path: Path) -> None:
     """Raises `ValueError` with the number of the first line that is no JSON object: pyarrow names none."""
-    rows = 0
+    examples = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    row = json.loads(line.decode("utf-8"))
+                    example = json.loads(line.decode("utf-8"))
                 except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}:{number}: malformed JSON: {error}") from None
-                if not isinstance(row, dict):
-                    raise ValueError(f"{path}:{number}: each line must be a JSON object, got {row!r:.60}")
-                rows += 1
-    if not rows:
+                if not isinstance(example, dict):
+                    raise ValueError(f"{path}:{number}: each line must be a JSON object, got {example!r:.60}")
+                examples += 1
+    if not examples:
         raise ValueError(f"{path}: there is no example in this file.")

@@ -258,7 +258,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             ar_weight=collator.ar_weight,
             num_copies=collator.num_copies,
         )
-        # Gathered by row: so rows that only fill up the last batch of a process are left out again.
+        # Gathered by sequence: those that only fill up the last batch of a process are left out again.
         totals = self.accelerator.gather_for_metrics(torch.stack(list(sums.values()), dim=-1)).sum(0).tolist()
         for name, total in zip(sums, totals, strict=True):
             self._eval_sums[name] += total

@@ -119,7 +119,7 @@ def test_two_processes_train_evaluate_and_decode_as_one_and_resume_digit_by_digi
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_work_is_refused_with_the_reason(two_processes, name):
     reason = {
-        "context parallel": "Context and sequence parallelism cannot train a dual stream: they cut the row",
+        "context parallel": "Context and sequence parallelism cannot train a dual stream: they cut the sequence",
         "fsdp resumed": "Resuming is not supported for models sharded at load time (`DistributedConfig`)",
         "tp resumed": "Resuming is not supported for models sharded at load time (`DistributedConfig`)",
     }[name]
@@ -132,8 +132,9 @@ def test_a_recipe_under_torchrun_loses_a_process_and_goes_on_under_accelerate_as
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     words = [f"--model_name_or_path={tmp_path / 'model'}", f"--dataset={tmp_path / 'chats.jsonl'}", "--max_steps=30"]
-    words += "--use_cpu true --bf16 false --block_size 4 --optim sgd --learning_rate 0.01 --gradient_accumulation_steps 1".split()
-    words += "--logging_steps 1 --save_strategy steps --save_steps 1 --save_total_limit 2 --disable_tqdm true".split()
+    words += "--use_cpu true --bf16 false --block_size 4 --optim sgd --learning_rate 0.01".split()
+    words += "--gradient_accumulation_steps 1 --logging_steps 1 --disable_tqdm true".split()
+    words += "--save_strategy steps --save_steps 1 --save_total_limit 2".split()
     threads = torch.get_num_threads()
     train([*words, f"--output_dir={tmp_path / 'one'}", "--per_device_train_batch_size=4"])
     torch.set_num_threads(threads)
