@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ..adapters.adapt_config import AdaptConfig
 from ..apps.push.request import PushRequest
-from .application import NO, STOPPED, app, command, console, is_debugging, need, print_json
+from .application import STOPPED, app, command, console, need, print_json
 from .options import JsonOption
 
 OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder to write to; new or empty.")]
@@ -66,14 +66,17 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
 
     words = [re.sub(r"^(-m|--model)(?==|$)", "--model_name_or_path", word) for word in context.args]
     found: list[dict[str, Any]] = []
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log to standard output
-        run_training(
-            words,
-            description=context.command.help,
-            epilog=context.command.epilog,
-            debug=is_debugging(context),
-            report=found.append if as_json else None,
-        )
+    try:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log there
+            run_training(
+                words,
+                description=context.command.help,
+                epilog=context.command.epilog,
+                report=found.append if as_json else None,
+            )
+    except KeyboardInterrupt:
+        typer.echo("Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.", err=True)
+        raise typer.Exit(STOPPED) from None
     if found:
         print_json(found[0])
 
