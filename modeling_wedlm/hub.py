@@ -43,7 +43,6 @@ SHIPPED = (
     "modeling_wedlm/configuration_wedlm.py",
     "modeling_wedlm/dual_stream.py",
     "modeling_wedlm/files.py",
-    "modeling_wedlm/linear.py",
     "modeling_wedlm/modeling_wedlm.py",
 )
 
