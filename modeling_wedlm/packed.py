@@ -164,7 +164,11 @@ def pack(model: nn.Module) -> nn.Module:
             f"nn.Linear layers hold {share:.0%} of the weights of this {type(model).__name__}: packing them would not "
             "make it faster."
         )
-    tables = {id(module.weight): module.weight.detach() for module in model.modules() if type(module) is nn.Embedding}
+    tables = {id(module.weight): module.weight for module in model.modules() if type(module) is nn.Embedding}
+    packable = {id(module.weight) for module in model.modules() if type(module) is nn.Linear} - tables.keys()
+    for parameter in model.parameters():
+        if id(parameter) not in packable:  # out of the checkpoint's file, which may be mapped into memory as one
+            parameter.data = parameter.data.clone()
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     _find(model, places)
 
@@ -173,7 +177,8 @@ def pack(model: nn.Module) -> nn.Module:
         if type(module) is nn.Embedding:
             return HalfEmbedding(module)
         largest = float(module.weight.detach().abs().max())
-        return PackedLinear(module, tables.get(id(module.weight))) if largest <= LARGEST else None
+        table = tables.get(id(module.weight))
+        return PackedLinear(module, None if table is None else table.detach()) if largest <= LARGEST else None
 
     plain = []
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=_multiply_alone) as threads:
