@@ -18,6 +18,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -74,7 +77,7 @@ class PackedLinear(nn.Module):
             raise TypeError(f"Packed layers take float32 rows, got {input.dtype}.")
         if input.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
-                "Packed layers have no gradients: load the model with `dtype=torch.float32` or torch.bfloat16 to train."
+                "Packed layers have no gradients. To train, load the model with a dtype, such as torch.float32."
             )
         shape = input.shape
         rows = input.reshape(-1, shape[-1])
@@ -95,7 +98,10 @@ class PackedLinear(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
-            raise AttributeError("A packed layer has no `weight`: `unpacked()` gives a copy.")
+            raise AttributeError(
+                "A packed layer has no `weight`; `unpacked()` gives a copy. To merge, resize or train weights, load the "
+                "model with a dtype."
+            )
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -107,25 +113,28 @@ class PackedLinear(nn.Module):
         return super()._apply(fn, recurse)  # type: ignore[return-value]
 
 
-class HalfEmbedding(nn.Embedding):
-    """An `nn.Embedding` whose table stays in 16 bits, and whose rows come out in float32, beside packed layers.
+class PackedEmbedding(nn.Embedding):
+    """An `nn.Embedding` beside packed layers: its rows come out in float32, whatever its table is stored in.
 
     Args:
-        embedding: whose table it takes.
+        embedding: whose table it takes; its hooks are kept.
     """
 
     def __init__(self, embedding: nn.Embedding):
         nn.Module.__init__(self)
-        self.__dict__.update({**embedding.__dict__, "_parameters": {}, "_buffers": {}})
-        # No parameter: the dtype of a model is that of its first one.
-        self.register_buffer("weight", embedding.weight.detach())
+        self.__dict__.update({**vars(embedding), "_parameters": {}, "_buffers": {}})
+        if embedding.weight.dtype == torch.float32:
+            self.weight = embedding.weight
+        else:  # no parameter: the dtype of a model is that of its first one
+            self.register_buffer("weight", embedding.weight.detach())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`(...)` int64 to `(..., embedding_dim)` float32."""
         return super().forward(input).float()
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "HalfEmbedding":
-        _refuse_change(fn)
-        return self  # float32 is for what comes out
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedEmbedding":
+        _refuse_change(fn)  # before anything of a model is moved: its embeddings come first
+        return self
 
 
 def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -133,8 +142,8 @@ def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     found = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
     if found.dtype != torch.float32 or found.device.type != "cpu":
         raise ValueError(
-            f"Packed layers compute in float32 on a CPU and cannot become {found.dtype} on {found.device.type!r}: load "
-            "the model again with this dtype, and move it before anything packs it."
+            f"A packed model computes in float32 on a CPU and cannot become {found.dtype} on {found.device.type!r}: "
+            "load it again with a dtype, and move that."
         )
 
 
@@ -175,7 +184,7 @@ def pack(model: nn.Module) -> nn.Module:
     def replacement(found: list[tuple[nn.Module, str]]) -> nn.Module | None:
         module = getattr(*found[0])
         if type(module) is nn.Embedding:
-            return HalfEmbedding(module)
+            return PackedEmbedding(module)
         largest = float(module.weight.detach().abs().max())
         table = tables.get(id(module.weight))
         return PackedLinear(module, None if table is None else table.detach()) if largest <= LARGEST else None
@@ -196,13 +205,12 @@ def pack(model: nn.Module) -> nn.Module:
 
 
 def _find(module: nn.Module, places: dict[int, list[tuple[nn.Module, str]]]) -> None:
-    """Adds to `places` where each layer that can be packed, and each 16-bit embedding, is below `module`."""
+    """Adds to `places` where below `module` each linear layer and each embedding is."""
     # Of a layer that PEFT wraps, the base's: what it adds is read as it is.
     names = ["base_layer"] if hasattr(module, "get_base_layer") else list(module._modules)
     for name in names:
         child = module._modules[name]
-        is_half = type(child) is nn.Embedding and child.weight.element_size() == 2
-        if is_half or (type(child) is nn.Linear and "forward" not in vars(child)):
+        if type(child) in (nn.Embedding, nn.Linear) and "forward" not in vars(child):
             places.setdefault(id(child), []).append((module, name))
         elif child is not None:
             _find(child, places)
@@ -225,9 +233,9 @@ def is_packed(model: nn.Module) -> bool:
 def count_weights(model: nn.Module) -> int:
     """The number of a model's weights, packed ones too."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear) and module.rows is None]
-    tables = [module.weight.numel() for module in model.modules() if isinstance(module, HalfEmbedding)]
-    sizes = [module.in_features * module.out_features for module in packed]
-    return sum(parameter.numel() for parameter in model.parameters()) + sum(sizes) + sum(tables)
+    tables = [module._buffers.get("weight") for module in model.modules() if isinstance(module, PackedEmbedding)]
+    tensors = [*model.parameters(), *(table for table in tables if table is not None)]
+    return sum(tensor.numel() for tensor in tensors) + sum(x.in_features * x.out_features for x in packed)
 
 
 def use_fastest(model: nn.Module) -> str | torch.dtype:
@@ -303,6 +311,32 @@ def _multiply_alone() -> None:
 def _in_one_thread(function: Callable[[], _Result]) -> _Result:
     with ThreadPoolExecutor(1, initializer=_multiply_alone) as thread:
         return thread.submit(function).result()
+
+
+# The same for `from_pretrained`.
+
+
+@register_quantization_config(PACKED)
+class PackedConfig(QuantizationConfigMixin):
+    """`AutoModelForCausalLM.from_pretrained(name, quantization_config=PackedConfig())` gives a packed model (see
+    [`pack`])."""
+
+    def __init__(self, **kwargs: Any):
+        self.quant_method = PACKED
+
+
+@register_quantizer(PACKED)
+class _Packer(HfQuantizer):
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.remove_quantization_config(model)  # what is saved are plain weights
+        return pack(model)
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
 
 
 # The kernels.
