@@ -40,7 +40,6 @@ SHIPPED = (
     "generation/window.py",
     "modeling_wedlm/configuration_wedlm.py",
     "modeling_wedlm/dual_stream.py",
-    "modeling_wedlm/linear.py",
     "modeling_wedlm/modeling_wedlm.py",
 )
 
