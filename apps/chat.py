@@ -229,7 +229,7 @@ def terminal_reader() -> Callable[[], str | None]:
 
 @contextmanager
 def _keys_kept(console: Console) -> Iterator[None]:
-    """Keys that are pressed during an answer do not appear in it. They wait for the next prompt, a paste as a whole."""
+    """Keeps keys out of the answer during which they are pressed, for the next prompt; a paste as a whole."""
     try:
         import termios
 
