@@ -27,7 +27,7 @@ def measure_acceptance(distillation: MaskDistillation, answers: Iterable[Answer]
         The tokens of all answers, and the forwards that decoding them takes, the prompts' included, by kind (`chain`,
         `branch`; `chain_plain` and `branch_plain` without the previous-token head) and number of drafts.
     """
-    suffixes = ("",) if distillation.model.model.mask_adapter.head is None else ("", "_plain")
+    suffixes = ("",) if distillation.model.mask_adapter.head is None else ("", "_plain")
     limits = [limit for limit in DRAFTS if limit <= distillation.num_masks]
     tokens, forwards = 0, Counter({(kind + end, limit): 0 for kind in KINDS for end in suffixes for limit in limits})
     for answer in answers:
@@ -58,7 +58,7 @@ def draft_everywhere(distillation: MaskDistillation, answer: Answer) -> dict[str
     # In portions: masks see only their own run, but the sum over the vocabulary is large.
     hidden = torch.cat([distillation._masks(memory, part[None])[0] for part in cuts.split(32)])
     plain = _choose(model, hidden)
-    head = model.model.mask_adapter.head
+    head = model.mask_adapter.head
     if head is None:
         return {"": plain}
     embed = model.get_input_embeddings()

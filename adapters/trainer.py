@@ -25,6 +25,7 @@ from ..modeling_wedlm.loading import load_model
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from ..training.saving import AtomicSaveTrainer, newest_complete_checkpoint
 from .adapter_files import MaskAdapterSettings, StoredMaskAdapter, check_base
+from .attach import add_mask_adapter, load_mask_adapter
 from .budget import Budget, MaskTrainingConfig, budget_schedule
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
@@ -228,7 +229,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         trained = self.accelerator.unwrap_model(self.model).model
-        adapter: Any = trained.model.mask_adapter
+        adapter: Any = trained.mask_adapter
         stored = StoredMaskAdapter.read(resume_from_checkpoint)
         check_base(trained, stored.base)
         if stored.settings != adapter.settings:
@@ -274,10 +275,9 @@ def train_mask_adapter(
     model = load_model(base, dtype=dtype).eval()
     torch.manual_seed(args.seed)
     if adapter:
-        model.load_mask_adapter(adapter, is_trainable=True)
-        model.model.mask_adapter.calibration = None  # of the drafts that it made before
+        load_mask_adapter(model, adapter, is_trainable=True)
     else:
-        model.add_mask_adapter(settings)
+        add_mask_adapter(model, settings)
     trainer = MaskAdapterTrainer(
         model,
         args,
