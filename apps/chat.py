@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from ..console.prompts import is_unicode
+from ..console.streaming import GROUP_STYLES, printable
 from ..eval.decoders import DECODERS, Options, decoder_name, with_asked
 from ..eval.files import check_output, write_text
-from ..eval.trace.text import GROUP_STYLES, printable
 from ..generation.settings import SETTING_NAMES
 from .conversation import AnswerStopped, Conversation, Turn
 

@@ -30,12 +30,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ..console.streaming import AnswerStreamer
 from ..eval.options import LoadingOptions
-from ..eval.trace.answers import AnswerStreamer
 from ..eval.trace.page import escaped, page, render
-from ..eval.trace.record import Request as Recorded
-from ..eval.trace.record import record
-from ..eval.trace.saved import Trace, first_of, to_json
+from ..eval.trace.record import DecodingRequest, record
+from ..eval.trace.saved import Trace, to_json
 from ..generation.settings import WeDLMGenerationSettings
 from .demo_models import Choice, Models
 
@@ -67,7 +66,9 @@ class Form(BaseModel):
     model: str
     adapter: str = ""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    verification: Literal["none", "typical", "exact"] | None = None  # of this and the next four: None is the model's own
+    verification: Literal["none", "typical", "exact"] | None = (
+        None  # of this and the next four: None is the model's own
+    )
     window_size: int | None = None
     entropy_threshold: float | None = None
     distance_penalty: float | None = None
@@ -259,6 +260,17 @@ def with_ar_of(trace: Trace, other: Trace) -> Trace:
         special=sorted({*other.special, *trace.special}),
         recordings=[replace(recording, runs=[*recording.runs, earlier.runs[-1]])],
     )
+
+
+def first_of(error: ValidationError) -> str:
+    """The place of the first error in a form, what is wanted there, and what was found."""
+    first = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    shown = repr(first["input"])
+    got = f", got {shown if len(shown) <= 40 else f'{shown[:40]}…'}"
+    what = first["msg"].removeprefix("Value error, ")
+    is_told = first["type"] in ("missing", "json_invalid")
+    return f"{where or 'the request'}: {what[0].lower()}{what[1:]}{'' if is_told else got}"
 
 
 def _line(event: dict[str, Any]) -> str:

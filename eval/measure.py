@@ -34,8 +34,8 @@ WINDOW_ROWS = 16  # of a forward, a decoder's window
 
 _COUNTED = ("forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")  # by `generate` itself
 
-Row = dict[str, Any]
-"""One row of the table of measurements."""
+Measured = dict[str, Any]
+"""One line of the table of measurements."""
 
 
 class ForwardCounter:
@@ -130,6 +130,8 @@ class Decoding:
         first_token_seconds: from the call of `generate` until every prompt of the batch has its first token; 0 where
             that is not known.
         drafted_by_depth, accepted_by_depth: drafts that were checked and that passed, by their place in their run.
+        peak_bytes: most CUDA memory that `generate` took beyond what was held before; 0 on other devices.
+        turns: seconds of each call where the prompt was decoded several times; `seconds` is their median then.
     """
 
     tokens: list[int]
@@ -141,6 +143,8 @@ class Decoding:
     first_token_seconds: float = 0.0
     drafted_by_depth: Sequence[int] = ()
     accepted_by_depth: Sequence[int] = ()
+    peak_bytes: int = 0
+    turns: Sequence[float] = ()
 
 
 def pad_left(
@@ -195,6 +199,10 @@ def decode_call(
     clock = None if streamer else _FirstTokenClock()
     if seed is not None:
         torch.manual_seed(seed)
+    is_cuda = model.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(model.device)
+        held = torch.cuda.memory_allocated(model.device)
     with ForwardCounter(model) as counter:
         output = untyped.generate(**inputs, streamer=streamer or clock, return_dict_in_generate=True, **options)
     rows = _counts(model, inputs["input_ids"].shape[1], options, output, counter)
@@ -204,6 +212,7 @@ def decode_call(
         "seconds": counter.moments[-1] / len(prompts),
         "forward_seconds": sum(counter.spans) / len(prompts),
         "first_token_seconds": clock.moments[1] - counter.entered if clock else 0.0,
+        "peak_bytes": torch.cuda.max_memory_allocated(model.device) - held if is_cuda else 0,
     }
     return [Decoding(text=text, **row, **times) for text, row in zip(texts, rows, strict=True)], output, counter
 
@@ -248,7 +257,7 @@ def measure(
     batch_size: int = 1,
     repeats: int = 1,
     title: str = "",
-) -> list[Row]:
+) -> list[Measured]:
     """Decode every prompt with every decoder, in turn (A B A B …), after a warm-up.
 
     Args:
@@ -279,7 +288,7 @@ def take_turns(
     prompts: Sequence[Prompt],
     decoders: Mapping[str, Options],
     batch: Sequence[int],
-) -> list[Row]:
+) -> list[Measured]:
     """Decode some of the prompts (indices) together, with one decoder right after the other; answers are as long as
     the context allows at most.
 

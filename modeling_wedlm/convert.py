@@ -92,8 +92,8 @@ def convert(
             for weights that do not fit their config, and for a mask token that cannot be one.
     """
     target = None if output_dir is None else Path(output_dir).absolute()
-    if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"The output folder must be new or empty, got {str(output_dir)!r}.")
+    if target is not None:
+        check_new_folder(target)
     source_config = read_source_config(source, revision, gguf_file)
     if isinstance(source_config, WeDLMConfig):
         raise ValueError(f"{os.fspath(source)!r} is a WeDLM checkpoint already: there is nothing to convert.")
@@ -113,7 +113,7 @@ def convert(
     )
     mask_row = _prepare_mask_row(model, mask_token_id, used)
     if target is not None:
-        _write(target, model, tokenizer, str(source))
+        write_checkpoint(target, model, tokenizer, str(source))
         model.name_or_path = model.config.name_or_path = str(target)  # an adapter of it is loaded onto this
     copied = len(model.state_dict()) - len(model.all_tied_weights_keys)
     missing, unexpected = tuple(info["missing_keys"]), tuple(info["unexpected_keys"])
@@ -154,7 +154,13 @@ def read_source_tokenizer(
     return tokenizer
 
 
-def _write(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def check_new_folder(folder: Path) -> None:
+    """Raises `FileExistsError` for a path that is neither new nor an empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"The output folder must be new or empty, got {str(folder)!r}.")
+
+
+def write_checkpoint(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Writes the checkpoint, whole or not at all. Raises `ValueError` for a tokenizer that is not loaded as it was."""
     with _written_whole(target) as unfinished:
         _require_space(unfinished, model)

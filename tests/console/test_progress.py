@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from wedlm_hf.console.progress import LongProgress, track
-from wedlm_hf.training import progress
+from wedlm_hf.console import progress
 
 
 def shown_on(console):

@@ -13,7 +13,7 @@ import torch
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace import page as pages
-from wedlm_hf.eval.trace.record import Request, record
+from wedlm_hf.eval.trace.record import DecodingRequest, record
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"
@@ -41,13 +41,13 @@ def nano():
 
 @pytest.fixture(scope="module")
 def trace(nano):
-    return record(*nano, Request([STAMPS, HOSTILE], SETTINGS), model_name="wedlm-nano", repeats=1)
+    return record(*nano, DecodingRequest([STAMPS, HOSTILE], SETTINGS), model_name="wedlm-nano", repeats=1)
 
 
 @pytest.fixture(scope="module")
 def drafts(nano):
     options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "adaptive_window": False}
-    return record(*nano, Request([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
+    return record(*nano, DecodingRequest([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
 
 
 @pytest.fixture
