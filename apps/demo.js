@@ -93,7 +93,7 @@ function forget() {
 }
 
 /* On a screen that shows only the form, the answer comes into view. */
-function scrollTo(node) {
+function bringIntoView(node) {
   if (node.getBoundingClientRect().top > innerHeight / 2) node.scrollIntoView({behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth"});
 }
 
@@ -124,7 +124,7 @@ function startLive(fields, again) {
   const timer = setTimeout(() => {
     $("live").hidden = again;
     if (!again) $("replay").hidden = true;
-    if (!again && asked.isPressed) scrollTo($("live"));
+    if (!again && asked.isPressed) bringIntoView($("live"));
   }, 400);
   return {
     take({decoder, tokens, text}) {
@@ -149,7 +149,7 @@ function finish(result, fields, again) {
   say(raw + (result.kept_ar ? "AR's run was kept: its answer does not depend on these settings. Decode runs both anew." : ""));
   reopen(entry, again);
   if (!again) play();
-  if (asked.isPressed && !again) scrollTo($("replay"));
+  if (asked.isPressed && !again) bringIntoView($("replay"));
 }
 
 function reopen(entry, atEnd) {

@@ -22,6 +22,12 @@ def __getattr__(name: str) -> Any:
     """Imports [`Proposer`], and with it vLLM, on first use."""
     if name != "Proposer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .proposer import Proposer
+    from .options import NEEDS_VLLM
 
+    try:
+        from .proposer import Proposer
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "vllm":
+            raise
+        raise ImportError(NEEDS_VLLM) from error
     return Proposer
