@@ -4,7 +4,7 @@ Installed beside vLLM, it is found by itself (entry point `vllm.general_plugins`
 `LLM(CHECKPOINT)` loads WeDLM checkpoints. They decode like any AR model. One flag makes it verified parallel decoding,
 whose output is the same in fewer forwards:
 
-    vllm serve CHECKPOINT \
+    vllm serve CHECKPOINT --dtype float32 \
         --speculative-config '{"model": "wedlm_hf.serving.vllm.Proposer", "num_speculative_tokens": 16}'
 
 docs/serving.md goes through every option.

@@ -35,7 +35,7 @@ class EngineOptions:
         is_drafting: verified parallel decoding (`speculative_config`).
         mask_adapter: folder or Hub id of a mask adapter.
         any_base: take the mask adapter also where the weights are not those that it was trained for.
-        always_draft: every step has drafts, whatever they gain: for tests, whose drafts shall be accepted and rejected.
+        always_draft: every step has drafts, whatever they gain: for tests of equality.
         verification: `"none"`: the paper's decoder. Without either decoding is AR.
         window_size, entropy_threshold, distance_penalty: of the paper's decoder, for requests that do not state their
             own; default: the checkpoint's, else [`WeDLMGenerationSettings`]'.
@@ -61,7 +61,7 @@ class EngineOptions:
         flags = [own.get("any_base", False), own.get("always_draft", False)]
         if not isinstance(own.get("mask_adapter"), str | None) or not all(isinstance(flag, bool) for flag in flags):
             raise ValueError(
-                "Of `additional_config['wedlm']`, 'mask_adapter' is the name of a folder or Hub id, and 'any_base' and "
+                "Of `additional_config['wedlm']`, 'mask_adapter' is the name of a folder or Hub id, 'any_base' and "
                 f"'always_draft' are true or false; got {own!r}."
             )
         is_streaming = own.get("verification") == "none"
