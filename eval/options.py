@@ -34,7 +34,7 @@ DEMO_PROMPTS = (
     'Complete this Python code:\ndef count_equal(scores, limit):\n    """Count the scores equal to limit."""',
 )
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("fastest", "packed", "auto", "float32", "bfloat16", "float16")
 
 
 def _one_of(*values: str) -> Callable[[str], list[str]]:
@@ -228,8 +228,12 @@ class LoadingOptions:
     ] = None
     dtype: Annotated[
         str,
-        typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", autocompletion=_one_of(*DTYPES)),
-    ] = "auto"
+        typer.Option(
+            help="fastest (on this CPU; elsewhere auto), packed (16-bit weights on a CPU), auto (the checkpoint's), "
+            "float32, bfloat16 or float16.",
+            autocompletion=_one_of(*DTYPES),
+        ),
+    ] = "fastest"
     device: DeviceOption = None
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; default: as many as have work.")] = None
 
@@ -263,12 +267,12 @@ class LoadingOptions:
         source, adapter = str(NANO) if checkpoint is None else checkpoint, self.adapter
         if adapter is None and is_adapter(source):
             source, adapter = base_path(source), source
-        model = load_model(source, dtype=self.dtype)
+        model = load_model(source, dtype=self.dtype, device=device)
         if adapter is not None:
             model.load_mask_adapter(adapter)
             if getattr(model.generation_config, "verification", None) is None:
                 model.generation_config.verification = "exact"  # what it was trained for: its base's own answers
-        model = model.to(device).eval()
+        model = model.eval()
         if self.threads is None:
             from .measure import default_threads
 
