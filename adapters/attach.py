@@ -370,9 +370,11 @@ def check_masks(model: Any) -> None:
                 cache.commit([2])
     except Exception as error:
         raise ValueError(f"{name} cannot carry a mask adapter: a forward with masks fails: {error!r}.") from error
-    # Matrices of other shapes round differently; a mask that is not honoured makes a difference of another order.
+    # Matrices of other shapes round differently, another expert may be chosen and activations may be quantized; a mask
+    # that is not followed makes a difference of another order.
+    is_exact = model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False)
     error, size = (logits[:, 1] - expected).abs().max(), expected.abs().max()
-    if not bool(error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.25) * size):
+    if not bool(error <= (1e-3 if is_exact else 0.25) * size):
         raise ValueError(
             f"{name} cannot carry a mask adapter: its attention does not follow the masks of a step (its logits "
             f"differ by {error:.1e} of {size:.1e})."
