@@ -66,8 +66,10 @@ class Form(BaseModel):
     model: str
     adapter: str = ""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    verification: Literal["none", "typical", "exact"] = "none"
-    window_size: int | None = None  # of this and the following three: None is the checkpoint's own
+    verification: Literal["none", "typical", "exact"] | None = (
+        None  # of this and the next four: None is the model's own
+    )
+    window_size: int | None = None
     entropy_threshold: float | None = None
     distance_penalty: float | None = None
     adaptive_window: bool | None = None
@@ -217,23 +219,36 @@ class Demo:
             return own
 
         raw = not loaded.tokenizer.chat_template
-        trace = record(
-            loaded.model,
-            loaded.tokenizer,
-            DecodingRequest([form.prompt], form.keywords, not knows_ar, raw, form.seed),
-            model_name=loaded.name,
-            repeats=loaded.repeats,
-            digests=loaded.digests,
-            streamer=streamer,
-        )
+
+        def decoded(with_ar: bool, streamer: Callable[[str], AnswerStreamer] | None) -> Trace:
+            return record(
+                loaded.model,
+                loaded.tokenizer,
+                DecodingRequest([form.prompt], form.keywords, with_ar, raw, form.seed),
+                model_name=loaded.name,
+                repeats=loaded.repeats,
+                digests=loaded.digests,
+                streamer=streamer,
+            )
+
+        trace = decoded(not knows_ar, streamer)
         if knows_ar and earlier is not None:
             trace = with_ar_of(trace, earlier.trace)
+            if is_impossible(trace):  # the machine was busy at one of the two moments
+                tell({"at": "timing"})
+                trace, knows_ar = decoded(True, None), False
         name = secrets.token_urlsafe(8)
         self.kept[name] = Kept(trace, form.about_ar)
         while len(self.kept) > KEPT:
             self.kept.popitem(last=False)
-        about = {"run": name, "has_adapter": loaded.has_adapter, "is_raw": raw}
+        about = {"run": name, "has_adapter": loaded.has_adapter, "is_raw": raw, "kept_ar": knows_ar}
         return f'{json.dumps(about)[:-1]}, "trace": {to_json(trace)}}}\n'
+
+
+def is_impossible(trace: Trace) -> bool:
+    """Whether the speed against AR is above the tokens per forward."""
+    run, ar = trace.recordings[0].runs
+    return ar.seconds / run.seconds > len(run.tokens) / len(run.steps)
 
 
 def with_ar_of(trace: Trace, other: Trace) -> Trace:

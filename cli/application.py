@@ -223,11 +223,6 @@ def _options(
         typer.echo(text)
 
 
-def is_debugging(context: typer.Context) -> bool:
-    """Whether `--debug` was given."""
-    return bool(context.meta.get(_DEBUG))
-
-
 def need(what: str, extra: str, *packages: str) -> None:
     """Raises `ValueError` for packages that are not installed."""
     if missing := [name for name in packages if find_spec(name) is None]:

@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers import AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..generation.settings import check_mask_token_id
-from .card import model_card, write_card
 from .configuration_wedlm import WeDLMConfig
 from .families import read_family, wedlm_config
 from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model
@@ -164,9 +163,8 @@ def write_checkpoint(target: Path, model: WeDLMForCausalLM, tokenizer: PreTraine
     """Writes the checkpoint, whole or not at all. Raises `ValueError` for a tokenizer that is not loaded as it was."""
     with _written_whole(target) as unfinished:
         _require_space(unfinished, model)
+        tokenizer.save_pretrained(unfinished)  # first: with a chat template, the model card's example is a chat
         model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        write_card(unfinished, model_card(model, unfinished))  # with a chat for an example, if there is a template
         reloaded = load_tokenizer(unfinished)
         if reloaded.mask_token_id != tokenizer.mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"The tokenizer of {source!r} does not survive being saved and loaded again.")

@@ -319,17 +319,21 @@ function render() {
   drawLanes();
 }
 
+/* More than the forwards allow, the speed is shown as its range over the turns: the machine was busy. */
+function range(main, other) {
+  if (other.seconds / main.seconds <= main.tokens.length / main.steps.length) return null;
+  const between = (low, high) => (low(...other.turns, other.seconds) / high(...main.turns, main.seconds)).toFixed(1);
+  return `${between(Math.min, Math.max)} to ${between(Math.max, Math.min)}×`;
+}
+
 function outcome(run, index, done) {
   const [main, other] = runs();
   if (!done) return [];
   const chips = [chip("done")];
   if (index === 0 && other) {
-    const ratio = other.seconds / main.seconds, [least, most] = [Math.min, Math.max];
-    // More than the forwards allow: the machine was busy, so the range over the turns is shown.
-    if (ratio > main.tokens.length / main.steps.length) {
-      const between = (low, high) => low(...other.turns, other.seconds) / high(...main.turns, main.seconds);
-      chips.push(chip(`${between(least, most).toFixed(1)} to ${between(most, least).toFixed(1)}× as fast as AR: busy machine`));
-    } else chips.push(ratio >= 1 ? chip(`${ratio.toFixed(1)}× as fast as AR`, "good") : chip(`${(1 / ratio).toFixed(1)}× slower than AR`, "bad"));
+    const ratio = other.seconds / main.seconds;
+    if (range(main, other)) chips.push(chip(`${range(main, other)} as fast as AR: busy machine`));
+    else chips.push(ratio >= 1 ? chip(`${ratio.toFixed(1)}× as fast as AR`, "good") : chip(`${(1 / ratio).toFixed(1)}× slower than AR`, "bad"));
     chips.push(badge(main, other));
   }
   return chips;

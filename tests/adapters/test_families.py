@@ -1,6 +1,6 @@
 """Mask adapters on tiny random models of every family: verified decoding is plain `generate`.
 
-    python tests/adapters/test_families.py        writes the table of docs/families.md
+python tests/adapters/test_families.py        writes the table of docs/families.md
 """
 
 import re
