@@ -130,7 +130,8 @@ class Models:
             name, adapter = "SmolLM2-135M-Instruct", adapter or str(smollm2.ADAPTER)
             source = str(smollm2.converted(smollm2.FOLDER))
             tell({"at": "loading"})
-        model, tokenizer = replace(self.loading, adapter=adapter, dtype=dtype).load(source)
+        options: dict[str, Any] = {"adapter": adapter, "dtype": dtype}
+        model, tokenizer = replace(self.loading, **options).load(source)
         threads = torch.get_num_threads()
         for strategy in ("wedlm", "ar"):  # the first call costs more
             decode(model, tokenizer, [tokenizer("1, 2").input_ids], {"strategy": strategy, "max_new_tokens": 4})
