@@ -190,6 +190,8 @@ class TreeDrafter(Drafter):
         """
         states = self.model.draft_hidden(hidden[:, None].expand(-1, before.shape[1], -1), before)
         head = self.model.get_output_embeddings()
-        if type(head) is torch.nn.Linear and head.bias is None and not head._forward_hooks:
-            return torch.einsum("ash,abh->abs", head.weight[shortlist].float(), states.float())
+        is_plain = type(head) is torch.nn.Linear and head.bias is None
+        table = head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`
+        if table is not None and not head._forward_hooks:
+            return torch.einsum("ash,abh->abs", table[shortlist].float(), states.float())
         return head(states).gather(2, shortlist[:, None].expand(-1, before.shape[1], -1)).float()

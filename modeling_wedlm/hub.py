@@ -37,11 +37,8 @@ SHIPPED = (
     "generation/streaming.py",
     "generation/verify.py",
     "generation/window.py",
-    "modeling_wedlm/card.py",
     "modeling_wedlm/configuration_wedlm.py",
     "modeling_wedlm/dual_stream.py",
-    "modeling_wedlm/files.py",
-    "modeling_wedlm/linear.py",
     "modeling_wedlm/modeling_wedlm.py",
 )
 
