@@ -207,6 +207,7 @@ class Planner:
 
     def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0):
         self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
+        self.key: Any = None  # of what it learned about, where that is kept
         self.speed = 1.0  # the rate, in tokens of a sequence per time of an AR step
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}  # passed and tried drafts of each bin
         self._gains = [(0.0, 0.0)] * depth  # sums, and how many
@@ -446,7 +447,7 @@ class FixedPlan:
         """See [`Planner.plan`]."""
         plans = []
         for outlook in outlooks:
-            drafts = outlook.drafts[: max(0, min(self.size, outlook.room - 1))]
+            drafts = outlook.drafts[: max(0, min(self.size, outlook.room - 1 + self.lost))]
             masks = [min(self.size, outlook.room - depth - 1 + self.lost) for depth in range(len(drafts) + 1)]
             if self.is_chain:
                 masks[:-1] = [0] * len(drafts)

@@ -504,7 +504,7 @@ def test_logits_that_are_no_numbers_end_with_an_error(verification, do_sample):
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight[5, 3] = float("nan")
-    with pytest.raises(ValueError, match="in forward 1, row 0: the model's logits are NaN or infinite"):
+    with pytest.raises(ValueError, match="in forward 1, sequence 0: the model's logits are NaN or infinite"):
         model.generate(PROMPT, **(FAST | {"verification": verification, "do_sample": do_sample}))
 
 
