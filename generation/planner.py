@@ -45,6 +45,8 @@ MEMORY = 0.98
 MASK_CHANCE, TEXT_CHANCES = 0.65, (0.6, 0.9)
 # Share of the time that looking may cost, and the AR steps after which that share would have come to what it may at once.
 LOOK_SHARE, LOOK_CREDIT = 0.015, 100
+# Tokens that masks behind a prompt may cost: they are a look that is repeated in every call.
+PROMPT_LOOK = 0.25
 # Times of a width that are remembered: their median forgets a busy moment of the machine.
 SAMPLES = 9
 # Drafts of a sequence that are checked, at most; deeper chains may have more.
@@ -311,7 +313,9 @@ class Planner:
                     self._learn_gains(state, tree, worth)
         plain, best = self._options(states, trees, worth, before)
         choice = max(plain, best)
-        if not before:
+        if before:  # a look beside a prompt costs little
+            choice = best if best.net > plain.net - PROMPT_LOOK * count else plain
+        else:
             if best.masks + best.drafts:
                 rows = best.masks + best.drafts
                 secant = self._cost(count, before, rows, True) / rows
