@@ -245,7 +245,7 @@ def refused(tmp_path: Path, base: Any, error: type[Exception], message: str, **s
         ({"tokens": 0}, "`tokens` must be greater than 0, got 0"),
         ({"minutes": 0.0}, "`minutes` must be greater than 0, got 0.0"),
         ({"minutes": float("nan")}, "`minutes` must be greater than 0, got nan"),
-        ({"tokens": None}, "A budget is needed: `minutes` of work or `tokens` of answers"),
+        ({"tokens": None}, "A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers"),
     ],
 )
 def test_a_budget_of_nothing_is_refused(tmp_path, base, settings, message):
@@ -289,7 +289,7 @@ def test_a_chat_data_set_holds_prompts(tmp_path, base, monkeypatch):
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, base):
     for words, message in (
-        ([], "Error: A budget is needed: `minutes` of work or `tokens` of answers.\n"),
+        ([], "Error: A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers.\n"),
         (["--tokens", "0"], "Error: `tokens` must be greater than 0, got 0.\n"),
         (["--minutes", "1", "--prompts", str(tmp_path / "no.txt")], "No such file or directory"),
     ):

@@ -1,12 +1,11 @@
 """The acceptance curve of a training log, as a table and as a figure."""
 
 import json
-import sys
 
 import pytest
 
 from wedlm_hf.adapters.model_card import acceptance_table, read_log
-from wedlm_hf.eval import acceptance_curve
+from wedlm_hf.eval.acceptance_curve import draw_acceptance
 
 
 @pytest.fixture
@@ -21,19 +20,9 @@ def log(tmp_path):
     return path
 
 
-def test_the_curve_has_a_row_for_each_evaluation_and_is_drawn(log, tmp_path, monkeypatch, capsys):
+def test_the_curve_has_a_row_for_each_evaluation_and_is_drawn(log, tmp_path):
     table = acceptance_table(read_log(log))
     assert table["columns"] == ["mask rows", "1 draft", "2 drafts"]
     assert table["rows"] == [["1,000", "1.11", "1.12"], ["5,000", "1.51", "1.52"]]
-    monkeypatch.setattr(sys, "argv", ["acceptance_curve", str(log), str(tmp_path / "out")])
-    acceptance_curve.main()
-    assert capsys.readouterr().out.splitlines()[-1] == "| 5,000 | 1.51 | 1.52 |"
+    draw_acceptance(read_log(log), tmp_path / "out")
     assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_log_without_evaluations_has_no_curve(log, monkeypatch, capsys):
-    log.write_text('{"step": 1, "mask_rows": 10}\n')
-    monkeypatch.setattr(sys, "argv", ["acceptance_curve", str(log), str(log.parent)])
-    with pytest.raises(SystemExit):
-        acceptance_curve.main()
-    assert "There is no evaluation in" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """The checkpoint in the repository: its files, its answers, and decoding on trained weights."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -23,6 +25,14 @@ def prompts(tokenizer, seed=3):
     return [
         encode(tokenizer, sample.messages) for task in TASKS for sample in generate_samples(task, 1, seed, "heldout")
     ]
+
+
+def test_it_names_no_code_so_its_tokenizer_loads_unasked_without_this_package():
+    assert not list(NANO.glob("*_wedlm.py"))
+    load = "import sys; from transformers import AutoTokenizer; assert 'wedlm_hf' not in sys.modules; "
+    load += f"print(AutoTokenizer.from_pretrained({str(NANO)!r}).mask_token_id)"
+    done = subprocess.run([sys.executable, "-c", load], input="", capture_output=True, text=True, check=True)
+    assert done.stdout == f"{load_tokenizer(NANO).mask_token_id}\n"
 
 
 def test_it_is_small_and_has_room_for_512_tokens(nano):
