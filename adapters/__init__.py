@@ -19,6 +19,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import attach
+    from . import registered
 
-    return getattr(attach, name)
+    return getattr(registered, name)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from ..generation.attention import ATTENTION_KINDS, StepAttention, layer_types
 from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.window import Visibility
-from ..modeling_wedlm import WeDLMForCausalLM
 from .adapter_files import (
     CONFIG_NAME,
     KEY_PREFIX,
@@ -418,12 +416,3 @@ def _linear(layer: nn.Module, target: str) -> Any:
 
 
 __all__ = ["AttachedModel", "add_mask_adapter", "load_mask_adapter", "save_mask_adapter", "unload_mask_adapter"]
-
-
-for _method in (add_mask_adapter, load_mask_adapter):
-    setattr(WeDLMForCausalLM, _method.__name__, _method)
-
-if find_spec("peft") is not None:
-    from .peft_method import register
-
-    register()

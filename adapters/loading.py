@@ -20,7 +20,7 @@ from ..modeling_wedlm.loading import (
     reading,
 )
 from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
-from .attach import load_mask_adapter
+from .registered import load_mask_adapter
 
 
 def load_adapted(

@@ -25,11 +25,11 @@ from ..modeling_wedlm.loading import load_model
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from ..training.saving import AtomicSaveTrainer, newest_complete_checkpoint
 from .adapter_files import MaskAdapterSettings, StoredMaskAdapter, check_base
-from .attach import add_mask_adapter, load_mask_adapter
 from .budget import Budget, MaskTrainingConfig, budget_schedule
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
 from .layout import Answer, AnswerBatches, DataCollatorForMaskRuns, load_answers
+from .registered import add_mask_adapter, load_mask_adapter
 
 
 class _Epochs(TrainerCallback):

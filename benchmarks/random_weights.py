@@ -73,7 +73,7 @@ def by_batch_size(model: WeDLMForCausalLM, sizes: list[int], max_new_tokens: int
 
 
 def by_length(model: WeDLMForCausalLM, lengths: tuple[int, ...], repeats: int) -> pd.DataFrame:
-    """Time of a step, and on CUDA memory, at the end of a short and of a long answer, a row for each decoder and length."""
+    """Time of a step, and on CUDA memory, at the end of short and long answers, a line for each decoder and length."""
     prompt = torch.randint(model.config.vocab_size - 1, (PROMPT_TOKENS,)).tolist()
     rows, peaks = [], dict[tuple[str, int], float]()
     for repeat, length, name in itertools.product(range(-1, repeats), lengths, (AR, WEDLM, EXACT)):
