@@ -66,7 +66,7 @@ class Form(BaseModel):
     model: str
     adapter: str = ""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    verification: Literal["none", "typical", "exact"] | None = (
+    verification: Literal["none", "exact", "typical"] | None = (
         None  # of this and the next four: None is the model's own
     )
     window_size: int | None = None

@@ -1,14 +1,14 @@
 """Linear layers with 16-bit weights and float32 rows, on CPUs.
 
-A CPU reads every weight once for each token, so a decoder is about as fast as its weights are small. Torch's own 16-bit
-products are fast only where the processor has instructions for them. The kernels here (FBGEMM, a part of torch) widen
-float16 weights in registers and multiply in float32: they read half of float32's bytes, take a few rows in little more
-than the time of one, and each row gets the same bits whatever stands beside it.
+A CPU reads every weight once for each token, so a decoder is about as fast as its weights are small. Torch's own
+16-bit products are fast only where the processor has instructions for them. The kernels here (FBGEMM, a part of torch)
+widen float16 weights in registers and multiply in float32: they read half of float32's bytes, take a few rows in
+little more than the time of one, and each row gets the same bits whatever stands beside it.
 """
 
 import ctypes
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -18,9 +18,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -94,13 +91,14 @@ class PackedLinear(nn.Module):
         return weights.half()
 
     def extra_repr(self) -> str:
+        """What `print` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise AttributeError(
-                "A packed layer has no `weight`; `unpacked()` gives a copy. To merge, resize or train weights, load the "
-                "model with a dtype."
+                "A packed layer has no `weight`; `unpacked()` gives a copy. To merge, resize or train weights, load "
+                "the model with a dtype."
             )
         return super().__getattr__(name)
 
@@ -255,21 +253,27 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
         sample.append(layers.pop(0))
     if not layers:
         return own
-    formats: dict[str | torch.dtype, list[nn.Module]] = {own: [*sample]}
-    if _linear_share(model) >= _LEAST_SHARE and can_pack():
-        formats[PACKED] = [PackedLinear(layer) for layer in sample]
-    if own != torch.bfloat16:
-        formats[torch.bfloat16] = [_cast(layer, torch.bfloat16) for layer in sample]
-    seconds = _in_one_thread(lambda: _seconds(formats))
+    with_packed = _linear_share(model) >= _LEAST_SHARE and can_pack()
+    seconds = _in_one_thread(lambda: _seconds(_formats(sample, with_packed)))
     choice = min(seconds, key=lambda name: seconds[name] / (_BFLOAT16_SHARE if name == torch.bfloat16 else 1))
     listed = ", ".join(f"{name} {1000 * taken:.1f}" for name, taken in seconds.items())
-    logger.info("Linear layers are %s: ms for 1 and 8 rows of a sample: %s.", choice, listed)
-    del formats
+    logger.info("Linear layers are %s (ms for 1 and 8 rows of a sample: %s).", choice, listed)
     if choice == PACKED:
+        del layers, sample[:]  # so that each is freed when it is packed
         pack(model)
     elif choice != own:
         model.to(choice)  # type: ignore[arg-type]
     return choice
+
+
+def _formats(sample: list[nn.Linear], with_packed: bool) -> dict[str | torch.dtype, Sequence[nn.Module]]:
+    """The layers in each format that can be chosen."""
+    formats: dict[str | torch.dtype, Sequence[nn.Module]] = {sample[0].weight.dtype: sample}
+    if with_packed:
+        formats[PACKED] = [PackedLinear(layer) for layer in sample]
+    if torch.bfloat16 not in formats:
+        formats[torch.bfloat16] = [_cast(layer, torch.bfloat16) for layer in sample]
+    return formats
 
 
 def _cast(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
@@ -280,7 +284,7 @@ def _cast(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
 
 
 @torch.no_grad()
-def _seconds(formats: dict[Any, list[nn.Module]]) -> dict[Any, float]:
+def _seconds(formats: Mapping[Any, Sequence[nn.Module]]) -> dict[Any, float]:
     """The least time of each format's layers for one row and for eight."""
     best: dict[Any, dict[int, float]] = {name: {1: float("inf"), 8: float("inf")} for name in formats}
     for _ in range(3):
@@ -311,32 +315,6 @@ def _multiply_alone() -> None:
 def _in_one_thread(function: Callable[[], _Result]) -> _Result:
     with ThreadPoolExecutor(1, initializer=_multiply_alone) as thread:
         return thread.submit(function).result()
-
-
-# The same for `from_pretrained`.
-
-
-@register_quantization_config(PACKED)
-class PackedConfig(QuantizationConfigMixin):
-    """`AutoModelForCausalLM.from_pretrained(name, quantization_config=PackedConfig())` gives a packed model (see
-    [`pack`])."""
-
-    def __init__(self, **kwargs: Any):
-        self.quant_method = PACKED
-
-
-@register_quantizer(PACKED)
-class _Packer(HfQuantizer):
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        self.remove_quantization_config(model)  # what is saved are plain weights
-        return pack(model)
-
-    def is_serializable(self) -> bool:
-        return True
-
-    @property
-    def is_trainable(self) -> bool:
-        return False
 
 
 # The kernels.
@@ -378,7 +356,7 @@ def _zeros(rows: int, width: int) -> torch.Tensor:
 
 @lru_cache
 def _fitting_rows() -> tuple[tuple[int, ...], int]:
-    """For each small number of rows the least one that fits, and the step of larger ones; without any, says so once."""
+    """For each small number of rows the least one that fits, and the step of larger ones."""
     return _in_one_thread(_look_at_rows)
 
 
@@ -389,11 +367,13 @@ def _look_at_rows() -> tuple[tuple[int, ...], int]:
     shape = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     weight, row = _pack(torch.randn(43, 600, **shape)), torch.randn(1, 600, **shape)
     found = [_multiply(row.repeat(count, 1), weight) for count in range(1, _LOOKED + 1)]
-    kinds = torch.cat([rows[:1] for rows in found]).unique(dim=0)
-    fits = max(([bool((rows == kind).all()) for rows in found] for kind in kinds), key=sum)
-    sizes = [count for count, is_fit in enumerate(fits, 1) if is_fit]
-    for step in range(1, _LARGEST_STEP + 1):
-        if all(fits[step - 1 :: step]):
-            return tuple(min(size for size in sizes if size >= count) for count in range(1, sizes[-1] + 1)), step
+    choices = []
+    for kind in torch.cat([rows[:1] for rows in found]).unique(dim=0):
+        fits = [bool((rows == kind).all()) for rows in found]
+        steps = [step for step in range(1, _LARGEST_STEP + 1) if all(fits[step - 1 :: step])]
+        choices += [(steps[0], [count for count, is_fit in enumerate(fits, 1) if is_fit])] if steps else []
+    if choices:
+        step, sizes = min(choices)
+        return tuple(min(size for size in sizes if size >= count) for count in range(1, sizes[-1] + 1)), step
     logger.warning("With this processor's kernels the last bits of a row depend on the number of rows beside it.")
     return (), 1

@@ -50,9 +50,10 @@ class RequestError(Exception):
 
     def body(self) -> dict[str, Any]:
         """As OpenAI's API has it."""
-        message = " ".join(str(self).split()).encode(errors="replace").decode()  # it may quote a lone surrogate
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": " ".join(str(self).split()), "type": kind, "param": self.param, "code": self.code}
+        # They may quote a lone surrogate, which no response can hold.
+        return {"error": {name: text and text.encode(errors="replace").decode() for name, text in error.items()}}
 
 
 @dataclass(eq=False)

@@ -89,7 +89,7 @@ class ParallelHandler(BaseHandler):
             RequestError: for one that cannot be honoured. A stream begins only when nothing is left to refuse.
         """
         nested = body.get("generation_config")
-        names = {*body, *self.schema.model_fields, *(nested if isinstance(nested, dict) else ())}
+        asked = {*body, *(nested if isinstance(nested, dict) else ())}
         try:
             calls, responses = await self._answer(body, request_id)
             if not body.get("stream"):
@@ -106,7 +106,9 @@ class ParallelHandler(BaseHandler):
         except (RequestError, ValueError) as error:
             refused = error if isinstance(error, RequestError) else RequestError(str(error))
             is_prompt = str(error).startswith(("The prompt", "This model's context"))
-            refused.param = refused.param or (self.prompt_field if is_prompt else field_of(str(error), names))
+            refused.param = refused.param or (
+                self.prompt_field if is_prompt else field_of(str(error), asked | {*self.schema.model_fields}, asked)
+            )
             raise refused from None
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> tuple[list[Call], list[Any]]:
@@ -202,11 +204,18 @@ def check_tokens(field: str, tokens: Any, vocab_size: int) -> None:
         raise RequestError(message, param=field)
 
 
-def field_of(message: str, names: set[str]) -> str | None:
-    """The field of a request that the message of an error names first, itself or by its logits processor."""
+def field_of(message: str, names: set[str], asked: set[str]) -> str | None:
+    """The field that the message of an error names first, itself or by its logits processor.
+
+    Args:
+        message: of the error.
+        names: of all fields.
+        asked: of those that the request has.
+    """
     for found in re.finditer(r"`([\w.]+)|\b(\w+?)LogitsProcessor", message):
         name = found[1] or re.sub(r"(?<!^)(?=[A-Z])", "_", found[2]).lower()
-        name = PROCESSOR_FIELDS.get(name, name) if found[2] and name not in names else name
+        if found[2] and name not in asked:
+            name = PROCESSOR_FIELDS.get(name, name)
         if name.partition(".")[0] in names:
             return name
     return None

@@ -156,7 +156,7 @@ def test_every_outside_package_is_declared_in_setup_cfg():
         "adapters": declared("train"),
         "eval": declared("eval"),
         "serving": declared("serve", "vllm"),
-        "apps": declared("demo"),
+        "apps": declared("demo", "chat"),
         "cli": declared("cli"),
     }
     for name, file in MODULES.items():

@@ -43,9 +43,9 @@ class DataCollatorForDualStreamMasking:
     A *response* is a run of supervised tokens that ends in the end token. A conversation of several responses becomes
     one document per response: the turns up to its end, itself alone supervised. So each response gets its `num_eos`
     end tokens, yet no later turn has "learnable padding" in its context, and no masked token sees the turn that
-    follows: decoding never meets either. N and the AR loss are those of the whole conversation; the price is that the
-    memory stream of a context runs once for each response to it. Unsupervised tokens after the last response (a
-    template's newline) carry no loss and are left out.
+    follows: decoding never meets either. N and the AR loss are those of the whole conversation; the memory
+    stream of a context runs once for each response to it. Unsupervised tokens after the last response (a template's
+    newline) carry no loss and are left out.
 
     Args:
         tokenizer: gives the padding, end and mask tokens.

@@ -121,7 +121,9 @@ def read_example(
         _check_tokens(example, where)
         kept = {column: example[column] for column in ("input_ids", *_MARKS, "seq_lengths") if column in example}
         return kept | {"outcome": Outcome.WHOLE}
-    parts = {column: example.get(column) for column in (("prompt", "completion") if kind == "prompt" else (kind,))}
+    parts: Any = {
+        column: example.get(column) for column in (("prompt", "completion") if kind == "prompt" else (kind,))
+    }
     allowed, wanted = _SHAPES.get(kind, ((str,), "a string"))
     if not any(all(isinstance(part, shape) for part in parts.values()) for shape in allowed):
         shown = f"{[*parts.values()] if kind == 'prompt' else example[kind]!r:.80}"

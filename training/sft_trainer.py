@@ -107,7 +107,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             model, processing_class, args, init_kwargs, peft_config, quantization_config
         )
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        if formatting_func is None:  # TRL judges the first example: it must see what is trained on
+        if formatting_func is None:  # TRL takes the first example for all: it must see one that is trained on
             train_dataset = self._preparation.read(train_dataset, "train")
             eval_dataset = self._preparation.read_evaluation(eval_dataset)
         super().__init__(
@@ -162,13 +162,13 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
-    def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> DataLoader:
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The parent's; evaluation has fixed uniform masks."""
         training_collator = self.data_collator
-        if not is_training:
+        if not kwargs.get("is_training"):
             self.data_collator = self._eval_collator
         try:
-            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+            return super()._get_dataloader(*args, **kwargs)
         finally:
             self.data_collator = training_collator
 

@@ -13,22 +13,12 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoModelForCausalLM
 
 from ...adapters.adapter_files import PEFT_TYPE
-from ...adapters.attach import load_mask_adapter
+from ...adapters.loading import load_adapted
 from ...modeling_wedlm.card import CARD_NAME, is_written_by_a_person, model_card, read_card, signed
 from ...modeling_wedlm.hub import hub_files
-from ...modeling_wedlm.loading import (
-    ADAPTER_FILE,
-    CONFIG_FILE,
-    base_path,
-    find_checkpoint,
-    is_adapter,
-    is_hub_reachable,
-    load_model,
-    load_tokenizer,
-)
+from ...modeling_wedlm.loading import ADAPTER_FILE, CONFIG_FILE, base_path, is_adapter, is_hub_reachable, load_model
 from .request import PushRequest
 
 # What a training leaves in its folder and a user of the model does not need; pickles can run code when they are read.
@@ -64,9 +54,8 @@ def check(request: PushRequest) -> str:
             )
     model = str(folder) if is_model else request.base or base_path(folder)
     if not is_model and json.loads((folder / ADAPTER_FILE).read_bytes()).get("peft_type") == PEFT_TYPE:
-        inputs = load_tokenizer(model)("Count from 1 to 20:", return_tensors="pt")
-        adapted: Any = AutoModelForCausalLM.from_pretrained(model, **find_checkpoint(model))
-        load_mask_adapter(adapted, folder)
+        adapted, tokenizer = load_adapted(model, folder)
+        inputs: Any = tokenizer("Count from 1 to 20:", return_tensors="pt")
         output = adapted.generate(**inputs, max_new_tokens=24, strategy="wedlm", verification="exact")
         return f"{output.shape[1] - inputs['input_ids'].shape[1]} tokens on {model}."
     model = os.path.abspath(model) if os.path.isdir(model) else model

@@ -73,23 +73,16 @@ def block_elbo(
         group = [index for index in by_length if (len(pairs[index][1]) == 1 or block_size == 1) == is_fixed]
         for start in range(0, len(group), batch_size):
             batch = group[start : start + batch_size]
-            values = _samples(model, collator, [pairs[index] for index in batch], 1 if is_fixed else samples)
+            examples = [
+                {"input_ids": [*context, *rest], "labels": [IGNORE_INDEX] * len(context) + rest}
+                for context, rest in (pairs[index] for index in batch)
+            ]
+            drawn = []
+            for sample in range(1 if is_fixed else samples):
+                collator.set_epoch(sample)
+                drawn.append(response_log_probs(model, examples, collator).mask_tokens.double().sum(1).cpu())
+            values = torch.stack(drawn)  # (samples, pairs)
             errors = values.std(0, correction=0 if is_fixed else 1) / math.sqrt(len(values))
             for index, value, error in zip(batch, values.mean(0).tolist(), errors.tolist(), strict=True):
                 estimates[index] = Estimate(value, error)
     return [estimates[index] for index in range(len(pairs))]
-
-
-def _samples(
-    model: Any, collator: DataCollatorForDualStreamMasking, pairs: Sequence[tuple[list[int], list[int]]], count: int
-) -> torch.Tensor:
-    """Samples of the bound of each of `B` pairs, `(count, B)` float64."""
-    examples = [
-        {"input_ids": context + continuation, "labels": [IGNORE_INDEX] * len(context) + continuation}
-        for context, continuation in pairs
-    ]
-    drawn = []
-    for sample in range(count):
-        collator.set_epoch(sample)
-        drawn.append(response_log_probs(model, examples, collator).mask_tokens.double().sum(1).cpu())
-    return torch.stack(drawn)

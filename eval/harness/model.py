@@ -16,7 +16,6 @@ from ..measure import rates
 from .likelihood import block_elbo
 
 Likelihood = Literal["ar", "elbo"]
-
 DECODING = tuple(name for name in SETTING_NAMES if name != "output_trace")
 ELBO = {"samples": 16, "block_size": 32, "seed": 0}  # of `block_elbo`
 COUNTS = ("new_tokens", "forwards", "token_instances")
@@ -67,8 +66,7 @@ class WeDLMHarnessLM(HFLM):
         WeDLMGenerationSettings(**self._decoding)
         self._elbo = {name: kwargs.pop(f"elbo_{name}", default) for name, default in ELBO.items()}
         self._elbo_sums: Counter[str] = Counter()
-        self._task = ""
-        self._counts: dict[str, Counter[str]] = {}
+        self._task, self._counts = "", dict[str, Counter[str]]()
         self._in_force: dict[str, dict[str, Any]] = {}
         # The parent would choose the backend by a list of transformers' own models, and CUDA without a look for it.
         kwargs = {"backend": "causal", "device": "cuda" if torch.cuda.is_available() else "cpu"} | kwargs

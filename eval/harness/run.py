@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import sys
 from pathlib import Path
@@ -17,8 +16,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import setup_logging, simple_parse_args_string
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
-SUITES = {"paper": "wedlm_paper"}
-"""`--suite`: the group of tasks, whose metadata hold the settings."""
+SUITES = {"paper": "wedlm_paper"}  # `--suite`: the group of tasks, whose metadata hold the settings
 
 _simple_evaluate = lm_eval.simple_evaluate
 
@@ -42,21 +40,14 @@ def evaluate(**options: Any) -> dict[str, Any] | None:
     if options.get("task_manager") is None:
         options["task_manager"] = TaskManager(include_path=str(TASKS_FOLDER), metadata=options.get("metadata"))
     if is_ours and options.get("use_cache"):
-        options["use_cache"] += f"_{_fingerprint(arguments)}"
+        folder = Path(str(arguments.get("pretrained")))
+        files = [(file.name, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.safetensors"))]
+        options["use_cache"] += f"_{hashlib.sha256(repr((arguments, files)).encode()).hexdigest()[:12]}"
     results: dict[str, Any] | None = _simple_evaluate(**options)
     if results is not None and is_ours:
         for task, counts in results["config"]["decoding_statistics"].items():
             results["results"][task]["tokens_per_forward,none"] = counts["tokens_per_forward"]
     return results
-
-
-def _fingerprint(model_args: dict[str, Any]) -> str:
-    """Of the arguments and, where they name a folder, of the files in it, 12 hexadecimal digits."""
-    folder = Path(str(model_args.get("pretrained")))
-    files = sorted(file for file in folder.glob("*") if file.suffix in (".safetensors", ".json"))
-    states = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    text = json.dumps([model_args, states], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def main() -> None:

@@ -132,7 +132,7 @@ def test_a_speed_above_the_tokens_per_forward_is_impossible():
         ({"window_size": ""}, "The request is malformed: window_size: input should be a valid integer, got ''."),
         ({"entropy_threshold": -1}, "`entropy_threshold` must be a number of at least 0, got -1"),
         ({"distance_penalty": -0.5}, "`distance_penalty` must be a number of at least 0, got -0.5."),
-        ({"verification": "maybe"}, "verification: input should be 'none', 'typical' or 'exact', got 'maybe'."),
+        ({"verification": "maybe"}, "verification: input should be 'none', 'exact' or 'typical', got 'maybe'."),
         ({"max_new_tokens": 0}, "`max_new_tokens` must be from 1 to 1024, got 0."),
         ({"temperature": 9}, "`temperature` must be from 0 (greedy) to 5, got 9"),
         ({"seed": -1}, "`seed` must be from 0 to 2**63 - 1, got -1."),
