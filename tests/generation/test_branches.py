@@ -12,11 +12,11 @@ from transformers import DynamicCache
 
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import WindowCache, mixin
-from wedlm_hf.generation.drafter import TreeDrafter
 from wedlm_hf.generation.decoding import ParallelDecoder
+from wedlm_hf.generation.drafter import TreeDrafter
+from wedlm_hf.generation.planner import Draft, Plan, Planner
 from wedlm_hf.generation.sampling import SHORTLIST
 from wedlm_hf.generation.verify import VerifyRule
-from wedlm_hf.generation.planner import Draft, Plan, Planner
 
 FIXED = {"adaptive_window": False, "window_size": 4}
 COUNTED = {"slot_cost": 0.01}  # a slot cost leaves no part to the clock
@@ -70,7 +70,9 @@ def foreseeing(monkeypatch):
                         tokens += [answer[offset] if is_wrong else 9, 11][:siblings]
                     for rank, token in enumerate(tokens):
                         drafts.append(Draft(token, parent, depth, (1 - errors) / (1 + rank), rank > 0))
-                    right = [place for place, draft in enumerate(drafts) if draft.parent == parent and draft.token != 9]
+                    right = [
+                        place for place, draft in enumerate(drafts) if draft.parent == parent and draft.token != 9
+                    ]
                     if tokens[0] in ENDS or not right:
                         break
                     parent = right[0] if siblings else len(drafts) - 1
