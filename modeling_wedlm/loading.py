@@ -156,8 +156,7 @@ def load_model(
         ValueError: for a checkpoint of another model type, a damaged config, weights that do not fit, and packed
             ones elsewhere than on a CPU.
     """
-    on_cpu = torch.device(device).type == "cpu"
-    if dtype == PACKED and not on_cpu:
+    if dtype == PACKED and torch.device(device).type != "cpu":
         raise ValueError(f"`dtype={PACKED!r}` is for CPUs, and the model is to be on {str(device)!r}.")
     is_ours = dtype in (PACKED, FASTEST)
     subfolder, file = options.pop("subfolder", ""), options.get("gguf_file") or CONFIG_FILE
@@ -170,10 +169,15 @@ def load_model(
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _check_token_ids(name, getattr(model.generation_config, name))
-    if is_ours and on_cpu:
+    set_format(model, dtype, device)
+    return loaded
+
+
+def set_format(model: Any, dtype: str | torch.dtype, device: str | torch.device) -> None:
+    """Packs the weights where `dtype` asks for it (see [`load_model`]), and puts the model on the device."""
+    if dtype in (PACKED, FASTEST) and torch.device(device).type == "cpu":
         pack(model) if dtype == PACKED else use_fastest(model)
     model.to(device)
-    return loaded
 
 
 def fetch_card(source: str, *, revision: str | None = None) -> None:
