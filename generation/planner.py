@@ -49,6 +49,8 @@ LOOK_SHARE, LOOK_CREDIT = 0.015, 100
 SAMPLES = 9
 # Drafts of a sequence that are checked, at most; deeper chains may have more.
 MOST_DRAFTS = 12
+# Widths that differ by this factor tell what others take beyond them.
+SPAN = 8
 # Numbers of drafts that are compared: a few sensible ones.
 DRAFT_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24)
 
@@ -141,10 +143,11 @@ class StepTimes:
             return given
         if is_optimistic and place and 3 * rows <= 4 * curve[-1][0] + 4:
             return curve[-1][1]
-        # Beyond what was measured: by what is given, or by the mean slope, if that is more.
-        (first, least), (here, time) = curve[0], curve[-1 if place else 0]
+        # Beyond what was measured: by the mean slope, or by what is given where few widths are known, if that is more.
+        (first, least), (here, time) = (self._curves[False] or curve)[0], curve[-1 if place else 0]
         slope = (time - least) / (here - first) if here > first else 0.0
-        return max(time * given / _line(self._given, here), time + slope * (rows - here))
+        guess = time * given / _line(self._given, here)
+        return max(time + slope * (rows - here), guess if here < SPAN * first else 0.0)
 
 
 def _line(points: list[tuple[int, float]], rows: int) -> float:

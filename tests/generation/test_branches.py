@@ -10,6 +10,7 @@ from test_generation import ENDS, LIMIT, generate, prompts_of
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
+from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import WindowCache, mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
@@ -28,7 +29,7 @@ def adapted(style="qwen3", head_width=8, **overrides):
     model = tiny_model(style, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        adapter = model.add_mask_adapter(MaskAdapterSettings(rank=4, head_width=head_width))
+        adapter = add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=head_width))
         for parameter in adapter.parameters():
             parameter.data += 0.3 * torch.randn_like(parameter)
     return model
