@@ -4,6 +4,7 @@
 target, `P` positions that they predict, `S` candidate tokens, `H` hidden size.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,35 @@ AttentionInterface.register(MASK_RUNS, attend_in_runs)
 AttentionMaskInterface.register(MASK_RUNS, sdpa_mask)
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """Two distributions at each of `N` slots, over the `S` candidates.
+
+    Attributes:
+        targets: `(N, S)`, the base's probabilities.
+        logits: `(N, S)` of the mask.
+        log_sums: `(N,)`, of the exponentials of the mask's logits of the whole vocabulary, estimated.
+        shares: `(S,)`, the logarithm of how many tokens each candidate stands for.
+    """
+
+    targets: torch.Tensor
+    logits: torch.Tensor
+    log_sums: torch.Tensor
+    shares: torch.Tensor
+
+
+def soft_cross_entropy(predicted: Predicted) -> torch.Tensor:
+    """`(N,)` nats: Σ p (log-sum − logit). The base's mass on candidates counts, which is nearly all of it."""
+    targets = predicted.targets
+    return predicted.log_sums * targets.sum(-1) - (targets * predicted.logits).sum(-1)
+
+
+def total_variation(predicted: Predicted) -> torch.Tensor:
+    """`(N,)`, 0 to 1: the chance that a sampled draft is rejected, 1 − Σ min(p, q), over the likely candidates."""
+    chances = (predicted.logits - predicted.log_sums[:, None]).exp()
+    return 1 - torch.minimum(predicted.targets, chances)[:, predicted.shares == 0].sum(-1)
+
+
 class MaskDistillation(nn.Module):
     """A frozen base and its mask adapter as one trainable module.
 
@@ -98,6 +128,7 @@ class MaskDistillation(nn.Module):
         plain_weight: of the cross-entropy without the previous-token head.
         top_tokens: likeliest tokens of the base at each position that are candidates.
         sampled_tokens: of all others, how many stand for them.
+        loss: of each slot, `(N,)`.
     """
 
     accepts_loss_kwargs = True
@@ -112,11 +143,12 @@ class MaskDistillation(nn.Module):
         plain_weight: float = 0.5,
         top_tokens: int = 16,
         sampled_tokens: int = 2048,
+        loss: Callable[[Predicted], torch.Tensor] = soft_cross_entropy,
     ):
         super().__init__()
         self.model: Any = model
         self.config = model.config
-        self.num_masks = num_masks
+        self.num_masks, self.loss = num_masks, loss
         self.plain_weight = plain_weight
         self.top_tokens, self.sampled_tokens = top_tokens, sampled_tokens
         weights = torch.tensor([depth_decay**depth for depth in range(num_masks)])
@@ -148,8 +180,8 @@ class MaskDistillation(nn.Module):
             bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats.
         """
         counted = labels != IGNORE_INDEX
-        memory_hidden, memory = self._memory(input_ids)
-        hidden = self._masks(memory, cuts)[counted]
+        memory_hidden, memory = self.memory(input_ids)
+        hidden = self.masks(memory, cuts)[counted]
         # Targets: what the memory row before each mask's position says.
         before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
         rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
@@ -164,9 +196,8 @@ class MaskDistillation(nn.Module):
         logits = (torch.cat(states) @ self.model.lm_head.weight[candidates].T).float()
         log_sums = (logits + shares).logsumexp(-1)
         targets, likeliest = teacher[of_slot], teacher.argmax(-1)[of_slot]
-        # Σ p (log-sum − logit): the share of the base's mass on candidates counts, which is nearly all of it.
         losses = [
-            log_sum * targets.sum(-1) - (targets * part).sum(-1)
+            self.loss(Predicted(targets, part, log_sum, shares))
             for log_sum, part in zip(log_sums.chunk(len(states)), logits.chunk(len(states)), strict=True)
         ]
         correct = [part.argmax(-1) == likeliest for part in logits.detach().chunk(len(states))]
@@ -184,14 +215,27 @@ class MaskDistillation(nn.Module):
         }
 
     @torch.no_grad()
-    def _memory(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
-        """Last hidden states `(B, L, H)` of the answers under the base alone, and their keys and values."""
+    def memory(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
+        """What the base alone makes of answers.
+
+        Args:
+            input_ids: `(B, L)`, right-padded.
+
+        Returns:
+            Last hidden states `(B, L, H)`, and keys and values for [`masks`].
+        """
         memory = DynamicCache(config=self.config)
         hidden = self.model.model(input_ids=input_ids, past_key_values=memory, use_cache=True).last_hidden_state
         return hidden, memory
 
-    def _masks(self, memory: DynamicCache, cuts: torch.Tensor) -> torch.Tensor:
-        """Last hidden states of the masks, `(B, C, K, H)`."""
+    def masks(self, memory: DynamicCache, cuts: torch.Tensor) -> torch.Tensor:
+        """Last hidden states `(B, C, K, H)` of K masks behind each cut.
+
+        Args:
+            memory: of [`memory`].
+            cuts: `(B, C)`: position of the last token that the masks of a run see, -1 for none. The first mask stands
+                two positions further on.
+        """
         batch, runs = cuts.shape
         slots = runs * self.num_masks
         positions = (cuts.clamp(min=0)[..., None] + 2 + torch.arange(self.num_masks, device=cuts.device)).flatten(1)
@@ -209,6 +253,20 @@ class MaskDistillation(nn.Module):
             mask_runs=MaskRuns(memory, visible, self.num_masks),
         ).last_hidden_state
         return hidden.unflatten(1, (runs, self.num_masks))
+
+    def drafts(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each mask, never the mask token.
+
+        Args:
+            hidden: `(N, H)`, of [`masks`].
+            previous_ids: `(N, 2)` int64, the two tokens before each mask.
+
+        Returns:
+            `(N,)` int64.
+        """
+        logits = self.model.lm_head(self.model.draft_hidden(hidden, previous_ids))
+        logits[:, self.config.mask_token_id] = float("-inf")
+        return logits.argmax(-1)
 
     def _teacher(self, hidden: torch.Tensor, noise_key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The base's distributions at some positions.
