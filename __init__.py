@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
     from .modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, WeDLMModel, convert
     from .training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
 
@@ -21,17 +22,25 @@ __all__ = [
     "WeDLMModel",
     "WeDLMSFTConfig",
     "WeDLMSFTTrainer",
+    "add_mask_adapter",
     "convert",
+    "load_mask_adapter",
+    "save_mask_adapter",
+    "unload_mask_adapter",
 ]
 
 _HOME = {
     "DataCollatorForDualStreamMasking": "training",
     "WeDLMConfig": "modeling_wedlm",
-    "WeDLMForCausalLM": "modeling_wedlm",
+    "WeDLMForCausalLM": "adapters",  # with its methods for mask adapters
     "WeDLMModel": "modeling_wedlm",
     "WeDLMSFTConfig": "training",
     "WeDLMSFTTrainer": "training",
+    "add_mask_adapter": "adapters",
     "convert": "modeling_wedlm",
+    "load_mask_adapter": "adapters",
+    "save_mask_adapter": "adapters",
+    "unload_mask_adapter": "adapters",
 }
 
 

@@ -1,1 +1,28 @@
-"""Mask adapters: any AR model writes its own text in fewer forwards (ALGORITHM.md §5)."""
+"""Mask adapters: any AR model writes its own text in fewer forwards (ALGORITHM.md §5, §8).
+
+Importing this package makes the method known to PEFT, where that is installed, and gives `WeDLMForCausalLM` the
+functions below as methods.
+"""
+
+from importlib.util import find_spec
+
+from ..modeling_wedlm import WeDLMForCausalLM
+from .adapter_files import MaskAdapterSettings
+from .attach import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
+
+for _method in (add_mask_adapter, load_mask_adapter):
+    setattr(WeDLMForCausalLM, _method.__name__, _method)
+
+if find_spec("peft") is not None:
+    from .peft_method import register
+
+    register()
+
+__all__ = [
+    "MaskAdapterSettings",
+    "WeDLMForCausalLM",
+    "add_mask_adapter",
+    "load_mask_adapter",
+    "save_mask_adapter",
+    "unload_mask_adapter",
+]

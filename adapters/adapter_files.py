@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
-from ..generation.branch_pacing import check_calibration
 from ..modeling_wedlm.files import write_text, written_whole
 
 CONFIG_NAME = "adapter_config.json"
@@ -21,11 +20,11 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_TYPE = "MASK_ADAPTER"
 KEY_PREFIX = "base_model.model.model.mask_adapter."  # PEFT's way to write `model.mask_adapter.`
 
-# What an adapter's base must share with the model that it is loaded into.
+# What an adapter's base must share with the model that it is loaded into. Sizes that a config lacks are not compared.
 _BASE_FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "qk_norm", "attention_bias", "vocab_size", "mask_token_id",
 )  # fmt: skip
+_LARGEST_WEIGHT = 65504.0  # of float16
 
 
 @dataclass(frozen=True)
@@ -34,21 +33,21 @@ class MaskAdapterSettings:
 
     Attributes:
         rank: of the updates.
-        target_modules: names of the linear layers that are updated, the same ones in every decoder layer.
+        target_modules: names of the linear layers that are updated, the same ones in every decoder layer; none: the
+            projection out of attention and the last one of the MLP, whatever they are called.
         head_width: hidden units of the previous-token head; 0 for none.
     """
 
     rank: int = 64
-    target_modules: tuple[str, ...] = ("o_proj", "down_proj")
+    target_modules: tuple[str, ...] = ()
     head_width: int = 640
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        has_targets = len(set(self.target_modules)) == len(self.target_modules) > 0
-        if self.rank < 1 or self.head_width < 0 or not has_targets:
+        if self.rank < 1 or self.head_width < 0 or len(set(self.target_modules)) != len(self.target_modules):
             raise ValueError(
-                "A mask adapter needs a `rank` of at least 1, at least one of `target_modules`, each once, and a "
-                f"`head_width` of at least 0; got {self}."
+                "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, and a `head_width` of "
+                f"at least 0; got {self}."
             )
 
 
@@ -59,13 +58,11 @@ class StoredMaskAdapter:
     Attributes:
         settings: its shape.
         base: what tells the model that it was trained for, see [`base_of`].
-        calibration: how often its drafts pass, if that was counted.
         weights: state dict of the [`MaskAdapter`].
     """
 
     settings: MaskAdapterSettings
     base: dict[str, Any]
-    calibration: dict[str, list[float]] | None
     weights: dict[str, torch.Tensor]
 
     @classmethod
@@ -79,20 +76,29 @@ class StoredMaskAdapter:
         config = read_adapter_config(name, **download_options)
         if config.get("peft_type") != PEFT_TYPE:
             raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")
-        settings, base, calibration = _settings_of(config), config.get("base"), config.get("calibration")
-        if calibration:
-            check_calibration(calibration)
+        settings, base = _settings_of(config), config.get("base")
         try:
             stored = load_file(str(cached_file(str(name), WEIGHTS_NAME, **download_options)))
         except SafetensorError as error:
             raise OSError(f"The weights of {str(name)!r} are damaged or truncated: {error}.") from error
         weights = {key.removeprefix(KEY_PREFIX): weight for key, weight in stored.items()}
-        if not all(bool(weight.isfinite().all()) for weight in weights.values()):
-            raise ValueError(f"The weights of {str(name)!r} hold NaN or infinite numbers.")
+        for key, weight in weights.items():
+            if not weight.is_floating_point():
+                raise ValueError(f"The weights of {str(name)!r} must be floating point; {key} is {weight.dtype}.")
+            if not bool((weight.abs() <= _LARGEST_WEIGHT).all()):
+                raise ValueError(
+                    f"The weights of {str(name)!r} hold NaN, infinite numbers or numbers beyond float16's largest, "
+                    f"{_LARGEST_WEIGHT:.0f}: {key}."
+                )
+        # Before memory is asked for.
         ranks = {weight.shape[1:2] for key, weight in weights.items() if key.startswith("down.")}
-        if ranks != {(settings.rank,)}:  # before memory is asked for
-            raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: `rank` {settings.rank}.")
-        return cls(settings, base if isinstance(base, dict) else {}, calibration or None, weights)
+        widths = {weight.shape[:1] for key, weight in weights.items() if key == "head.down"}
+        if ranks != {(settings.rank,)} or widths != ({(settings.head_width,)} if settings.head_width else set()):
+            raise ValueError(
+                f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: `rank` {settings.rank}, `head_width` "
+                f"{settings.head_width}."
+            )
+        return cls(settings, base if isinstance(base, dict) else {}, weights)
 
     def write(self, folder: str | os.PathLike[str], base_name: str | None) -> None:
         """Writes the files, which PEFT reads too, each whole or not at all.
@@ -111,8 +117,6 @@ class StoredMaskAdapter:
             "head_width": self.settings.head_width,
             "base": self.base,
         }
-        if self.calibration:
-            config["calibration"] = self.calibration
         folder = Path(folder)
         weights = {KEY_PREFIX + key: weight for key, weight in self.weights.items()}
         try:
@@ -138,8 +142,8 @@ def read_adapter_config(name: str | os.PathLike[str], **download_options: Any) -
 def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
     rank, width, targets = config.get("rank"), config.get("head_width"), config.get("target_modules")
-    names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else None
-    if type(rank) is not int or type(width) is not int or names is None or names != targets:
+    names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+    if type(rank) is not int or type(width) is not int or not names or names != targets:
         raise ValueError(
             f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
             f"got {rank!r}, {width!r} and {targets!r}."
@@ -148,31 +152,50 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
 
 
 def base_of(model: Any) -> dict[str, Any]:
-    """What tells a base from others: its sizes, its mask token, and a digest of some of its weights.
+    """What tells a base from others: its sizes, and a digest of some of its weights.
 
     The digest is of the final norm and of the first embeddings in bfloat16, so that it is the same in every dtype,
     with a LoRA beside the weights or merged into them, and with quantised layers.
     """
-    sample = [model.model.norm.weight, model.model.embed_tokens.weight[:64]]
+    config, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
+    with torch.no_grad():
+        first = embeddings(torch.arange(64, device=model.device))
+    sizes = {name: getattr(config, name, None) for name in _BASE_FIELDS}
+    return sizes | {"weights": _digest(final_norm(model).weight, first)}
+
+
+def final_norm(model: Any) -> Any:
+    """The norm before the head: the backbone's own last module with a vector for its weight."""
+    hidden_size = model.get_input_embeddings().embedding_dim
+    norms = [
+        module
+        for module in model.base_model.children()
+        if getattr(module, "weight", None) is not None and module.weight.shape == (hidden_size,)
+    ]
+    if not norms:
+        raise ValueError(f"{type(model).__name__} has no norm behind its decoder layers.")
+    return norms[-1]
+
+
+def _digest(*weights: torch.Tensor) -> str:
     digest = hashlib.sha256()
-    for weight in sample:
+    for weight in weights:
         digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
-    return {name: getattr(model.config, name) for name in _BASE_FIELDS} | {"weights": digest.hexdigest()[:32]}
+    return digest.hexdigest()[:32]
 
 
 def check_base(model: Any, base: Mapping[str, Any], *, any_base: bool = False) -> None:
     """Raises `ValueError` unless `model` is the base that an adapter states."""
     own = base_of(model)
-    different = [name for name in own if base.get(name) != own[name] and not (any_base and name == "weights")]
-    if not different:
-        return
-    if different == ["weights"]:
+    stated = {name: value for name, value in base.items() if name in own and None not in (value, own[name])}
+    different = [name for name, value in stated.items() if value != own[name]]
+    if different == ["weights"] and not any_base:
         raise ValueError(
             "The mask adapter was trained for another model of this shape: the weights differ. Load it into its own "
             "base, or pass `any_base=True` to `load_mask_adapter` where this is a fine-tuned version of it."
         )
-    stated = ", ".join(f"{name}: {base.get(name)!r}, not {own[name]!r}" for name in different if name != "weights")
-    raise ValueError(f"The mask adapter belongs to another base than this model ({stated}).")
+    if sizes := ", ".join(f"{name}: {stated[name]!r}, not {own[name]!r}" for name in different if name != "weights"):
+        raise ValueError(f"The mask adapter belongs to another base than this model ({sizes}).")
 
 
 __all__ = ["MaskAdapterSettings", "StoredMaskAdapter"]

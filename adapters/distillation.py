@@ -191,7 +191,7 @@ class MaskDistillation(nn.Module):
             tokens = input_ids.flatten()
             tokens = torch.stack([tokens[(places - 1).clamp(min=0)], tokens[places]], dim=1)
             previous = self.model.get_input_embeddings()(tokens)[of_slot]
-        adapter = self.model.model.mask_adapter
+        adapter = self.model.mask_adapter
         states = [hidden] if adapter.head is None else [hidden, adapter.head(hidden, previous)]
         logits = (torch.cat(states) @ self.model.lm_head.weight[candidates].T).float()
         log_sums = (logits + shares).logsumexp(-1)
@@ -249,7 +249,6 @@ class MaskDistillation(nn.Module):
             attention_mask={"full_attention": visible},
             position_ids=positions,
             use_cache=False,
-            slot_mask=slots,
             mask_runs=MaskRuns(memory, visible, self.num_masks),
         ).last_hidden_state
         return hidden.unflatten(1, (runs, self.num_masks))

@@ -1,13 +1,12 @@
-"""Mask adapters: low-rank updates that act on mask rows alone, so that every real row stays the base model's own.
+"""The module of a mask adapter: low-rank updates that act on slots alone, so that every real row stays the base's own.
 
 A mask adapter lets an AR model predict several tokens ahead without changing what it says: real tokens lie physically
 before the masks and never attend to them, so their logits, keys and values are computed by the frozen weights alone.
 
-`B` rows of a batch, `T` physical rows of a forward, `M` slots among them (the last ones), `H` hidden size.
+`B` sequences of a batch, `T` physical rows of a forward, `M` slots among them (the last ones), `H` hidden size.
 """
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,43 +15,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from .adapter_files import (
-    CONFIG_NAME,
-    PEFT_TYPE,
-    MaskAdapterSettings,
-    StoredMaskAdapter,
-    base_of,
-    check_base,
-    read_adapter_config,
-)
+from .adapter_files import MaskAdapterSettings
 
 
-@dataclass(frozen=True)
-class _Slots:
+@dataclass
+class Slots:
     """The slots of the forward under way.
 
     Attributes:
         count: M; the last M physical rows of the forward may be slots.
         mask: `(B, M, 1)` bool, which of them are; `None` where all are.
+        embedding: `(H,)`, of every slot.
         weights: for each target, for each layer, its two matrices `(rank, in)` and `(out, rank)`.
+        hidden: `(B, M, H)`, what the head read of the last M rows; set by the forward.
     """
 
     count: int
     mask: torch.Tensor | None
+    embedding: torch.Tensor
     weights: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
+    hidden: torch.Tensor | None = None
 
 
-_SLOTS: ContextVar[_Slots | None] = ContextVar("wedlm_slots", default=None)
+_SLOTS: ContextVar[Slots | None] = ContextVar("wedlm_slots", default=None)
 
 
 @dataclass(frozen=True)
-class _Update:
+class Update:
     """Forward hook of one linear layer: adds the update to the rows that are slots, and touches no other row."""
 
     target: str
     layer: int
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+        """What the layer gives."""
         slots = _SLOTS.get()
         if slots is None:
             return None
@@ -70,11 +66,48 @@ class _Update:
         return None
 
 
+@dataclass(frozen=True)
+class EmbedSlots:
+    """Forward hook of the input embeddings: slots have an embedding of their own, whatever their token is."""
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
+        """What the layer gives."""
+        slots = _SLOTS.get()
+        return None if slots is None else embed_slots(output, slots)
+
+
+@dataclass(frozen=True)
+class CatchSlots:
+    """Forward pre-hook of the head: notes the hidden states of the slots."""
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+        """What the head gets."""
+        slots = _SLOTS.get()
+        if slots is None or args[0].ndim != 3:
+            return None
+        hidden = args[0].contiguous()  # for a slice of a batch, torch copies the head's weights
+        slots.hidden = hidden[:, max(0, hidden.shape[1] - slots.count) :]
+        return hidden, *args[1:]
+
+
+HOOKS = (Update, EmbedSlots, CatchSlots)
+
+
+def embed_slots(inputs_embeds: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """`inputs_embeds` `(B, T, H)` with the slots' own embedding where there are slots."""
+    if slots.count > inputs_embeds.shape[1]:
+        raise ValueError(f"There are more slots, {slots.count}, than rows in the input, {inputs_embeds.shape[1]}.")
+    embedding = slots.embedding.to(inputs_embeds.dtype)
+    real, last = inputs_embeds.split([inputs_embeds.shape[1] - slots.count, slots.count], dim=1)
+    last = embedding.expand_as(last) if slots.mask is None else torch.where(slots.mask, embedding, last)
+    return torch.cat([real, last], dim=1)
+
+
 class PreviousTokenHead(nn.Module):
     """Corrects a mask's last hidden state once the two tokens before it are known (ALGORITHM.md §5).
 
     A draft behind a token cannot know it while its own forward runs. Choosing the drafts one after the other, each
-    through this small network, makes up for that; the base's own `lm_head` then reads the corrected state.
+    through this small network, makes up for that; the base's own head then reads the corrected state.
     """
 
     context = 2  # tokens before the slot
@@ -103,65 +136,60 @@ class PreviousTokenHead(nn.Module):
 class MaskAdapter(nn.Module):
     """The weights of a mask adapter: updates of every layer, the slots' embedding, and the previous-token head.
 
-    It begins as no change at all, but for the embedding of the slots, a copy of the mask token's.
+    It begins as no change at all, but for the embedding of the slots.
 
     Args:
-        settings: its shape.
-        backbone: the [`WeDLMModel`] that it belongs to.
-
-    Attributes:
-        calibration: how often its drafts pass, which decoding begins with (`DraftRecord.calibration`); or None.
+        settings: its shape; `target_modules` are known.
+        sizes: of each target, rows and columns of its weights: `(out, in)`.
+        layers: number of decoder layers.
+        mask_embedding: `(H,)`, what the slots' embedding begins with.
     """
 
-    def __init__(self, settings: MaskAdapterSettings, backbone: Any):
+    def __init__(
+        self,
+        settings: MaskAdapterSettings,
+        sizes: Sequence[tuple[int, int]],
+        layers: int,
+        mask_embedding: torch.Tensor,
+    ):
         super().__init__()
         self.settings, self.is_enabled = settings, True
-        self.calibration: dict[str, list[float]] | None = None
-        layers, embeddings = backbone.layers, backbone.embed_tokens.weight
-        self.mask_embedding = nn.Parameter(embeddings[backbone.config.mask_token_id].detach().float().clone())
+        self.mask_embedding = nn.Parameter(mask_embedding.detach().float().clone())
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
-        for target in settings.target_modules:
-            linear: Any = _linear(layers[0], target)
-            down = torch.randn(len(layers), settings.rank, linear.in_features) / linear.in_features**0.5
-            self.down[target] = nn.Parameter(down)
-            self.up[target] = nn.Parameter(torch.zeros(len(layers), linear.out_features, settings.rank))
-        hidden_size = backbone.config.hidden_size
+        for target, (rows, columns) in zip(settings.target_modules, sizes, strict=True):
+            key = target.replace(".", "/")  # parameters cannot have a dot in their name
+            self.down[key] = nn.Parameter(torch.randn(layers, settings.rank, columns) / columns**0.5)
+            self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))
+        hidden_size = len(mask_embedding)
         self.head = PreviousTokenHead(hidden_size, settings.head_width) if settings.head_width else None
         self._prepared: tuple[Any, dict[str, list[tuple[torch.Tensor, torch.Tensor]]]] | None = None
-        self.to(embeddings.device)
+        self.to(mask_embedding.device)
 
     @contextmanager
-    def acting_on(self, slots: int | torch.Tensor | None, dtype: torch.dtype) -> Iterator[None]:
-        """Within this context, the linear layers update the last rows of their input that are slots, or none.
+    def predicting(self, slots: int | torch.Tensor | None, dtype: torch.dtype) -> Iterator[Slots | None]:
+        """Within this context, a forward takes the last rows of its input for slots: it embeds and updates them.
 
-        A forward without slots says so too: Ctrl-C may have kept an earlier one from leaving its context.
+        Args:
+            slots: `(B, M)` bool, which of the last M physical rows are slots; M where all are; `None` for none.
+            dtype: of the rows.
+
+        Yields:
+            What is known of the slots: `hidden` after the forward; `None` without slots.
         """
         if slots is None:
+            # Ctrl-C may have kept an earlier forward from leaving its context.
             _SLOTS.set(None)
-            yield
+            yield None
             return
-        mask = None
-        if isinstance(slots, torch.Tensor):
-            count = slots.shape[1]
-            if slots.device.type != "cpu" or not bool(slots.all()):
-                mask = slots[..., None]
-        else:
-            count = slots
-        token = _SLOTS.set(_Slots(count, mask, self._weights(dtype)))
+        mask, count = None, slots if isinstance(slots, int) else slots.shape[1]
+        if isinstance(slots, torch.Tensor) and (slots.device.type != "cpu" or not bool(slots.all())):
+            mask = slots[..., None]
+        found = Slots(count, mask, self.mask_embedding, self._weights(dtype))
+        token = _SLOTS.set(found)
         try:
-            yield
+            yield found
         finally:
             _SLOTS.reset(token)
-
-    def embed(self, inputs_embeds: torch.Tensor, slots: int | torch.Tensor) -> Any:
-        """`inputs_embeds` `(B, T, H)` with the slots' own embedding where there are slots."""
-        row = self.mask_embedding.to(inputs_embeds.dtype)
-        count = slots if isinstance(slots, int) else slots.shape[1]
-        if count > inputs_embeds.shape[1]:
-            raise ValueError(f"There are more slots, {count}, than rows in the input, {inputs_embeds.shape[1]}.")
-        real, last = inputs_embeds.split([inputs_embeds.shape[1] - count, count], dim=1)
-        last = row.expand_as(last) if isinstance(slots, int) else torch.where(slots[..., None], row, last)
-        return torch.cat([real, last], dim=1)
 
     def _weights(self, dtype: torch.dtype) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
         """The matrices of the updates in `dtype`, ready to multiply rows with; made once where they do not train."""
@@ -172,140 +200,11 @@ class MaskAdapter(nn.Module):
         if not trains and prepared is not None and prepared[0] == key:
             return prepared[1]
         weights = {
-            target: list(zip(self.down[target].to(dtype).unbind(), self.up[target].to(dtype).unbind(), strict=True))
-            for target in self.settings.target_modules
+            target.replace("/", "."): list(
+                zip(down.to(dtype).unbind(), self.up[target].to(dtype).unbind(), strict=True)
+            )
+            for target, down in self.down.items()
         }
         # Optimizers may change parameters without raising their version: what trains is never kept.
         self._prepared = None if trains else (key, weights)
         return weights
-
-
-class MaskAdapterMixin:
-    """What a causal language model with a mask adapter can do; `self.model` is the [`WeDLMModel`]."""
-
-    @property
-    def has_mask_adapter(self: Any) -> bool:
-        """Whether a forward may be given `slot_mask`."""
-        adapter = self.model.mask_adapter
-        return adapter is not None and adapter.is_enabled
-
-    def draft_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
-        """The states that `lm_head` turns into drafts, once the tokens before the slots are known.
-
-        Args:
-            hidden: `(..., H)`, last hidden states of slots.
-            previous_ids: `(..., 2)` int64, the two tokens before each slot in the order of the text: accepted ones,
-                or drafts chosen just now.
-
-        Returns:
-            `(..., H)`; `hidden` itself where the adapter has no previous-token head.
-        """
-        head = self.model.mask_adapter.head
-        return hidden if head is None else head(hidden, self.model.embed_tokens(previous_ids))
-
-    def add_mask_adapter(self: Any, settings: MaskAdapterSettings | None = None) -> MaskAdapter:
-        """Gives the model a new mask adapter to train, in float32, and freezes everything else.
-
-        Raises:
-            ValueError: for a model that has one or has no mask token, and for targets that its layers do not have.
-        """
-        backbone = self.model
-        if backbone.mask_adapter is not None:
-            raise ValueError("The model has a mask adapter already: call `unload_mask_adapter()` first.")
-        if self.config.mask_token_id is None:
-            raise ValueError("A mask adapter needs a model with a mask token: `config.mask_token_id` is None.")
-        adapter = MaskAdapter(settings or MaskAdapterSettings(), backbone)
-        self.requires_grad_(False)
-        for index, layer in enumerate(backbone.layers):
-            for target in adapter.settings.target_modules:
-                _linear(layer, target).register_forward_hook(_Update(target, index))
-        backbone.mask_adapter = adapter
-        # The base's own checkpoint stays the base's.
-        for owner, prefix in ((backbone, "mask_adapter."), (self, "model.mask_adapter.")):
-            owner._keys_to_ignore_on_save = {prefix + name for name in adapter.state_dict()}
-        return adapter
-
-    def unload_mask_adapter(self: Any) -> None:
-        """Takes the mask adapter away: the model is the base again."""
-        backbone = self.model
-        backbone.mask_adapter = None
-        for owner in (backbone, self):
-            owner._keys_to_ignore_on_save = type(owner)._keys_to_ignore_on_save
-        for module in backbone.layers.modules():
-            for key, hook in list(module._forward_hooks.items()):
-                if isinstance(hook, _Update):
-                    del module._forward_hooks[key]
-
-    def save_mask_adapter(self: Any, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """Writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT reads too, each file whole.
-
-        Args:
-            folder: made if it is not there.
-            dtype: of the weights; default: the model's.
-        """
-        adapter = self.model.mask_adapter
-        if adapter is None:
-            raise ValueError("The model has no mask adapter to save.")
-        weights = {
-            name: tensor.detach().to(dtype or self.dtype).cpu().contiguous()
-            for name, tensor in adapter.state_dict().items()
-        }
-        stored = StoredMaskAdapter(adapter.settings, base_of(self), adapter.calibration, weights)
-        stored.write(folder, str(self.config.name_or_path or "") or None)
-
-    def load_mask_adapter(
-        self: Any,
-        name: str | os.PathLike[str],
-        *,
-        any_base: bool = False,
-        is_trainable: bool = False,
-        **download_options: Any,
-    ) -> None:
-        """Loads a saved mask adapter; PEFT is not needed.
-
-        Args:
-            name: folder or Hub id.
-            any_base: take it also where the model's weights are not those that it was trained for (a fine-tuned
-                base, say): answers are still the model's own, but fewer drafts may be accepted.
-            is_trainable: keep it in float32, to be trained further.
-            download_options: `revision`, `token`, … of the Hub.
-
-        Raises:
-            OSError: for missing or damaged files.
-            ValueError: for an adapter of another kind, of another base, or of another mask token.
-        """
-        stored = StoredMaskAdapter.read(name, **download_options)
-        check_base(self, stored.base, any_base=any_base)
-        adapter = self.add_mask_adapter(stored.settings)
-        try:
-            adapter.load_state_dict(stored.weights)
-        except RuntimeError as error:
-            self.unload_mask_adapter()
-            raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: {error}") from error
-        adapter.calibration = stored.calibration
-        if not is_trainable:
-            adapter.to(self.dtype).requires_grad_(False)
-
-    def load_adapter(self: Any, peft_model_id: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own; of a mask adapter, [`load_mask_adapter`], which may be beside any other adapter."""
-        if peft_model_id is not None:
-            options = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
-            try:
-                config = read_adapter_config(peft_model_id, **options)
-            except OSError:
-                config = {}  # transformers says what is missing
-            if config.get("peft_type") == PEFT_TYPE:
-                is_trainable = bool(kwargs.get("is_trainable", False))
-                return self.load_mask_adapter(peft_model_id, is_trainable=is_trainable, **options)
-        return super().load_adapter(peft_model_id, *args, **kwargs)  # type: ignore[misc]
-
-
-def _linear(layer: nn.Module, name: str) -> nn.Module:
-    """The linear layer `name` of a decoder layer; of one that PEFT wraps, the base's own."""
-    for parent in (layer.self_attn, layer.mlp):
-        if (module := getattr(parent, name, None)) is not None:
-            return module.get_base_layer() if hasattr(module, "get_base_layer") else module
-    raise ValueError(f"`target_modules` names {name!r}, which no decoder layer has.")
-
-
-__all__ = ["MaskAdapter", "MaskAdapterMixin", "MaskAdapterSettings"]

@@ -1,21 +1,21 @@
 """Mask adapters as a PEFT method: `PeftModel.from_pretrained(base, adapter)`, and saving and uploading by PEFT.
 
-PEFT alone does not know the method, so it refuses such an adapter: no other library applies one to rows that are not
-masks. [`register`] makes it known; a WeDLM model does so itself, wherever PEFT is imported.
+PEFT alone does not know the method, so it refuses such an adapter: no other library applies one to slots alone.
+Importing `wedlm_hf.adapters` makes it known.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NoReturn
 
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
+from transformers import PreTrainedModel
 
-from ..generation.branch_pacing import check_calibration
 from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
-from .mask_adapter import MaskAdapterMixin
+from .attach import AttachedModel, add_mask_adapter, check_attachable, unload_mask_adapter
 
 
 class MaskAdapterPeftType(str, Enum):
@@ -26,11 +26,12 @@ class MaskAdapterPeftType(str, Enum):
 
 @dataclass
 class MaskAdapterConfig(PeftConfig):
-    """The adapter_config.json of a mask adapter, see [`MaskAdapterSettings`]; `base` is what tells its base, and
-    `calibration` how often its drafts pass."""
+    """The adapter_config.json of a mask adapter, see [`MaskAdapterSettings`]; `base` is what tells its base.
+
+    Files of earlier versions hold a `calibration`, which nothing reads."""
 
     rank: int = 64
-    target_modules: list[str] = field(default_factory=lambda: ["o_proj", "down_proj"])
+    target_modules: list[str] = field(default_factory=list)
     head_width: int = 640
     base: dict[str, Any] = field(default_factory=dict)
     calibration: dict[str, list[float]] | None = None
@@ -52,29 +53,26 @@ class MaskAdapterTuner(BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Adds the adapter. Raises `ValueError` for a model that is no WeDLM model or not the adapter's base."""
+        """Adds the adapter. Raises `ValueError` for a model that cannot carry it or is not the adapter's base."""
         config: Any = self.peft_config[adapter_name]
         owner = _owner(model)
+        check_attachable(owner)
         if config.base:
             check_base(owner, config.base)
         else:
             config.base = base_of(owner)
+        settings = MaskAdapterSettings(config.rank, tuple(config.target_modules), config.head_width)
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
-        adapter = owner.add_mask_adapter(
-            MaskAdapterSettings(config.rank, tuple(config.target_modules), config.head_width)
-        )
-        if config.calibration:
-            check_calibration(config.calibration)
-            adapter.calibration = config.calibration
+        adapter = add_mask_adapter(owner, settings)
+        config.target_modules = list(adapter.settings.target_modules)
         if config.inference_mode:
             adapter.to(owner.dtype).requires_grad_(False)
-            if isinstance(model, PeftModel):
-                for name, parameter in owner.named_parameters():
-                    parameter.requires_grad_(name in trained)  # its LoRA may be in training
+            for name, parameter in owner.named_parameters():
+                parameter.requires_grad_(name in trained)
 
     def unload(self) -> nn.Module:
         """Takes the adapter away and returns the base."""
-        _owner(self.model).unload_mask_adapter()
+        unload_mask_adapter(_owner(self.model))
         return self.model
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -89,11 +87,11 @@ class MaskAdapterTuner(BaseTuner):
 
     def enable_adapter_layers(self) -> None:
         """Lets the model use the adapter again."""
-        _owner(self.model).model.mask_adapter.is_enabled = True
+        _owner(self.model).mask_adapter.is_enabled = True
 
     def disable_adapter_layers(self) -> None:
         """The model decodes as if it had no adapter."""
-        _owner(self.model).model.mask_adapter.is_enabled = False
+        _owner(self.model).mask_adapter.is_enabled = False
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Raises `ValueError`: see [`merge_and_unload`]."""
@@ -134,19 +132,15 @@ class MaskAdapterTuner(BaseTuner):
 
 def _keys(state_dict: dict[str, Any]) -> list[tuple[str, str]]:
     """Keys of a state dict that belong to a mask adapter, and their names in it."""
-    marker = "model.mask_adapter."
+    marker = "mask_adapter."
     return [(key, key.rpartition(marker)[2]) for key in state_dict if marker in key]
 
 
 def _owner(model: nn.Module) -> Any:
-    """The WeDLM model in `model`, which may be a `PeftModel` around it."""
-    for module in model.modules():
-        if isinstance(module, MaskAdapterMixin) or hasattr(type(module), "add_mask_adapter"):
-            return module
-    raise ValueError(
-        f"A mask adapter needs a WeDLM model, which knows the rows that are masks; got {type(model).__name__}. "
-        "Convert the base with `wedlm_hf.convert` first."
-    )
+    """The model of transformers in `model`, which may be a `PeftModel` around it."""
+    attached = [module for module in model.modules() if isinstance(module, AttachedModel)]
+    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return [*attached, *found, model][0]
 
 
 def _refuse_merging() -> NoReturn:

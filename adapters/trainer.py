@@ -225,7 +225,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         trained = self.accelerator.unwrap_model(self.model).model
-        adapter: Any = trained.model.mask_adapter
+        adapter: Any = trained.mask_adapter
         stored = StoredMaskAdapter.read(resume_from_checkpoint)
         check_base(trained, stored.base)
         if stored.settings != adapter.settings:

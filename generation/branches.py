@@ -89,7 +89,8 @@ class BranchRule(VerifyRule):
         is_draft = steps < won_sizes
         index = torch.arange(len(rows), device=device)[:, None], (start + steps).clamp(max=order.masks_behind - 1)
         logits = slots.logits[index]
-        logits[..., self.sampler.mask_token_id] = float("-inf")
+        if self.sampler.mask_token_id is not None:
+            logits[..., self.sampler.mask_token_id] = float("-inf")
         # A draft is one of the likeliest tokens by its mask's own logits: only their rows of the head are read.
         shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices
         offsets = torch.tensor(order.first, device=device)[:, None] + accepted + 1 + steps

@@ -99,8 +99,8 @@ class WindowLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Committed slots of the longest row."""
-        return max(self.cache.lengths, default=0)
+        """Committed slots of the longest row in use."""
+        return max(self.cache.lengths[: self.cache._in_use], default=0)
 
     def get_max_length(self) -> int:
         """-1: it grows."""

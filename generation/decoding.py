@@ -18,19 +18,18 @@ could as well come after 2. The loop knows nothing of the model but its `forward
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .cache import CacheWrite, WindowCache
+from .attention import StepAttention
+from .cache import WindowCache
 from .request import DecodingRequest
 from .rules import FillRule, Selection, SlotStates
-from .window import PhysicalOrder, Row, RowOutcome, Visibility
-
-# Attention implementations that take any mask as a tensor.
-DENSE_MASK_ATTENTION = ("sdpa", "eager")
+from .window import PhysicalOrder, Row, RowOutcome
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,8 @@ class ParallelDecoder:
 
     Args:
         model: called as `model(input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)`.
-            Where its `has_mask_adapter` is true, it takes `slot_mask` too, and returns `slot_hidden`.
+            Where its `has_mask_adapter` is true, `model.predicting(slots)` is a context in which a forward takes its
+            last rows for slots, and which notes their hidden states.
         request: what to decode.
         rule: fill, fill block by block, or verify.
         cache: empty, or holding a beginning of every prompt.
@@ -71,6 +71,7 @@ class ParallelDecoder:
 
     def __post_init__(self) -> None:
         self.steps = 0
+        self.attention = StepAttention(self.model)
         self.cache.open(self.request.prompts, self.request.prompt_ids.device)
         self.rows = [
             Row(index, list(prompt), len(prompt), cached, self.request.limit)
@@ -122,25 +123,25 @@ class ParallelDecoder:
         inputs: dict[str, Any] = {"input_ids": order.input_ids}
         if self.steps == 0 and self.request.prompt_embeds is not None:
             inputs = {"inputs_embeds": self._embeds(order)}
-        if getattr(self.model, "has_mask_adapter", False) and order.slot_mask is not None:
-            inputs["slot_mask"] = order.slot_mask
+        has_slots = self.model.has_mask_adapter and order.slot_mask is not None
+        predicting = self.model.predicting(order.slot_mask) if has_slots else nullcontext()
+        masks = self.attention.masks(write, order.position_ids, order.visibility)
         forward = self.compiled if self.compiled is not None and self.steps > 0 else self.model
-        outputs = forward(
-            **inputs,
-            attention_mask=window_attention_mask(
-                write, self.model.config._attn_implementation, self.model.dtype, order.visibility
-            ),
-            position_ids=order.position_ids,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=order.logit_count + order.masks_behind,
-            return_dict=True,
-        )
+        with predicting as states, self.attention.reading(masks):
+            outputs = forward(
+                **inputs,
+                attention_mask=masks,
+                position_ids=order.position_ids,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=order.logit_count + order.masks_behind,
+                return_dict=True,
+            )
         self.steps += 1
         # Those of the mask token are overwritten later, so they are copied where a compiled forward may own them.
         logits = outputs.logits.to(order.input_ids.device)
         logits, behind = logits.split([order.logit_count, order.masks_behind], dim=1)
-        slots = SlotStates(outputs.slot_hidden, behind) if order.masks_behind else None
+        slots = SlotStates(states.hidden, behind) if order.masks_behind else None
         return logits.to(torch.float32, copy=self.compiled is not None), slots
 
     def _embeds(self, order: PhysicalOrder) -> torch.Tensor:
@@ -222,50 +223,3 @@ class ParallelDecoder:
                 self.rule.refill(outcome.row)
         if self.compiled is None:
             self.cache.retire([outcome.row.is_finished for outcome in outcomes])
-
-
-def window_attention_mask(
-    write: CacheWrite, implementation: str, dtype: torch.dtype, visibility: Visibility | None
-) -> torch.Tensor | None:
-    """Causal attention in physical order: a row sees the slots up to its own. With branches, a mask sees the real rows
-    up to the one that its branch belongs to, and its own branch.
-
-    Row with 3 cached slots, 1 pending token p, a filled slot f and two masks; a second row with nothing pending:
-
-            cached  p f M M                 cached  · f M M
-        p   ■ ■ ■   ■ · · ·             ·                       (padding: written behind the others, seen by none)
-        f   ■ ■ ■   ■ ■ · ·             f   ■ ■ ■     ■ · ·
-        M   ■ ■ ■   ■ ■ ■ ·             M   ■ ■ ■     ■ ■ ·
-        M   ■ ■ ■   ■ ■ ■ ■             M   ■ ■ ■     ■ ■ ■
-
-    Row with 3 cached slots, a pending token c, a draft f, two masks behind c and two behind f:
-
-            cached  c f M M M M
-        c   ■ ■ ■   ■ · · · · ·
-        f   ■ ■ ■   ■ ■ · · · ·
-        M   ■ ■ ■   ■ · ■ · · ·             (c's)
-        M   ■ ■ ■   ■ · ■ ■ · ·
-        M   ■ ■ ■   ■ ■ · · ■ ·             (f's)
-        M   ■ ■ ■   ■ ■ · · ■ ■
-
-    Args:
-        write: where the forward writes.
-        implementation, dtype: the model's.
-        visibility: of branches.
-
-    Returns:
-        `None` where the implementation's own causal mask is this one; otherwise `(A or 1, 1, Q, end)`, boolean for
-        sdpa and additive for eager attention. Other implementations take no such mask, and get one row at a time.
-    """
-    is_causal = write.start is not None and visibility is None
-    if is_causal and (write.start == 0 or write.slots.shape[1] == 1 or implementation not in DENSE_MASK_ATTENTION):
-        return None
-    slots = write.slots[:1] if is_causal else write.slots
-    keys = torch.arange(write.end, device=slots.device)
-    visible = keys <= slots[:, None, :, None]
-    if visibility is not None:
-        until, start = visibility.until[:, None, :, None], visibility.start[:, None, :, None]
-        visible &= (keys <= until) | (keys >= start)
-    if implementation == "sdpa":
-        return visible
-    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)

@@ -14,10 +14,11 @@ from transformers.generation import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
+from .attention import DENSE_MASK_ATTENTION
 from .branch_pacing import MOST_DRAFTS, BranchPacer, DraftRecord
 from .branches import BranchRule
 from .cache import WindowCache
-from .decoding import DENSE_MASK_ATTENTION, ParallelDecoder
+from .decoding import ParallelDecoder
 from .pacing import WindowPacer, default_slot_cost
 from .request import DecodingRequest, decoding_request, mask_length
 from .rules import BlockRule, FillRule, VerifyRule
@@ -58,6 +59,8 @@ class WeDLMGenerationMixin(GenerationMixin):
     forward.
     """
 
+    has_mask_adapter = False  # a class with a mask adapter says otherwise
+
     def _extract_generation_mode_kwargs(
         self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
     ) -> dict[str, Any]:
@@ -84,7 +87,9 @@ class WeDLMGenerationMixin(GenerationMixin):
         if (getattr(generation_config, "verification", None) or "none") != stored:
             for name in WINDOW_SETTINGS - ours.keys() - passed:
                 setattr(generation_config, name, None)
-        settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
+        settings = WeDLMGenerationSettings.from_generation_config(
+            generation_config, self.config, needs_mask_token=not self.has_mask_adapter
+        )
         if settings.strategy == "ar":
             for name in ours.keys() - {"strategy", "mask_token_id"}:
                 if ours[name] not in (None, "none", False):
@@ -144,7 +149,9 @@ class WeDLMGenerationMixin(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        settings = WeDLMGenerationSettings.from_generation_config(generation_config, self.config)
+        settings = WeDLMGenerationSettings.from_generation_config(
+            generation_config, self.config, needs_mask_token=not self.has_mask_adapter
+        )
         if settings.strategy == "ar":
             inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
             with _ar_call(input_ids, generation_config, model_kwargs) as remember:
@@ -196,7 +203,9 @@ class WeDLMGenerationMixin(GenerationMixin):
         if generation_config is not None:
             # Before any file is written; transformers would find out with half of them there.
             generation_config.validate(strict=True)
-            WeDLMGenerationSettings.from_generation_config(generation_config, self.config)  # type: ignore[attr-defined]
+            WeDLMGenerationSettings.from_generation_config(
+                generation_config, self.config, needs_mask_token=not self.has_mask_adapter
+            )  # type: ignore[attr-defined]
             # With this flag, which a config derived from the model's carries, reloading would drop our fields.
             generation_config._from_model_config = None
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
@@ -263,7 +272,7 @@ def _check_inputs(
             "The model's `prepare_inputs_for_generation` was replaced (PEFT does so for prompt and prefix tuning), "
             f"but `strategy={strategy!r}` prepares its inputs by itself: use `strategy='ar'`."
         )
-    if is_static and getattr(model, "has_mask_adapter", False):
+    if is_static and model.has_mask_adapter:
         raise ValueError(
             "A mask adapter decodes with masks of varying number, which a static cache has no room for: leave "
             "`cache_implementation='static'` out."
@@ -275,7 +284,7 @@ def _check_inputs(
             f"a static cache: load the model with one of {DENSE_MASK_ATTENTION}, or generate one prompt at a time, "
             "without `cache_implementation='static'`."
         )
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if model.training and getattr(model, "is_activation_checkpointing", False):
         raise ValueError(
             "Gradient checkpointing in training mode leaves no cache to decode with: call `model.eval()`."
         )
@@ -297,7 +306,7 @@ def _rule(
     """How slots are decided, and how many there are. Raises `ValueError` for processors that cannot be honoured
     unverified."""
     is_verified = settings.verification != "none"
-    has_branches = is_verified and getattr(model, "has_mask_adapter", False)
+    has_branches = is_verified and model.has_mask_adapter
     largest = min(settings.window_size, request.limit)
     sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
     if not is_verified:
@@ -324,14 +333,14 @@ def _branch_pacer(
     """How many drafts and masks. What was learned of a model stays with it, where times are measured."""
     # "typical" keeps other drafts if others are checked: nothing there may depend on a clock.
     is_timed = settings.verification == "exact" and settings.slot_cost is None
-    record = getattr(model, "_draft_record", None)
+    record = getattr(model, "draft_record", None)
     device = request.prompt_ids.device
     key = str(device), model.dtype
     if not is_timed or record is None or record.key != key:
         times = StepTimes(slot_cost, step_clock(device.type) if is_timed else None)
-        record = DraftRecord.begin(times, key, model.model.mask_adapter.calibration)
+        record = DraftRecord.begin(times, key, None)
         if is_timed:
-            model._draft_record = record
+            model.draft_record = record
     return BranchPacer(
         largest=min(settings.window_size, MOST_DRAFTS),
         record=record,

@@ -3,6 +3,7 @@
 `B` rows, `P` columns of the prompts, `H` hidden size.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ class DecodingRequest:
         prompts: each row's tokens, without padding; -1 behind embeddings.
         limit: new tokens allowed, at least 1.
         end_tokens: tokens that end a row.
-        mask_token_id: M.
+        mask_token_id: M; `None` where slots need no token, since a mask adapter embeds them.
         pad_token_id: stands after a row's end in the output.
         stopping_criteria: those beyond end tokens and length; asked after each token, as if they had come one by one.
         prompt_ids: `(B, P')` int64, the padded prompts as processors and stopping criteria see them.
@@ -31,7 +32,7 @@ class DecodingRequest:
     prompts: list[list[int]]
     limit: int
     end_tokens: frozenset[int]
-    mask_token_id: int
+    mask_token_id: int | None
     pad_token_id: int
     stopping_criteria: StoppingCriteriaList
     prompt_ids: torch.Tensor
@@ -57,9 +58,8 @@ def decoding_request(
         else:
             others.append(criterion)
     pad_token = generation_config._pad_token_tensor
-    assert settings.mask_token_id is not None
     return DecodingRequest(
-        prompts=_prompts(input_ids, generation_config, model_kwargs, model.config.max_position_embeddings),
+        prompts=_prompts(input_ids, generation_config, model_kwargs, _longest(model.config)),
         limit=max(1, min(limits) - input_ids.shape[1]),
         end_tokens=frozenset(ends),
         mask_token_id=settings.mask_token_id,
@@ -68,6 +68,11 @@ def decoding_request(
         prompt_ids=input_ids.long(),
         prompt_embeds=model_kwargs.get("inputs_embeds"),
     )
+
+
+def _longest(config: Any) -> int:
+    """Tokens that the model's context holds."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
 def mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:

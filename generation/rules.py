@@ -85,7 +85,8 @@ class FillRule:
     def order(self, rows: Sequence[Row], width: int | None) -> PhysicalOrder:
         """The rows of a forward, `width` of them where that is fixed, see [`physical_order`]."""
         slot_lists = [[] if row.is_finished else self.predicted_slots(row) for row in rows]
-        return physical_order(rows, slot_lists, self.sampler.mask_token_id, width, self.sampler.prompt_ids.device)
+        filler = self.sampler.mask_token_id or 0  # of slots that an adapter embeds
+        return physical_order(rows, slot_lists, filler, width, self.sampler.prompt_ids.device)
 
     def select(
         self, order: PhysicalOrder, rows: Sequence[Row], logits: torch.Tensor, slots: SlotStates | None

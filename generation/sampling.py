@@ -45,12 +45,12 @@ class Choice:
     Attributes:
         tokens: `(A, M)` int64; -1 where there was nothing to choose from, arbitrary where nothing was to choose.
         scores: `(A, M, V)` float32, processed; where nothing was to choose, arbitrary.
-        mask_logits: `(A, M)` float32, the raw logits of MASK, which counts as −∞ in the others.
+        mask_logits: `(A, M)` float32, the raw logits of MASK, which counts as −∞ in the others; `None` without MASK.
     """
 
     tokens: torch.Tensor
     scores: torch.Tensor
-    mask_logits: torch.Tensor
+    mask_logits: torch.Tensor | None
 
 
 class PositionNoise:
@@ -97,13 +97,13 @@ class TokenSampler:
     Args:
         processors: a `LogitsProcessorList`, as `generate` prepared it.
         do_sample: draw from the processed distribution; otherwise its argmax.
-        mask_token_id: never chosen: its logit counts as −∞.
+        mask_token_id: never chosen: its logit counts as −∞; `None` where the vocabulary has no MASK.
         prompt_ids: `(B, P)` int64, the padded prompts, which processors see too.
     """
 
     processors: Any
     do_sample: bool
-    mask_token_id: int
+    mask_token_id: int | None
     prompt_ids: torch.Tensor
 
     def __post_init__(self) -> None:
@@ -219,8 +219,10 @@ class TokenSampler:
         noise = self.noise.at(order.rows, offsets[:, None], tokens[:, None])[:, 0]
         return (torch.softmax(scores, dim=-1) / noise).argmax(-1, keepdim=True)
 
-    def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor:
-        """Takes MASK out of the choice, in place. Returns its logits, `(A, M)`."""
+    def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """Takes MASK, if there is one, out of the choice, in place. Returns its logits, `(A, M)`."""
+        if self.mask_token_id is None:
+            return None
         mask_logits = logits[..., self.mask_token_id].clone()
         logits[..., self.mask_token_id] = float("-inf")
         return mask_logits

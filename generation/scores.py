@@ -19,7 +19,7 @@ class ScoreRecorder:
         keep: of `"log_probs"`, `"scores"` and `"logits"`, see [`output`].
     """
 
-    def __init__(self, mask_token_id: int, keep: Collection[str]):
+    def __init__(self, mask_token_id: int | None, keep: Collection[str]):
         self.mask_token_id = mask_token_id
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and offsets of each step's tokens
         self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in keep}
@@ -38,7 +38,8 @@ class ScoreRecorder:
             return
         entries, columns, rows, offsets, tokens = torch.tensor(decided, device=outcome.logits.device).unbind(1)
         logits = outcome.logits[entries, columns]
-        logits[:, self.mask_token_id] = choice.mask_logits[entries, columns]
+        if choice.mask_logits is not None:
+            logits[:, self.mask_token_id] = choice.mask_logits[entries, columns]
         self._places.append((rows, offsets))
         for name, kept in self._kept.items():
             if name == "log_probs":

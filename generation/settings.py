@@ -103,8 +103,10 @@ class WeDLMGenerationSettings:
         return self.adaptive_window and self.strategy != "block"
 
     @classmethod
-    def from_generation_config(cls, generation_config: Any, model_config: Any) -> "WeDLMGenerationSettings":
-        """Reads the fields that `generation_config` has; checks the mask token against the model if it is needed."""
+    def from_generation_config(
+        cls, generation_config: Any, model_config: Any, needs_mask_token: bool = True
+    ) -> "WeDLMGenerationSettings":
+        """Reads the fields that `generation_config` has; checks the mask token against the model if there is one."""
         given: dict[str, Any] = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
         given = {name: value for name, value in given.items() if value is not None}
         given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
@@ -115,15 +117,15 @@ class WeDLMGenerationSettings:
                 given.setdefault("window_size", LARGEST_WINDOW)
             settings = cls(**given)
         if settings.strategy != "ar":
-            if settings.mask_token_id is None:
+            if settings.mask_token_id is None and needs_mask_token:
                 raise ValueError(
                     f"`strategy={settings.strategy!r}` needs a mask token, but neither the model config nor the "
-                    "generation config has a `mask_token_id`. Convert the checkpoint (`wedlm convert`), or pass "
-                    "`mask_token_id=`."
+                    "generation config has a `mask_token_id`. Load a mask adapter, convert the checkpoint "
+                    "(`wedlm convert`), or pass `mask_token_id=`."
                 )
             check_mask_token_id(
                 settings.mask_token_id,
-                model_config.vocab_size,
+                model_config.get_text_config(decoder=True).vocab_size,
                 generation_config.eos_token_id,
                 generation_config.pad_token_id,
             )

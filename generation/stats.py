@@ -125,7 +125,7 @@ class TraceStep:
 class TraceRecorder:
     """Keeps a [`TraceStep`] of every step, in `steps`."""
 
-    def __init__(self, mask_token_id: int) -> None:
+    def __init__(self, mask_token_id: int | None) -> None:
         self.mask_token_id = mask_token_id
         self.steps: list[TraceStep] = []
 
@@ -167,7 +167,8 @@ class TraceRecorder:
     def _predicted(self, outcome: StepOutcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """H of what the model said, MASK's logit included; its likeliest tokens and their probabilities."""
         logits, selection = outcome.logits.clone(), outcome.selection
-        logits[..., self.mask_token_id] = selection.choice.mask_logits
+        if selection.choice.mask_logits is not None:
+            logits[..., self.mask_token_id] = selection.choice.mask_logits
         entropy = [token_entropy(logits)]
         tokens, probabilities = map(list, zip(likeliest(logits), strict=True))
         if selection.draft_scores is not None and selection.shortlist is not None:

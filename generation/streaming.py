@@ -21,13 +21,13 @@ class TokenStream:
         streamer: a `BaseStreamer`.
         rows: of the call.
         pad_token_id: stands after a row's end.
-        mask_token_id: M.
+        mask_token_id: M; without one, padding stands for masks.
     """
 
     streamer: Any
     rows: list[Row]
     pad_token_id: int
-    mask_token_id: int
+    mask_token_id: int | None
     sent: int = 0  # positions, where there are several rows
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -38,7 +38,8 @@ class TokenStream:
             if tokens:  # a step may fill slots and still make nothing final
                 self.streamer.put(torch.tensor(tokens))
             if window and hasattr(self.streamer, "put_draft"):
-                draft = [self.mask_token_id if token is None else token for token in window]
+                mask = self.pad_token_id if self.mask_token_id is None else self.mask_token_id
+                draft = [mask if token is None else token for token in window]
                 self.streamer.put_draft(torch.tensor(draft))
             return
         unfinished = [length for length, row in zip(lengths, self.rows, strict=True) if not row.is_finished]

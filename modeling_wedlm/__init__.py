@@ -2,8 +2,6 @@
 
 Importing this package registers `model_type: wedlm` with the Auto classes."""
 
-import sys
-
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .configuration_wedlm import WeDLMConfig
@@ -17,16 +15,5 @@ AutoModelForCausalLM.register(WeDLMConfig, WeDLMForCausalLM, exist_ok=True)
 
 WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
 
-
-def _register_with_peft() -> None:
-    """Makes PEFT know mask adapters, where it is imported: importing it here would cost every command seconds."""
-    if "peft" in sys.modules:
-        from ..adapters.peft_method import register
-
-        register()
-
-
-_register_with_peft()
-WeDLMModel._on_construction = staticmethod(_register_with_peft)
 
 __all__ = ["Conversion", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel", "convert"]

@@ -20,8 +20,7 @@ AUTO_MAP = {
 
 # What `forward` and `generate` need. A file ships as `NAME_wedlm.py`.
 SHIPPED = (
-    "adapters/adapter_files.py",
-    "adapters/mask_adapter.py",
+    "generation/attention.py",
     "generation/branch_pacing.py",
     "generation/branches.py",
     "generation/cache.py",

@@ -1,9 +1,7 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,11 +14,9 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3ForCausalLM,
     Qwen3Model,
     Qwen3PreTrainedModel,
-    rotate_half,
 )
 from transformers.utils import can_return_tuple
 
-from ..adapters.mask_adapter import MaskAdapter, MaskAdapterMixin
 from ..generation.mixin import WeDLMGenerationMixin
 from .card import ModelCardMixin
 from .configuration_wedlm import WeDLMConfig
@@ -30,8 +26,8 @@ from .linear import speed_up_few_rows
 
 class WeDLMAttention(Qwen3Attention):
     """Identical to [`Qwen3Attention`] except that the output projection has no bias, that `qk_norm=False` leaves
-    queries and keys as they are (Qwen2.5), that position ids end at RoPE (attention kernels read a jump in them as the
-    border of a packed sequence), and that windows decode without copies of the cache (see [`grouped_sdpa`])."""
+    queries and keys as they are (Qwen2.5), and that position ids end at RoPE (attention kernels read a jump in them as
+    the border of a packed sequence)."""
 
     def __init__(self, config: WeDLMConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -49,65 +45,7 @@ class WeDLMAttention(Qwen3Attention):
         position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        is_tensor = self.config._attn_implementation == "sdpa" and isinstance(attention_mask, torch.Tensor)
-        if not is_tensor or attention_mask.shape[2] == hidden_states.shape[1]:  # no `grouped_mask`
-            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
-        key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
-        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-        query, key = _rotated(query, key, *position_embeddings)
-        key, value = past_key_values.update(key, value, self.layer_idx)
-        output = grouped_sdpa(query, key, value, attention_mask, self.scaling)
-        return self.o_proj(output.transpose(1, 2).flatten(2)), None
-
-
-def _rotated(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' `apply_rotary_pos_emb`, number for number, on both at once: half as many small operations."""
-    both = torch.cat([query, key], dim=1)
-    rotated = (both * cos[:, None]).add_(rotate_half(both) * sin[:, None])
-    return rotated[:, : query.shape[1]], rotated[:, query.shape[1] :]
-
-
-def grouped_mask(mask: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mask of [`grouped_sdpa`], made once for all layers.
-
-    Args:
-        mask: `(B or 1, 1, Q, K)`, boolean or additive.
-        groups: query heads of each key/value head, G.
-        dtype: of the queries.
-
-    Returns:
-        `(B or 1, 1, G * Q, K)`, additive.
-    """
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-    return mask.repeat(1, 1, groups, 1)
-
-
-def grouped_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float
-) -> torch.Tensor:
-    """Attention of grouped queries under an explicit mask.
-
-    transformers repeats keys and values for every query head where a mask is given, because kernels take either a mask
-    or groups: a copy of the whole cache per layer and step. Here the queries of a group lie one after the other along
-    the query axis instead, and only the mask is repeated.
-
-    Args:
-        query: `(B, H, Q, D)`.
-        key, value: `(B, H / G, K, D)`.
-        mask: of [`grouped_mask`].
-        scaling: of the scores.
-
-    Returns:
-        `(B, H, Q, D)`.
-    """
-    folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
-    output = nn.functional.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-    return output.view_as(query)
+        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
 
 class WeDLMPreTrainedModel(ModelCardMixin, Qwen3PreTrainedModel):
@@ -151,17 +89,11 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
     """Identical to [`Qwen3Model`] except for its attention, and that the mask follows physical order, whatever
     `position_ids` say, or is the dual-stream mask of training."""
 
-    # Set where the package is installed (see mask_adapter_peft.py); absent in the files that travel with a checkpoint.
-    _on_construction: ClassVar[Callable[[], None] | None] = None
-
     def __init__(self, config: WeDLMConfig):
         super().__init__(config)
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = WeDLMAttention(config, layer_idx)
         speed_up_few_rows(self)
-        self.mask_adapter: MaskAdapter | None = None
-        if (announce := type(self)._on_construction) is not None:
-            announce()
         self.post_init()
 
     def forward(
@@ -175,7 +107,6 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         stream_ids: torch.LongTensor | None = None,
         block_ids: torch.LongTensor | None = None,
         document_ids: torch.LongTensor | None = None,
-        slot_mask: int | torch.BoolTensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """See [`WeDLMForCausalLM.forward`]."""
@@ -184,15 +115,6 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         assert inputs_embeds is not None
-        update_slots: AbstractContextManager[None] = nullcontext()
-        if slot_mask is not None:
-            if self.mask_adapter is None or not self.mask_adapter.is_enabled:
-                raise ValueError("`slot_mask` says which rows a mask adapter acts on, but the model has none.")
-            if self.training and self.gradient_checkpointing:
-                raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
-            inputs_embeds = self.mask_adapter.embed(inputs_embeds, slot_mask)
-        if self.mask_adapter is not None:
-            update_slots = self.mask_adapter.acting_on(slot_mask, inputs_embeds.dtype)
         if isinstance(attention_mask, dict):  # prepared by `generate` for a compiled forward
             masks = attention_mask
         elif stream_ids is not None and attention_mask is not None:
@@ -201,21 +123,14 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)}
         else:
             masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}
-        mask = masks["full_attention"]
-        is_tensor = self.config._attn_implementation == "sdpa" and isinstance(mask, torch.Tensor)
-        if is_tensor and past_key_values is not None and not self.training:
-            layer: Any = self.layers[0]
-            mask = grouped_mask(mask, layer.self_attn.num_key_value_groups, inputs_embeds.dtype)
-            masks = {"full_attention": mask}
-        with update_slots:
-            return super().forward(
-                attention_mask=masks,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                inputs_embeds=inputs_embeds,
-                use_cache=use_cache,
-                **kwargs,
-            )
+        return super().forward(
+            attention_mask=masks,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
 
     def _physical_causal_mask(self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any) -> Any:
         # Without `position_ids`: transformers would take reordered ones for packed sequences and split at each jump.
@@ -276,15 +191,13 @@ class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
         token_nll: `(B, T)` float32, the negative log-likelihood of each slot's target in nats, with its graph; 0
             without a target.
         correct: `(B, T)` bool, whether the target is the likeliest token.
-        slot_hidden: `(B, M, H)`, with `slot_mask`: the last hidden states of the last M rows.
     """
 
     token_nll: torch.Tensor | None = None
     correct: torch.Tensor | None = None
-    slot_hidden: torch.Tensor | None = None
 
 
-class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
+class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
     """Identical to [`Qwen3ForCausalLM`] except for its backbone, the dual-stream loss, and
     `generate(strategy=...)` (see [`WeDLMGenerationMixin`])."""
 
@@ -316,7 +229,6 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
         block_ids: torch.LongTensor | None = None,
         document_ids: torch.LongTensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
-        slot_mask: int | torch.BoolTensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         r"""One causal forward in physical order.
@@ -335,27 +247,21 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
                 [`dual_stream_mask_function`]; `document_ids` may be left out where each row is one document.
             num_items_in_batch (`torch.Tensor` or `int`): what the summed loss is divided by; default: the number of
                 supervised `labels`, or of `targets` where no labels are given.
-            slot_mask (`torch.BoolTensor` of shape `(B, M)` or `int`): which of the last M physical rows are slots to
-                predict; M where all are. The model's mask adapter (`has_mask_adapter`) acts on these rows alone and
-                embeds them itself, whatever their token is. Without it the forward is the base's, bit for bit.
 
         Returns:
             [`CausalLMOutputWithPast`]; when `targets` are given, [`WeDLMCausalLMOutputWithPast`] without `logits`,
-            which are never held all at once; with `slot_mask` and no `labels`, one with `slot_hidden`, which
-            `draft_hidden` and `lm_head` turn into logits where those of the slots are not among `logits_to_keep`.
+            which are never held all at once.
         """
         inputs: dict[str, Any] = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
-            "stream_ids": stream_ids, "block_ids": block_ids, "document_ids": document_ids, "slot_mask": slot_mask,
+            "stream_ids": stream_ids, "block_ids": block_ids, "document_ids": document_ids,
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if value is not None} | kwargs
         if targets is not None:
             return self._forward_with_targets(inputs, targets, loss_weights, labels, num_items_in_batch)
         if labels is not None:
             inputs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
-        elif slot_mask is not None:
-            return self._forward_with_slots(inputs, slot_mask, logits_to_keep)
         return super().forward(logits_to_keep=logits_to_keep, **inputs)
 
     def _forward_with_targets(
@@ -387,24 +293,6 @@ class WeDLMForCausalLM(MaskAdapterMixin, WeDLMGenerationMixin, WeDLMPreTrainedMo
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-        )
-
-    def _forward_with_slots(
-        self, inputs: dict[str, Any], slot_mask: int | torch.Tensor, logits_to_keep: int | torch.Tensor
-    ) -> WeDLMCausalLMOutputWithPast:
-        """The parent's forward, whose output also holds the last hidden states of the slots."""
-        outputs = self.model(**inputs)
-        hidden = outputs.last_hidden_state
-        slots = slot_mask if isinstance(slot_mask, int) else slot_mask.shape[1]
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        rows = hidden[:, kept]
-        return WeDLMCausalLMOutputWithPast(
-            # As one matrix: for a slice of a batch, torch copies the head's weights first.
-            logits=self.lm_head(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]),
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            slot_hidden=hidden[:, hidden.shape[1] - slots :],
         )
 
 

@@ -1,0 +1,394 @@
+"""Mask adapters on the model object that a person has: any causal language model of transformers, as it was loaded.
+
+Nothing is converted or copied (ALGORITHM.md §8). Hooks on some linear layers update the rows that are slots, a hook on
+the embeddings gives slots their own, and one on the head notes their hidden states. The object's class becomes a
+subclass of its own class, whose `generate` knows `strategy="wedlm"`; [`unload_mask_adapter`] gives it back as it was.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
+
+from ..generation.attention import ATTENTION_KINDS, StepAttention, layer_types
+from ..generation.cache import WindowCache
+from ..generation.mixin import WeDLMGenerationMixin
+from ..generation.window import Visibility
+from .adapter_files import CONFIG_NAME, KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, StoredMaskAdapter, base_of, check_base
+from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
+
+logger = logging.getLogger(__name__)
+
+
+class AttachedModel(WeDLMGenerationMixin):
+    """What a model can do while a mask adapter sits on it. Its class is this one and its own."""
+
+    mask_adapter: MaskAdapter
+
+    @property
+    def has_mask_adapter(self) -> bool:
+        """Whether decoding uses the mask adapter."""
+        return self.mask_adapter.is_enabled
+
+    def predicting(self: Any, slots: int | torch.Tensor | None) -> AbstractContextManager[Slots | None]:
+        """Within this context, a forward takes the last rows of its input for slots: [`MaskAdapter.predicting`].
+
+        Raises:
+            ValueError: under gradient checkpointing, which would compute the slots anew without the mask adapter.
+        """
+        if self.training and getattr(self, "is_activation_checkpointing", False):
+            raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
+        return self.mask_adapter.predicting(slots, self.dtype)  # type: ignore[no-any-return]
+
+    def draft_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        """The states that the head turns into drafts, once the tokens before the slots are known.
+
+        Args:
+            hidden: `(..., H)`, last hidden states of slots.
+            previous_ids: `(..., 2)` int64, the two tokens before each slot in the order of the text: accepted ones,
+                or drafts chosen just now.
+
+        Returns:
+            `(..., H)`; `hidden` itself where the adapter has no previous-token head.
+        """
+        head = self.mask_adapter.head
+        if head is None:
+            return hidden
+        return head(hidden, self.get_input_embeddings()(previous_ids))  # type: ignore[no-any-return]
+
+    def save_mask_adapter(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+        """See [`save_mask_adapter`]."""
+        save_mask_adapter(self, folder, dtype)
+
+    def unload_mask_adapter(self) -> None:
+        """See [`unload_mask_adapter`]."""
+        unload_mask_adapter(self)
+
+    @staticmethod
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What transformers' `load_adapter` calls, which does not know how the weights of this method are named."""
+        keys = state_dict or safe_open(checkpoint_files[0], "pt").keys()
+        if any(key.startswith(KEY_PREFIX) for key in keys):
+            load_config = replace(load_config, weight_mapping=[WeightRenaming(KEY_PREFIX, "mask_adapter.")])
+        return PreTrainedModel._load_pretrained_model(
+            model, state_dict, checkpoint_files, load_config, *args, **kwargs
+        )
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Copies and pickles are made of the class that a name can find."""
+        make, (_, *rest), *state = super().__reduce_ex__(protocol)
+        return _rebuilt, (type(self).__bases__[1], make, *rest), *state
+
+
+def _rebuilt(base: type, make: Any, *rest: Any) -> Any:
+    return make(_attached(base), *rest)
+
+
+@cache
+def _attached(base: type) -> type:
+    """The class of a `base` with a mask adapter. It has the base's name, which checkpoints state."""
+    return type(base.__name__, (AttachedModel, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+def add_mask_adapter(model: Any, settings: MaskAdapterSettings | None = None) -> MaskAdapter:
+    """Gives a model a new mask adapter to train, in float32, and freezes everything else.
+
+    Args:
+        model: a causal language model of transformers, as it was loaded; it stays the same object.
+        settings: shape of the adapter. Without `target_modules`, the projection out of attention and the last one of
+            the MLP are updated.
+
+    Raises:
+        TypeError: for what is no model of transformers, as one that is compiled or wrapped.
+        ValueError: for a model that has a mask adapter, whose architecture cannot carry one, and for targets that its
+            layers do not have.
+    """
+    adapter = _attach(model, settings or MaskAdapterSettings())
+    model.requires_grad_(False)
+    return adapter.requires_grad_(True)
+
+
+def load_mask_adapter(
+    model: Any,
+    name: str | os.PathLike[str],
+    *,
+    any_base: bool = False,
+    is_trainable: bool = False,
+    **download_options: Any,
+) -> None:
+    """Puts a saved mask adapter on a model; PEFT is not needed. The model's own weights train on, if they do.
+
+    Args:
+        model: a causal language model of transformers, as it was loaded; it stays the same object.
+        name: folder or Hub id of the adapter.
+        any_base: take it also where the model's weights are not those that it was trained for (a fine-tuned base,
+            say): answers are still the model's own, but fewer drafts may be accepted.
+        is_trainable: keep the adapter in float32, to be trained further, and freeze everything else.
+        download_options: `revision`, `token`, … of the Hub.
+
+    Raises:
+        OSError: for missing or damaged files.
+        TypeError, ValueError: as [`add_mask_adapter`]; for an adapter of another kind or of another base.
+    """
+    stored = StoredMaskAdapter.read(name, **download_options)
+    check_attachable(model)
+    check_base(model, stored.base, any_base=any_base)
+    adapter = _attach(model, stored.settings)
+    try:
+        adapter.load_state_dict(stored.weights)
+    except RuntimeError as error:
+        unload_mask_adapter(model)
+        raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: {error}") from error
+    if is_trainable:
+        model.requires_grad_(False)
+        adapter.requires_grad_(True)
+    else:
+        adapter.to(model.dtype).requires_grad_(False)
+
+
+def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT reads too, each file whole.
+
+    Args:
+        model: with a mask adapter.
+        folder: made if it is not there.
+        dtype: of the weights; default: the model's.
+    """
+    adapter = _adapter_of(model)
+    weights = {
+        name: tensor.detach().to(dtype or model.dtype).cpu().contiguous()
+        for name, tensor in adapter.state_dict().items()
+    }
+    stored = StoredMaskAdapter(adapter.settings, base_of(model), weights)
+    stored.write(folder, str(model.config.name_or_path or "") or None)
+
+
+def unload_mask_adapter(model: Any) -> None:
+    """Takes the mask adapter away: class, hooks and attributes are the base's again."""
+    _adapter_of(model)
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, HOOKS):
+                    del hooks[key]
+    del model.mask_adapter
+    methods = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
+    if methods == {PEFT_TYPE}:  # by transformers' `load_adapter`
+        model._hf_peft_config_loaded = False
+        del model.peft_config
+    for name in ("_keys_to_ignore_on_save", "draft_record"):
+        model.__dict__.pop(name, None)
+    model.__class__ = type(model).__bases__[1]
+
+
+def _adapter_of(model: Any) -> MaskAdapter:
+    if not isinstance(model, AttachedModel):
+        raise ValueError(f"{type(model).__name__} has no mask adapter.")
+    return model.mask_adapter
+
+
+def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
+    check_attachable(model)
+    check_masks(model)
+    layers = decoder_layers(model)
+    if not settings.target_modules:
+        settings = replace(settings, target_modules=output_projections(model))
+    targets = {target: [_linear(layer, target) for layer in layers] for target in settings.target_modules}
+    sizes = []
+    for target, modules in targets.items():
+        shapes = {(module.out_features, module.in_features) for module in modules}
+        if len(shapes) > 1:
+            raise ValueError(f"`target_modules` names {target!r}, of different sizes in the layers: {sorted(shapes)}.")
+        sizes.append(shapes.pop())
+    embeddings = model.get_input_embeddings()
+    mask_id = getattr(model.config, "mask_token_id", None)
+    with torch.no_grad():
+        known = torch.arange(embeddings.num_embeddings) if mask_id is None else torch.tensor([mask_id])
+        start = embeddings(known.to(model.device)).float().mean(0)
+    adapter = MaskAdapter(settings, sizes, len(layers), start)
+    for target, modules in targets.items():
+        for index, module in enumerate(modules):
+            module.register_forward_hook(Update(target, index))
+    embeddings.register_forward_hook(EmbedSlots())
+    _base_layer(model.get_output_embeddings()).register_forward_pre_hook(CatchSlots())
+    ignored = model._keys_to_ignore_on_save
+    model.__class__ = _attached(type(model))
+    model.mask_adapter = adapter
+    # The base's own checkpoint stays the base's.
+    model._keys_to_ignore_on_save = {*(ignored or ()), *(f"mask_adapter.{name}" for name in adapter.state_dict())}
+    return adapter
+
+
+def check_attachable(model: Any) -> None:
+    """Raises `TypeError` or `ValueError`, with the reason, for a model that cannot carry a mask adapter."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        inner = "a compiled" if name == "OptimizedModule" else "a wrapped" if hasattr(model, "module") else "no"
+        raise TypeError(
+            f"A mask adapter sits on a causal language model of transformers; {name} is {inner} one. Attach the "
+            "adapter first, to the plain model, and compile or wrap it then."
+        )
+    if isinstance(model, AttachedModel):
+        raise ValueError(f"{name} has a mask adapter already: call `unload_mask_adapter()` first.")
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        raise ValueError(f"{name} is compiled: attach the mask adapter before `model.compile()`.")
+    away = [key for key, parameter in model.named_parameters() if parameter.device.type == "meta"]
+    if away:
+        raise ValueError(
+            f"{len(away)} weights of {name} are on the device 'meta' (offloaded, or not loaded yet), {away[0]} among "
+            "them: load the whole model into memory first."
+        )
+    if why := _unfit(model):
+        raise ValueError(f"{name} cannot carry a mask adapter: {why}.")
+
+
+def _unfit(model: Any) -> str | None:
+    """Why masks cannot be predicted with this architecture."""
+    config = model.config
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder, and masks stand behind the tokens of a decoder alone"
+    if model.get_output_embeddings() is None or not hasattr(model, "generate"):
+        return "it has no language modelling head"
+    odd = sorted(set(layer_types(config)) - set(ATTENTION_KINDS))
+    if getattr(model, "_is_stateful", False) or odd:
+        state = f" ({', '.join(odd)} layers)" if odd else ""
+        return f"it keeps a recurrent state{state}, which cannot forget the masks of a step"
+    if getattr(config.get_text_config(decoder=True), "alibi", False):
+        return "its positions are ALiBi's, which count keys instead of logical positions"
+    if not any("Rotary" in type(module).__name__ for module in model.modules()):
+        return "it has no rotary position embeddings, which alone let a token lie anywhere"
+    return None
+
+
+def decoder_layers(model: Any) -> nn.ModuleList:
+    """The decoder layers of a causal language model."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers.")
+
+
+def output_projections(model: Any) -> tuple[str, ...]:
+    """Names of the linear layers that write into the residual stream: out of attention, and out of the MLP.
+
+    They are found by what they do: within each part of a decoder layer, the linear layer that runs last on all rows
+    and gives hidden states. A forward of two tokens tells the order.
+    """
+    layer = decoder_layers(model)[0]
+    hidden_size = model.get_input_embeddings().embedding_dim
+    last: dict[str, str] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.shape == (1, 2, hidden_size):
+                part = name.partition(".")[0]
+                last.pop(part, None)
+                last[part] = name
+
+        return hook
+
+    linears = [(name, module) for name, module in layer.named_modules() if _is_linear(module)]
+    handles = [module.register_forward_hook(note(name)) for name, module in linears]
+    try:
+        with torch.no_grad(), evaluating(model):
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    names = [name.removesuffix(".base_layer") for name in last.values()]
+    names = [name for name in names if _has_one_size(model, name)]  # a layer of experts may follow a dense one
+    if not names:
+        raise ValueError(f"The layers of {type(model).__name__} have no linear layer alike that gives hidden states.")
+    short = [name.rpartition(".")[2] for name in names]
+    return tuple(short if len(set(short)) == len(short) else names)
+
+
+def _has_one_size(model: Any, target: str) -> bool:
+    try:
+        return len({_linear(layer, target).in_features for layer in decoder_layers(model)}) == 1
+    except ValueError:
+        return False
+
+
+def check_masks(model: Any) -> None:
+    """Raises `ValueError` for a model that does not attend by the masks of a step: two tokens in the cache, two more,
+    and a mask behind each of them, must give the logits of the four tokens alone."""
+    device, name = model.device, type(model).__name__
+    tokens, cache, attention = torch.tensor([[1, 2, 3, 4, 0, 0]], device=device), WindowCache(), StepAttention(model)
+    slots = torch.arange(6, device=device)[None]
+    # Real rows see themselves and what is before; the masks see the cache, their own row and themselves.
+    visibility = Visibility(torch.tensor([[2, 3, 2, 3]], device=device), torch.tensor([[2, 3, 4, 5]], device=device))
+    parts = (slice(0, 2), None, [2]), (slice(2, 6), visibility, [4])
+    try:
+        with torch.no_grad(), evaluating(model):
+            expected = model(input_ids=tokens[:, :4], use_cache=False).logits[:, -1]
+            cache.open(tokens[:, :4].tolist(), device)
+            for part, visible, counts in parts:
+                write = cache.plan(counts, slots[:, part], tokens[:, part])
+                masks = attention.masks(write, slots[:, part], visible)
+                with attention.reading(masks):
+                    logits = model(
+                        input_ids=tokens[:, part], attention_mask=masks, position_ids=slots[:, part],
+                        past_key_values=cache, use_cache=True,
+                    ).logits  # fmt: skip
+                cache.commit([2])
+    except Exception as error:
+        raise ValueError(f"{name} cannot carry a mask adapter: a forward with masks fails: {error!r}.") from error
+    # Matrices of other shapes round differently; a mask that is not honoured makes a difference of another order.
+    error, size = (logits[:, 1] - expected).abs().max(), expected.abs().max()
+    if not bool(error <= (1e-3 if model.dtype in (torch.float32, torch.float64) else 0.25) * size):
+        raise ValueError(
+            f"{name} cannot carry a mask adapter: its attention does not follow the masks of a step (its logits "
+            f"differ by {error:.1e} of {size:.1e})."
+        )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """`model.eval()` within this context."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether rows are multiplied with a matrix: `nn.Linear`, or what quantizers put in its place."""
+    sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
+    return all(isinstance(size, int) for size in sizes) and not hasattr(module, "base_layer")
+
+
+def _base_layer(module: Any) -> Any:
+    """The layer itself; of one that PEFT wraps, the base's own."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def _linear(layer: nn.Module, target: str) -> Any:
+    """The linear layer of a decoder layer that `target` names: its whole path, or the last part of it."""
+    found = [
+        _base_layer(module)
+        for name, module in layer.named_modules()
+        if name == target or ("." not in target and name.rpartition(".")[2] == target)
+    ]
+    if len(found) != 1 or not _is_linear(found[0]):
+        problem = "which no decoder layer has" if not found else "which is no linear layer"
+        problem = "which is not the name of one layer alone" if len(found) > 1 else problem
+        raise ValueError(f"`target_modules` names {target!r}, {problem}.")
+    return found[0]
+
+
+__all__ = ["AttachedModel", "add_mask_adapter", "load_mask_adapter", "save_mask_adapter", "unload_mask_adapter"]

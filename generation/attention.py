@@ -1,0 +1,213 @@
+"""Who sees whom in a step: one mask for each kind of layer, and attention that reads the cache without copying it.
+
+`A` sequences in use, `Q` physical rows of each, `H` query heads, `G` of them share a key/value head, `D` head width.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .cache import CacheWrite
+from .window import Visibility
+
+# Attention implementations that take any mask as a tensor.
+DENSE_MASK_ATTENTION = ("sdpa", "eager")
+# Kinds of layers whose mask is known here, by the names of `config.layer_types`.
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+GROUPED = "wedlm_grouped_sdpa"
+
+
+def layer_types(config: Any) -> list[str]:
+    """The kind of each decoder layer."""
+    config = config.get_text_config(decoder=True)
+    if kinds := getattr(config, "layer_types", None):
+        return list(kinds)
+    is_sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return ["sliding_attention" if is_sliding else "full_attention"] * config.num_hidden_layers
+
+
+class StepAttention:
+    """The masks of a model's steps.
+
+    Args:
+        model: whose layers attend.
+
+    Attributes:
+        kinds: of its layers.
+        groups: query heads of each key/value head, G, where [`grouped_sdpa`] can be used; otherwise 0.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config.get_text_config(decoder=True)
+        self.dtype = model.dtype
+        self.implementation = self.config._attn_implementation
+        if self.implementation == GROUPED:
+            self.implementation = "sdpa"  # another call is in its forward
+        self.kinds = sorted(set(layer_types(model.config)))
+        groups = {getattr(module, "num_key_value_groups", None) for module in model.modules()} - {None}
+        is_known = self.implementation == "sdpa" and getattr(model, "_supports_attention_backend", False)
+        self.groups = next(iter(groups), 1) if is_known and len(groups) <= 1 else 0
+
+    def masks(
+        self, write: CacheWrite, position_ids: torch.Tensor, visibility: Visibility | None
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """The `attention_mask` of a forward.
+
+        Args:
+            write: where the forward writes.
+            position_ids: `(A, Q)` int64, logical positions.
+            visibility: of branches.
+
+        Returns:
+            `None` where the model makes the right one by itself; a tensor where all layers are of one kind, and
+            otherwise one for each kind, as transformers' models take them: boolean for sdpa, additive for eager
+            attention, [`grouped_mask`] for grouped attention.
+        """
+        is_dense = self.implementation in DENSE_MASK_ATTENTION
+        is_local = is_dense and self.kinds != ["full_attention"] and write.start != 0
+        visible = window_visibility(write, self.implementation, visibility, is_needed=is_local)
+        if visible is None:
+            return None
+        masks = {}
+        for kind in self.kinds:
+            near = _near(kind, write, position_ids, self.config)
+            mask = visible if near is None else visible & near
+            if self.groups:
+                mask = grouped_mask(mask, self.groups, self.dtype)
+            elif self.implementation != "sdpa":
+                mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
+            masks[kind] = mask
+        return masks if len(self.kinds) > 1 else masks[self.kinds[0]]
+
+    @contextmanager
+    def reading(self, masks: Any) -> Iterator[None]:
+        """Within this context, the model's layers attend as these masks ask."""
+        if masks is None or not self.groups:
+            yield
+            return
+        self.config._attn_implementation = GROUPED
+        try:
+            yield
+        finally:
+            self.config._attn_implementation = self.implementation
+
+
+def _near(kind: str, write: CacheWrite, queries: torch.Tensor, config: Any) -> torch.Tensor | None:
+    """Keys that a layer's window or chunk leaves, by logical positions: `(A, 1, Q, end)` bool; `None` for all."""
+    if kind == "full_attention":
+        return None
+    # A cached key's slot is its position. The rows of this step may lie in another order.
+    keys = torch.arange(write.end, device=queries.device).repeat(len(queries), 1)
+    keys = keys.scatter(1, write.slots, queries)[:, None, None]
+    queries = queries[:, None, :, None]
+    if kind == "chunked_attention":
+        return keys // config.attention_chunk_size == queries // config.attention_chunk_size
+    return keys > queries - config.sliding_window
+
+
+def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask of [`grouped_sdpa`], made once for all layers.
+
+    Args:
+        visible: `(B or 1, 1, Q, K)` bool.
+        groups: query heads of each key/value head, G.
+        dtype: of the queries.
+
+    Returns:
+        `(B or 1, 1, G * Q, K)`, additive.
+    """
+    mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+    return mask.repeat(1, 1, groups, 1)
+
+
+def grouped_sdpa(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of grouped queries under an explicit mask, an attention function of transformers.
+
+    transformers repeats keys and values for every query head where a mask is given, because kernels take either a mask
+    or groups: a copy of the whole cache per layer and step. Here the queries of a group lie one after the other along
+    the query axis instead, and only the mask is repeated.
+
+    Args:
+        query: `(A, H, Q, D)`.
+        key, value: `(A, H / G, K, D)`.
+        attention_mask: of [`grouped_mask`]; any other mask is handed to transformers' sdpa.
+        dropout, scaling: of the scores.
+
+    Returns:
+        `(A, Q, H, D)`, and `None` in place of the weights.
+    """
+    folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+    if attention_mask is None or attention_mask.shape[2] != folded.shape[2]:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    output = F.scaled_dot_product_attention(
+        folded, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return output.view(*query.shape[:3], -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, grouped_sdpa)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+def window_visibility(
+    write: CacheWrite, implementation: str, visibility: Visibility | None, is_needed: bool = False
+) -> torch.Tensor | None:
+    """Causal attention in physical order: a row sees the slots up to its own. With branches, a mask sees the real rows
+    up to the one that its branch belongs to, and its own branch.
+
+    Row with 3 cached slots, 1 pending token p, a filled slot f and two masks; a second row with nothing pending:
+
+            cached  p f M M                 cached  · f M M
+        p   ■ ■ ■   ■ · · ·             ·                       (padding: written behind the others, seen by none)
+        f   ■ ■ ■   ■ ■ · ·             f   ■ ■ ■     ■ · ·
+        M   ■ ■ ■   ■ ■ ■ ·             M   ■ ■ ■     ■ ■ ·
+        M   ■ ■ ■   ■ ■ ■ ■             M   ■ ■ ■     ■ ■ ■
+
+    Row with 3 cached slots, a pending token c, a draft f, two masks behind c and two behind f:
+
+            cached  c f M M M M
+        c   ■ ■ ■   ■ · · · · ·
+        f   ■ ■ ■   ■ ■ · · · ·
+        M   ■ ■ ■   ■ · ■ · · ·             (c's)
+        M   ■ ■ ■   ■ · ■ ■ · ·
+        M   ■ ■ ■   ■ ■ · · ■ ·             (f's)
+        M   ■ ■ ■   ■ ■ · · ■ ■
+
+    Args:
+        write: where the forward writes.
+        implementation: of attention.
+        visibility: of branches.
+        is_needed: whether the implementation's own causal mask will not do.
+
+    Returns:
+        `(A or 1, 1, Q, end)` bool; `None` where the implementation's own causal mask is this one. Implementations
+        that are not in `DENSE_MASK_ATTENTION` take no such mask, and get one sequence at a time.
+    """
+    is_causal = write.start is not None and visibility is None
+    is_own = write.start == 0 or write.slots.shape[1] == 1 or implementation not in DENSE_MASK_ATTENTION
+    if is_causal and is_own and not is_needed:
+        return None
+    slots = write.slots[:1] if is_causal else write.slots
+    keys = torch.arange(write.end, device=slots.device)
+    visible = keys <= slots[:, None, :, None]
+    if visibility is not None:
+        until, start = visibility.until[:, None, :, None], visibility.start[:, None, :, None]
+        visible &= (keys <= until) | (keys >= start)
+    return visible
