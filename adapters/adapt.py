@@ -1,7 +1,7 @@
 """`wedlm adapt`: a mask adapter for a model, from nothing but the model.
 
-Stages: write the model's own answers, train the adapter on them, measure. Everything is kept in the output folder as it
-is made, so that a run may be stopped at any moment: the same call goes on.
+Stages: write the model's own answers, train the adapter on them, measure. Everything is kept in the output folder as
+it is made, so that a run may be stopped at any moment: the same call goes on.
 """
 
 import errno
@@ -20,17 +20,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
-from transformers.utils.logging import disable_progress_bar
 
 from ..console.progress import Show, stage
 from ..modeling_wedlm.card import CARD_NAME, write_card
-from ..modeling_wedlm.convert import convert, read_source_config, read_source_tokenizer
 from ..modeling_wedlm.files import write_text, written_whole
-from ..modeling_wedlm.loading import find_device, load_model, load_tokenizer
-from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
+from ..modeling_wedlm.loading import find_device
+from ..modeling_wedlm.sources import check_source, load_source, read_source_tokenizer
 from ..training.saving import only_writer
 from .adapt_config import AdaptConfig
-from .adapter_files import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings
+from .adapter_files import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings, read_adapter_config
 from .answers import (
     Answer,
     AnswerConfig,
@@ -40,6 +38,7 @@ from .answers import (
     read_prompts,
     write_answers,
 )
+from .attach import add_mask_adapter, load_mask_adapter, unload_mask_adapter
 from .budget import MaskTrainingConfig
 from .distillation import MaskDistillation
 from .model_card import acceptance_table, model_card, read_log
@@ -51,7 +50,7 @@ FORMAT = 2  # of the folder `work`
 HELD_OUT = 24  # greedy answers at most that are not trained on, and no more than every tenth answer
 ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
 
-Measure = Callable[[WeDLMForCausalLM, PreTrainedTokenizerBase, Sequence[Sequence[int]], int], dict[str, Any]]
+Measure = Callable[[Any, PreTrainedTokenizerBase, Sequence[Sequence[int]], int], dict[str, Any]]
 """Measures AR and verified decoding of the prompts, with so many new tokens at most: a table (see [`model_card`])."""
 Draw = Callable[[Sequence[dict[str, Any]], Path], None]
 """Draws the acceptance curve of a training log into a folder, as acceptance.png."""
@@ -69,12 +68,11 @@ def adapt(
 ) -> dict[str, Any]:
     """Trains a mask adapter for a model on the model's own answers, going on with what `output_dir` holds already.
 
-    The base itself is only read. In the end `output_dir` holds `adapter_config.json`, `adapter_model.safetensors` and
-    the model card; beside them `base`, the WeDLM checkpoint that was made of a base of another kind, and `work`, which
-    may be deleted.
+    The base is only read. In the end `output_dir` holds `adapter_config.json`, `adapter_model.safetensors` and the
+    model card; beside them `work`, which may be deleted.
 
     Args:
-        base: folder or Hub id of a WeDLM, Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 checkpoint, or a GGUF file.
+        base: folder or Hub id of a causal language model, or a GGUF file.
         output_dir: new, empty, or that of an earlier call with the same base.
         config: budget and settings.
         measure: makes the table of the model card; without it the card states tokens per forward alone.
@@ -97,8 +95,6 @@ def adapt(
     run.check()
     try:
         with only_writer(run.work):
-            run.begin()
-            run.convert()
             for name in ("answer", "train"):
                 run.once(name)
             run.publish()
@@ -151,40 +147,40 @@ class _Run:
             raise FileExistsError(
                 f"The output folder must be new, empty, or of an earlier run, got {str(self.out)!r}."
             )
-        source = read_source_config(self.base, config.revision, config.gguf_file)
-        if any(not isinstance(prompt, str) for prompt in self.prompts or ()):
-            tokenizer = read_source_tokenizer(self.base, config.revision, config.gguf_file)
-            check_conversations(tokenizer, self.prompts or ())
-        self.is_wedlm = source.model_type == "wedlm"
-        self.base_path = self.base if self.is_wedlm else str(self.out / "base")
+        self._read_state()
+        check_source(self.base, config.revision, config.gguf_file)
+        self.tokenizer = read_source_tokenizer(self.base, config.revision, config.gguf_file)
+        check_conversations(self.tokenizer, self.prompts or ())
         place = next(folder for folder in (self.out.absolute(), *self.out.absolute().parents) if folder.exists())
         if (free := shutil.disk_usage(place).free) < ROOM:
             raise OSError(
                 f"About {ROOM / 1e9:.1f} GB are needed, and {str(place)!r} has {free / 1e9:.1f} GB free: make "
                 "room, or choose a folder on another disk."
             )
+        if self.state["done"].get("train") != self.budget:
+            _ = self.model  # which may be one that cannot carry an adapter
 
     def _check_earlier(self, before: dict[str, Any]) -> None:
         """Raises `ValueError` unless this run can go on with an earlier one."""
         if before.get("format") != FORMAT:
             raise ValueError(
-                f"{str(self.out)!r} holds a run of an earlier version, which cannot go on. Its adapter and its answers "
-                f"can be used: choose a new folder and pass `--from {self.out} --answers {self.answers}`."
+                f"{str(self.out)!r} holds a run of an earlier version, which cannot go on. Its adapter and its "
+                f"answers can be used: choose a new folder and pass `--from {self.out} --answers {self.answers}`."
             )
         if different := [name for name, value in self.identity.items() if before.get(name) != value]:
             changes = ", ".join(f"{name}: {before.get(name)!r}, not {self.identity[name]!r}" for name in different)
             raise ValueError(f"{str(self.out)!r} holds a run with other settings ({changes}): choose a new folder.")
 
-    def begin(self) -> None:
-        """Reads how far an earlier call has come, and writes down the settings of this run."""
+    def _read_state(self) -> None:
+        """Reads how far an earlier call has come."""
         if self.state_file.exists():
             self.state |= _read(self.state_file)
         self.state.setdefault("dtype", faster_dtype(self.device, self.clock))
-        write_text(self.plan_file, json.dumps(self.identity, indent=2) + "\n")
 
     def save_state(self, **changes: Any) -> None:
         """Keeps what the stages cannot see on the disk."""
         self.state |= changes
+        write_text(self.plan_file, json.dumps(self.identity, indent=2) + "\n")
         write_text(self.state_file, json.dumps(self.state, indent=2) + "\n")
 
     def once(self, name: str, *arguments: Any) -> None:
@@ -197,26 +193,19 @@ class _Run:
     # What the stages share.
 
     @cached_property
-    def model(self) -> WeDLMForCausalLM:
-        """The base."""
-        options = {"revision": self.config.revision} if self.is_wedlm else {}
-        if Path(self.base_path).is_dir():  # nothing is downloaded
-            disable_progress_bar()
-        return load_model(self.base_path, dtype=getattr(torch, self.state["dtype"]), **options).to(self.device).eval()
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base's."""
-        return load_tokenizer(self.base_path, **({"revision": self.config.revision} if self.is_wedlm else {}))
-
-    def add_adapter(self) -> None:
-        """Gives the model the adapter to train, as it is at the start."""
-        torch.manual_seed(self.config.seed)
-        if self.config.start is not None:
-            self.model.load_mask_adapter(self.config.start, is_trainable=True)
+    def model(self) -> Any:
+        """The base with the adapter to train, as it is at the start; until it trains, it changes nothing."""
+        config = self.config
+        where: dict[str, Any] = {"revision": config.revision, "gguf_file": config.gguf_file}
+        model = load_source(self.base, dtype=getattr(torch, self.state["dtype"]), **where).to(self.device)
+        torch.manual_seed(config.seed)
+        if config.start is not None:
+            load_mask_adapter(model, config.start, is_trainable=True)
         else:
-            shape = {"rank": self.config.rank, "head_width": self.config.head_width}
-            self.model.add_mask_adapter(MaskAdapterSettings(**{k: v for k, v in shape.items() if v is not None}))
+            shape = {"rank": config.rank, "head_width": config.head_width}
+            shape = {name: value for name, value in shape.items() if value is not None}
+            add_mask_adapter(model, MaskAdapterSettings(**shape))
+        return model
 
     @cached_property
     def plan(self) -> Plan:
@@ -228,11 +217,8 @@ class _Run:
         machine = f"{self.device}, {torch.get_num_threads()} threads, {self.state['dtype']}"
         if self.state.get("machine") != machine:
             self.say("Measuring this machine …")
-            began, implementation = self.clock(), self.model.config._attn_implementation
-            self.add_adapter()
+            began = self.clock()
             pace = measure_pace(MaskDistillation(self.model), self.clock, self.is_gpu, patience=1.2 * minutes)
-            self.model.unload_mask_adapter()
-            self.model.set_attn_implementation(implementation)
             seconds = self.state["answer_seconds"] + self.clock() - began
             self.save_state(machine=machine, pace=asdict(pace), answer_seconds=seconds)
         found = Pace.read(self.state["pace"])
@@ -256,13 +242,6 @@ class _Run:
             )
 
     # The stages.
-
-    def convert(self) -> None:
-        """A WeDLM checkpoint of the base, unless it is one."""
-        for left_over in self.out.glob(".base.*"):  # of a kill
-            shutil.rmtree(left_over, ignore_errors=True)
-        if not self.is_wedlm and not Path(self.base_path).exists():
-            convert(self.base, self.base_path, revision=self.config.revision, gguf_file=self.config.gguf_file)
 
     def answer(self) -> dict[str, Any]:
         """The model's own answers, and a few of them held out; a larger budget adds to what there is."""
@@ -335,8 +314,6 @@ class _Run:
             disable_tqdm=True,
             use_cpu=not self.is_gpu,
         )
-        implementation = self.model.config._attn_implementation
-        self.add_adapter()
         held_out = _beginnings(read_answers(self.held_out), plan.positions)
         trainer = MaskAdapterTrainer(self.model, args, read_answers(self.trained_on), held_out, clock=self.clock)
         trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
@@ -344,9 +321,8 @@ class _Run:
         with stage(self.console, "[2/3] Training the mask adapter") as show:
             trainer.add_callback(_ShowProgress(trainer, show))
             trainer.train(resume_from_checkpoint=has_checkpoint)
+            show(1.0, f"{trainer.budget.mask_rows:,} mask rows")
         self.model.save_mask_adapter(self.work / "adapter")
-        self.model.unload_mask_adapter()
-        self.model.set_attn_implementation(implementation)
         return {"mask_rows": trainer.budget.mask_rows, "training_seconds": trainer.budget.seconds}
 
     def publish(self) -> None:
@@ -364,7 +340,8 @@ class _Run:
             self.say("[3/3] No table: it would take longer than the budget allows. `wedlm report` makes one.")
             return {"table": {}}
         self.say("[3/3] Measuring …")
-        self.model.load_mask_adapter(self.work / "adapter")
+        unload_mask_adapter(self.model)
+        load_mask_adapter(self.model, self.out)
         prompts = [answer["prompt_ids"] for answer in held_out[:count]]
         table = measure(self.model, self.tokenizer, prompts, tokens)
         return {"table": {name: table[name] for name in ("caption", "columns", "rows")}}
@@ -372,25 +349,29 @@ class _Run:
     def finish(self, draw: Draw | None) -> dict[str, Any]:
         """The figure and the model card; returns what [`adapt`] does."""
         answers, held_out = read_answers(self.trained_on), read_answers(self.held_out)
+        settings = read_adapter_config(self.out)
         entries, table = read_log(self.work / "training" / "log.jsonl"), self.state["table"]
         facts = {
             "answers": len(answers),
             "answer_tokens": sum(len(answer["response_ids"]) for answer in answers),
             "held_out": len(held_out),
             **{name: self.state[name] for name in ("mask_rows", "training_seconds", "answer_seconds")},
-    **X
+            **{name: settings[name] for name in ("rank", "head_width")},
+            "seed": self.config.seed,
         }
         is_chat = self.tokenizer.chat_template is not None
         figure = None
         if draw is not None and acceptance_table(entries)["rows"]:
             draw(entries, self.out)
             figure = "acceptance.png"
-        base = None if self.is_wedlm else self.base_path
-        card = model_card(self.base, base, str(self.out), facts | {"is_chat": is_chat}, entries, table, figure)
+        card = model_card(self.base, None, str(self.out), facts | {"is_chat": is_chat}, entries, table, figure)
         if not write_card(self.out, card):
-            self.console.print(f"{self.out / CARD_NAME} was edited: it stays as it is.", highlight=False, markup=False)
-        made = {"output_dir": str(self.out), "base": self.base_path}
-        return made | facts | {"acceptance": acceptance_table(entries), "table": table}
+            self.say(f"{self.out / CARD_NAME} was edited: it stays as it is.")
+        return (
+            {"output_dir": str(self.out), "base": self.base}
+            | facts
+            | {"acceptance": acceptance_table(entries), "table": table}
+        )
 
 
 class _ShowProgress(TrainerCallback):
@@ -420,7 +401,7 @@ class _ShowProgress(TrainerCallback):
 
     def _show(self, doing: str = "") -> None:
         budget = self.trainer.budget
-        self.show(budget.progress(self.trainer.args), f"{budget.mask_rows:,} mask rows{doing or self.note}")
+        self.show(budget.elapsed(self.trainer.args), f"{budget.mask_rows:,} mask rows{doing or self.note}")
 
 
 def _beginnings(answers: Sequence[Answer], positions: int) -> list[Answer]:

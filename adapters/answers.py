@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from ..console.prompts import Turns, encode, read_rows
-from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 
 # What a drawn prompt begins with. Left to itself a small model asks the same few questions again and again.
 STARTERS = tuple(
@@ -162,7 +161,7 @@ def read_answers(file: Path) -> list[Answer]:
 
 
 def write_answers(
-    model: WeDLMForCausalLM,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     file: Path,
     prompts: Sequence[str | Turns] | None = None,
@@ -174,8 +173,8 @@ def write_answers(
     A run that was stopped goes on after its last whole batch; its file is then the one an uninterrupted run writes.
 
     Args:
-        model: in evaluation mode; answers are those of its next-token head, without the sampling settings of its
-            generation config.
+        model: with a mask adapter, in evaluation mode; answers are those of its next-token head, without the sampling
+            settings of its generation config.
         tokenizer: of the model; with a chat template, a text is a user's turn, without one it is plain text.
         file: JSONL, one [`Answer`] a line.
         prompts: the user's; each is answered greedily first and sampled in later rounds. By default they are drawn

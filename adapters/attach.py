@@ -23,7 +23,15 @@ from ..generation.attention import ATTENTION_KINDS, StepAttention, layer_types
 from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.window import Visibility
-from .adapter_files import CONFIG_NAME, KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, StoredMaskAdapter, base_of, check_base
+from .adapter_files import (
+    CONFIG_NAME,
+    KEY_PREFIX,
+    PEFT_TYPE,
+    MaskAdapterSettings,
+    StoredMaskAdapter,
+    base_of,
+    check_base,
+)
 from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
 
 logger = logging.getLogger(__name__)

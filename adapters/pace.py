@@ -1,4 +1,4 @@
-"""How the minutes of `wedlm adapt` are spent: what the model costs on this machine, and a plan that follows from it."""
+"""How the minutes of `wedlm adapt` are spent: what a model costs on this machine, and the plan that follows."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ class Pace:
     steps: dict[int, float]
     mask_row: float
     position: float
+
+    @classmethod
+    def read(cls, stored: dict[str, Any]) -> Pace:
+        """Of what JSON has made of one."""
+        return cls(**stored | {"steps": {int(size): step for size, step in stored["steps"].items()}})
 
 
 @dataclass(frozen=True)
@@ -140,15 +145,19 @@ def measure_pace(distillation: MaskDistillation, clock: Clock, is_gpu: bool, pat
     ]  # fmt: skip
     collate = DataCollatorForMaskRuns(0, distillation.num_masks, 3)
 
-    def seconds(work: Callable[[], Any]) -> float:
+    def seconds(work: Callable[..., Any], *inputs: Any) -> float:
         """Of the second of two calls, unless the first takes long."""
         began = clock()
-        work()
+        work(*inputs)
         if (first := clock() - began) > patience:
             return first
         began = clock()
-        work()
+        work(*inputs)
         return clock() - began
+
+    @torch.inference_mode()
+    def decode(tokens: torch.Tensor, cache: DynamicCache) -> None:
+        model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
 
     def train(batch: dict[str, torch.Tensor]) -> None:
         loss = distillation(**batch)["loss"]
@@ -156,21 +165,34 @@ def measure_pace(distillation: MaskDistillation, clock: Clock, is_gpu: bool, pat
         float(loss.detach())  # waits for a GPU
 
     steps: dict[int, float] = {}
-    with torch.inference_mode():
-        for size in (1, 32, 256) if is_gpu else (1, 8, 48):
-            cache = DynamicCache(config=model.config)
-            ids = torch.tensor([answer["prompt_ids"][:8] for answer in answers]).repeat(size // 4 + 1, 1)[:size]
-            model(ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            last = ids[:, :1].to(model.device)
-            steps[size] = seconds(lambda: model(last, past_key_values=cache, use_cache=True).logits.argmax(-1).tolist())
-            if steps[size] > patience:
-                break
+    for size in (1, 32, 256) if is_gpu else (1, 8, 48):
+        cache = DynamicCache()
+        ids = torch.tensor([answers[index % 4]["prompt_ids"][:8] for index in range(size)], device=model.device)
+        decode(ids, cache)
+        steps[size] = seconds(decode, ids[:, :1], cache)
+        if steps[size] > patience:
+            break
     for part in (answers[:1], answers):
         batch = {name: value.to(model.device) for name, value in collate([part]).items()}
-        spent = seconds(lambda: train(batch))
+        spent = seconds(train, batch)
         mask_row = spent / int((batch["labels"] != -100).sum())
         if spent > patience / len(answers):
             break
     distillation.zero_grad()
     some = {**answers[0], "response_ids": answers[0]["response_ids"][:24]}
-    return Pace(steps, mask_row, seconds(lambda: accepted_runs(distillation, some)) / 24)
+    return Pace(steps, mask_row, seconds(accepted_runs, distillation, some) / 24)
+
+
+def faster_dtype(device: torch.device, clock: Clock) -> str:
+    """The dtype in which the device multiplies matrices faster: some CPUs compute in bfloat16, others emulate it."""
+    if device.type == "cuda":
+        return "bfloat16"
+    seconds = {}
+    for name in ("float32", "bfloat16"):
+        matrix, runs = torch.randn(512, 1024, dtype=getattr(torch, name)), []
+        for _ in range(5):
+            began = clock()
+            matrix @ matrix.T
+            runs.append(clock() - began)
+        seconds[name] = min(runs)
+    return min(seconds, key=lambda name: seconds[name])

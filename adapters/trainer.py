@@ -16,7 +16,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
 from .budget import Budget, MaskTrainingConfig, budget_schedule
@@ -59,7 +58,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def __init__(
         self,
-        model: WeDLMForCausalLM,
+        model: Any,
         args: MaskTrainingConfig,
         answers: Sequence[Answer],
         eval_answers: Sequence[Answer] | None = None,

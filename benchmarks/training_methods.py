@@ -20,12 +20,13 @@ import torch
 import typer
 
 from wedlm_hf.adapters.answers import read_answers
+from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.budget import MaskTrainingConfig
 from wedlm_hf.adapters.distillation import Predicted, soft_cross_entropy, total_variation
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.modeling_wedlm.files import write_text
-from wedlm_hf.modeling_wedlm.loading import load_model
+from wedlm_hf.modeling_wedlm.sources import load_source
 
 ALL_SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -84,9 +85,9 @@ def train(
     held_out = [answer for answer in found if answer["greedy"]][::10]
     prompts = {tuple(answer["prompt_ids"]) for answer in held_out}
     trained_on = [answer for answer in found if tuple(answer["prompt_ids"]) not in prompts][: chosen.answers]
-    model: Any = load_model(base, dtype=dtype).eval()
+    model: Any = load_source(base, dtype=dtype)
     torch.manual_seed(seed)
-    model.add_mask_adapter(MaskAdapterSettings(**chosen.settings))
+    add_mask_adapter(model, MaskAdapterSettings(**chosen.settings))
     args = MaskTrainingConfig(
         output_dir=str(out),
         **{"mask_rows": mask_rows, "learning_rate": learning_rate, "seed": seed} | chosen.training,
@@ -103,7 +104,7 @@ def train(
         "mask_rows": trainer.budget.mask_rows,
         "seconds": trainer.budget.seconds,
         "passes": trainer.state.epoch,
-        "parameters": sum(parameter.numel() for parameter in model.model.mask_adapter.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.mask_adapter.parameters()),
         "tokens": curve[-1]["eval_tokens"],
         "tokens_per_forward": [curve[-1][f"eval_tokens_per_forward_branch_{drafts}"] for drafts in (1, 2, 3, 4)],
     }

@@ -135,15 +135,17 @@ def load_model(
     *,
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
+    model_class: Any = WeDLMForCausalLM,
     **options: Any,
 ) -> Any:
-    """The model of a WeDLM checkpoint.
+    """The model of a checkpoint.
 
     Args:
         source: folder or Hub id.
         revision: branch, tag or commit of a Hub id.
         dtype: of the weights; `"auto"` is the checkpoint's own.
-        options: further arguments of `WeDLMForCausalLM.from_pretrained`.
+        model_class: whose `from_pretrained` loads it.
+        options: further arguments of `from_pretrained`.
 
     Raises:
         OSError: as [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors.
@@ -154,7 +156,7 @@ def load_model(
     # transformers takes a generation config that is no JSON for a missing one.
     _check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
     with reading(f"The checkpoint {os.fspath(source)!r}"):
-        loaded = WeDLMForCausalLM.from_pretrained(source, dtype=dtype, **found | {"use_safetensors": True} | options)
+        loaded = model_class.from_pretrained(source, dtype=dtype, **found | {"use_safetensors": True} | options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _check_token_ids(name, getattr(model.generation_config, name))

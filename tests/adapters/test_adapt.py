@@ -22,7 +22,7 @@ from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.cli import app
 from wedlm_hf.modeling_wedlm.loading import load_model
-from wedlm_hf.training import adapt as adapt_module
+from wedlm_hf.adapters import adapt as adapt_module
 from wedlm_hf.training.saving import only_writer
 
 SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}

@@ -14,7 +14,7 @@ from tiny import tiny_model
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers, read_prompts
 from wedlm_hf.adapters.layout import load_answers
-from wedlm_hf.training import adapt as adapting
+from wedlm_hf.adapters import adapt as adapting
 
 
 @pytest.fixture(scope="module")
