@@ -42,7 +42,18 @@ from .attach import add_mask_adapter, load_mask_adapter, unload_mask_adapter
 from .budget import MaskTrainingConfig
 from .distillation import MaskDistillation
 from .model_card import acceptance_table, model_card, read_log
-from .pace import ENOUGH_ROWS, FEW_ROWS, ROWS_PER_TOKEN, Clock, Pace, Plan, default_plan, faster_dtype, measure_pace
+from .pace import (
+    ENOUGH_ROWS,
+    FEW_ROWS,
+    ROWS_PER_TOKEN,
+    Clock,
+    Pace,
+    Plan,
+    default_plan,
+    faster_dtype,
+    least_minutes,
+    measure_pace,
+)
 from .pace import plan as plan_for
 from .trainer import MaskAdapterTrainer
 
@@ -121,7 +132,7 @@ class _Run:
         self.held_out = self.work / "heldout.jsonl"
         self.device = find_device(config.device)
         self.is_gpu = self.device.type == "cuda"
-        self.state: dict[str, Any] = {"answer_seconds": 0.0, "table": {}, "done": {}}
+        self.state: dict[str, Any] = {"measuring_seconds": 0.0, "answer_seconds": 0.0, "table": {}, "done": {}}
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -218,24 +229,25 @@ class _Run:
         if self.state.get("machine") != machine:
             self.say("Measuring this machine …")
             began = self.clock()
-            pace = measure_pace(MaskDistillation(self.model), self.clock, self.is_gpu, patience=1.2 * minutes)
-            seconds = self.state["answer_seconds"] + self.clock() - began
-            self.save_state(machine=machine, pace=asdict(pace), answer_seconds=seconds)
+            pace = measure_pace(MaskDistillation(self.model), self.clock, self.is_gpu, patience=0.6 * minutes)
+            seconds = self.state["measuring_seconds"] + self.clock() - began
+            self.save_state(machine=machine, pace=asdict(pace), measuring_seconds=seconds)
         found = Pace.read(self.state["pace"])
-        made = plan_for(60 * minutes, found, self.is_gpu, self.config.answers is not None)
-        self._announce(made, found, made.mask_rows if rows is None else min(rows, made.mask_rows))
+        seconds = max(60 * minutes - self.state["measuring_seconds"], 30 * minutes)
+        made = plan_for(seconds, found, self.is_gpu, self.config.answers is not None)
+        self._announce(made, made.mask_rows if rows is None else min(rows, made.mask_rows))
         return made
 
-    def _announce(self, made: Plan, pace: Pace, rows: int) -> None:
+    def _announce(self, made: Plan, rows: int) -> None:
         """Says what the budget gives, before any of it is spent."""
         minutes = self.config.minutes or 0.0
         writing = made.answer_seconds / 60
         self.say(
-            f"{minutes:g} minutes on this machine: {writing:.1f} for answers, {minutes - writing:.1f} for training, "
-            f"about {rows:,} mask rows."
+            f"{minutes:g} minutes on this machine: {writing:.1f} for answers, the others for training, about {rows:,} "
+            "mask rows."
         )
         if rows < FEW_ROWS:
-            enough = math.ceil(ENOUGH_ROWS * pace.mask_row / (1 - made.answer_seconds / 60 / minutes) / 60)
+            enough = math.ceil(minutes * ENOUGH_ROWS / made.mask_rows)
             self.say(
                 "That gives next to nothing: 13,000 rows brought SmolLM2-135M to 1.1 tokens per forward, 85,000 to "
                 f"1.5. `--minutes {enough}` trains {ENOUGH_ROWS:,} here."
@@ -271,8 +283,8 @@ class _Run:
             show(1.0, note)
         if not count.answers:
             raise ValueError(
-                f"{self.config.minutes:g} minutes are too few here for any answer. `--minutes` can be raised in the "
-                "same folder."
+                f"{self.config.minutes:g} minutes are too few for a batch of answers on this machine. The same call "
+                f"with `--minutes {least_minutes(Pace.read(self.state['pace']))}` or more goes on."
             )
         if not count.ended:
             self.say(
@@ -303,7 +315,8 @@ class _Run:
         """The adapter, from the newest checkpoint on."""
         plan, minutes, tokens = self.plan, self.config.minutes, self.config.tokens
         # Answers may have taken longer than their share: an adapter without training is of no use.
-        left = None if minutes is None else max(minutes / 2, minutes - self.state["answer_seconds"] / 60)
+        used = (self.state["measuring_seconds"] + self.state["answer_seconds"]) / 60
+        left = None if minutes is None else max(minutes / 2, minutes - used)
         args = MaskTrainingConfig(
             output_dir=str(self.work / "training"),
             minutes=left,
@@ -317,6 +330,8 @@ class _Run:
         held_out = _beginnings(read_answers(self.held_out), plan.positions)
         trainer = MaskAdapterTrainer(self.model, args, read_answers(self.trained_on), held_out, clock=self.clock)
         trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
+        if plan.evaluation_seconds:
+            trainer.budget.last["evaluation"] = plan.evaluation_seconds
         has_checkpoint = any(Path(str(args.output_dir)).glob("checkpoint-*"))
         with stage(self.console, "[2/3] Training the mask adapter") as show:
             trainer.add_callback(_ShowProgress(trainer, show))

@@ -126,9 +126,13 @@ class Budget(TrainerCallback, ExportableState):
 
     def elapsed(self, args: MaskTrainingConfig) -> float:
         """The share of the time that has passed, with what is spent beside training."""
-        passed = self.seconds + sum(self.spent.values()) + self.clock() - self._since
-        share = max(self.progress(args), 1e-9)
-        left = self.seconds * (1 - share) / share * (1 + SAVING_SHARE) + self.last["evaluation"]
+        since, share = self.clock() - self._since, self.progress(args)
+        passed = self.seconds + sum(self.spent.values()) + since
+        left = self.last["evaluation"]
+        if share < 1:
+            left += self.seconds * (1 / max(share, 1e-9) - 1) * (1 + SAVING_SHARE)
+        else:  # it is under way
+            left -= since
         return min(passed / max(passed + left, 1e-9), 1.0)
 
     def _passed(self) -> float:

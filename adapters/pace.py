@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ TABLE_SHARE = 0.08
 EVALUATIONS = 4  # that fit into their share
 FEW_ROWS, ENOUGH_ROWS = 30_000, 100_000  # of masks: an adapter gives next to nothing, and clearly something
 
+_LARGEST_BATCH = 0.1  # of the time, for a batch of answers
 _ANSWER_STEPS = 256  # forwards of a batch of answers: a prompt of the model's own and its answer
 _KEPT = 0.6  # of the tokens that are decoded: the others are prompts, or stand behind the end of an answer
 _STEPS = 300  # optimizer steps that a short training should have
@@ -62,6 +64,7 @@ class Plan:
         warmup_steps: optimizer steps.
         mask_rows: that can be trained, about.
         positions: tokens of held-out answers that an evaluation may look at; 0 for no evaluation.
+        evaluation_seconds: that this takes, about; 0 where that is not known.
         table: prompts and tokens of each answer in the last table; zeros for no table.
         answer_seconds: of the time; 0 where the answers are there.
     """
@@ -73,6 +76,7 @@ class Plan:
     positions: int
     table: tuple[int, int]
     answer_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
 
 
 def default_plan(is_gpu: bool, mask_rows: int) -> Plan:
@@ -94,28 +98,33 @@ def plan(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Plan:
         is_gpu: larger batches.
         has_answers: none need be written.
     """
+    # The size with the most tokens a second, of those that leave time for more than one batch.
+    sizes = [size for size, step in pace.steps.items() if _ANSWER_STEPS * step <= seconds * _LARGEST_BATCH]
+    size = max(sizes, key=lambda size: size / pace.steps[size], default=min(pace.steps))
     share = 0.0
     if not has_answers:
-        tokens_per_second = _KEPT * max(size / step for size, step in pace.steps.items())
-        share = min(max(1 / (1 + ROWS_PER_TOKEN * pace.mask_row * tokens_per_second), 0.1), 0.5)
+        tokens_per_second = _KEPT * size / pace.steps[size]
+        share = 1 / (1 + ROWS_PER_TOKEN * pace.mask_row * tokens_per_second)
+        share = min(max(share, 0.1, 2 * _ANSWER_STEPS * pace.steps[size] / seconds), 0.5)
     rows = int(seconds * (1 - share) / pace.mask_row)
     slots = min(max(rows // _STEPS, _LEAST_SLOTS), default_plan(is_gpu, 0).batch_slots)
-    positions = int(seconds * EVALUATION_SHARE / EVALUATIONS / pace.position)
+    positions = min(int(seconds * EVALUATION_SHARE / EVALUATIONS / pace.position), _MOST_POSITIONS)
+    positions = positions if positions >= _LEAST_POSITIONS else 0
     return Plan(
-        batch_size=_batch_size(pace, seconds * share),
+        batch_size=size,
         batch_slots=slots,
         warmup_steps=min(30, max(1, rows // slots // 10)),
         mask_rows=rows,
-        positions=min(positions, _MOST_POSITIONS) if positions >= _LEAST_POSITIONS else 0,
+        positions=positions,
+        evaluation_seconds=positions * pace.position,
         table=_table(seconds, pace),
         answer_seconds=seconds * share,
     )
 
 
-def _batch_size(pace: Pace, answer_seconds: float) -> int:
-    """The size with the most tokens a second, of those that leave time for some batches."""
-    sizes = [size for size, step in pace.steps.items() if _ANSWER_STEPS * step <= answer_seconds / EVALUATIONS]
-    return max(sizes, key=lambda size: size / pace.steps[size], default=min(pace.steps))
+def least_minutes(pace: Pace) -> int:
+    """A budget that has room for a batch of answers."""
+    return math.ceil(4 * _ANSWER_STEPS * min(pace.steps.values()) / 60)
 
 
 def _table(seconds: float, pace: Pace) -> tuple[int, int]:
@@ -167,16 +176,16 @@ def measure_pace(distillation: MaskDistillation, clock: Clock, is_gpu: bool, pat
     steps: dict[int, float] = {}
     for size in (1, 32, 256) if is_gpu else (1, 8, 48):
         cache = DynamicCache()
-        ids = torch.tensor([answers[index % 4]["prompt_ids"][:8] for index in range(size)], device=model.device)
+        ids = torch.tensor([answers[index % 4]["prompt_ids"][:2] for index in range(size)], device=model.device)
         decode(ids, cache)
         steps[size] = seconds(decode, ids[:, :1], cache)
-        if steps[size] > patience:
+        if 4 * steps[size] > patience:
             break
     for part in (answers[:1], answers):
         batch = {name: value.to(model.device) for name, value in collate([part]).items()}
         spent = seconds(train, batch)
         mask_row = spent / int((batch["labels"] != -100).sum())
-        if spent > patience / len(answers):
+        if 4 * spent > patience:
             break
     distillation.zero_grad()
     some = {**answers[0], "response_ids": answers[0]["response_ids"][:24]}

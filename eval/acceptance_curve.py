@@ -1,13 +1,7 @@
-"""The acceptance curve of a mask adapter: tokens per forward against trained mask rows, of a training log.
-
-    python -m wedlm_hf.eval.acceptance_curve LOG.jsonl FOLDER
-
-prints the table and draws `FOLDER/acceptance.png`. `wedlm adapt` puts both into the model card.
-"""
+"""The acceptance curve of a mask adapter: tokens per forward against trained mask rows, of a training log."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +11,10 @@ import pandas as pd
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 
-from ..adapters.model_card import acceptance_table, read_log
 from .report.figures import STYLE, Figure
 
 PREFIX = "eval_tokens_per_forward_"
-KINDS = {"branch": ("branches", "-"), "branch_plain": ("without previous-token head", ":"), "chain": ("chain", "--")}
+KINDS = {"branch": ("branches", "-"), "chain": ("chain", "--")}
 """Names and line styles of the ways to draft."""
 
 
@@ -46,22 +39,3 @@ def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     Figure("acceptance", "Acceptance curve", "", drawing).write_png(folder)
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("log", type=Path)
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
-    log = read_log(options.log)
-    table = acceptance_table(log)
-    if not table["rows"]:
-        parser.error(f"There is no evaluation in {str(options.log)!r}.")
-    for row in (table["columns"], ["---"] * len(table["columns"]), *table["rows"]):
-        print(f"| {' | '.join(row)} |")
-    draw_acceptance(log, options.folder)
-
-
-if __name__ == "__main__":
-    main()
