@@ -13,6 +13,7 @@ TYPED := build/typed
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
+	@echo 'On a page in the browser, with prompts of your own: $(BIN)/wedlm demo'
 
 real: $(INSTALLED)
 	$(BIN)/python examples/smollm2/demo.py

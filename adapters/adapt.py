@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 from ..console.progress import Show, stage
 from ..modeling_wedlm.card import CARD_NAME, write_card
 from ..modeling_wedlm.files import write_text, written_whole
-from ..modeling_wedlm.loading import find_device
+from ..modeling_wedlm.loading import FASTEST, find_device
 from ..modeling_wedlm.sources import check_source, load_source, read_source_tokenizer
 from ..training.saving import only_writer
 from .adapt_config import AdaptConfig
@@ -203,12 +203,15 @@ class _Run:
 
     # What the stages share.
 
+    def load(self, dtype: str) -> Any:
+        """The base."""
+        where: dict[str, Any] = {"revision": self.config.revision, "gguf_file": self.config.gguf_file}
+        return load_source(self.base, dtype=dtype, device=self.device, **where)
+
     @cached_property
     def model(self) -> Any:
-        """The base with the adapter to train, as it is at the start; until it trains, it changes nothing."""
-        config = self.config
-        where: dict[str, Any] = {"revision": config.revision, "gguf_file": config.gguf_file}
-        model = load_source(self.base, dtype=getattr(torch, self.state["dtype"]), **where).to(self.device)
+        """The base with the adapter to train, as it is at the start."""
+        config, model = self.config, self.load(self.state["dtype"])
         torch.manual_seed(config.seed)
         if config.start is not None:
             load_mask_adapter(model, config.start, is_trainable=True)
@@ -216,6 +219,13 @@ class _Run:
             shape = {"rank": config.rank, "head_width": config.head_width}
             shape = {name: value for name, value in shape.items() if value is not None}
             add_mask_adapter(model, MaskAdapterSettings(**shape))
+        return model
+
+    @cached_property
+    def decoder(self) -> Any:
+        """The base as it writes fastest. The adapter on it changes nothing: without masks, it does not act."""
+        model = self.load(FASTEST)
+        add_mask_adapter(model, MaskAdapterSettings(rank=1, head_width=0))
         return model
 
     @cached_property
@@ -229,7 +239,9 @@ class _Run:
         if self.state.get("machine") != machine:
             self.say("Measuring this machine …")
             began = self.clock()
-            pace = measure_pace(MaskDistillation(self.model), self.clock, self.is_gpu, patience=0.6 * minutes)
+            pace = measure_pace(
+                MaskDistillation(self.model), self.decoder, self.clock, self.is_gpu, patience=0.6 * minutes
+            )
             seconds = self.state["measuring_seconds"] + self.clock() - began
             self.save_state(machine=machine, pace=asdict(pace), measuring_seconds=seconds)
         found = Pace.read(self.state["pace"])
@@ -274,7 +286,7 @@ class _Run:
 
         with stage(self.console, "[1/3] The model's own answers") as show:
             config = AnswerConfig(batch_size=size, seed=self.config.seed)
-            for count in write_answers(self.model, self.tokenizer, self.answers, self.prompts, config, is_over):
+            for count in write_answers(self.decoder, self.tokenizer, self.answers, self.prompts, config, is_over):
                 self.save_state(answer_seconds=seconds())
                 written = count.tokens / self.config.tokens if self.config.tokens else 0.0
                 note = f"{count.answers:,} answers, {count.tokens:,} tokens"
@@ -355,10 +367,11 @@ class _Run:
             self.say("[3/3] No table: it would take longer than the budget allows. `wedlm report` makes one.")
             return {"table": {}}
         self.say("[3/3] Measuring …")
-        unload_mask_adapter(self.model)
-        load_mask_adapter(self.model, self.out)
+        self.__dict__.pop("model", None)  # its memory is free
+        unload_mask_adapter(self.decoder)
+        load_mask_adapter(self.decoder, self.out)
         prompts = [answer["prompt_ids"] for answer in held_out[:count]]
-        table = measure(self.model, self.tokenizer, prompts, tokens)
+        table = measure(self.decoder, self.tokenizer, prompts, tokens)
         return {"table": {name: table[name] for name in ("caption", "columns", "rows")}}
 
     def finish(self, draw: Draw | None) -> dict[str, Any]:

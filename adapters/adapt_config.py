@@ -3,15 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Option
-
-from ..console.prompts import PROMPT_FILE
-
-RevisionOption = Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")]
-GgufOption = Annotated[str | None, Option(help="Name of a GGUF file in that folder or Hub id.")]
-DeviceOption = Annotated[str | None, Option(help="Such as cpu or cuda; default: cuda if there is one.")]
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -21,41 +13,39 @@ class AdaptConfig:
     What [`adapt`] is to do; the first line is the title of its options in `wedlm adapt --help`.
 
     Args:
-        minutes: of work, over all calls; a third of them for answers, at least half for training.
-        tokens: of answers to write; training then takes six mask rows for each of them.
-        prompts: file of prompts (see [`read_prompts`]); by default they are drawn from the model.
-        answers: file of answers of the model (see [`read_answers`]), such as `work/answers.jsonl` of another run:
-            none are written, and all the time goes into training.
-        start: folder or Hub id of a mask adapter of the model, to be trained further; by default a new one.
+        minutes: budget in minutes of work, over all runs; how they are divided follows from what the machine is
+            measured to do.
+        tokens: budget in tokens of answers; training then takes six mask rows for each of them.
+        prompts: prompts, one a line, or .jsonl with `prompt` or `messages`; default: the model writes its own.
+        answers: file of the model's own answers, such as work/answers.jsonl of another run: no others are written.
+        start: folder or Hub id of a mask adapter to train further; default: a new one.
         revision: branch, tag or commit of a Hub id.
-        gguf_file: name of a GGUF file in the base's folder or Hub id.
-        rank: of a new adapter's updates; 64 by default.
-        head_width: hidden units of its previous-token head, 0 for none; 640 by default.
-        device: such as `"cuda"`; by default a GPU if there is one.
+        gguf_file: name of a GGUF file in that folder or Hub id.
+        rank: of a new adapter's updates; default: 64.
+        head_width: hidden units of a new adapter's previous-token head, 0 for none; default: 640.
+        device: such as cpu or cuda; default: cuda if there is one.
         seed: of prompts, sampled answers and training.
 
     Raises:
-        ValueError: for no budget, for one that is not positive, for `prompts` beside `answers`, and for a shape of an
+        ValueError: for no budget, for a number out of range, for `prompts` beside `answers`, and for the shape of an
             adapter that has its own.
     """
 
-    minutes: Annotated[float | None, Option(help="Budget: minutes of work, over all runs.")] = None
-    tokens: Annotated[int | None, Option(help="Budget: tokens of answers that the model writes.")] = None
-    prompts: Annotated[Path | None, Option(help=f"{PROMPT_FILE}; default: the model writes its own.")] = None
-    answers: Annotated[Path | None, Option(help="File of the model's answers, instead of new ones.")] = None
-    start: Annotated[str | None, Option("--from", help="Adapter to train further: folder or Hub id.")] = None
-    revision: RevisionOption = None
-    gguf_file: GgufOption = None
-    rank: Annotated[int | None, Option(min=1, help="Rank of a new adapter's updates; default: 64.")] = None
-    head_width: Annotated[
-        int | None, Option(min=0, help="Hidden units of its previous-token head; 0 for none, default: 640.")
-    ] = None
-    device: DeviceOption = None
-    seed: Annotated[int, Option(help="Of prompts, sampled answers and training.")] = 0
+    minutes: float | None = None
+    tokens: int | None = None
+    prompts: Path | None = None
+    answers: Path | None = None
+    start: str | None = None
+    revision: str | None = None
+    gguf_file: str | None = None
+    rank: int | None = None
+    head_width: int | None = None
+    device: str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.minutes is None and self.tokens is None:
-            raise ValueError("A budget is needed: `minutes` of work or `tokens` of answers.")
+            raise ValueError("A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers.")
         for name in ("minutes", "tokens"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -64,6 +54,10 @@ class AdaptConfig:
             raise ValueError("`answers` need no `prompts`: pass one of the two.")
         if self.start is not None and (self.rank, self.head_width) != (None, None):
             raise ValueError(f"The adapter {self.start!r} has its own `rank` and `head_width`: leave these out.")
+        if (self.rank is not None and self.rank < 1) or (self.head_width is not None and self.head_width < 0):
+            raise ValueError(
+                f"`rank` must be at least 1 and `head_width` at least 0, got {self.rank} and {self.head_width}."
+            )
 
     def identity(self, base: str) -> dict[str, Any]:
         """What a run in a folder must agree on with the one that began it. The budget may grow."""

@@ -21,7 +21,7 @@ PEFT_TYPE = "MASK_ADAPTER"
 KEY_PREFIX = "base_model.model.model.mask_adapter."  # PEFT's way to write `model.mask_adapter.`
 
 # What an adapter's base must share with the model that it is loaded into. Sizes that a config lacks are not compared.
-_BASE_FIELDS = (
+BASE_FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
 )  # fmt: skip
 _LARGEST_WEIGHT = 65504.0  # of float16
@@ -160,8 +160,8 @@ def base_of(model: Any) -> dict[str, Any]:
     config, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
     with torch.no_grad():
         first = embeddings(torch.arange(64, device=model.device))
-    sizes = {name: getattr(config, name, None) for name in _BASE_FIELDS}
-    return sizes | {"weights": _digest(final_norm(model).weight, first)}
+    sizes = {name: getattr(config, name, None) for name in BASE_FIELDS}
+    return sizes | {"weights": digest(final_norm(model).weight, first)}
 
 
 def final_norm(model: Any) -> Any:
@@ -177,16 +177,21 @@ def final_norm(model: Any) -> Any:
     return norms[-1]
 
 
-def _digest(*weights: torch.Tensor) -> str:
-    digest = hashlib.sha256()
+def digest(*weights: torch.Tensor) -> str:
+    """Of weights of any dtype, as [`base_of`] has it."""
+    hashed = hashlib.sha256()
     for weight in weights:
-        digest.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
+        hashed.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:32]
 
 
 def check_base(model: Any, base: Mapping[str, Any], *, any_base: bool = False) -> None:
     """Raises `ValueError` unless `model` is the base that an adapter states."""
-    own = base_of(model)
+    compare_bases(base_of(model), base, any_base=any_base)
+
+
+def compare_bases(own: Mapping[str, Any], base: Mapping[str, Any], *, any_base: bool = False) -> None:
+    """Raises `ValueError` unless a base (see [`base_of`]) is the one that an adapter states."""
     stated = {name: value for name, value in base.items() if name in own and None not in (value, own[name])}
     different = [name for name, value in stated.items() if value != own[name]]
     if different == ["weights"] and not any_base:

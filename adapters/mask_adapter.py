@@ -154,6 +154,7 @@ class MaskAdapter(nn.Module):
     ):
         super().__init__()
         self.settings, self.is_enabled = settings, True
+        self.frozen: set[str] = set()  # parameters of the base that trained before
         self.mask_embedding = nn.Parameter(mask_embedding.detach().float().clone())
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         for target, (rows, columns) in zip(settings.target_modules, sizes, strict=True):

@@ -136,11 +136,12 @@ def _table(seconds: float, pace: Pace) -> tuple[int, int]:
     return 0, 0
 
 
-def measure_pace(distillation: MaskDistillation, clock: Clock, is_gpu: bool, patience: float) -> Pace:
+def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_gpu: bool, patience: float) -> Pace:
     """Measures a model and its mask adapter on this machine.
 
     Args:
         distillation: its gradients are used and then cleared.
+        decoder: the model that writes answers.
         clock: measures.
         is_gpu: larger batches.
         patience: seconds; what takes longer is not repeated or enlarged.
@@ -166,7 +167,7 @@ def measure_pace(distillation: MaskDistillation, clock: Clock, is_gpu: bool, pat
 
     @torch.inference_mode()
     def decode(tokens: torch.Tensor, cache: DynamicCache) -> None:
-        model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+        decoder(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
 
     def train(batch: dict[str, torch.Tensor]) -> None:
         loss = distillation(**batch)["loss"]

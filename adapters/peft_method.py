@@ -52,6 +52,14 @@ class MaskAdapterTuner(BaseTuner):
     tuner_layer_cls = BaseTunerLayer
     target_module_mapping: dict[str, list[str]] = {}
 
+    def __init__(self, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any):
+        if isinstance(peft_config, PeftConfig):  # `PeftModel` passes a dictionary
+            raise ValueError(
+                "`from_pretrained` and `load_adapter` of transformers cannot read a mask adapter. Load its base, "
+                f"{peft_config.base_model_name_or_path!r}, then call `wedlm_hf.load_mask_adapter(model, FOLDER)`."
+            )
+        super().__init__(model, peft_config, *args, **kwargs)
+
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Adds the adapter. Raises `ValueError` for a model that cannot carry it or is not the adapter's base."""
         config: Any = self.peft_config[adapter_name]
@@ -67,8 +75,10 @@ class MaskAdapterTuner(BaseTuner):
         config.target_modules = list(adapter.settings.target_modules)
         if config.inference_mode:
             adapter.to(owner.dtype).requires_grad_(False)
-            for name, parameter in owner.named_parameters():
-                parameter.requires_grad_(name in trained)
+        if any("lora" in name for name in trained):  # beside an adapter in training, which goes on
+            for name in trained:
+                owner.get_parameter(name).requires_grad_(True)
+            adapter.frozen = set()
 
     def unload(self) -> nn.Module:
         """Takes the adapter away and returns the base."""

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from ..console.prompts import is_unicode
+from ..console.streaming import GROUP_STYLES, printable
 from ..eval.decoders import DECODERS, Options, decoder_name, with_asked
 from ..eval.files import check_output, write_text
-from ..eval.trace.text import GROUP_STYLES, printable
 from ..generation.settings import SETTING_NAMES
 from .conversation import AnswerStopped, Conversation, Turn
 
@@ -63,7 +63,10 @@ class AnswerView:
             self.console.out(text, style=style, highlight=False, end="")
             self.row = Text(text[-1:].strip("\n")) if text else self.row
             return
-        *full, self.row = self.row.append(text, style=style).wrap(self.console, self.console.width) or [Text()]
+        *full, row = self.row.append(text, style=style).wrap(self.console, self.console.width) or [Text()]
+        line = self.row.plain.rpartition("\n")[2]
+        row.rstrip()  # `wrap` drops spaces at the end of a full row: the next word would go on with the last one
+        self.row = row.append(line[len(line.rstrip()) :])
         for row in full:
             self.console.print(row)
         count = Text(f"{tokens_per_forward:.2f} tokens per forward", "dim", no_wrap=True, overflow="ellipsis")
@@ -172,7 +175,7 @@ class Chat:
 
     def say(self, text: str, style: str = "dim") -> None:
         """Prints what is not the model's."""
-        self.console.print(Text(printable(text), style=style), soft_wrap=True)
+        self.console.print(Text(printable(text), style=style), soft_wrap=not self.console.is_terminal)
 
 
 def summary(turns: list[Turn]) -> str:
@@ -194,20 +197,55 @@ def _decoding_by(name: str, options: Options) -> Options:
     return {key: value for key, value in options.items() if key not in ours} | with_asked(ours, DECODERS[name])
 
 
-def read_line() -> str | None:
-    """The next line of standard input, asked for where that is a terminal; `None` at its end."""
-    if sys.stdin is None:
-        return None
-    if sys.stdin.isatty():
-        with suppress(ImportError):
-            import readline  # noqa: F401  # makes `input` edit lines and keep earlier ones
-        try:
-            return input(PROMPT)
-        except EOFError:
-            print()
-            return None
-    line = sys.stdin.buffer.readline()
+def read_piped() -> str | None:
+    """The next line of standard input; `None` at its end."""
+    line = b"" if sys.stdin is None else sys.stdin.buffer.readline()
     return line.decode("utf-8", "surrogateescape").rstrip("\r\n") if line else None
+
+
+def terminal_reader() -> Callable[[], str | None]:
+    """A function that asks for the next input on the terminal, `None` at its end. A pasted text is one input, of any
+    number of lines and any length.
+
+    Raises:
+        ImportError: without prompt_toolkit.
+    """
+    try:
+        from prompt_toolkit import PromptSession
+    except ImportError:
+        raise ImportError("A chat on a terminal needs prompt_toolkit: pip install 'wedlm-hf[chat]'.") from None
+    session = PromptSession[str](PROMPT)
+
+    def read() -> str | None:
+        try:
+            return session.prompt()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            raise AnswerStopped from None
+
+    return read
+
+
+@contextmanager
+def _keys_kept(console: Console) -> Iterator[None]:
+    """Keeps keys out of the answer during which they are pressed, for the next prompt; a paste as a whole."""
+    try:
+        import termios
+
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (ImportError, OSError, ValueError):  # no Unix; not one's own terminal
+        yield
+        return
+    quiet = [*before[:3], before[3] & ~(termios.ECHO | termios.ICANON), *before[4:]]
+    termios.tcsetattr(terminal, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        if not console.is_dumb_terminal:
+            console.file.write("\x1b[?2004l")
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
 
 
 @contextmanager
@@ -236,17 +274,20 @@ def run(conversation: Conversation, console: Console) -> None:
         console: to print on.
     """
     chat = Chat(conversation, console)
-    is_piped = sys.stdin is not None and not sys.stdin.isatty()
+    is_piped = sys.stdin is None or not sys.stdin.isatty()
+    read = read_piped if is_piped else terminal_reader()
     if not is_piped:
         chat.say("/help lists the commands; Ctrl-C stops an answer, /exit or Ctrl-D ends.")
-    with _ctrl_c_stops_answers(conversation):
+    with _ctrl_c_stops_answers(conversation), nullcontext() if is_piped else _keys_kept(console):
         while not chat.is_over:
             try:
-                line = read_line()
+                line = read()
                 if line is None:
                     return
                 if is_piped and line.strip():
                     console.out(f"{PROMPT}{printable(line.strip())}", style="bold", highlight=False)
+                if console.is_terminal and not console.is_dumb_terminal:
+                    console.file.write("\x1b[?2004h")  # a paste during the answer is marked as one
                 chat.handle(line)
             except AnswerStopped:  # outside of an answer
                 console.out(highlight=False)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..console.streaming import AnswerStreamer
 from ..eval.decoders import Options
 from ..eval.measure import ForwardCounter, pad_left
 from ..eval.prompts import answer_limit, encode
-from ..eval.trace.answers import AnswerStreamer
 from ..generation.cache import WindowCache
 from ..modeling_wedlm import WeDLMForCausalLM
 

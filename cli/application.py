@@ -24,13 +24,12 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from .groups import with_options
+from .groups import UsageError, with_options
 
 NO, WRONG, STOPPED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes
 
 _DEBUG = "wedlm_hf.debug"
 _PATIENCE = 0.5  # seconds
-_UsageError: Any = typer.BadParameter.__mro__[1]  # click's; newer versions of typer bring a copy of click
 
 
 class _Commands(TyperGroup):
@@ -69,9 +68,10 @@ def _reported(meta: dict[str, Any]) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("Stopped.", err=True)
         raise typer.Exit(STOPPED) from None
-    except _UsageError as error:
+    except UsageError as error:
         name = error.ctx.command_path if error.ctx else "wedlm"
-        _fail(f"{error.format_message().rstrip('.')}. `{name} --help` says what there is.", WRONG, meta)
+        message = error.format_message().replace("Value error, ", "").rstrip(".")  # typer checks choices by pydantic
+        _fail(f"{message}. `{name} --help` says what there is.", WRONG, meta)
     except (OSError, ValueError, ImportError) as error:
         _fail(str(error), WRONG, meta)
     except Exception as error:
@@ -88,7 +88,7 @@ def _fail(message: str, code: int, meta: dict[str, Any]) -> NoReturn:
 
 
 def _flush() -> None:
-    """Writes what is held back. Python itself does so too late for an error to be reported well. Raises `OSError`."""
+    """Writes the buffered output. Python does so too late for an error to be reported. Raises `OSError`."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -117,14 +117,13 @@ app = typer.Typer(
 
 
 def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds a function to the commands, with `examples` of calls at the end of its `--help`. Parameters of dataclass
-    types become options (see [`with_options`])."""
-
+    """Adds a function to the commands, with `examples` of calls at the end of its `--help`. Its parameters become
+    options (see [`with_options`])."""
     title = "Example:" if len(examples) == 1 else "Examples:"
     debug = inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugOption)
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
-        run = with_options(function, debug)  # which its callback handles
+        run = with_options(function, debug)  # the callback of `debug` handles it
         return app.command(epilog="\n\n".join((title, *map(escape, examples))))(run)
 
     return add
@@ -210,7 +209,6 @@ def _set_debug(context: typer.Context, wanted: bool) -> None:
 DebugOption = Annotated[
     bool, typer.Option("--debug", callback=_set_debug, is_eager=True, help="Show where an error comes from.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object and nothing else.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -223,11 +221,6 @@ def _options(
 ) -> None:
     if context.invoked_subcommand is None and (text := context.get_help()):  # typer may have printed it itself
         typer.echo(text)
-
-
-def is_debugging(context: typer.Context) -> bool:
-    """Whether `--debug` was given."""
-    return bool(context.meta.get(_DEBUG))
 
 
 def need(what: str, extra: str, *packages: str) -> None:

@@ -1,7 +1,8 @@
-"""Commands that make models, and send them to the Hub: convert, train, adapt, push."""
+"""Commands that make models and send them to the Hub: convert, train, adapt, merge, push."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
@@ -12,9 +13,12 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ..adapters.adapt_config import AdaptConfig, GgufOption, RevisionOption
+from ..adapters.adapt_config import AdaptConfig
 from ..apps.push.request import PushRequest
-from .application import NO, STOPPED, JsonOption, app, command, console, is_debugging, need, print_json
+from .application import STOPPED, app, command, console, need, print_json
+from .options import JsonOption
+
+OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder to write to; new or empty.")]
 
 
 @command(
@@ -23,12 +27,12 @@ from .application import NO, STOPPED, JsonOption, app, command, console, is_debu
 )
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Folder or Hub id of a checkpoint, or a GGUF file.")],
-    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder to write to; new or empty.")],
+    output_dir: OutputArgument,
     mask_token: Annotated[
         str | None, typer.Option(help="Text of the mask token; default: the tokenizer's own, else <|mask|>.")
     ] = None,
-    revision: RevisionOption = None,
-    gguf_file: GgufOption = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(help="Name of a GGUF file in that folder or Hub id.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Make a WeDLM checkpoint of a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 model: its weights, and a mask token."""
@@ -46,7 +50,7 @@ def convert(
 
 
 @app.command(  # TRL's parser reads its arguments, and has a `--debug` of its own
-    epilog="Example:\n\nwedlm train recipe.yaml --model_name_or_path my-wedlm --dataset chats.jsonl --output_dir out",
+    epilog="Example:\n\nwedlm train recipe.yaml --model my-wedlm --dataset chats.jsonl --output_dir out",
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
@@ -59,15 +63,19 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
     need("Training", "train", "trl")
     from ..training.train import main as run_training
 
+    words = [re.sub(r"^(-m|--model)(?==|$)", "--model_name_or_path", word) for word in context.args]
     found: list[dict[str, Any]] = []
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log to standard output
-        run_training(
-            context.args,
-            description=context.command.help,
-            epilog=context.command.epilog,
-            debug=is_debugging(context),
-            report=found.append if as_json else None,
-        )
+    try:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log there
+            run_training(
+                words,
+                description=context.command.help,
+                epilog=context.command.epilog,
+                report=found.append if as_json else None,
+            )
+    except KeyboardInterrupt:
+        typer.echo("Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.", err=True)
+        raise typer.Exit(STOPPED) from None
     if found:
         print_json(found[0])
 
@@ -95,7 +103,7 @@ def adapt(
 
     from ..adapters.adapt import adapt as train_adapter
     from ..eval.acceptance_curve import draw_acceptance
-    from ..eval.adapter_table import measure_adapter
+    from ..eval.speed_table import speed_table
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -104,7 +112,7 @@ def adapt(
             base,
             output_dir,
             config,
-            measure=lambda model, tokenizer, prompts, max_new_tokens: measure_adapter(
+            measure=lambda model, tokenizer, prompts, max_new_tokens: speed_table(
                 model, tokenizer, prompts, max_new_tokens=max_new_tokens, title="AR and verified decoding in turn"
             ),
             draw=draw_acceptance,
@@ -131,6 +139,26 @@ def adapt(
     )
 
 
+@command("wedlm merge my-wedlm my-lora merged")
+def merge(
+    base: Annotated[str, typer.Argument(metavar="BASE", help="Folder or Hub id of the checkpoint.")],
+    lora: Annotated[str, typer.Argument(metavar="LORA", help="Folder or Hub id of the LoRA.")],
+    output_dir: OutputArgument,
+) -> None:
+    """Write a checkpoint of a model with a LoRA merged into its weights. Every command also takes the LoRA itself."""
+    from ..adapters.loading import load_adapted
+    from ..modeling_wedlm.convert import check_new_folder, write_checkpoint
+
+    check_new_folder(output_dir)
+    model, tokenizer = load_adapted(base, lora)
+    if model.has_mask_adapter:
+        raise ValueError(
+            f"{lora!r} is a mask adapter, which cannot be merged: it acts on the slots of a window alone."
+        )
+    write_checkpoint(output_dir.absolute(), model, tokenizer, base)
+    typer.echo(f"{output_dir}: {base} with {lora}")
+
+
 @command(
     "wedlm push my-wedlm you/my-wedlm --dry-run",
     "wedlm push my-wedlm you/my-wedlm --license apache-2.0 --private",
@@ -139,27 +167,18 @@ def adapt(
 def push(request: PushRequest, as_json: JsonOption = False) -> None:
     """Check a model or an adapter, then upload it to the Hub.
 
-    It must load and generate the same in a process without this package; code 1 where a check finds a problem.
+    It must load and generate in a process without this package.
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from ..apps.push.checks import Check, check_folder
-    from ..apps.push.upload import upload
+    from ..apps.push.push import card, check, upload
 
     disable_progress_bar()
     out = console(quiet=as_json)
-
-    def show(check: Check) -> None:
-        words = f"{'ok' if check.is_good else 'PROBLEM':8}{check.name:11}{check.found}"
-        out.print(words, style=None if check.is_good else "bold", highlight=False, soft_wrap=True)
-
-    package = check_folder(request, show)
-    address = None
-    if package.is_good and not request.dry_run:
-        address = upload(request, package)
-        out.print(address, highlight=False, soft_wrap=True)
+    text, found = card(request), check(request)
+    out.print(f"Checked: {found}", highlight=False, soft_wrap=True)
+    address = None if request.dry_run else upload(request, text)
+    if address is not None:
+        out.print(f"Uploaded: {address}", highlight=False, soft_wrap=True)
     if as_json:
-        checks = [vars(check) for check in package.checks]
-        print_json({"checks": checks, "files": list(package.files), "uploaded_to": address})
-    if not package.is_good:
-        raise typer.Exit(NO)
+        print_json({"checked": found, "uploaded_to": address})

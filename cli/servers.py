@@ -7,8 +7,10 @@ from typing import Annotated
 
 import typer
 
-from ..eval.options import NANO, CheckpointArgument, DecodingOptions, LoadingOptions, ModelOption
+from ..eval.options import NANO, LoadingOptions
 from .application import command, need
+from .groups import ModelOption
+from .options import CheckpointArgument, DecodingOptions
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")]
@@ -22,14 +24,14 @@ def demo(
     port: PortOption = 7860,
     browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
 ) -> None:
-    """A page to try it on: AR and WeDLM answer your prompt side by side, on one clock, with every setting at hand."""
+    """A page to try it on: AR and WeDLM answer your prompt side by side, on one clock, with all settings."""
     need("The demo", "demo", "starlette", "uvicorn")
     from ..apps.demo import serve
 
     def ready(address: str) -> None:
         typer.echo(f"{address}  (Ctrl-C stops it)")
         if host not in ("127.0.0.1", "::1", "localhost"):
-            typer.echo("Whoever reaches this address can load any checkpoint that this machine can read.", err=True)
+            typer.echo("Everyone who reaches this address can load any checkpoint on this machine.", err=True)
         if browser:
             webbrowser.open(address)
 
@@ -48,7 +50,7 @@ def serve(
     host: HostOption = "localhost",
     port: PortOption = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name of the model in requests; default: CHECKPOINT as it is written.")
+        str | None, typer.Option(help="Name of the model in requests; default: MODEL as it is written.")
     ] = None,
 ) -> None:
     """Serve a model to OpenAI clients on this machine: chat and text completions, streaming or not.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,6 +41,22 @@ class PromptRow:
     def error(self, problem: str) -> ValueError:
         """Says where the row stands, and what is wrong with it."""
         return ValueError(f"{self.name}, line {self.line}: {problem}.")
+
+
+def read_text(file: Path) -> tuple[str, str]:
+    """The name of a file, or of standard input for `-`, and its text without a byte order mark.
+
+    Raises:
+        OSError: for a file that cannot be read.
+        ValueError: for a file that is not UTF-8.
+    """
+    name = STANDARD_INPUT if str(file) == "-" else str(file)
+    piped = b"" if sys.stdin is None or name != STANDARD_INPUT else sys.stdin.buffer.read()
+    content = piped if name == STANDARD_INPUT else file.read_bytes()
+    try:
+        return name, content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The text of {shown(name)} is not UTF-8: {error}.") from None
 
 
 def read_rows(name: str, text: str) -> list[PromptRow]:

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..console.progress import track
 from ..modeling_wedlm import WeDLMForCausalLM
+from ..modeling_wedlm.packed import PACKED, count_weights, is_packed
 from .decoders import Options
 from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 
@@ -34,8 +35,8 @@ WINDOW_ROWS = 16  # of a forward, a decoder's window
 
 _COUNTED = ("forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")  # by `generate` itself
 
-Row = dict[str, Any]
-"""One row of the table of measurements."""
+Measured = dict[str, Any]
+"""One line of the table of measurements."""
 
 
 class ForwardCounter:
@@ -130,6 +131,8 @@ class Decoding:
         first_token_seconds: from the call of `generate` until every prompt of the batch has its first token; 0 where
             that is not known.
         drafted_by_depth, accepted_by_depth: drafts that were checked and that passed, by their place in their run.
+        peak_bytes: most CUDA memory that `generate` took beyond what was held before; 0 on other devices.
+        turns: seconds of each call where the prompt was decoded several times; `seconds` is their median then.
     """
 
     tokens: list[int]
@@ -141,6 +144,8 @@ class Decoding:
     first_token_seconds: float = 0.0
     drafted_by_depth: Sequence[int] = ()
     accepted_by_depth: Sequence[int] = ()
+    peak_bytes: int = 0
+    turns: Sequence[float] = ()
 
 
 def pad_left(
@@ -195,6 +200,10 @@ def decode_call(
     clock = None if streamer else _FirstTokenClock()
     if seed is not None:
         torch.manual_seed(seed)
+    is_cuda = model.device.type == "cuda"
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(model.device)
+        held = torch.cuda.memory_allocated(model.device)
     with ForwardCounter(model) as counter:
         output = untyped.generate(**inputs, streamer=streamer or clock, return_dict_in_generate=True, **options)
     rows = _counts(model, inputs["input_ids"].shape[1], options, output, counter)
@@ -204,6 +213,7 @@ def decode_call(
         "seconds": counter.moments[-1] / len(prompts),
         "forward_seconds": sum(counter.spans) / len(prompts),
         "first_token_seconds": clock.moments[1] - counter.entered if clock else 0.0,
+        "peak_bytes": torch.cuda.max_memory_allocated(model.device) - held if is_cuda else 0,
     }
     return [Decoding(text=text, **row, **times) for text, row in zip(texts, rows, strict=True)], output, counter
 
@@ -248,7 +258,7 @@ def measure(
     batch_size: int = 1,
     repeats: int = 1,
     title: str = "",
-) -> list[Row]:
+) -> list[Measured]:
     """Decode every prompt with every decoder, in turn (A B A B …), after a warm-up.
 
     Args:
@@ -279,7 +289,7 @@ def take_turns(
     prompts: Sequence[Prompt],
     decoders: Mapping[str, Options],
     batch: Sequence[int],
-) -> list[Row]:
+) -> list[Measured]:
     """Decode some of the prompts (indices) together, with one decoder right after the other; answers are as long as
     the context allows at most.
 
@@ -326,7 +336,7 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
         "processor": platform.machine(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": PACKED if is_packed(model) else str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,
     }
 
@@ -337,8 +347,7 @@ def default_threads(model: torch.nn.Module) -> int:
     Threads wait for each other after every operation. Where one has little to do, that wait is longer than the work,
     the more so on cores that are busy with something else: a model of 2M parameters loses most of its speed to it.
     """
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return max(1, min(torch.get_num_threads(), parameters * WINDOW_ROWS // WORK_PER_THREAD))
+    return max(1, min(torch.get_num_threads(), count_weights(model) * WINDOW_ROWS // WORK_PER_THREAD))
 
 
 def rates(sums: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,14 +21,45 @@ import pandas as pd
 
 from .decoders import AR
 from .measure import rates
+from .speed import RANGE, RESAMPLES, speed_text
 
-RESAMPLES = 1000
 LEAST_PROMPTS = 6
 """Fewer give no standard error."""
 
 SUMS = ["quality", "same", "new_tokens", "forwards", "token_instances", "seconds", "forward_seconds"]
 COUNTED = ["quality", "same", "tokens_per_forward", "prefix_cacheability"]
 TIMED = ["tokens_per_second", "speed", "own_cost"]
+
+TITLES = {
+    "batch_size": "batch size",
+    "tokens_per_forward": "tokens per forward",
+    "prefix_cacheability": "prefix cacheability",
+    "tokens_per_second": "tokens/s",
+    "speed": "speed against AR",
+    "first_token_seconds": "ms to first token",
+    "own_cost": "own cost",
+    "same": "same answers",
+    "peak_bytes": "peak MiB",
+    "loss": "largest loss",
+    "area": "area, AR = 1",
+    "entropy": "entropy, nats",
+    "answer_tokens": "tokens of an answer",
+}
+"""Columns in words, for tables and axes; other names are words already."""
+
+FORMATS = {
+    "quality": (100, ".1f", " %"),
+    "same": (100, ".0f", " %"),
+    "own_cost": (100, ".0f", " %"),
+    "tokens_per_second": (1, ".0f", ""),
+    "speed": (1, ".2f", "×"),
+    "first_token_seconds": (1000, ".1f", ""),
+    "peak_bytes": (2**-20, ".1f", ""),
+    "answer_tokens": (1, ".0f", ""),
+    "entropy": (1, ".2g", ""),
+    "loss": (1, ".1f", ""),
+}
+"""Factor, format and unit; of other names, two digits."""
 
 
 def mark_same(table: pd.DataFrame) -> pd.DataFrame:
@@ -72,19 +103,43 @@ def standard_error(resampled: pd.DataFrame | pd.Series, count: int) -> Any:
 
 
 def summarise(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """A row for each decoder: the metrics of these names and their standard errors (`…_error`)."""
+    """A line for each decoder: the metrics of these names, their standard errors (`…_error`), and of the speed the
+    range of 90 % of the resamples (`speed_low`, `speed_high`), those of the repeats where there is one prompt."""
     count, made = table["prompt"].nunique(), resample(table)
     columns: dict[str, Any] = {}
     for name in names:
         if name in made:
             columns |= {name: made[name].iloc[0], f"{name}_error": standard_error(made[name], count)}
+    if "speed" in columns:
+        drawn = made["speed"] if count > 1 else resample(table.assign(prompt=table["repeat"]))["speed"]
+        ends = drawn.iloc[1:].quantile(RANGE)
+        columns |= {"speed_low": ends.iloc[0], "speed_high": ends.iloc[1]}
     return pd.DataFrame(columns).rename_axis("decoder")
 
 
 def summarise_tasks(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """The metrics of these names, without errors; index (decoder, task)."""
-    parts = {}
-    for task, rows in table.groupby("task", sort=False):
-        made = resample(rows, resamples=0)
-        parts[task] = pd.DataFrame({name: made[name].iloc[0] for name in names if name in made})
+    """As [`summarise`], for each task; index (decoder, task)."""
+    parts = {task: summarise(rows, names) for task, rows in table.groupby("task", sort=False)}
     return pd.concat(parts, names=["task", "decoder"]).swaplevel()
+
+
+def cells(lines: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] = ()) -> pd.DataFrame:
+    """Values as texts, some with their standard errors. A speed above the tokens per forward has its range instead."""
+    blank = pd.Series(np.nan, index=lines.index)
+
+    def cell(name: str, value: float, error: float) -> str:
+        factor, form, unit = FORMATS.get(name, (1, ".2f", ""))
+        spread = "" if pd.isna(error) or (name, value) == ("speed", 1) else f" ± {factor * error:{form}}"
+        return "–" if pd.isna(value) else f"{factor * value:,{form}}{spread}{unit}"
+
+    made = {}
+    for name in names:
+        errors = lines[f"{name}_error"] if name in with_errors else blank
+        made[name] = [cell(name, *pair) for pair in zip(lines[name], errors, strict=True)]
+        if name == "speed" and "tokens_per_forward" in lines:
+            ranges = zip(
+                *(lines[key] for key in ("speed", "speed_low", "speed_high", "tokens_per_forward")), strict=True
+            )
+            texts = (speed_text(*each) for each in ranges)
+            made[name] = [text if "(" in text else old for text, old in zip(texts, made[name], strict=True)]
+    return pd.DataFrame(made, index=lines.index)

@@ -128,8 +128,9 @@ class BranchRule(VerifyRule):
             shortlist's scores.
         """
         head = self.model.get_output_embeddings()
-        is_plain = type(head) is torch.nn.Linear and head.bias is None and not head._forward_hooks
-        weights = head.weight[shortlist] if is_plain else None  # (A, K, S, H)
+        is_plain = type(head) is torch.nn.Linear and head.bias is None
+        table = head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`
+        weights = None if table is None or head._forward_hooks else table[shortlist]  # (A, K, S, H)
         drafts, found, places = [], [], []
         for depth, tokens in enumerate(shortlist.unbind(1)):
             state = self.model.draft_hidden(hidden[:, depth], before)

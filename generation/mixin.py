@@ -288,11 +288,21 @@ def _check_inputs(
         raise ValueError(
             "Gradient checkpointing in training mode leaves no cache to decode with: call `model.eval()`."
         )
+    if model.training and model.has_mask_adapter and _has_dropout(model):
+        raise ValueError(
+            "In training mode dropout changes the model from forward to forward, and drafts are checked by another "
+            "model than the one that follows: call `model.eval()`."
+        )
     if batch_size > 1 and any(isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in processors):
         raise ValueError(
             "SynthID watermarking keeps a state that all rows advance together, but here rows advance at paces of "
             "their own: generate one sequence at a time or use `strategy='ar'`."
         )
+
+
+def _has_dropout(model: Any) -> bool:
+    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+    return any([*rates, getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0.0)])
 
 
 def _rule(

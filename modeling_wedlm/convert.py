@@ -17,7 +17,6 @@ from safetensors import SafetensorError
 from transformers import AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..generation.settings import check_mask_token_id
-from .card import model_card, write_card
 from .configuration_wedlm import WeDLMConfig
 from .families import read_family, wedlm_config
 from .gguf import end_token_ids, load_gguf_config_dict, load_gguf_model
@@ -93,8 +92,8 @@ def convert(
             for weights that do not fit their config, and for a mask token that cannot be one.
     """
     target = None if output_dir is None else Path(output_dir).absolute()
-    if target is not None and target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise FileExistsError(f"The output folder must be new or empty, got {str(output_dir)!r}.")
+    if target is not None:
+        check_new_folder(target)
     source_config = read_source_config(source, revision, gguf_file)
     if isinstance(source_config, WeDLMConfig):
         raise ValueError(f"{os.fspath(source)!r} is a WeDLM checkpoint already: there is nothing to convert.")
@@ -114,7 +113,7 @@ def convert(
     )
     mask_row = _prepare_mask_row(model, mask_token_id, used)
     if target is not None:
-        _write(target, model, tokenizer, str(source))
+        write_checkpoint(target, model, tokenizer, str(source))
         model.name_or_path = model.config.name_or_path = str(target)  # an adapter of it is loaded onto this
     copied = len(model.state_dict()) - len(model.all_tied_weights_keys)
     missing, unexpected = tuple(info["missing_keys"]), tuple(info["unexpected_keys"])
@@ -139,13 +138,18 @@ def read_source_config(
         return read_family(config_dict, name)
 
 
-def _write(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+def check_new_folder(folder: Path) -> None:
+    """Raises `FileExistsError` for a path that is neither new nor an empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"The output folder must be new or empty, got {str(folder)!r}.")
+
+
+def write_checkpoint(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Writes the checkpoint, whole or not at all. Raises `ValueError` for a tokenizer that is not loaded as it was."""
     with _written_whole(target) as unfinished:
         _require_space(unfinished, model)
+        tokenizer.save_pretrained(unfinished)  # first: with a chat template, the model card's example is a chat
         model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        write_card(unfinished, model_card(model, unfinished))  # with a chat for an example, if there is a template
         reloaded = load_tokenizer(unfinished)
         if reloaded.mask_token_id != tokenizer.mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"The tokenizer of {source!r} does not survive being saved and loaded again.")

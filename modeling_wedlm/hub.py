@@ -38,11 +38,8 @@ SHIPPED = (
     "generation/step_times.py",
     "generation/streaming.py",
     "generation/window.py",
-    "modeling_wedlm/card.py",
     "modeling_wedlm/configuration_wedlm.py",
     "modeling_wedlm/dual_stream.py",
-    "modeling_wedlm/files.py",
-    "modeling_wedlm/linear.py",
     "modeling_wedlm/modeling_wedlm.py",
 )
 

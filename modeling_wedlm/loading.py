@@ -25,7 +25,9 @@ from transformers.utils import cached_file
 
 from .card import CARD_NAME
 from .modeling_wedlm import WeDLMForCausalLM
+from .packed import PACKED, pack, use_fastest
 
+FASTEST = "fastest"
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
@@ -113,7 +115,8 @@ def load_tokenizer(
     """
     name, gguf = os.fspath(source), options.get("gguf_file")
     subfolder = options.pop("subfolder", "")
-    found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=gguf or CONFIG_FILE)
+    file = gguf or (ADAPTER_FILE if is_adapter(source) else CONFIG_FILE)  # training saves one beside a LoRA
+    found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=file)
     if gguf is None:  # without these files, transformers makes up an empty tokenizer for some model types
         where = {key: value for key, value in found.items() if key != "trust_remote_code"}
         files = (
@@ -135,6 +138,7 @@ def load_model(
     *,
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
     model_class: Any = WeDLMForCausalLM,
     **options: Any,
 ) -> Any:
@@ -143,23 +147,34 @@ def load_model(
     Args:
         source: folder or Hub id.
         revision: branch, tag or commit of a Hub id.
-        dtype: of the weights; `"auto"` is the checkpoint's own.
+        dtype: of the weights. `"auto"` is the checkpoint's own; `"packed"` is 16-bit weights and float32 rows, on a
+            CPU ([`pack`]); `"fastest"` is what this CPU computes fastest ([`use_fastest`]), elsewhere as `"auto"`.
+        device: where the model is put.
         model_class: whose `from_pretrained` loads it.
         options: further arguments of `from_pretrained`.
 
     Raises:
         OSError: as [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors.
-        ValueError: for a checkpoint of another model type, a damaged config, and weights that do not fit.
+        ValueError: for a checkpoint of another model type, a damaged config, weights that do not fit, and packed
+            ones elsewhere than on a CPU.
     """
+    on_cpu = torch.device(device).type == "cpu"
+    if dtype == PACKED and not on_cpu:
+        raise ValueError(f"`dtype={PACKED!r}` is for CPUs, and the model is to be on {str(device)!r}.")
+    is_ours = dtype in (PACKED, FASTEST)
     subfolder, file = options.pop("subfolder", ""), options.get("gguf_file") or CONFIG_FILE
     found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=file)
     # transformers takes a generation config that is no JSON for a missing one.
     _check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
     with reading(f"The checkpoint {os.fspath(source)!r}"):
-        loaded = model_class.from_pretrained(source, dtype=dtype, **found | {"use_safetensors": True} | options)
+        options = found | {"use_safetensors": True} | options
+        loaded = model_class.from_pretrained(source, dtype="auto" if is_ours else dtype, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _check_token_ids(name, getattr(model.generation_config, name))
+    if is_ours and on_cpu:
+        pack(model) if dtype == PACKED else use_fastest(model)
+    model.to(device)
     return loaded
 
 

@@ -1,30 +1,37 @@
-"""A request while it is answered: what it asked for, whether its client is still there, and its `generate` call.
+"""Requests while they are answered: which of them are decoded together, how an answer streams, and how it ends.
 
-transformers' server runs `generate` calls one after the other on a thread of their own. Its manager is extended here
-by what parallel decoding needs beside a generation config (the settings of [`WeDLMGenerationSettings`]), by statistics
-in the log, and by an end of the call as soon as the client has gone.
+transformers' server runs `generate` calls one after the other on a thread of their own. Its manager is extended here:
+requests that decode alike share a call, clients take turns, and a call ends as soon as its clients have gone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import copy
 import logging
 import threading
 import time
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
 from transformers.generation.streamers import BaseStreamer
+
+from ..eval.measure import pad_left
 
 log = logging.getLogger("wedlm_hf.serving")
 
 DEFAULT_NEW_TOKENS = 1024
 """Longest answer where neither the request nor the checkpoint says, as in `transformers serve`."""
+LARGEST_BATCH = 8
+"""Requests that share a `generate` call."""
+ALONE = {"stop_strings": None, "max_time": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Settings whose effect would reach other sequences of a batch, or the padding, and the values without an effect."""
 
 
 class RequestError(Exception):
@@ -34,42 +41,40 @@ class RequestError(Exception):
         message: for the client.
         status: of HTTP.
         code: OpenAI's name of the error, if it has one.
+        param: the field of the request that is wrong, if it is known.
     """
 
-    def __init__(self, message: str, status: int = 400, code: str | None = None):
+    def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
         super().__init__(message)
-        self.status = status
-        self.code = code
+        self.status, self.code, self.param = status, code, param
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's API has it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": " ".join(str(self).split()), "type": kind, "param": self.param, "code": self.code}
+        # They may quote a lone surrogate, which no response can hold.
+        return {"error": {name: text and text.encode(errors="replace").decode() for name, text in error.items()}}
 
 
 @dataclass(eq=False)
 class Call:
-    """One request.
+    """A prompt of a request.
 
     Attributes:
+        client: whose turn it is; clients take turns.
+        is_cancelled: set when the client has gone, and when the server ends.
         settings: of parallel decoding, keywords of `generate`.
         limit: new tokens that the request asks for at most; `None` if it does not say.
         seed: of sampling; `None`: the generator's state is left as it is.
-        has_begun: completed by the first token, or by the error with which `generate` refused the request.
-        is_cancelled: set when the client has gone, and when the server ends.
+        error: why the answer failed.
     """
 
+    client: Hashable = None
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
     settings: dict[str, Any] = field(default_factory=dict)
     limit: int | None = None
     seed: int | None = None
-    has_begun: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def begin(self, error: BaseException | None = None) -> None:
-        """Marks it as begun, or as failed before. On the event loop."""
-        if not self.has_begun.done():
-            self.has_begun.set_exception(error) if error is not None else self.has_begun.set_result(None)
-            self.has_begun.exception()  # asyncio would warn of one that is never looked at
-
-    def check(self) -> None:
-        """Ends the `generate` call that this is called from if it is cancelled."""
-        if self.is_cancelled.is_set():
-            raise _GenerationCancelled
+    error: Exception | None = None
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("current_call")
@@ -107,42 +112,67 @@ class StopTrimmer:
         return rest
 
 
-class CallWatcher(BaseStreamer):
-    """A streamer that shows nothing: it counts new tokens, and ends a call whose client has gone."""
-
-    def __init__(self, call: Call):
-        self.call = call
-        self.total_tokens = -1  # the prompt comes first
-
-    def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt, `(1, P)`, then new tokens, `(n,)`."""
-        self.call.check()
-        self.total_tokens = 0 if self.total_tokens < 0 else self.total_tokens + value.numel()
-
-    def end(self) -> None:
-        """Nothing is left to do."""
-
-
-class CallStreamer(DirectStreamer):
-    """transformers' streamer, which ends with its client and before a stop string.
+class AnswerStreamer(DirectStreamer):
+    """transformers' streamer of one sequence, which ends before a stop string and knows why it ends.
 
     Args:
-        call: the request.
-        trimmer: of its stop strings.
-        args: of [`DirectStreamer`].
+        call: what is answered.
+        request_id: for the log.
+        prompt: tokens.
+        config: of the request. Its `max_new_tokens` is changed at the end, see [`finish`].
+        tokenizer: a fast one.
+        parser: of tool calls and thoughts, if any.
     """
 
-    def __init__(self, call: Call, trimmer: StopTrimmer, *args: Any):
-        self.call = call
-        self.trimmer = trimmer
-        super().__init__(*args)
+    def __init__(
+        self, call: Call, request_id: str, prompt: list[int], config: GenerationConfig, tokenizer: Any, parser: Any
+    ):
+        self.call, self.request_id, self.prompt, self.config = call, request_id, prompt, config
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.limit: int = config.max_new_tokens  # type: ignore[assignment]
+        ends, stops = config.eos_token_id, config.stop_strings or []
+        self.ends = set(ends) if isinstance(ends, list) else {ends}
+        self.stops = [stops] if isinstance(stops, str) else stops
+        self.trimmer = StopTrimmer(self.stops)
+        self.is_over = False
+        self.queue = asyncio.Queue[Any]()
+        super().__init__(tokenizer._tokenizer, asyncio.get_running_loop(), self.queue, parser)
+        self._first = False  # the prompt does not come here
+
+    @property
+    def kind(self) -> Hashable:
+        """Equal for requests that may share a `generate` call."""
+        settings = self.config.to_dict() | {"max_new_tokens": None}
+        if self.call.seed is not None or any(settings.get(name) not in (None, value) for name, value in ALONE.items()):
+            return id(self)
+        return repr(sorted(settings.items())), repr(sorted(self.call.settings.items()))
 
     def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt, `(1, P)`, then new tokens, `(n,)`, whose text it sends."""
-        self.call.check()
+        """Takes new tokens, `(n,)`; after the end they are padding."""
+        if self.is_over:
+            return
         super().put(value)
-        if self.total_tokens:
-            self._loop.call_soon_threadsafe(self.call.begin)
+        self.tokens += value.tolist()
+        if not self.ends.isdisjoint(self.tokens[-1:]) or len(self.tokens) >= self.limit:
+            self.finish()
+
+    def finish(self) -> None:
+        """Ends the answer. transformers' handlers tell its reason by `max_new_tokens`: an answer that has so many
+        was cut off ("length"), one that has fewer ended by itself ("stop")."""
+        if self.is_over:
+            return
+        self.is_over = True
+        text = str(self.tokenizer.decode(self.tokens)) if self.stops else ""
+        is_stopped = not self.ends.isdisjoint(self.tokens[-1:]) or any(stop in text for stop in self.stops)
+        self.config.max_new_tokens = len(self.tokens) + is_stopped
+        super().end()
+
+    def fail(self, error: Exception) -> None:
+        """Ends it by an error, which the handlers are told of."""
+        if not self.is_over:
+            self.is_over, self.call.error = True, error
+            super()._enqueue(_StreamError(""))
 
     def _enqueue(self, item: Any) -> None:
         if item is None and (rest := self.trimmer.rest()):
@@ -153,8 +183,47 @@ class CallStreamer(DirectStreamer):
             super()._enqueue(item)
 
 
+class Batch(BaseStreamer, StoppingCriteria):
+    """Sequences of one `generate` call: hands each its tokens, and ends each at its own limit.
+
+    Args:
+        answers: at least one.
+    """
+
+    def __init__(self, answers: Sequence[AnswerStreamer]):
+        self.answers = answers
+        self.width = max(len(answer.prompt) for answer in answers)
+        self.is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompts, `(B, P)`, then new tokens: `(n,)` of a single sequence, else `(B,)`, one of each."""
+        unfinished = [answer for answer in self.answers if not answer.is_over]
+        if unfinished and all(answer.call.is_cancelled.is_set() for answer in unfinished):
+            raise _GenerationCancelled
+        if not self.is_prompt:
+            rows = [value] if len(self.answers) == 1 else value.split(1)
+            for answer, tokens in zip(self.answers, rows, strict=True):
+                answer.put(tokens)
+        self.is_prompt = False
+
+    def end(self) -> None:
+        """Nothing is left to do."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Which sequences are over, `(B,)`."""
+        count = input_ids.shape[1] - self.width
+        is_over = [answer.call.is_cancelled.is_set() or count >= answer.limit for answer in self.answers]
+        return torch.tensor(is_over, device=input_ids.device)
+
+
 class CallManager(GenerateManager):
-    """Runs the `generate` calls of requests one after the other, each with the settings of its [`Call`]."""
+    """Runs `generate` calls one after the other, each for requests that decode alike. Clients take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+        self.waiting: list[AnswerStreamer] = []
+        self.last_turns: dict[Hashable, int] = {}  # of the clients that wait
 
     def generate_streaming(
         self,
@@ -164,111 +233,145 @@ class CallManager(GenerateManager):
         gen_config: GenerationConfig,
         request_id: str,
         response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], CallStreamer]:
-        """Starts a call. Returns a queue of text (then `None`), and the streamer that fills it.
+    ) -> tuple[asyncio.Queue[Any], AnswerStreamer]:
+        """Takes a request. Returns a queue of text (then `None`, or a `_StreamError` and the call's `error`), and the
+        streamer that fills it.
 
         Raises:
             RequestError: for a request over the context.
         """
-        call = CURRENT_CALL.get()
-        fit_into_context(call, model, inputs, gen_config)
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        trimmer = StopTrimmer(stops_of(gen_config))
-        streamer = CallStreamer(call, trimmer, processor._tokenizer, loop, queue, response_parser)
-        keywords = {**inputs, "generation_config": gen_config, "tokenizer": processor, **call.settings}
-
-        def run() -> None:
-            error: Exception | None = None
-            try:
-                self._generate(call, streamer, request_id, model, keywords)
-            except Exception as failure:
-                error = failure
-            loop.call_soon_threadsafe(call.begin, error)
-            if error is not None:  # otherwise the streamer has said that it is over
-                message = json.dumps(str(error))[1:-1]  # transformers puts it between quotes as it is
-                loop.call_soon_threadsafe(queue.put_nowait, _StreamError(message))
-
-        self.submit(run)
-        return queue, streamer
+        call, prompt = CURRENT_CALL.get(), inputs["input_ids"][0].tolist()
+        fit_into_context(call, model, len(prompt), gen_config)
+        answer = AnswerStreamer(call, request_id, prompt, gen_config, processor, response_parser)
+        with self.lock:
+            self.waiting.append(answer)
+        self.submit(self._answer_next, model)
+        return answer.queue, answer
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
-    ) -> tuple[str, int, Any]:
-        """Runs a call to its end. Returns its text, the length of the prompt, and the `(n,)` int64 new tokens.
+    ) -> tuple[str, int, list[int]]:
+        """As [`generate_streaming`], to the end. Returns the text, the prompt's length and the new tokens.
 
         Raises:
-            RequestError: for a request over the context, and for one that is cancelled.
+            RequestError: as there, and for a request that is cancelled.
             ValueError: for what `generate` refuses.
         """
-        call = CURRENT_CALL.get()
-        fit_into_context(call, model, inputs, gen_config)
-        keywords = {**inputs, "generation_config": gen_config, "tokenizer": processor, **call.settings}
-        new_tokens = await self.async_submit(self._generate, call, CallWatcher(call), request_id, model, keywords)
-        trimmer = StopTrimmer(stops_of(gen_config))
-        text = trimmer.feed(processor.decode(new_tokens, skip_special_tokens=True)) + trimmer.rest()
-        return text, inputs["input_ids"].shape[1], new_tokens
+        queue, answer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
+        text = ""
+        while (item := await queue.get()) is not None:
+            if answer.call.error is not None:
+                raise answer.call.error
+            text += item
+        return text, len(answer.prompt), answer.tokens
 
-    def _generate(
-        self,
-        call: Call,
-        streamer: CallWatcher | CallStreamer,
-        request_id: str,
-        model: Any,
-        keywords: dict[str, Any],
-    ) -> torch.Tensor:
-        """The `(n,)` new tokens; what they took goes into the log. On the thread that all calls share."""
-        begin, prompt_length = time.perf_counter(), keywords["input_ids"].shape[1]
+    def next_batch(self) -> list[AnswerStreamer]:
+        """Takes out what is decoded next: the first request of the client that has waited longest for a turn, and
+        those that can share its call, again by turns."""
+        with self.lock:
+            ranks = Counter[Hashable]()
+
+            def turn(answer: AnswerStreamer) -> tuple[int, int]:
+                ranks[answer.call.client] += 1
+                return ranks[answer.call.client], self.last_turns.get(answer.call.client, -1)
+
+            order = sorted(self.waiting, key=turn)
+            batch = [answer for answer in order if answer.kind == order[0].kind][:LARGEST_BATCH]
+            now = 1 + max(self.last_turns.values(), default=0)
+            self.waiting = [answer for answer in self.waiting if answer not in batch]
+            turns = self.last_turns | {answer.call.client: now for answer in batch}
+            clients = {answer.call.client for answer in self.waiting}
+            self.last_turns = {client: last for client, last in turns.items() if client in clients}
+        return batch
+
+    def _answer_next(self, model: Any) -> None:
+        """On the thread that all calls share."""
+        batch = []
+        for answer in self.next_batch():
+            if answer.call.is_cancelled.is_set():
+                _cut_off(answer)
+            else:
+                batch.append(answer)
+        if batch:
+            self._generate(model, batch)
+
+    def _generate(self, model: Any, batch: list[AnswerStreamer]) -> None:
+        first, config, start = batch[0], copy.copy(batch[0].config), time.perf_counter()
+        config.max_new_tokens = max(answer.limit for answer in batch)
+        keywords = {**first.call.settings, "generation_config": config, "tokenizer": first.tokenizer}
+        streamer = Batch(batch)
+        if len(batch) > 1:  # a single one has its limit in the config
+            keywords["stopping_criteria"] = [streamer]
+        if first.call.seed is not None:
+            torch.manual_seed(first.call.seed)
         try:
-            call.check()
-            if call.seed is not None:
-                torch.manual_seed(call.seed)
-            output = model.generate(**keywords, streamer=streamer)
+            prompts = pad_left([answer.prompt for answer in batch], config.pad_token_id or 0, model.device)
+            output = model.generate(**prompts, **keywords, streamer=streamer)
         except _GenerationCancelled:
-            count = max(0, streamer.total_tokens)
-            log.info("%s: stopped after %d new tokens: its client has gone, or the server ends", request_id, count)
-            raise RequestError("The answer was cut off: the server ends.", status=503) from None
-        except ValueError:
-            raise
+            for answer in batch:
+                if not answer.is_over:
+                    _cut_off(answer)
         except Exception as error:
-            log.exception("%s: failed", request_id)
-            raise RequestError(f"The answer could not be generated: {error}", status=500) from error
-        seconds = time.perf_counter() - begin
-        new_tokens: torch.Tensor = output.sequences[0, prompt_length:]
-        log.info("%s: %d prompt tokens, %s", request_id, prompt_length, cost_of(output, len(new_tokens), seconds))
-        return new_tokens
+            if len(batch) > 1 and not any(answer.tokens for answer in batch):
+                for answer in batch:  # whatever one of them is to blame for concerns no other
+                    self._generate(model, [answer])
+                return
+            if not isinstance(error, ValueError):
+                log.exception("%s: failed", first.request_id)
+                error = RequestError(f"The answer could not be generated: {error}", status=500)
+            for answer in batch:
+                answer.fail(error)
+        else:
+            seconds = time.perf_counter() - start
+            for index, answer in enumerate(batch):
+                if answer.call.is_cancelled.is_set() and not answer.is_over:
+                    _cut_off(answer)
+                    continue
+                answer.finish()
+                cost = cost_of(getattr(output, "stats", None), index, len(answer.tokens), seconds)
+                others = f", beside {len(batch) - 1} others" if len(batch) > 1 else ""
+                log.info("%s: %d prompt tokens, %s%s", answer.request_id, len(answer.prompt), cost, others)
 
 
-def cost_of(output: Any, new_tokens: int, seconds: float) -> str:
-    """One line on what `generate` took."""
-    stats = getattr(output, "stats", None)
-    forwards = new_tokens if stats is None else int(stats.forwards.sum())  # AR: one forward a token
+def _cut_off(answer: AnswerStreamer) -> None:
+    count = len(answer.tokens)
+    log.info("%s: stopped after %d new tokens: its client has gone, or the server ends", answer.request_id, count)
+    answer.fail(RequestError("The answer was cut off: the server ends.", status=503))
+
+
+def cost_of(stats: Any, index: int, new_tokens: int, seconds: float) -> str:
+    """One line on what the answer to a sequence of a call took."""
+    forwards = new_tokens if stats is None else int(stats.forwards[index])  # AR: one forward a token
     text = f"{new_tokens} new in {forwards} forwards ({new_tokens / max(1, forwards):.2f} tokens per forward)"
-    if stats is not None and stats.drafted.sum():
-        text += f", {int(stats.accepted.sum())} of {int(stats.drafted.sum())} drafts accepted"
+    if stats is not None and stats.drafted[index]:
+        text += f", {int(stats.accepted[index])} of {int(stats.drafted[index])} drafts accepted"
     return f"{text}, {seconds:.2f} s ({new_tokens / seconds:.0f} tokens/s)"
 
 
-def fit_into_context(call: Call, model: Any, inputs: Any, gen_config: GenerationConfig) -> None:
+def fit_into_context(call: Call, model: Any, length: int, config: GenerationConfig) -> None:
     """Sets how long the answer may become.
 
+    Args:
+        call: what is asked for.
+        model: that answers.
+        length: of the prompt, tokens.
+        config: whose `max_new_tokens` is set.
+
     Raises:
-        RequestError: for a prompt that is empty or leaves no room in the context, and for a limit that does not fit.
+        RequestError: for a prompt that is empty or leaves no room in the context, and for a limit that does not fit
+            or lies below `min_new_tokens`.
     """
-    context, length = model.config.max_position_embeddings, inputs["input_ids"].shape[1]
+    context, code = model.config.max_position_embeddings, "context_length_exceeded"
     if not 0 < length < context:
         message = f"The prompt must have 1 to {context - 1} tokens for this model's context, got {length}."
-        raise RequestError(message, code="context_length_exceeded" if length else None)
+        raise RequestError(message, code=code if length else None)
     if call.limit is not None and length + call.limit > context:
         raise RequestError(
             f"This model's context is {context} tokens, but the request asks for {length + call.limit}: {length} in "
             f"the prompt, {call.limit} for the answer.",
-            code="context_length_exceeded",
+            code=code,
         )
     stored = model.generation_config.max_new_tokens or DEFAULT_NEW_TOKENS
-    gen_config.max_new_tokens = call.limit or min(stored, context - length)
-
-
-def stops_of(gen_config: GenerationConfig) -> list[str]:
-    """The stop strings of a generation config."""
-    stops = gen_config.stop_strings or []
-    return [stops] if isinstance(stops, str) else list(stops)
+    config.max_new_tokens = call.limit or min(stored, context - length)
+    if (least := config.min_new_tokens or 0) > config.max_new_tokens:
+        raise RequestError(f"`min_new_tokens` is {least}, but the answer may have {config.max_new_tokens} tokens.")

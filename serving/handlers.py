@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import json
+import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
-from fastapi.responses import StreamingResponse
+import torch
+from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -15,8 +21,13 @@ from transformers.cli.serving.utils import BaseHandler, GenerationState
 
 from ..eval.decoders import with_asked
 from ..generation.settings import SETTING_NAMES
-from .calls import CURRENT_CALL, CallManager, RequestError
-from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
+from .calls import CURRENT_CALL, Call, CallManager, RequestError
+from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, prompts_of, read, settings_of
+
+GREEDY_BELOW = 1e-5
+"""A temperature so low is none, as in vLLM: logits divided by it would be infinite."""
+PROCESSOR_FIELDS = {"repetition_penalty": "frequency_penalty", "sequence_bias": "logit_bias"}
+"""Fields that become a logits processor of another name."""
 
 
 class LoadedModel(ModelManager):
@@ -45,8 +56,14 @@ class LoadedModel(ModelManager):
         """The model and its tokenizer."""
         return self.model, self.tokenizer
 
+    def check_name(self, name: str) -> None:
+        """Raises `RequestError` for the name of another model."""
+        if name != self.force_model:
+            message = f"The model {name!r} is not served; this server has {self.force_model!r}."
+            raise RequestError(message, 404, "model_not_found", "model")
 
-class OneAfterTheOther(GenerationState):
+
+class OneThread(GenerationState):
     """All requests share one [`CallManager`], and with it one thread."""
 
     def __init__(self) -> None:
@@ -63,28 +80,45 @@ class ParallelHandler(BaseHandler):
 
     model_manager: LoadedModel
     schema: type[Request]
+    prompt_field: str
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
         """Answers a request.
 
         Raises:
             RequestError: for one that cannot be honoured. A stream begins only when nothing is left to refuse.
-            ValueError: for what `generate` refuses.
         """
+        nested = body.get("generation_config")
+        asked = {*body, *(nested if isinstance(nested, dict) else ())}
         try:
-            response = await super().handle_request(body, request_id)  # type: ignore[misc]
+            calls, responses = await self._answer(body, request_id)
+            if not body.get("stream"):
+                return _whole(responses)
+            events = _merged(calls, responses)
+            begun = [await anext(events)]
+            while begun[-1]["choices"][0].get("delta", {}).get("role"):  # no answer yet
+                begun.append(await anext(events))
+            options = body.get("stream_options") or {}
+            return StreamingResponse(_sent(begun, events, options), media_type="text/event-stream")
         except TemplateError as error:
-            raise RequestError(f"The chat template refuses these messages: {error}") from None
-        if isinstance(response, StreamingResponse):
-            await CURRENT_CALL.get().has_begun
-            response.body_iterator = _ended(response.body_iterator)
-        return response
+            message = f"The chat template refuses these messages: {error}"
+            raise RequestError(message, param=self.prompt_field) from None
+        except (RequestError, ValueError) as error:
+            refused = error if isinstance(error, RequestError) else RequestError(str(error))
+            is_prompt = str(error).startswith(("The prompt", "This model's context"))
+            refused.param = refused.param or (
+                self.prompt_field if is_prompt else field_of(str(error), asked | {*self.schema.model_fields}, asked)
+            )
+            raise refused from None
+
+    async def _answer(self, body: dict[str, Any], request_id: str) -> tuple[list[Call], list[Any]]:
+        """Starts to answer the prompts of a request: calls, and transformers' responses."""
+        response = await super().handle_request(body, request_id)  # type: ignore[misc]
+        return [CURRENT_CALL.get()], [response]
 
     def _validate_request(self, body: dict[str, Any]) -> None:
-        served = self.model_manager.force_model
-        if body.get("model") not in (None, served):
-            message = f"The model {body['model']!r} is not served; this server has {served!r}."
-            raise RequestError(message, status=404, code="model_not_found")
+        if isinstance(body.get("model"), str):
+            self.model_manager.check_name(body["model"])
         request = read(body, self.schema)
         self._check(request)
         body.clear()
@@ -97,6 +131,9 @@ class ParallelHandler(BaseHandler):
 
     def _check(self, request: Any) -> None:
         """Raises `RequestError` for what this model cannot do."""
+        size = self.model_manager.model.config.vocab_size
+        for name in ("suppress_tokens", "logit_bias"):
+            check_tokens(name, getattr(request, name) or [], size)
 
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
@@ -107,8 +144,10 @@ class ParallelHandler(BaseHandler):
         for name in GENERATION_FIELDS:
             if name in body:
                 setattr(config, name, body[name])
+        if "logit_bias" in body:  # transformers reads it for chats alone
+            config.sequence_bias = {(token,): bias for token, bias in body["logit_bias"].items()}
         asks = {name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p") if name in body}
-        if body.get("temperature") == 0:
+        if body.get("temperature", 1) < GREEDY_BELOW:
             config.do_sample, config.temperature = False, 1.0
         elif asks - {"top_p"} or body.get("top_p", 1) != 1:
             config.do_sample = body.get("do_sample", True)
@@ -120,8 +159,10 @@ class ChatHandler(ParallelHandler, ChatCompletionHandler):
     """`/v1/chat/completions`."""
 
     schema = ChatRequest
+    prompt_field = "messages"
 
     def _check(self, request: ChatRequest) -> None:
+        super()._check(request)
         template = self.model_manager.tokenizer.chat_template
         if template is None:
             raise RequestError("The model has no chat template: use /v1/completions.")
@@ -130,13 +171,113 @@ class ChatHandler(ParallelHandler, ChatCompletionHandler):
 
 
 class TextHandler(ParallelHandler, CompletionHandler):
-    """`/v1/completions`."""
+    """`/v1/completions`. Identical to transformers' except that a prompt may be token ids, and that there may be
+    several."""
 
     schema = CompletionRequest
+    prompt_field = "prompt"
+
+    async def _answer(self, body: dict[str, Any], request_id: str) -> tuple[list[Call], list[Any]]:
+        self._validate_request(body)
+        name, model, tokenizer = self._resolve_model(body)
+        config = self._build_generation_config(body, model.generation_config)
+        calls, answers = [], []
+        for prompt in prompts_of(body["prompt"]):
+            if not isinstance(prompt, str):
+                check_tokens("prompt", prompt, model.config.vocab_size)
+            tokens = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+            calls.append(replace(CURRENT_CALL.get()))
+            CURRENT_CALL.set(calls[-1])
+            inputs = {"input_ids": torch.tensor([tokens], dtype=torch.long)}
+            rest = (request_id, model, tokenizer, name, inputs, copy.deepcopy(config), self.generation_state.manager)
+            if body.get("stream"):
+                answers.append(self._streaming(*rest))
+            else:  # a task has the call of the moment at which it is made
+                answers.append(asyncio.create_task(self._non_streaming(*rest)))
+        return calls, answers if body.get("stream") else await asyncio.gather(*answers)
 
 
-async def _ended(chunks: Any) -> AsyncIterator[str]:
-    """The chunks of a stream, and the line that OpenAI's ends with."""
-    async for chunk in chunks:
-        yield chunk
+def check_tokens(field: str, tokens: Any, vocab_size: int) -> None:
+    """Raises `RequestError` for token ids that the model does not have."""
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        message = f"`{field}`: the model's token ids are 0 to {vocab_size - 1}, got {wrong[0]}."
+        raise RequestError(message, param=field)
+
+
+def field_of(message: str, names: set[str], asked: set[str]) -> str | None:
+    """The field that the message of an error names first, itself or by its logits processor.
+
+    Args:
+        message: of the error.
+        names: of all fields.
+        asked: of those that the request has.
+    """
+    for found in re.finditer(r"`([\w.]+)|\b(\w+?)LogitsProcessor", message):
+        name = found[1] or re.sub(r"(?<!^)(?=[A-Z])", "_", found[2]).lower()
+        if found[2] and name not in asked:
+            name = PROCESSOR_FIELDS.get(name, name)
+        if name.partition(".")[0] in names:
+            return name
+    return None
+
+
+def _whole(responses: list[Any]) -> JSONResponse:
+    """One response to all prompts of a request."""
+    bodies = [json.loads(response.body) for response in responses]
+    choices = [{**body["choices"][0], "index": index} for index, body in enumerate(bodies)]
+    return JSONResponse({**bodies[0], "choices": choices, "usage": _total(bodies)})
+
+
+def _total(bodies: list[dict[str, Any]]) -> dict[str, int]:
+    return {name: sum(body["usage"][name] for body in bodies) for name in bodies[0]["usage"]}
+
+
+async def _merged(calls: list[Call], responses: list[Any]) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of the answers to all prompts of a request, as they come; the last one has the usage of all.
+
+    Raises:
+        Exception: with which an answer failed.
+    """
+    queue, ends = asyncio.Queue[Any](), []
+
+    async def read_chunks(index: int, response: Any) -> None:
+        async for text in response.body_iterator:
+            for line in filter(None, text.split("\n\n")):
+                await queue.put((index, json.loads(line.removeprefix("data: "))))
+
+    readers = [asyncio.create_task(read_chunks(*pair)) for pair in enumerate(responses)]
+    try:
+        while len(ends) < len(calls):
+            index, chunk = await queue.get()
+            if "error" in chunk:
+                raise calls[index].error or RequestError("The answer failed.", status=500)
+            chunk["choices"][0]["index"] = index
+            if chunk.get("usage"):
+                ends.append({"usage": chunk.pop("usage")})
+                if len(ends) == len(calls):
+                    chunk["usage"] = _total(ends)
+            yield chunk
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+async def _sent(begun: list[Any], events: AsyncIterator[Any], options: dict[str, Any]) -> AsyncIterator[str]:
+    """The lines of a stream. The last chunk has the usage, unless `include_usage` is false; where it is true, the
+    usage has a chunk of its own, as in OpenAI's API."""
+    asks, chunk = options.get("include_usage"), {}
+    try:
+        for chunk in begun:
+            yield _line(chunk if asks is None else {**chunk, "usage": None})
+        async for chunk in events:
+            yield _line(chunk if asks is None else {**chunk, "usage": None})
+    except (RequestError, ValueError) as error:
+        yield _line((error if isinstance(error, RequestError) else RequestError(str(error))).body())
+    else:
+        if asks:
+            yield _line({**chunk, "choices": []})
     yield "data: [DONE]\n\n"
+
+
+def _line(chunk: dict[str, Any]) -> str:
+    return f"data: {json.dumps({name: value for name, value in chunk.items() if value is not None})}\n\n"

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from .calls import RequestError
 
 _Nothing = Annotated[float | None, Field(ge=0, le=0)]
 _Count = Annotated[int | None, Field(ge=1)]
-_NotNegative = Annotated[float | None, Field(ge=0)]
+_Tokens = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
 _Share = Annotated[float | None, Field(gt=0, le=1)]
+_SET_BY_SERVER = set("add_generation_prompt conversation return_dict return_tensors tokenize tools".split())
 
 
 class _GenerationFields(BaseModel):
@@ -29,7 +30,7 @@ class _GenerationFields(BaseModel):
     top_k: Annotated[int | None, Field(ge=0)] = None
     min_p: Annotated[float | None, Field(ge=0, le=1)] = None
     typical_p: _Share = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100)] = None
     no_repeat_ngram_size: Annotated[int | None, Field(ge=0)] = None
     suppress_tokens: list[int] | None = None
 
@@ -37,16 +38,24 @@ class _GenerationFields(BaseModel):
 GENERATION_FIELDS = tuple(_GenerationFields.model_fields)
 
 
+class _StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
 class Request(_GenerationFields):
     """Fields that both endpoints take. `generation_config` holds more of them, as an object or as JSON text."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     model: str | None = None
     stream: bool | None = None
+    stream_options: _StreamOptions | None = None
     max_tokens: _Count = None
     max_new_tokens: _Count = None
-    temperature: _NotNegative = None
+    temperature: Annotated[float | None, Field(ge=0)] = None
     top_p: _Share = None
     seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None
     stop: str | list[str] | None = None
@@ -70,13 +79,30 @@ class Request(_GenerationFields):
     safety_identifier: Any = None
     service_tier: Any = None
     store: Any = None
-    stream_options: Any = None  # the last chunk always has the usage
     user: Any = None
 
     # Only one value of these can be honoured.
     n: Literal[1] | None = None
     presence_penalty: _Nothing = None
     logprobs: Literal[False] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _without_empty(cls, stop: str | list[str] | None) -> list[str] | None:
+        return list(filter(None, [stop] if isinstance(stop, str) else stop or [])) or None
+
+    @field_validator("suppress_tokens", "logit_bias")
+    @classmethod
+    def _none_if_empty(cls, value: Any) -> Any:
+        return value or None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Request:
+        if self.stream_options and not self.stream:
+            raise ValueError("`stream_options` goes with `stream`: true")
+        if self.frequency_penalty is not None and self.repetition_penalty is not None:
+            raise ValueError("`frequency_penalty` is a `repetition_penalty` of 1 more: leave one out")
+        return self
 
 
 class _Part(BaseModel):
@@ -90,7 +116,9 @@ class _TextPart(_Part):
 
 class _Function(_Part):
     name: str
-    arguments: str | dict[str, Any]
+    arguments: Annotated[
+        dict[str, Any], BeforeValidator(lambda text: json.loads(text) if isinstance(text, str) else text)
+    ]
 
 
 class _ToolCall(_Part):
@@ -120,11 +148,18 @@ class ChatRequest(Request):
     tool_choice: Literal["auto"] | None = None
     top_logprobs: _Nothing = None
 
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _leaves_ours(cls, words: dict[str, Any] | None) -> dict[str, Any] | None:
+        if ours := sorted(_SET_BY_SERVER & set(words or ())):
+            raise ValueError(f"{ours[0]!r} is set by the server")
+        return words
+
 
 class CompletionRequest(Request):
     """A body of `/v1/completions`."""
 
-    prompt: str
+    prompt: str | _Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[_Tokens], Field(min_length=1)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
 
@@ -141,6 +176,11 @@ def read(body: dict[str, Any], schema: type[Request]) -> Request:
         ValueError: for settings of parallel decoding that are out of range.
     """
     body = dict(body)
+    for name, value in body.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"`{name}` is not Unicode text: {error.reason}.", param=name) from None
     nested = body.pop("generation_config", None) or {}
     if isinstance(nested, str):
         try:
@@ -154,7 +194,8 @@ def read(body: dict[str, Any], schema: type[Request]) -> Request:
     try:
         request = schema.model_validate(body | nested)
     except ValidationError as error:
-        raise RequestError("; ".join(_said(problem) for problem in error.errors())) from None
+        problems = [_said(problem) for problem in error.errors()]
+        raise RequestError("; ".join(problems[:3]), param=_field(error.errors()[0])) from None
     WeDLMGenerationSettings(**settings_of(request))
     return request
 
@@ -164,12 +205,23 @@ def settings_of(request: Request) -> dict[str, Any]:
     return {name: value for name in SETTING_NAMES if (value := getattr(request, name, None)) is not None}
 
 
+def prompts_of(prompt: str | list[Any]) -> list[Any]:
+    """The prompts of a completion, each a text or token ids."""
+    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+
+
+def _field(problem: Any) -> str | None:
+    return ".".join(map(str, problem["loc"])) or None
+
+
 def _said(problem: Any) -> str:
     """A problem that pydantic found, in one sentence."""
-    field = ".".join(map(str, problem["loc"]))
+    field, said = _field(problem), problem["msg"].removeprefix("Value error, ")
+    if field is None:
+        return str(said)
     if problem["type"] == "extra_forbidden":
         return f"`{field}` is not supported by this server"
     if problem["type"] == "missing":
         return f"`{field}` is missing"
     shown = repr(problem["input"])
-    return f"`{field}`: {problem['msg']}, got {shown if len(shown) <= 80 else f'{shown[:80]}…'}"
+    return f"`{field}`: {said}, got {shown if len(shown) <= 80 else f'{shown[:80]}…'}"

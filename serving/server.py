@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from typing import Any
 
+import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -22,16 +23,17 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from uvicorn.config import LOGGING_CONFIG
 
-from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
+from ..generation.settings import SETTING_NAMES
 from .calls import CURRENT_CALL, Call, RequestError, log
-from .handlers import ChatHandler, LoadedModel, OneAfterTheOther, TextHandler
+from .handlers import ChatHandler, LoadedModel, OneThread, TextHandler
 
 SECONDS_TO_END = 20
 """For forwards that run when the server ends."""
 
 
 class ClientWatch:
-    """ASGI middleware: gives each request a [`Call`], which is cancelled when the client goes away.
+    """ASGI middleware: gives each request a [`Call`], which is cancelled when the client goes away. Clients are told
+    apart by address and key.
 
     Args:
         app: the server.
@@ -47,7 +49,8 @@ class ClientWatch:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        call, messages = Call(), asyncio.Queue[Any]()
+        headers, address = dict(scope["headers"]), scope["client"] or ("",)
+        call, messages = Call((address[0], headers.get(b"authorization"))), asyncio.Queue[Any]()
         CURRENT_CALL.set(call)
         self.running.add(call)
 
@@ -78,16 +81,16 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
         settings: keywords of `generate` for requests that do not name them, `strategy` among them.
 
     Raises:
-        ValueError: for settings that cannot be honoured, and for a tokenizer that cannot stream.
+        ValueError: for settings that cannot be honoured, for a model that cannot decode so, and for a tokenizer that
+            cannot stream.
     """
     if not tokenizer.is_fast:
         raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
     ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
-    check = deepcopy(model.generation_config)
-    check.update(**settings)
-    WeDLMGenerationSettings.from_generation_config(check, model.config)
+    first = torch.tensor([tokenizer("?").input_ids or [0]], device=model.device)
+    model.generate(first, **{**settings, "max_new_tokens": 2, "min_new_tokens": None})  # it refuses what it cannot do
     model.generation_config.update(**{key: value for key, value in settings.items() if key not in ours})
-    manager, state = LoadedModel(name, model, tokenizer, ours), OneAfterTheOther()
+    manager, state = LoadedModel(name, model, tokenizer, ours), OneThread()
     chat, text = ChatHandler(manager, state), TextHandler(manager, state)
     app = FastAPI(title="wedlm serve")
     app.state.calls, app.state.running = state.manager, set()
@@ -100,11 +103,17 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
     async def completions(body: dict[str, Any]) -> Any:
         return await text.handle_request(body, f"cmpl-{uuid.uuid4().hex}")
 
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": ""}
+    entry["max_model_len"] = model.config.max_position_embeddings
+
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        context = model.config.max_position_embeddings
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "", "max_model_len": context}
         return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{asked:path}")
+    def the_model(asked: str) -> dict[str, Any]:
+        manager.check_name(asked)
+        return entry
 
     @app.get("/health")
     def health() -> dict[str, str]:
@@ -118,36 +127,28 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
 def add_errors(app: FastAPI) -> None:
     """Makes every error of an app one of OpenAI's form, and a line in the log."""
 
-    def said(error: Exception) -> str:
-        return " ".join(str(error).split())
-
-    def respond(message: str, status: int = 400, code: str | None = None) -> JSONResponse:
-        log.info("refused (%d): %s", status, message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        return JSONResponse({"error": error}, status_code=status)
+    def respond(error: RequestError) -> JSONResponse:
+        body = error.body()
+        log.info("refused (%d): %s", error.status, body["error"]["message"])
+        return JSONResponse(body, error.status)
 
     @app.exception_handler(RequestError)
     async def refused(_: Request, error: RequestError) -> JSONResponse:
-        return respond(said(error), error.status, error.code)
-
-    @app.exception_handler(ValueError)
-    async def not_possible(_: Request, error: ValueError) -> JSONResponse:
-        return respond(said(error))
+        return respond(error)
 
     @app.exception_handler(RequestValidationError)
     async def unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
         problem = error.errors()[0]
         why = problem.get("ctx", {}).get("error", problem["msg"])
-        return respond(f"The body of the request must be a JSON object: {why}.")
+        return respond(RequestError(f"The body of the request must be a JSON object: {why}."))
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> JSONResponse:
-        return respond(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+        return respond(RequestError(f"{request.method} {request.url.path}: {error.detail}", error.status_code))
 
     @app.exception_handler(Exception)
     async def failed(_: Request, error: Exception) -> JSONResponse:
-        return respond(f"{type(error).__name__}: {said(error)}", 500)
+        return respond(RequestError(f"{type(error).__name__}: {error}", 500))
 
 
 def listen(host: str, port: int) -> socket.socket:

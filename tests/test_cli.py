@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import pytest
 import torch
@@ -19,15 +20,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, __version__, cli
+from wedlm_hf.apps import generate as answers
+from wedlm_hf.apps.generate import compare, comparison_table
 from wedlm_hf.cli.application import console
 from wedlm_hf.cli.groups import with_options
+from wedlm_hf.console.streaming import AnswerStreamer, printable
 from wedlm_hf.eval import options
 from wedlm_hf.eval import prompts as prompting
 from wedlm_hf.eval.measure import Decoding, ForwardCounter
-from wedlm_hf.eval.trace import answers
-from wedlm_hf.eval.trace.answers import AnswerStreamer, compare, comparison_table
-from wedlm_hf.eval.trace.record import Request
-from wedlm_hf.eval.trace.text import printable
+from wedlm_hf.eval.trace.record import DecodingRequest
 
 LABELS = ["new tokens", "forwards", "tokens per forward", "prefix cacheability", "tokens/s", "speed against AR"]
 
@@ -109,31 +110,15 @@ def test_an_answer_is_printed_with_what_it_took_next_to_ar(wedlm):
     assert rows["forwards"][1] == rows["new tokens"][1]
     assert rows["tokens per forward"][0] == f"{len(ids) / counter.forwards:.2f}"
     assert rows["speed against AR"][1] == "1.00×"
-
-
-def test_counts_are_pooled_over_prompts_and_verified_answers_are_those_of_ar(wedlm):
     _, output, _ = wedlm("generate", "1, 2, 3", "Sort 4, 3", "--max-new-tokens", 9, "--verification", "exact")
     assert output.count("same answer") == 2
-    assert table_of(output)["new tokens"] == ["18", "18"]
-
-
-def test_another_answer_of_ar_is_shown(wedlm):
-    _, output, _ = wedlm("generate", "1, 2, 3", "--max-new-tokens", 9, "--entropy-threshold", 100)
-    assert "its answer:" in output
+    assert table_of(output)["new tokens"] == ["18", "18"]  # over both prompts
 
 
 def test_without_comparison_only_one_decoder_runs(wedlm):
     for arguments, names in ((["--no-compare"], ["wedlm"]), (["--strategy", "ar"], ["ar"])):
         _, output, _ = wedlm("generate", "1, 2, 3", "--max-new-tokens", 5, *arguments)
         assert table_of(output)["strategy"] == names
-
-
-def test_settings_that_are_left_out_are_those_of_the_checkpoint(wedlm):
-    stored, same, other = (
-        table_of(wedlm("generate", "1, 2, 3", "--max-new-tokens", 12, *options)[1])["forwards"][0]
-        for options in ((), ("--entropy-threshold", 2.0), ("--entropy-threshold", 0))
-    )
-    assert stored == same != other
 
 
 def test_each_setting_has_an_option(wedlm):
@@ -222,17 +207,6 @@ def test_what_is_piped_in_is_text_even_where_it_looks_like_json(wedlm):
     ]
 
 
-def test_prompts_that_are_not_utf_8_are_refused(wedlm, tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes(b"caf\xe9\n")
-    code, output, errors = wedlm("generate", "--file", path)
-    assert (code, output, errors.count("\n")) == (2, "", 1)
-    assert errors.startswith(f"Error: The text of {str(path)!r} is not UTF-8: ")
-    code, output, errors = wedlm("generate", stdin=b"caf\xe9\n")
-    assert (code, output) == (2, "")
-    assert errors.startswith("Error: The text of standard input is not UTF-8: ")
-
-
 def test_ctrl_c_ends_a_command_with_one_line_and_code_130(wedlm, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
@@ -276,43 +250,75 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
-def test_text_is_shown_where_the_terminal_says_that_it_has_no_columns(wedlm, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "0")
-    assert "tokens per forward" in wedlm("generate", "hi", "--max-new-tokens", 1, "--no-compare")[1]
-
-
 def test_what_looks_like_markup_is_printed_as_it_is(capsys):
     console().print("build/[/b]/report.html", style="dim")
     assert capsys.readouterr().out == "build/[/b]/report.html\n"
 
 
-def test_options_of_a_group_stand_in_a_panel_of_their_own():
-    lines = CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "120"}).stdout.splitlines()
-    titles = [line.strip("╭╮─ ") for line in lines if line.startswith("╭")]
-    decoding = "Decoding (default: the checkpoint's generation_config.json)"
-    assert {"Arguments", "Prompts", decoding, "Model and machine"} <= {*titles}
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Range.
+
+    Attributes:
+        model: what is counted.
+        numbers: numbers to count, with a help text
+            of two lines.
+        loud: aloud.
+        settings: others.
+        last: where it ends.
+    """
+
+    model: str = "x"
+    numbers: tuple[int, ...] = (3, 1)
+    loud: bool = False
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    last: Annotated[int, typer.Option("--to", help="End.")] = 9
 
 
-def test_a_command_gets_the_dataclasses_that_its_options_fill():
-    @dataclasses.dataclass(frozen=True)
-    class Range:
-        """Range."""
-
-        first: Annotated[int, typer.Argument()]
-        last: Annotated[int, typer.Option("--to")] = 9
-
-    taken = []
-    app = typer.Typer()
+@pytest.fixture
+def ranges():
+    """The output of a command with the options of [`Range`], and what it got."""
+    app, taken = typer.Typer(), []
 
     @app.command()
     @with_options
-    def show(span: Range, name: str = "x") -> None:
-        taken.append((span, name))
+    def show(span: Range, output_dir: Annotated[Path, typer.Argument()] = Path("out")) -> None:
+        taken.append((span, output_dir))
 
-    assert CliRunner().invoke(app, ["3"]).exit_code == 0
-    assert CliRunner().invoke(app, ["3", "--to", "4", "--name", "y"]).exit_code == 0
-    assert taken == [(Range(3, 9), "x"), (Range(3, 4), "y")]
-    assert CliRunner().invoke(app, []).exit_code == 2
+    def run(*words):
+        taken.clear()
+        result = CliRunner().invoke(app, list(words), env={"COLUMNS": "100"})
+        return result, taken[0] if taken else None
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "span", "folder"),
+    [
+        ("", Range(), "out"),
+        ("y", Range("y"), "out"),
+        ("y z", Range("y"), "z"),
+        ("--model y", Range("y"), "out"),
+        ("-m y z --to 4 --loud", Range("y", loud=True, last=4), "z"),
+        ("--numbers 4,2,4 --set top_k=1", Range(numbers=(2, 4), settings={"top_k": 1}), "out"),
+    ],
+)
+def test_a_command_gets_the_dataclasses_that_its_options_fill(ranges, words, span, folder):
+    result, taken = ranges(*words.split())
+    assert result.exit_code == 0, result.output
+    numbers = span.numbers if "--numbers" in words else (1, 3)
+    assert taken == (dataclasses.replace(span, numbers=numbers), Path(folder))
+
+
+def test_a_model_that_is_named_twice_and_a_list_that_is_none_are_refused(ranges):
+    assert "The model is named twice" in ranges("y", "z", "--model", "x")[0].output
+    assert "numbers with commas between them are needed, got 'x'" in ranges("--numbers", "x")[0].output
+
+
+def test_help_comes_from_the_docstring_of_a_dataclass(ranges):
+    text = " ".join(ranges("--help")[0].output.split())
+    assert "─ Range ─" in text and "Numbers to count, with a help text of two lines. [default: 3,1]" in text
 
 
 def test_without_prompts_there_is_one_built_in_prompt_for_each_task(wedlm):
@@ -355,9 +361,21 @@ def test_a_terminal_shows_which_tokens_became_final_together():
     console = Console(file=written, force_terminal=True, color_system="standard", width=80)
     model = tiny_model()
     options = {"strategy": "wedlm", "window_size": 1, "max_new_tokens": 12}
-    compare(model, tiny_tokenizer(), Request(["1, 2, 3"], options), console)
+    compare(model, tiny_tokenizer(), DecodingRequest(["1, 2, 3"], options), console)
     assert "Neighbours of one colour became final in the same forward." in written.getvalue()
     assert {"\x1b[36m", "\x1b[35m"} <= {f"\x1b[{part.split('m')[0]}m" for part in written.getvalue().split("\x1b[")}
+
+
+def test_control_characters_of_prompts_and_answers_do_not_reach_the_terminal():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    assert printable("a\x1b[31m\x07\tb\n\x9b\x7f") == "a␛[31m␇\tb\n\ufffd␡"
+    kept = tokenizer("\x1b7").input_ids
+    others = [token for token in range(model.config.vocab_size) if token not in kept]
+    options = {"strategy": "wedlm", "entropy_threshold": 100.0, "max_new_tokens": 24, "suppress_tokens": others}
+    console = Console(file=io.StringIO())
+    compare(model, tokenizer, DecodingRequest(["hi\x1b[2J"], options, raw=True), console)
+    output = console.file.getvalue()
+    assert "› hi␛[2J\n" in output and "␛" in output.split("its answer:")[1] and "\x1b" not in output
 
 
 def test_the_table_fits_a_narrow_terminal():
@@ -407,8 +425,10 @@ def test_training_gets_the_words_of_the_command_line_as_they_are(monkeypatch):
     words: list[str] = []
     monkeypatch.setattr(train, "main", lambda given, **_: words.extend(given))
     given = ["recipe.yaml", "--learning_rate", "1e-4", "--help"]
-    assert CliRunner().invoke(cli.app, ["train", *given]).exit_code == 0
-    assert words == given
+    for model in (["--model_name_or_path", "x"], ["--model", "x"], ["-m", "x"]):
+        words.clear()
+        assert CliRunner().invoke(cli.app, ["train", *given, *model]).exit_code == 0
+        assert words == [*given, "--model_name_or_path", "x"]
 
 
 def test_training_without_trl_says_what_to_install(monkeypatch):
@@ -425,7 +445,7 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
     [
         (["hi", "--window-size", "0"], "`window_size` must be an integer of at least 1, got 0."),
         (["hi", "--entropy-threshold", "-1"], "`entropy_threshold` must be a number of at least 0, got -1.0."),
-        (["hi", "--strategy", "beam"], "`strategy` must be one of 'ar', 'wedlm', 'block', got 'beam'."),
+        (["hi", "--strategy", "beam"], "Invalid value for '--strategy': 'beam' is not one of 'wedlm', 'block', 'ar'."),
         (["hi", "--strategy", "block", "--verification", "exact"], "`verification='exact'` goes with"),
         (["hi", "--max-new-tokens", "0"], "`max_new_tokens` must be greater than 0, but is 0."),
         (["hi", "--temperature", "0"], "`temperature` (=0.0) has to be a strictly positive float"),
@@ -433,8 +453,7 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
         (["hi", "3 " * 600], "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 "),
         (["hi", " "], "A prompt must not be empty."),
         (["hi", "--model", ""], "A checkpoint is a folder or a Hub id, got ''."),
-        (["hi", "--device", "meta"], "`--device meta` is not available: "),
-        (["hi", "--dtype", "int8"], "`--dtype` must be one of auto, float32, bfloat16, float16, got 'int8'."),
+        (["hi", "--threads", "0"], "`threads` must be at least 1, got 0."),
         (["hi", "--set", "window"], "`--set` takes NAME=VALUE, got 'window'."),
         (["hi", "--set", "windw_size=3"], "`--set windw_size=…`: `generate` has no setting of this name."),
         (["hi", "--set", "top_k=3", "--set", "top-k=4"], "`--set top_k=…` was given twice."),
@@ -443,37 +462,21 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
         (["--file", "\udcff"], "'\\udcff'"),
         (["--file", "missing.txt"], "No such file or directory: 'missing.txt'"),
         (["--file", "-"], "There is no prompt in standard input."),
+        (["--file", "latin.txt"], "The text of 'latin.txt' is not UTF-8: "),
         (["hi", "--model", "./missing"], "There is no checkpoint folder './missing'."),
         (["hi", "--model", "/missing"], "There is no checkpoint folder '/missing'."),
         (["hi", "--model", "no/such"], "'no/such' is no folder here and cannot be loaded as a Hub id: "),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(wedlm, arguments, message):
+def test_what_is_wrong_is_said_in_one_line(wedlm, arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("latin.txt").write_bytes(b"caf\xe9\n")
     code, output, errors = wedlm("generate", *arguments)
     assert code == 2
     assert output == ""  # nothing is answered before the error
     assert errors.startswith("Error: ")
     assert message in errors
     assert errors.count("\n") == 1
-
-
-def test_damaged_checkpoints_are_refused_in_one_line(wedlm, qwen, tmp_path):
-    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
-    empty.mkdir()
-    tiny_model().save_pretrained(damaged)
-    weights = damaged / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    (empty / "prompts.txt").touch()
-    for folder, message in (
-        (empty, f"There is no checkpoint in {str(empty)!r}: it has no config.json."),
-        (damaged, "damaged or truncated"),
-        (qwen, "Expected a checkpoint of model type 'wedlm', got 'qwen3'."),
-    ):
-        code, output, errors = wedlm("generate", "hi", model=folder)
-        assert (code, output, errors.count("\n")) == (2, "", 1), errors
-        assert message in errors
-    code, _, errors = wedlm("generate", "--file", empty / "prompts.txt")
-    assert (code, errors) == (2, f"Error: There is no prompt in {str(empty / 'prompts.txt')!r}.\n")
 
 
 def test_conversion_errors_are_said_in_one_line(wedlm, qwen, checkpoint, tmp_path):

@@ -16,7 +16,8 @@ from matplotlib.figure import Figure as Drawing
 
 from ..decoders import AR, BLOCK, EXACT, LOOKUP, TYPICAL, WEDLM
 from ..files import written_whole
-from .numbers import TITLES, Numbers
+from ..table import TITLES
+from .numbers import Numbers
 
 COLORS = {AR: "#6b7280", LOOKUP: "#b3593f", BLOCK: "#c7922e", WEDLM: "#2f7fc8", TYPICAL: "#a855a0", EXACT: "#17966e"}
 MARKERS = "osD^vP*X"

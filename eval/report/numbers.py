@@ -25,23 +25,6 @@ from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summari
 AREA_LOSS = 0.05
 """Settings that lose more of AR's quality have no place on the accuracy–parallelism curve."""
 
-TITLES = {
-    "batch_size": "batch size",
-    "tokens_per_forward": "tokens per forward",
-    "prefix_cacheability": "prefix cacheability",
-    "tokens_per_second": "tokens/s",
-    "speed": "speed against AR",
-    "first_token_seconds": "ms to first token",
-    "own_cost": "own cost",
-    "same": "same answers",
-    "peak_bytes": "peak MiB",
-    "loss": "largest loss",
-    "area": "area, AR = 1",
-    "entropy": "entropy, nats",
-    "answer_tokens": "tokens of an answer",
-}
-"""Columns in words, for tables and axes; other names are words already."""
-
 
 @dataclass(frozen=True)
 class Numbers:
@@ -49,7 +32,7 @@ class Numbers:
 
     headline: pd.DataFrame  # a row for each decoder: the metrics and their standard errors (`…_error`)
     tasks: pd.DataFrame  # metrics; index (decoder, task)
-    batches: pd.DataFrame  # by (batch_size, decoder): speed, own cost, seconds to the first token, peak memory
+    batches: pd.DataFrame  # by (batch_size, decoder): speed, own cost, seconds to the first token, CUDA memory
     depths: pd.DataFrame  # of each decoder that tells, how many drafts were `drafted` and `accepted` at each `depth`
     sweep: pd.DataFrame  # a row for each setting (see [`sweep_numbers`]); empty if none were tried
     areas: pd.DataFrame  # `area` and `area_error` of each decoder, and its `curve`; empty likewise
@@ -128,10 +111,11 @@ def _by_batch_size(table: pd.DataFrame) -> pd.DataFrame:
     parts = {}
     for size, rows in table[table["kind"] == "speed"].groupby("batch_size"):
         rows = mark_same(rows)
-        parts[size] = summarise(rows, ["same", *TIMED])
-        parts[size]["first_token_seconds"] = rows.groupby("decoder")["first_token_seconds"].median()
-    peaks = table[table["kind"] == "memory"].set_index(["batch_size", "decoder"])["peak_bytes"]
-    return pd.concat(parts, names=["batch_size"]).assign(peak_bytes=peaks)
+        own = rows.groupby("decoder")
+        seconds, peaks = own["first_token_seconds"].median(), own["peak_bytes"].max().replace(0, np.nan)
+        parts[size] = summarise(rows, ["same", "tokens_per_forward", *TIMED])
+        parts[size] = parts[size].assign(first_token_seconds=seconds, peak_bytes=peaks)
+    return pd.concat(parts, names=["batch_size"])
 
 
 def _by_depth(quality: pd.DataFrame) -> pd.DataFrame:

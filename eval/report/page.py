@@ -17,27 +17,14 @@ from markdown_it import MarkdownIt
 from ..decoders import AR, EXACT, LOOKUP, WEDLM
 from ..files import write_text
 from ..sweep import FIELDS
+from ..table import TITLES, cells
 from .figures import figures
-from .numbers import AREA_LOSS, TITLES, Numbers
+from .numbers import AREA_LOSS, Numbers
 
 BLOCKS = ("summary", "tasks", "batches", "depths", "setup", "front")
 MOST_DEPTHS = 8
 ALL_TASKS = "all tasks"
 _PLACE = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- /measured -->)", flags=re.DOTALL)
-
-FORMATS = {
-    "quality": (100, ".1f", " %"),
-    "same": (100, ".0f", " %"),
-    "own_cost": (100, ".0f", " %"),
-    "tokens_per_second": (1, ".0f", ""),
-    "speed": (1, ".2f", "×"),
-    "first_token_seconds": (1000, ".1f", ""),
-    "peak_bytes": (2**-20, ".1f", ""),
-    "answer_tokens": (1, ".0f", ""),
-    "entropy": (1, ".2g", ""),
-    "loss": (1, ".1f", ""),
-}
-"""Factor, format and unit; of other names, two digits."""
 
 
 class Words:
@@ -55,8 +42,11 @@ class Words:
         self._page = environment.get_template("report.html")
         correlations = numbers.prompts.corr("spearman", numeric_only=True)["entropy"]
         own = [name for name in correlations.index if name.startswith("tokens_per_forward")]
+        speeds = cells(numbers.headline, ["speed"])["speed"].to_dict()
         self.facts = {
             "report": report,
+            "speeds": speeds,
+            "is_busy": any("(" in text for text in speeds.values()),  # with the range of an impossible speed
             "headline": numbers.headline.to_dict("index"),
             "is_compared": bool(numbers.headline["same"].notna().all()),  # with AR's answers, token for token
             "steps": pd.DataFrame(numbers.differences, columns=["gap", "spacing"]).eval("gap / spacing"),
@@ -105,32 +95,33 @@ def write_report(
 def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
     """All tables of a report, their cells as texts; `quality` says what quality is."""
     main, errors = ["quality", "tokens_per_forward", "prefix_cacheability"], ["quality", "speed"]
-    timed = ["tokens_per_second", "speed", "first_token_seconds", "own_cost", "same", "peak_bytes"]
+    timed = ["tokens_per_second", "speed", "first_token_seconds", "own_cost", "same"]
+    timed += ["peak_bytes"] * bool(numbers.batches["peak_bytes"].notna().any())
     headline = numbers.headline
     # AR's quality by task, then that of the others with their speeds; the last line is that of all tasks together.
     tasks = pd.concat([numbers.tasks, headline.assign(task=ALL_TASKS).set_index("task", append=True)])
-    by_task = _cells(tasks, ["quality", "tokens_per_forward", "speed"])
+    by_task = cells(tasks, ["quality", "tokens_per_forward", "speed"])
     shown = [name for name in (WEDLM, EXACT, LOOKUP) if name in headline.index]
     columns = [(name, "quality") for name in (AR, *shown[:1])]
     columns += [(name, column) for name in shown for column in ("tokens_per_forward", "speed")]
     titles, texts = TITLES | {"quality": quality}, numbers.prompts.groupby("task").mean().sort_values("entropy")
     made = {
-        "summary": _cells(headline, [*main, "tokens_per_second", "speed"], errors).reset_index(),
+        "summary": cells(headline, [*main, "tokens_per_second", "speed"], errors).reset_index(),
         "tasks": pd.DataFrame(
             {f"{name}: {titles[key]}": by_task.loc[name][key] for name, key in columns}
         ).reset_index(),
-        "batches": _cells(numbers.batches, timed).reset_index(),
+        "batches": cells(numbers.batches, timed).reset_index(),
         "depths": _shares(numbers.depths).reset_index(),
-        "entropy": _cells(texts, texts.columns).reset_index(),
+        "entropy": cells(texts, texts.columns).reset_index(),
     }
     if len(sweep := numbers.sweep):
         settings = sweep[[*FIELDS]].map("{:g}".format, "ignore").fillna("").set_axis(list("Wτλ"), axis=1)
         settings.insert(0, "decoder", sweep["kind"])
-        settings = settings.join(_cells(sweep, ["quality", "loss", *main[1:], "speed"], errors))
+        settings = settings.join(cells(sweep, ["quality", "loss", *main[1:], "speed"], errors))
         made |= {
             "front": settings.loc[sweep[sweep["on_front"]].sort_values("speed", kind="stable").index],
             "sweep": settings,
-            "areas": _cells(numbers.areas, ["area"], ["area"]).reset_index(),
+            "areas": cells(numbers.areas, ["area"], ["area"]).reset_index(),
         }
     return {
         name: table.rename(columns=lambda column: titles.get(column, column.replace("_", " ")))
@@ -142,21 +133,6 @@ def _shares(depths: pd.DataFrame) -> pd.DataFrame:
     """Of the drafts at each depth that were checked, how many passed, as texts."""
     shares = (depths["accepted"] / depths["drafted"]).unstack("depth").iloc[:, :MOST_DEPTHS]
     return shares.map("{:.2f}".format, "ignore").fillna("–").rename(columns=str)
-
-
-def _cells(rows: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] = ()) -> pd.DataFrame:
-    """Values as texts, some with their standard errors; those of AR's own speed have none."""
-
-    def cell(name: str, value: float, error: float) -> str:
-        factor, form, unit = FORMATS.get(name, (1, ".2f", ""))
-        spread = "" if pd.isna(error) or (name, value) == ("speed", 1) else f" ± {factor * error:{form}}"
-        return "–" if pd.isna(value) else f"{factor * value:,{form}}{spread}{unit}"
-
-    made = {}
-    for name in names:
-        errors = rows[f"{name}_error"] if name in with_errors else [float("nan")] * len(rows)
-        made[name] = [cell(name, *pair) for pair in zip(rows[name], errors, strict=True)]
-    return pd.DataFrame(made, index=rows.index)
 
 
 def as_markdown(table: pd.DataFrame) -> str:

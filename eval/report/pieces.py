@@ -1,8 +1,8 @@
 """The measurements of a report as pieces of work that are kept one by one.
 
-Quality is decoded in batches, one setting after the other. Speed is taken in turn (A B A B …); a turn that was cut off
-is taken again as a whole. Decoders whose window adapts look at all rows of a batch, so they get their prompts one at a
-time where quality is measured; prompt lookup takes one at a time anyway.
+Quality is decoded in batches, one setting after the other. Speed is measured in turn (A B A B …); a turn that was cut
+off is repeated as a whole. An adaptive window depends on all sequences of a batch, so its decoders get their prompts
+one at a time where quality is measured; prompt lookup takes one at a time anyway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle, islice
 
 import pandas as pd
@@ -24,8 +23,7 @@ from ...console.progress import LongProgress
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..ar_head import agreeing_tokens, answer_entropy
 from ..decoders import AR, EXACT, LOOKUP, Options
-from ..measure import Row, batches_of, take_turns
-from ..memory import peak_bytes
+from ..measure import Measured, batches_of, take_turns
 from ..prompts import Prompt, answer_limit
 from .request import ReportRequest
 from .store import Store
@@ -40,13 +38,13 @@ class Part:
     decoders: Mapping[str, Options]  # keywords of `generate` by name, AR first
     timed: int  # prompts of each task
     batch_sizes: Sequence[int] = (1,)  # of the times
-    is_compared: bool = False  # with each other alone: times are medians of fewer repeats, memory is not measured
+    is_compared: bool = False  # with each other alone: times are medians of fewer repeats
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Prompts of a part (indices) that some of its decoders (names) decode in turn; `kind` of the rows: quality, speed
-    or memory."""
+    """Prompts of a part (indices) that some of its decoders (names) decode in turn, for their `kind`: quality or
+    speed."""
 
     kind: str
     names: Sequence[str]
@@ -81,7 +79,7 @@ class Measurement:
     console: Console
 
     def run(self, part: Part) -> pd.DataFrame:
-        """Measure what the store does not have yet, with a progress bar; the rows of all pieces of the part."""
+        """Measure the pieces that the store lacks, with a progress bar; returns all lines of the part."""
         pieces = {piece.key(part): piece for piece in self._pieces(part)}
         left = {key: piece for key, piece in pieces.items() if key not in self.store.pieces}
         total, rest = (sum(piece.cost for piece in some.values()) for some in (pieces, left))
@@ -112,23 +110,18 @@ class Measurement:
             for batch in batches:
                 for repeat in range(repeats):
                     yield Piece("speed", names, batch, repeat)
-            for name in () if part.is_compared else names:
-                yield Piece("memory", [name], batches[0])
 
-    def _measure(self, part: Part, piece: Piece) -> list[Row]:
-        if piece.kind == "memory":
-            used = peak_bytes(partial(self._decode, part, piece), self.model.device)
-            return [{"decoder": piece.names[0], "batch_size": len(piece.batch), "peak_bytes": used}]
+    def _measure(self, part: Part, piece: Piece) -> list[Measured]:
         rows = self._decode(part, piece)
         if piece.kind == "quality":
             return [row | self._judged(part, row) for row in rows]
         is_first = len(piece.batch) == 1 and piece.repeat == 0
         return [*rows, *(row | self._judged(part, row) for row in rows if is_first)]
 
-    def _judged(self, part: Part, row: Row) -> Row:
-        """What is known of an answer beside its cost."""
+    def _judged(self, part: Part, row: Measured) -> Measured:
+        """Quality of an answer, and its entropy if it is AR's."""
         asked = self.model, part.prompts[row["prompt"]].tokens, row["tokens"]
-        found: Row = {"kind": "quality"}
+        found: Measured = {"kind": "quality"}
         if row["right"] is not None:
             found["quality"] = float(row["right"])
         elif row["decoder"] == AR and self.request.temperature is None:
@@ -139,12 +132,12 @@ class Measurement:
             found["entropy"] = answer_entropy(*asked)
         return found
 
-    def _decode(self, part: Part, piece: Piece) -> list[Row]:
+    def _decode(self, part: Part, piece: Piece) -> list[Measured]:
         decoders = {name: part.decoders[name] for name in piece.names}
         # What is sampled again is the same, and other prompts draw other numbers.
         torch.manual_seed(int(piece.key(part)[-16:], 16))
         return [
-            {name: value for name, value in row.items() if name != "text"}
+            {name: value for name, value in row.items() if name not in ("text", "turns")}
             for call in piece.calls
             for row in take_turns(self.model, self.tokenizer, part.prompts, decoders, call)
         ]

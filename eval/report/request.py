@@ -1,18 +1,16 @@
-"""What `wedlm report` is asked for. Imports of what takes seconds stand inside: `--help` needs none."""
+"""The request of `wedlm report`. Imports that take seconds stand inside: `--help` needs none."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ...console.prompts import PROMPT_FILE
-from ..options import NANO, RawOption, SetOption, SweepOptions, parse_numbers, parse_settings, read_prompt_file
+from ...console.prompts import read_text
+from ..options import NANO
 
 if TYPE_CHECKING:
     from ..decoders import Options
@@ -20,77 +18,92 @@ if TYPE_CHECKING:
 
 MANAGED = {"strategy", "verification", "window_size", "entropy_threshold", "distance_penalty", "output_trace"}
 MANAGED |= {"max_new_tokens", "do_sample", "temperature"}
-_COUNTED_ON = {"num_beams", "use_cache", "return_dict_in_generate", "eos_token_id"}  # by what counts and cuts answers
+_COUNTED_ON = {"num_beams", "use_cache", "return_dict_in_generate", "eos_token_id"}  # they change counts and answers
+_LEAST = {"max_loss": 0, "count": 1, "sweep_count": 0, "timed": 1, "sweep_timed": 1, "repeats": 1, "batch_size": 1}
+_LEAST |= {"max_new_tokens": 2}
 
 
 @dataclass(frozen=True)
-class ReportRequest(SweepOptions):
+class ReportRequest:
     """Report (lists have commas).
+
+    Attributes:
+        model: folder or Hub id of a checkpoint, or folder of an adapter.
+        file: prompts, one a line, or .jsonl with `prompt` or `messages`, perhaps `answer`, `match` and `task`; - is
+            standard input. Default: tasks.jsonl of the checkpoint folder.
+        raw: continue the prompts as they are, without a chat template.
+        windows: W to try, slots.
+        thresholds: τ to try, nats.
+        penalties: λ to try, nats per position.
+        draft_thresholds: τ of drafts to verify, nats.
+        decoders: decoders, with ar+lookup if you like; AR is always among them.
+        max_loss: points that a picked setting may lose to AR on a task.
+        save_settings: write the picked settings into the checkpoint's generation_config.json; the headline shows them.
+        count: headline prompts of each task.
+        sweep_count: other prompts of each task, for the sweep; 0 leaves it out.
+        timed: headline prompts of each task that are timed.
+        sweep_timed: prompts of each task that are timed in the sweep.
+        repeats: times are medians of so many (sweep, batches: half).
+        batch_sizes: prompts decoded together and timed.
+        batch_size: prompts decoded together for their quality.
+        max_new_tokens: longest answer, in tokens.
+        temperature: temperature of sampling; default: greedy.
+        settings: any other keyword of `generate`; may be repeated.
+        output: folder for report.html, .md, .json, table.csv and partial results.
+        fill: Markdown file whose measured blocks are replaced; may be repeated.
+        figures: folder for the figures as PNG.
+        restart: drop what the output folder holds.
 
     Raises:
         OSError: for a folder that cannot be written to, and for files to fill that cannot be read.
         ValueError: for anything else.
     """
 
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", show_default=False, help="Checkpoint folder or Hub id; default: wedlm-nano."),
-    ] = str(NANO)
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            help=f"{PROMPT_FILE}, perhaps `answer`, `match` and `task`; - is standard input. Default: tasks.jsonl of "
-            "the checkpoint folder.",
-        ),
-    ] = None
-    raw: RawOption = False
-    decoders: Annotated[
-        str, typer.Option(metavar="LIST", help="Decoders, with ar+lookup if you like; AR is always among them.")
-    ] = "block,wedlm,wedlm+typical,wedlm+exact"
-    max_loss: Annotated[float, typer.Option(min=0, help="Points that a picked setting may lose to AR on a task.")] = (
-        1.0
-    )
-    write: Annotated[
-        bool, typer.Option("--write", help="Store the picked settings in the checkpoint; the headline shows them.")
-    ] = False
-    count: Annotated[int, typer.Option(min=1, help="Headline prompts of each task.")] = 100
-    sweep_count: Annotated[int, typer.Option(min=0, help="Other prompts of each task, for the sweep; 0: none.")] = 30
-    timed: Annotated[int, typer.Option(min=1, help="Headline prompts of each task that are timed.")] = 10
-    sweep_timed: Annotated[int, typer.Option(min=1, help="Prompts of each task that are timed in the sweep.")] = 2
-    repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many (sweep, batches: half).")] = 5
-    batch_sizes: Annotated[str, typer.Option(metavar="LIST", help="Prompts decoded together and timed.")] = "1,4,16"
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together where time does not count.")] = 50
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256
-    temperature: Annotated[float | None, typer.Option(help="Temperature of sampling; default: greedy.")] = None
-    settings: SetOption = None
-    output: Annotated[
-        Path, typer.Option(help="Folder for report.html, .md, .json, table.csv and partial results.")
-    ] = Path("build/report")
-    fill: Annotated[
-        list[Path] | None, typer.Option(help="Markdown file whose measured blocks are replaced; may be repeated.")
-    ] = None
-    figures: Annotated[Path | None, typer.Option(help="Folder for the figures as PNG.")] = None
-    restart: Annotated[bool, typer.Option("--restart", help="Drop what the output folder holds.")] = False
+    model: str = str(NANO)
+    file: Path | None = None
+    raw: bool = False
+    windows: tuple[int, ...] = (6, 16)
+    thresholds: tuple[float, ...] = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
+    penalties: tuple[float, ...] = (0, 0.02, 0.1)
+    draft_thresholds: tuple[float, ...] = (0.4, 0.8)
+    decoders: tuple[str, ...] = ("block", "wedlm", "wedlm+typical", "wedlm+exact")
+    max_loss: float = 1.0
+    save_settings: bool = False
+    count: int = 100
+    sweep_count: int = 30
+    timed: int = 10
+    sweep_timed: int = 2
+    repeats: int = 5
+    batch_sizes: tuple[int, ...] = (1, 4, 16)
+    batch_size: int = 50
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    output: Path = Path("build/report")
+    fill: list[Path] | None = None
+    figures: Path | None = None
+    restart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("matplotlib", "pandas", "scipy", "tabulate"):
             if find_spec(name) is None:
                 raise ValueError(f"The report needs {name}: pip install 'wedlm-hf[eval]'.")
-        if self.write and not Path(self.model).is_dir():
-            raise ValueError(f"`--write` needs a checkpoint folder, got {self.model!r}.")
-        if self.write and self.sweep_count == 0:
-            raise ValueError("`--write` stores what the sweep picks, and `--sweep-count 0` asks for none.")
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")
+        if self.save_settings and not (Path(self.model) / "config.json").is_file():
+            raise ValueError(f"`--save-settings` needs a checkpoint folder, got {self.model!r}.")
+        if self.save_settings and self.sweep_count == 0:
+            raise ValueError("`--save-settings` writes the settings that the sweep picks; `--sweep-count 0` has none.")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise ValueError(
                 f"`--temperature` must be above 0 and finite, got {self.temperature}: greedy is the default."
             )
-        if managed := [name for name in self.common_settings if name in MANAGED | _COUNTED_ON]:
+        if managed := [name for name in self.settings if name in MANAGED | _COUNTED_ON]:
             raise ValueError(f"`--set {managed[0]}` is decided by the report: leave it out.")
-        if min(self.timed_batch_sizes) < 1:
-            raise ValueError(f"`--batch-sizes` must be at least 1, got {self.batch_sizes}.")
-        super().__post_init__()
+        if min(self.batch_sizes) < 1:
+            raise ValueError(f"`batch_sizes` must be at least 1, got {min(self.batch_sizes)}.")
+        self.candidates()  # checks its values
         from ..files import check_folder
         from .page import BLOCKS, fill
 
@@ -103,30 +116,29 @@ class ReportRequest(SweepOptions):
             if folder is not None:
                 check_folder(folder)
 
-    @property
-    def timed_batch_sizes(self) -> list[int]:
-        """Those of the headline's times; 1 is always among them."""
-        return sorted({1, *parse_numbers("--batch-sizes", self.batch_sizes, int)})
+    def candidates(self) -> dict[str, dict[str, Any]]:
+        """Keywords of `generate` by name, for all combinations."""
+        from ..sweep import candidates
 
-    @property
-    def common_settings(self) -> dict[str, Any]:
-        """Keywords of `generate` for every decoder, AR too."""
-        return parse_settings(self.settings)
+        return candidates(self.windows, self.thresholds, self.penalties, self.draft_thresholds, self.decoders)
 
     def common(self, decoders: Mapping[str, Options]) -> dict[str, Options]:
         """The keywords of each decoder, with those of all."""
-        shared = {**self.common_settings, "max_new_tokens": self.max_new_tokens, "do_sample": False}
+        shared = {**self.settings, "max_new_tokens": self.max_new_tokens, "do_sample": False}
         if self.temperature is not None:
             shared |= {"do_sample": True, "temperature": self.temperature}
         return {name: {**options, **shared} for name, options in decoders.items()}
 
     def prompts(self) -> tuple[list[Prompt], str]:
-        """The prompts, and where they are from.
+        """The prompts, and the name of their file.
 
         Raises:
             OSError: for a file that cannot be read.
             ValueError: for a malformed one, and where neither a file nor the checkpoint brings prompts.
         """
-        from ..prompts import TASKS_FILE, read_tasks
+        from ..prompts import TASKS_FILE, read_prompts, read_tasks
 
-        return (read_tasks(Path(self.model)), TASKS_FILE) if self.file is None else read_prompt_file(self.file)
+        if self.file is None:
+            return read_tasks(Path(self.model)), TASKS_FILE
+        name, text = read_text(self.file)
+        return read_prompts(name, text), name

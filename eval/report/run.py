@@ -74,14 +74,14 @@ def run(
             sweep = sweep_numbers(sweep_table, tried)
             picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
         stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
-        chosen = candidates[picked] if request.write and picked else vars(stored)
+        chosen = candidates[picked] if request.save_settings and picked else vars(stored)
         settings = {name: chosen[name] for name in FIELDS}
         headline = {  # verified decoding needs no settings: the stored ones are for unverified decoding
             name: configured(name, *settings.values()) if name in (BLOCK, WEDLM) else keywords
             for name, keywords in COMPARED.items()
             if name in tried["kind"].unique()
         }
-        shown = Part("headline", others, request.common(headline), request.timed, request.timed_batch_sizes)
+        shown = Part("headline", others, request.common(headline), request.timed, sorted({1, *request.batch_sizes}))
         table = measurement.run(shown)
     about = _about(request, decides, source) | {"settings": settings, "picked": picked}
     about["data"] |= _data(request, model, encoded, {"tuning": tuning, "headline": others})
@@ -89,9 +89,11 @@ def run(
     words = write_report(about, numbers, request.output, request.figures, request.fill or ())
     for text in filter(None, (words.block("summary"), words.block("chosen"))):
         console.print(text, highlight=False, soft_wrap=True)
-    if request.write and picked:
+    if request.save_settings and picked:
         write_settings(Path(request.model), settings)
-        console.print(f"{Path(request.model) / 'generation_config.json'}: {picked}", highlight=False)
+        path = Path(request.model) / "generation_config.json"
+        written = ", ".join(f"{name} = {value:g}" for name, value in settings.items())
+        console.print(f"{path} now has {written}.", highlight=False, soft_wrap=True)
     console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
     return picked
 
@@ -112,7 +114,7 @@ def _decides(
         "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
         "generation config": {name: value for name, value in stored if name not in skipped},
         "grid": list(request.candidates()),
-        "settings": request.common_settings,
+        "settings": request.settings,
         "measuring": {name: getattr(request, name) for name in measuring},
         "machine": {"wedlm_hf": import_module("...", __package__).__version__, **environment(model)},
     }
@@ -125,7 +127,7 @@ def _about(request: ReportRequest, decides: Mapping[str, Any], source: str) -> d
         "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
         "weights": decides["model"],
         "environment": decides["machine"],
-        "common_settings": request.common_settings,
+        "common_settings": request.settings,
         "timing": decides["measuring"],
         "max_loss": request.max_loss,
         "data": {"source": source},

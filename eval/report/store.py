@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub.utils import WeakFileLock
 
 from ..files import write_text
-from ..measure import Row
+from ..measure import Measured
 
 FILE = "measured.jsonl"
 
@@ -26,17 +26,17 @@ class Store:
     def __init__(self, path: Path, request: Mapping[str, Any], restart: bool):
         self.path = path
         self.request = json.loads(json.dumps(request))
-        self.pieces: dict[str, list[Row]] = {} if restart or not path.exists() else self._read()
+        self.pieces: dict[str, list[Measured]] = {} if restart or not path.exists() else self._read()
         lines = [{"request": self.request}, *({"piece": name, "rows": rows} for name, rows in self.pieces.items())]
         write_text(path, "".join(map(_line, lines)))  # anew, so that no line is cut off in the middle
 
-    def put(self, piece: str, rows: list[Row]) -> None:
+    def put(self, piece: str, rows: list[Measured]) -> None:
         """Keep the rows of a piece."""
         self.pieces[piece] = rows
         with open(self.path, "a", encoding="utf-8", newline="\n") as file:
             file.write(_line({"piece": piece, "rows": rows}))
 
-    def _read(self) -> dict[str, list[Row]]:
+    def _read(self) -> dict[str, list[Measured]]:
         otherwise = "choose another `--output`, or begin anew (--restart)."
         first, *lines = self.path.read_text(encoding="utf-8").split("\n")
         try:

@@ -123,7 +123,7 @@ function show(trace) {
     for (const run of runs) prepare(run, prompt_tokens.length);
     for (const run of runs) run.difference = runs.length > 1 ? firstDifference(...runs) : null;
   }
-  const count = trace.recordings.length, {verified, timed_runs} = trace.recordings[0].runs[0], machine = trace.environment;
+  const count = trace.recordings.length, {verified, turns} = trace.recordings[0].runs[0], machine = trace.environment;
   $("chooser").replaceChildren(...trace.recordings.map((recording, index) => el("option", {value: index, title: recording.prompt}, `${index + 1} of ${count}`)));
   $("chooser").hidden = count === 1;
   const legend = (style, text) => el("span", {}, el("i", {style}), text);
@@ -134,7 +134,7 @@ function show(trace) {
     legend("border: 1.5px dashed var(--mask)", "mask"),
     ...(verified ? [legend("border: 1.5px solid var(--rejected)", "rejected by the AR head")] : []),
     el("span", {}, "sure", el("i", {class: "ramp", style: `background: linear-gradient(90deg, ${[0, .1, .25, .45, .7, 1].map(share => heat(share, 1)).join(", ")})`}), "unsure (entropy)"));
-  const times = timed_runs > 1 ? `medians of ${timed_runs} runs` : timed_runs ? "of one run" : "those of the recorded run,";
+  const times = turns.length > 1 ? `medians of ${turns.length} runs` : turns.length ? "of one run" : "those of the recorded run,";
   $("machine").textContent = `Times: ${times} on ${machine.device}, ${plural(machine.threads, "thread")}, torch ${machine.torch}, transformers ${machine.transformers}, ${machine.dtype}.`;
 }
 
@@ -319,13 +319,21 @@ function render() {
   drawLanes();
 }
 
+/* More than the forwards allow, the speed is shown as its range over the turns: the machine was busy. */
+function range(main, other) {
+  if (other.seconds / main.seconds <= main.tokens.length / main.steps.length) return null;
+  const between = (low, high) => (low(...other.turns, other.seconds) / high(...main.turns, main.seconds)).toFixed(1);
+  return `${between(Math.min, Math.max)} to ${between(Math.max, Math.min)}×`;
+}
+
 function outcome(run, index, done) {
   const [main, other] = runs();
   if (!done) return [];
   const chips = [chip("done")];
   if (index === 0 && other) {
     const ratio = other.seconds / main.seconds;
-    chips.push(ratio >= 1 ? chip(`${ratio.toFixed(1)}× as fast as AR`, "good") : chip(`${(1 / ratio).toFixed(1)}× slower than AR`, "bad"));
+    if (range(main, other)) chips.push(chip(`${range(main, other)} as fast as AR: busy machine`));
+    else chips.push(ratio >= 1 ? chip(`${ratio.toFixed(1)}× as fast as AR`, "good") : chip(`${(1 / ratio).toFixed(1)}× slower than AR`, "bad"));
     chips.push(badge(main, other));
   }
   return chips;

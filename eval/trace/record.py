@@ -24,7 +24,8 @@ from ..decoders import AR, Options
 from ..fingerprint import fingerprint
 from ..measure import Decoding, ForwardCounter, decode_call, environment
 from ..prompts import Prompt, answer_limit, encode_prompt
-from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, Recording, Run, Step, Trace
+from ..speed import MOST_TURNS, in_turn, speed_of
+from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, RecordedForward, Recording, Run, Trace
 from .text import pieces_of, token_text
 
 Call = tuple[list[Decoding], Any, ForwardCounter]
@@ -35,8 +36,8 @@ LEAST_SHARE = 0.001
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to decode, and how.
+class DecodingRequest:
+    """Prompts, and how to decode them.
 
     Attributes:
         prompts: at least one; a text is a single turn of the user.
@@ -75,7 +76,7 @@ class Request:
 def record(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    request: Request,
+    request: DecodingRequest,
     *,
     model_name: str,
     repeats: int = 5,
@@ -85,8 +86,9 @@ def record(
 ) -> Trace:
     """Decode prompts and keep every step.
 
-    Each prompt is decoded once to see its steps and `repeats` times, decoders taking turns, to see their times:
-    recording costs time of its own, and so does a first call.
+    Each prompt is decoded once to record its steps and then `repeats` times, decoders in turn, to measure their times:
+    recording takes time, and so does a first call. While the speed is impossible (see [`Speed`]), up to five turns are
+    taken.
 
     Args:
         model: in evaluation mode.
@@ -107,11 +109,14 @@ def record(
     for prompt, tokens in track(request.encode(model, tokenizer), title):
         decoders = request.decoders(model, len(tokens))
         calls: dict[str, list[Call]] = {name: [] for name in decoders}
-        for turn, (name, options) in itertools.product(range(repeats + 1), decoders.items()):
-            kept = {} if turn else {"output_logits" if name == AR else "output_trace": True}
-            told = None if turn or streamer is None else streamer(name)
-            call = decode_call(model, tokenizer, [tokens], {**options, **kept}, told, seed=request.seed)
-            calls[name].append(call)
+        for turn in itertools.count():
+            if turn > repeats and (turn > MOST_TURNS or _is_speed_known(list(calls.values()))):
+                break
+            for name, options in decoders.items():
+                kept = {} if turn else {"output_logits" if name == AR else "output_trace": True}
+                told = None if turn or streamer is None else streamer(name)
+                call = decode_call(model, tokenizer, [tokens], {**options, **kept}, told, seed=request.seed)
+                calls[name].append(call)
         runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
         recordings.append(Recording(prompt, tokens, runs))
     ids = set[int]().union(*(recording.token_ids for recording in recordings))
@@ -124,6 +129,12 @@ def record(
         special=sorted(ids & set(tokenizer.all_special_ids)),
         recordings=recordings,
     )
+
+
+def _is_speed_known(calls: Sequence[Sequence[Call]]) -> bool:
+    """Whether the speed is possible. Recorded calls count only where there are no others."""
+    own, *ar = ([call[0][0] for call in (some[1:] or some)] for some in calls)
+    return not ar or speed_of([in_turn(ar[0])], [in_turn(own)]).is_known
 
 
 def _run(
@@ -157,12 +168,14 @@ def _run(
         text=decoding.text,
         steps=steps,
         seconds=seconds,
-        timed_runs=len(clocks),
+        turns=[round(call[0][0].seconds, 7) for call in timed],
         stats=dict(zip(COUNTS, counts, strict=True)),
     )
 
 
-def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits: torch.Tensor) -> list[Step]:
+def _ar_steps(
+    prompt: list[int], tokens: list[int], starts: list[float], logits: torch.Tensor
+) -> list[RecordedForward]:
     """The first forward reads the prompt, each other one the last token; logits `(len(tokens), V)`."""
     steps, sequence = [], prompt + tokens
     numbers = zip(starts, token_entropy(logits).tolist(), _shares(*likeliest(logits)), strict=True)
@@ -170,7 +183,7 @@ def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits:
         end = len(prompt) + index
         first = end - 1 if index else 0
         steps.append(
-            Step(
+            RecordedForward(
                 start=start,
                 tokens=sequence[first:end],
                 positions=list(range(first, end)),
@@ -198,10 +211,10 @@ def _parallel_steps(
     starts: list[float],
     trace: Sequence[TraceStep],
     settings: WeDLMGenerationSettings,
-) -> list[Step]:
+) -> list[RecordedForward]:
     """Steps of the only row of a call."""
     sequence, is_verified = dict(enumerate(prompt + tokens)), settings.verification != "none"
-    steps: list[Step] = []
+    steps: list[RecordedForward] = []
     settled: set[int] = set()  # positions
     end = len(prompt)  # where final tokens end
 
@@ -224,7 +237,7 @@ def _parallel_steps(
         rows = zip(positions, read, kinds, strict=True)
         drafts = [(position, token) for position, token, kind in rows if kind == FILLED and is_verified]
         steps.append(
-            Step(
+            RecordedForward(
                 start=start,
                 tokens=read,
                 positions=positions,
@@ -274,16 +287,5 @@ def decodings(trace: Trace) -> dict[str, list[Decoding]]:
     found: dict[str, list[Decoding]] = {}
     for run in (run for recording in trace.recordings for run in recording.runs):
         counts = (run.stats["forwards"], run.stats["token_instances"])
-        found.setdefault(run.name, []).append(Decoding(run.tokens, run.text, *counts, run.seconds))
+        found.setdefault(run.name, []).append(Decoding(run.tokens, run.text, *counts, run.seconds, turns=run.turns))
     return found
-
-
-def check_model(trace: Trace, name: str, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ValueError` unless the trace was made with this model."""
-    there = fingerprint(model, tokenizer)
-    other = [part for part, digest in trace.fingerprint.items() if there.get(part) != digest]
-    if other:
-        raise ValueError(
-            f"The trace was made with another model than {name!r}: {' and '.join(other)} differ from those of "
-            f"{trace.model!r}, with which it was made."
-        )

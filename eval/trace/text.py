@@ -1,4 +1,4 @@
-"""Text of tokens, and text for terminals."""
+"""Text of tokens."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ from itertools import takewhile
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-GROUP_STYLES = ("cyan", "magenta")
-"""In turn for the tokens that became final in the same forward."""
+from ...console.streaming import REPLACEMENT
 
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 """Byte-level tokenizers write bytes as these letters."""
-
-_SIGNS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
-_SIGNS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), ord(REPLACEMENT))
-
-
-def printable(text: str) -> str:
-    """Control characters but line ends and tabs, which could move the cursor or worse, as `␛` and the like."""
-    return text.translate(_SIGNS)
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:

@@ -4,7 +4,7 @@ Installed beside vLLM, it is found by itself (entry point `vllm.general_plugins`
 `LLM(CHECKPOINT)` loads WeDLM checkpoints. They decode like any AR model. One flag makes it verified parallel decoding,
 whose output is the same in fewer forwards:
 
-    vllm serve CHECKPOINT \
+    vllm serve CHECKPOINT --dtype float32 \
         --speculative-config '{"model": "wedlm_hf.serving.vllm.Proposer", "num_speculative_tokens": 16}'
 
 docs/serving.md goes through every option.
@@ -22,6 +22,12 @@ def __getattr__(name: str) -> Any:
     """Imports [`Proposer`], and with it vLLM, on first use."""
     if name != "Proposer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .proposer import Proposer
+    from .options import NEEDS_VLLM
 
+    try:
+        from .proposer import Proposer
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "vllm":
+            raise
+        raise ImportError(NEEDS_VLLM) from error
     return Proposer

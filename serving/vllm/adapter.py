@@ -17,7 +17,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
-from ...adapters.adapter_files import MaskAdapterSettings, StoredMaskAdapter, check_base
+from ...adapters.adapter_files import MaskAdapterSettings, StoredMaskAdapter
 from ...adapters.mask_adapter import PreviousTokenHead
 from ...generation.sampling import SHORTLIST
 
@@ -64,23 +64,19 @@ class VllmMaskAdapter(nn.Module):
         name: folder or Hub id.
         model: the [`WeDLMForCausalLM`] that it is put into, with its weights loaded.
         most_rows: of a step.
-        any_base: see [`MaskAdapterMixin.load_mask_adapter`].
 
     Raises:
         OSError: for missing or damaged files.
-        ValueError: for an adapter of another base or another mask token, and weights that do not fit.
+        ValueError: for weights that do not fit.
     """
 
     flags: torch.Tensor
     mask_embedding: torch.Tensor
 
-    def __init__(self, name: str, model: Any, most_rows: int, any_base: bool):
+    def __init__(self, name: str, model: Any, most_rows: int):
         super().__init__()
         stored = StoredMaskAdapter.read(name)
         settings = stored.settings
-        samples = (model.model.embed_tokens, model.model.norm)  # which processes of a group may lack
-        if get_tensor_model_parallel_rank() == 0 and all(hasattr(sample, "weight") for sample in samples):
-            check_base(model, stored.base, any_base=any_base)
         parameter = next(model.model.parameters())
         self.dtype, device = parameter.dtype, parameter.device
         weights = {key: weight.to(device, self.dtype) for key, weight in stored.weights.items()}

@@ -57,7 +57,7 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
         """Loads the checkpoint, then the mask adapter."""
         loaded = super().load_weights(weights)
         if (name := self._options.mask_adapter) is not None:
-            self.adapter = VllmMaskAdapter(name, self, self._most_rows, self._options.any_base)
+            self.adapter = VllmMaskAdapter(name, self, self._most_rows)
             loaded |= {f"adapter.{parameter}" for parameter, _ in self.adapter.named_parameters()}
         return loaded
 

@@ -3,14 +3,20 @@
 This module does not import vLLM.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from ...adapters.adapter_files import PEFT_TYPE, read_adapter_config
+from safetensors import safe_open
+from transformers.utils import cached_file
+
+from ...adapters.adapter_files import BASE_FIELDS, PEFT_TYPE, compare_bases, digest, read_adapter_config
 from ...generation.settings import WeDLMGenerationSettings, check_mask_token_id
 from ...modeling_wedlm.loading import ADAPTER_FILE, find_checkpoint
 
+NEEDS_VLLM = "WeDLM's plug-in for vLLM needs vLLM, on a machine with a GPU: pip install 'wedlm-hf[vllm]'."
 ARCHITECTURE = "WeDLMForCausalLM"
 PROPOSER = "wedlm_hf.serving.vllm.Proposer"
 # vLLM verifies at most so many speculative tokens of a request at once.
@@ -29,6 +35,7 @@ class EngineOptions:
         is_drafting: verified parallel decoding (`speculative_config`).
         mask_adapter: folder or Hub id of a mask adapter.
         any_base: take the mask adapter also where the weights are not those that it was trained for.
+        always_draft: every step has drafts, whatever they gain: for tests of equality.
         verification: `"none"`: the paper's decoder. Without either decoding is AR.
         window_size, entropy_threshold, distance_penalty: of the paper's decoder, for requests that do not state their
             own; default: the checkpoint's, else [`WeDLMGenerationSettings`]'.
@@ -37,6 +44,7 @@ class EngineOptions:
     is_drafting: bool = False
     mask_adapter: str | None = None
     any_base: bool = False
+    always_draft: bool = False
     verification: str | None = None
     window_size: int | None = None
     entropy_threshold: float | None = None
@@ -50,11 +58,11 @@ class EngineOptions:
         names = [name for name in cls.__dataclass_fields__ if name != "is_drafting"]
         if not isinstance(own, Mapping) or not set(own) <= set(names):
             raise ValueError(f"`additional_config['wedlm']` may hold {', '.join(map(repr, names))}, got {own!r}.")
-        adapter, any_base = own.get("mask_adapter"), own.get("any_base", False)
-        if not isinstance(adapter, str | None) or not isinstance(any_base, bool):
+        flags = [own.get("any_base", False), own.get("always_draft", False)]
+        if not isinstance(own.get("mask_adapter"), str | None) or not all(isinstance(flag, bool) for flag in flags):
             raise ValueError(
-                "Of `additional_config['wedlm']`, 'mask_adapter' is the name of a folder or Hub id and 'any_base' is "
-                f"true or false; got {own!r}."
+                "Of `additional_config['wedlm']`, 'mask_adapter' is the name of a folder or Hub id, 'any_base' and "
+                f"'always_draft' are true or false; got {own!r}."
             )
         is_streaming = own.get("verification") == "none"
         if "verification" in own and not is_streaming:
@@ -90,10 +98,9 @@ class EngineOptions:
                 raise ValueError(
                     "A mask adapter cannot be served together with vLLM's LoRA: merge the LoRA into the checkpoint."
                 )
-            find_checkpoint(self.mask_adapter, file=ADAPTER_FILE)
-            kind = read_adapter_config(self.mask_adapter).get("peft_type")
-            if kind != PEFT_TYPE:
-                raise ValueError(f"{self.mask_adapter!r} is no mask adapter: its `peft_type` is {kind!r}.")
+            self._check_adapter(self.mask_adapter, vllm_config.model_config)
+        if self.always_draft and not self.is_drafting:
+            raise ValueError("'always_draft' goes with `speculative_config`, which switches verified decoding on.")
         if not self.is_drafting and not self.verification:
             return
         if config.mask_token_id is None:
@@ -113,6 +120,41 @@ class EngineOptions:
             )
         if spec.rejection_sample_method == "synthetic":
             raise ValueError("Verified decoding of WeDLM cannot accept drafts at synthetic rates.")
+
+    def _check_adapter(self, name: str, model_config: Any) -> None:
+        find_checkpoint(name, file=ADAPTER_FILE)
+        adapter = read_adapter_config(name)
+        if (kind := adapter.get("peft_type")) != PEFT_TYPE:
+            raise ValueError(f"{name!r} is no mask adapter: its `peft_type` is {kind!r}.")
+        base = adapter.get("base")
+        own = base_of_checkpoint(model_config.model, model_config.hf_config, getattr(model_config, "revision", None))
+        try:
+            compare_bases(own, base if isinstance(base, dict) else {}, any_base=self.any_base)
+        except ValueError as error:
+            raise ValueError(f"'mask_adapter' {name!r}: {error} On vLLM pass it as 'any_base': true.") from None
+
+
+def base_of_checkpoint(name: str, config: Any, revision: str | None = None) -> dict[str, Any]:
+    """What [`base_of`] says of a model, from the files of its checkpoint.
+
+    Args:
+        name: folder or Hub id.
+        config: of the model.
+        revision: of a Hub id.
+    """
+    own = {field: getattr(config, field, None) for field in BASE_FIELDS}
+    options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    names = "model.norm.weight", "model.embed_tokens.weight"
+    index = cached_file(name, "model.safetensors.index.json", **options)
+    files = json.loads(Path(index).read_text())["weight_map"] if index else dict.fromkeys(names, "model.safetensors")
+    weights = []
+    for key in names:
+        path = cached_file(name, files.get(key, ""), **options) if files.get(key) else None
+        if path is None:
+            return own  # weights of another kind: vLLM loads them, and sizes are compared alone
+        with safe_open(path, "pt") as stored:
+            weights.append(stored.get_slice(key)[:64] if key == names[1] else stored.get_tensor(key))
+    return own | {"weights": digest(*weights)}
 
 
 @dataclass(frozen=True)

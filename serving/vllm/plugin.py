@@ -2,11 +2,14 @@
 
 from typing import Any
 
-import vllm
-from packaging.version import Version
-from vllm.logger import init_logger
+from .options import ARCHITECTURE, NEEDS_VLLM, EngineOptions, RequestOptions
 
-from .options import ARCHITECTURE, EngineOptions, RequestOptions
+try:
+    import vllm
+    from packaging.version import Version
+    from vllm.logger import init_logger
+except ModuleNotFoundError as error:
+    raise ImportError(NEEDS_VLLM) from error
 
 # The versions whose internals this plug-in was tested with: from the first to below the second.
 SUPPORTED = "0.32", "0.33"

@@ -246,7 +246,7 @@ def refused(tmp_path: Path, base: Any, error: type[Exception], message: str, **s
         ({"tokens": 0}, "`tokens` must be greater than 0, got 0"),
         ({"minutes": 0.0}, "`minutes` must be greater than 0, got 0.0"),
         ({"minutes": float("nan")}, "`minutes` must be greater than 0, got nan"),
-        ({"tokens": None}, "A budget is needed: `minutes` of work or `tokens` of answers"),
+        ({"tokens": None}, "A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers"),
         ({"answers": Path("a.jsonl")}, "`answers` need no `prompts`"),
         ({"start": "a"}, "The adapter 'a' has its own `rank` and `head_width`: leave these out"),
     ],
@@ -292,7 +292,7 @@ def test_a_chat_data_set_holds_prompts(tmp_path, base, monkeypatch):
 
 def test_the_command_says_what_is_wrong_in_one_line(tmp_path, base):
     for words, message in (
-        ([], "Error: A budget is needed: `minutes` of work or `tokens` of answers.\n"),
+        ([], "Error: A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers.\n"),
         (["--tokens", "0"], "Error: `tokens` must be greater than 0, got 0.\n"),
         (["--minutes", "1", "--prompts", str(tmp_path / "no.txt")], "No such file or directory"),
     ):

@@ -257,7 +257,11 @@ def test_on_a_terminal_of_any_width_every_row_of_an_answer_stays(width, monkeypa
         assert "1.50 tokens per forward"[: width - 1] in file.getvalue()
     rows = [row.plain for row in rows if isinstance(row, Text)]  # not what moves the cursor
     assert "".join("".join(rows).split()) == "".join(text.replace("\x1b", "␛").split())
-    assert all(len(row) <= width for row in rows)
+    assert all(len(row.rstrip()) <= width for row in rows)
+    words = {word for row in rows for word in row.split()}
+    assert {
+        word for word in text.replace("\x1b", "␛").split() if len(word) <= width
+    } <= words  # neither cut nor joined
     assert "" in rows  # the empty line
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1  # the cursor
 
@@ -280,26 +284,54 @@ def test_without_a_checkpoint_it_says_what_wedlm_nano_can_do(nano):
     assert result.exit_code == 0 and "type /reset before the next" in result.stderr
 
 
-@pytest.mark.parametrize(("terminal", "sign"), [("xterm", b"1.00 tokens per forward"), ("dumb", b"10, 15")])
-def test_ctrl_c_stops_an_answer_and_not_the_program(nano, tmp_path, monkeypatch, terminal, sign):
-    monkeypatch.setenv("TERM", terminal)
-    monkeypatch.setenv("COLUMNS", "30")
-    words = ["chat", str(NANO), "--strategy", "ar", "--set", "min_new_tokens=450", "--max-new-tokens", "460"]
-    run = start([*words, "--threads", "1"], tmp_path, typing=True)
+@pytest.fixture
+def typing(tmp_path, monkeypatch):
+    """A chat on a terminal of its own: waits until it shows something, then types; returns all that it showed."""
+    runs = []
 
-    def type_once(shown, keys):
-        end = time.monotonic() + 100
-        while shown not in run.output and run.code is None and time.monotonic() < end:
-            run.wait(0.05)
-        assert shown in run.output, run.output
-        run.output = b""
-        os.write(run.terminal, keys)
+    def begin(terminal, *words):
+        monkeypatch.setenv("TERM", terminal)
+        monkeypatch.setenv("COLUMNS", "90")
+        monkeypatch.setenv("PROMPT_TOOLKIT_NO_CPR", "1")  # this terminal does not answer
+        run = start(["chat", str(NANO), "--threads", "1", *words], tmp_path, typing=True)
+        runs.append(run)
 
-    type_once(b"> ", b"Count from 5 to 50 by 5.\n")
-    type_once(sign, b"\x03")
-    type_once(b"Stopped.", b"\x03")
-    type_once(b"> ", b"/stats\n")
-    type_once(b"1 answer: ", b"\x04")
-    run.wait()
-    assert run.code == 0
-    assert b"Traceback" not in run.output
+        def type_once(shown, keys):
+            end = time.monotonic() + 100
+            while shown not in run.output and run.code is None and time.monotonic() < end:
+                run.wait(0.05)
+            assert shown in run.output, run.output
+            seen, run.output = run.output, b""
+            os.write(run.terminal, keys)
+            return seen
+
+        return type_once
+
+    yield begin
+    for run in runs:
+        run.wait()
+        assert (run.code, b"Traceback" in run.output) == (0, False)
+
+
+@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
+def test_keys_wait_for_the_prompt_and_ctrl_c_stops_an_answer(nano, typing, terminal):
+    type_once = typing(terminal, "--strategy", "ar", "--set", "min_new_tokens=150", "--max-new-tokens", "150")
+    type_once(b"Ctrl-D ends.", b"Count from 5 to 50 by 5.\r")
+    type_once(b"30", b"/stats\r")
+    shown = type_once(b"1 answer: ", b"Sort: 31, 7\r")
+    assert shown.index(b"Cut off after 150 tokens.") < shown.index(b"/stats")
+    type_once(b"> ", b"")
+    type_once(b"1.00 tokens per forward" if terminal == "xterm" else b", ", b"\x03")
+    type_once(b"Stopped.", b"\x03/stats\r")
+    type_once(b"2 answers: ", b"\x04")
+
+
+def test_a_paste_is_one_turn_however_long_it_is(nano, typing):
+    type_once = typing("xterm")
+    type_once(b"Ctrl-D ends.", b"\x1b[200~Count from 5\nto 50 by 5.\x1b[201~\r")
+    type_once(b"from the cache", b"/stats\r")
+    type_once(b"1 answer: ", b"/reset\r")
+    text = "7 " * 4000
+    type_once(b"forgotten", b"\x1b[200~" + text.encode() + b"\x1b[201~\r")
+    length = len(encode(nano[1], [{"role": "user", "content": text.strip()}]))
+    type_once(f"has {length}".encode(), b"\x04")

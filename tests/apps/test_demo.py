@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,14 @@ from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import demo as server
 from wedlm_hf.apps.demo import Demo, Form, application
 from wedlm_hf.apps.demo_models import IN_MEMORY, Choice, Models
 from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.eval.trace.page import page
 from wedlm_hf.eval.trace.saved import Trace
+from wedlm_hf.modeling_wedlm.loading import load_model
 
 PROMPT = "1, 2, 3"
 
@@ -79,7 +82,7 @@ def test_a_run_holds_what_both_decoders_answer_and_tells_how_it_goes(run, demo, 
     assert [event["at"] for event in events[:2]] == ["waiting", "loading"]
 
 
-def test_ar_is_decoded_anew_only_where_its_answer_may_differ(run):
+def test_ar_is_decoded_anew_only_where_its_answer_or_its_times_may_differ(run, monkeypatch):
     _, events = run()
     first, ar = events[-1], trace_of(events).recordings[0].runs[1]
     _, events = run(keep=first["run"], window_size=2, verification="exact")
@@ -87,9 +90,36 @@ def test_ar_is_decoded_anew_only_where_its_answer_may_differ(run):
     assert kept.recordings[0].runs[1] == ar
     assert kept.recordings[0].runs[0].settings["window_size"] == 2
     assert not any(event.get("decoder") == "ar" for event in events)
+    assert events[-1]["kept_ar"] and not first["kept_ar"]
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "is_impossible", lambda trace: True)
+        _, events = run(keep=first["run"], window_size=2)
+    assert not events[-1]["kept_ar"] and {"at": "timing"} in events
+    assert len(trace_of(events).recordings[0].runs[1].turns) == len(trace_of(events).recordings[0].runs[0].turns)
     for change in ({"prompt": "Sort 31, 7"}, {"max_new_tokens": 5}, {"temperature": 1.0}, {"seed": 4}, {"keep": "?"}):
         _, events = run(**{"keep": first["run"], **change})
         assert any(event.get("decoder") == "ar" for event in events), change
+
+
+def test_a_mask_adapter_is_verified_unless_the_tab_asks_for_something_else(run, checkpoint, tmp_path):
+    base = load_model(checkpoint)
+    base.add_mask_adapter(MaskAdapterSettings(rank=2))
+    base.save_mask_adapter(tmp_path / "adapter")
+
+    def verification(**fields):
+        return trace_of(run(**fields)[1]).recordings[0].runs[0].settings["verification"]
+
+    assert verification() == "none"
+    assert verification(adapter=str(tmp_path / "adapter")) == "exact"
+    assert verification(adapter=str(tmp_path / "adapter"), verification="none") == "none"
+
+
+def test_a_speed_above_the_tokens_per_forward_is_impossible():
+    def trace(seconds):
+        runs = [SimpleNamespace(seconds=1.0, tokens=[0] * 6, steps=[0] * 3), SimpleNamespace(seconds=seconds)]
+        return SimpleNamespace(recordings=[SimpleNamespace(runs=runs)])
+
+    assert [server.is_impossible(trace(seconds)) for seconds in (0.5, 2.0, 2.1)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +132,7 @@ def test_ar_is_decoded_anew_only_where_its_answer_may_differ(run):
         ({"window_size": ""}, "The request is malformed: window_size: input should be a valid integer, got ''."),
         ({"entropy_threshold": -1}, "`entropy_threshold` must be a number of at least 0, got -1"),
         ({"distance_penalty": -0.5}, "`distance_penalty` must be a number of at least 0, got -0.5."),
-        ({"verification": "maybe"}, "verification: input should be 'none', 'typical' or 'exact', got 'maybe'."),
+        ({"verification": "maybe"}, "verification: input should be 'none', 'exact' or 'typical', got 'maybe'."),
         ({"max_new_tokens": 0}, "`max_new_tokens` must be from 1 to 1024, got 0."),
         ({"temperature": 9}, "`temperature` must be from 0 (greedy) to 5, got 9"),
         ({"seed": -1}, "`seed` must be from 0 to 2**63 - 1, got -1."),

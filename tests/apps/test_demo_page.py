@@ -124,6 +124,19 @@ def test_both_answers_are_shown_as_they_are_and_compared(tab, demo):
     assert page.title() == "See it decode" and page.locator("img").count() == 0
 
 
+def test_a_speed_that_cannot_be_is_a_range(tab):
+    page = tab()
+    page.evaluate("""() => {
+        const entry = structuredClone(asked.current), [run, ar] = entry.trace.recordings[0].runs;
+        Object.assign(run, {seconds: 1, turns: [1, 0.5]});
+        Object.assign(ar, {seconds: 24, turns: [24, 4]});
+        asked.runs = [entry];
+        reopen(entry, true);
+    }""")
+    assert "4.0 to 48.0× as fast as AR: busy machine" in page.locator("#panes .outcome").first.inner_text()
+    assert "4.0 to 48.0×" in page.locator("#runs td").all_text_contents()
+
+
 def test_the_badge_follows_the_tokens_and_not_the_settings(tab):
     page = tab()
     page.evaluate("""() => {
@@ -190,6 +203,7 @@ def test_acceptance_by_depth_is_what_generate_counted(tab, demo):
     page = tab()
     page.locator("#verification label", has_text="exact").click()
     finished(page, 2)
+    assert "AR's run was kept" in page.locator("#status").inner_text()
     recording = trace_of(page).recordings[0]
     loaded = demo.models.load(Choice(str(NANO)))
     output = loaded.model.generate(
@@ -228,11 +242,13 @@ def test_bad_input_is_said_and_the_page_goes_on(tab, tmp_path):
     page.locator("#ask-prompt").fill("  ")
     page.locator("#decode").click()
     expect("The prompt is empty")
-    page.locator("#ask-prompt").fill(DEMO_PROMPTS[0])
+    assert page.locator("#tried").is_hidden()  # it was tried on another prompt
+    ask(page, DEMO_PROMPTS[0])
     page.locator("#window_size").fill("0")
     expect("`window_size` must be an integer of at least 1, got 0.")
     page.locator("#window_size").fill("1.5")
     expect("window_size: input should be a valid integer, got 1.5.")
+    assert page.locator("#tried").is_visible()
     page.locator("#window_size").fill("")
     page.locator("#model").select_option("own")
     page.locator("#decode").click()
@@ -244,6 +260,10 @@ def test_bad_input_is_said_and_the_page_goes_on(tab, tmp_path):
     page.locator("#decode").click()
     expect("it has no config.json")
     page.locator("#own").fill(str(NANO))
+    page.locator("#adapter").fill("an-adapter")
+    page.locator("#adapter").blur()
+    assert page.locator("input[value=exact]").is_checked()
+    page.locator("#adapter").fill("")
     page.locator("#decode").click()
     until(page, f"asked.current && {IDLE}")
     assert error.is_hidden()
@@ -268,8 +288,11 @@ def test_two_tabs_at_once_do_not_mix(tab):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_and_every_control_has_a_name(tab, scheme):
     page = tab(color_scheme=scheme)
-    page.set_viewport_size({"width": 360, "height": 740})
+    page.set_viewport_size({"width": 390, "height": 844})
     page.locator("summary").click()
+    ask(page, DEMO_PROMPTS[2])
+    until(page, "document.getElementById('replay').getBoundingClientRect().top < innerHeight / 2")
+    page.set_viewport_size({"width": 360, "height": 740})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     named = "node => (node.ariaLabel || node.labels?.[0]?.textContent || node.textContent).trim()"
     nameless = page.locator("button, select, input, textarea").evaluate_all(

@@ -10,16 +10,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from peft import LoraConfig, get_peft_model
 from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
-from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters import MaskAdapterSettings
+from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.cli import application
 from wedlm_hf.eval import options
 from wedlm_hf.generation.settings import STRATEGIES, VERIFICATIONS
+from wedlm_hf.modeling_wedlm.loading import load_model
 
 COMMANDS = typer.main.get_command(cli.app).commands
 
@@ -37,6 +41,15 @@ def run(*words, stdout=subprocess.PIPE, **environment):
         stderr=subprocess.PIPE,
         env=os.environ | environment,
     )
+
+
+def save_lora(base, folder):
+    """A LoRA whose updates are not zero."""
+    model = get_peft_model(load_model(base), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +74,9 @@ def folder(tmp_path_factory):
     other = tiny_model(seed=1)
     other.add_mask_adapter(MaskAdapterSettings(rank=2))
     other.save_mask_adapter(folder / "adapter")
+    tiny_model(seed=1).save_pretrained(folder / "base of adapter")
+    tokenizer.save_pretrained(folder / "base of adapter")
+    save_lora(folder / "model", folder / "lora")
     return folder
 
 
@@ -101,7 +117,7 @@ def test_a_terminal_without_greek_letters_gets_another_sign_for_them():
 @pytest.mark.parametrize(
     ("begun", "offered"),
     [
-        ("wedlm calib", {"calibrate"}),
+        ("wedlm rep", {"report"}),
         ("wedlm generate --verif", {"--verification"}),
         ("wedlm generate --strategy ", set(STRATEGIES)),
         ("wedlm generate --verification ", set(VERIFICATIONS)),
@@ -152,7 +168,6 @@ LOADING = {  # words of each command that loads a checkpoint
     "demo": "--model CHECKPOINT --port 0 --no-browser",
     "serve": "CHECKPOINT --port 0",
     "trace": "hi --model CHECKPOINT --output OUT/page.html",
-    "calibrate": "CHECKPOINT --file prompts.txt",
     "report": "CHECKPOINT --file prompts.txt --output OUT",
     "convert": "CHECKPOINT OUT",
     "train": "--model_name_or_path CHECKPOINT --dataset chats.jsonl --output_dir OUT --use_cpu true --bf16 false",
@@ -186,19 +201,47 @@ def test_a_checkpoint_that_cannot_be_used_is_one_error_of_every_command(refused,
     assert checkpoint in refused(command, checkpoint)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "demo", "serve", "trace", "calibrate", "report"])
+@pytest.mark.parametrize("command", ["generate", "chat", "demo", "serve", "trace", "report"])
 @pytest.mark.parametrize(
     ("option", "message"),
     [
         ("--adapter ./missing", "'./missing'"),
         ("--adapter adapter", "was trained for another model of this shape"),
         ("--device abacus", "`--device abacus` is not available"),
-        ("--dtype int8", "`--dtype` must be one of"),
-        ("--threads 0", "Invalid value for '--threads'"),
+        ("--dtype int8", "Invalid value for '--dtype'"),
+        ("--threads 0", "`threads` must be at least 1, got 0."),
     ],
 )
 def test_an_option_of_loading_that_is_wrong_is_one_error_of_every_command(refused, command, option, message):
     assert message in refused(command, "model", *option.split())
+
+
+LORA = {  # words of each command that takes a LoRA
+    "generate": "hi MODEL --max-new-tokens 4 --no-compare",
+    "trace": "hi MODEL --max-new-tokens 4 --repeats 1 --output OUT/page.html",
+    "report": "MODEL --file prompts.txt --output OUT --decoders ar --sweep-count 0 --max-new-tokens 2 --repeats 1",
+}
+
+
+@pytest.mark.parametrize("command", LORA)
+@pytest.mark.parametrize("named", ["--model lora", "--model model --adapter lora"])
+def test_a_lora_is_merged_wherever_a_model_is_named(folder, tmp_path, monkeypatch, command, named):
+    monkeypatch.chdir(folder)
+    result = invoke(command, *LORA[command].replace("MODEL", named).replace("OUT", str(tmp_path)).split())
+    assert result.exit_code == 0, result.output
+
+
+def test_a_lora_is_written_into_a_checkpoint(folder, tmp_path):
+    for words in ((folder / "model", folder / "lora"), ("--model", folder / "model", folder / "lora")):
+        out = tmp_path / str(len(words))
+        assert invoke("merge", *words, out).exit_code == 0
+        merged, _ = load_adapted(folder / "lora")
+        written = load_model(out).state_dict()
+        assert all(torch.equal(written[name], weight) for name, weight in merged.state_dict().items())
+    for lora, message in (("adapter", "is a mask adapter, which cannot be merged"), ("model", "adapter_config.json")):
+        result = invoke("merge", folder / "base of adapter", folder / lora, tmp_path / "none")
+        assert result.exit_code == 2 and message in result.stderr, result.stderr
+    assert not (tmp_path / "none").exists()
 
 
 def test_only_debug_shows_a_traceback_wherever_it_stands():
@@ -269,24 +312,10 @@ def test_answers_and_what_they_took_are_printed_as_json(folder):
 
 
 def test_a_trace_names_its_files_as_json(folder, tmp_path):
-    words = (
-        "trace",
-        "1, 2",
-        "--model",
-        folder / "model",
-        "--max-new-tokens",
-        4,
-        "--repeats",
-        1,
-        "--output",
-        tmp_path / "a.html",
-    )
-    results = results_of(*words)
+    short = ("--model", folder / "model", "--max-new-tokens", 4, "--repeats", 1)
+    results = results_of("trace", "1, 2", *short, "--output", tmp_path / "a.html")
     assert results["files"] == [str(tmp_path / "a.html")]
     assert results["decoders"]["wedlm"]["new_tokens"] == 4
-    result = invoke("trace", "1, 2", "--terminal", "--json")
-    assert result.exit_code == 2
-    assert "goes without `--terminal`" in result.stderr
 
 
 def test_a_conversion_is_reported_as_json(folder, tmp_path):
@@ -294,17 +323,6 @@ def test_a_conversion_is_reported_as_json(folder, tmp_path):
     assert results["missing_keys"] == results["unexpected_keys"] == []
     assert results["output_dir"] == str(tmp_path / "out")
     assert isinstance(results["mask_token_id"], int)
-
-
-def test_what_calibration_found_is_printed_as_json(folder):
-    pytest.importorskip("pandas")
-    grid = ("--windows", 4, "--thresholds", "0.4", "--penalties", 0, "--draft-thresholds", 1, "--max-new-tokens", 4)
-    words = ("calibrate", folder / "model", "--file", folder / "prompts.txt", "--decoders", "wedlm+exact", *grid)
-    results = results_of(*words)
-    assert results["chosen"] in [trial["setting"] for trial in results["trials"]]
-    assert results["settings"]["slot_cost"] >= 0
-    nothing = results_of(*words[:4], "--decoders", "wedlm", *grid, "--agreement", 1, code=1)
-    assert nothing["chosen"] is None
 
 
 def test_what_adapting_and_training_gave_is_printed_as_json(folder, tmp_path):

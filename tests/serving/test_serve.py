@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -26,7 +27,7 @@ from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation import WindowCache
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
-from wedlm_hf.serving.calls import StopTrimmer
+from wedlm_hf.serving.calls import LARGEST_BATCH, Call, CallManager, StopTrimmer
 from wedlm_hf.serving.server import build_app, listen
 
 NAME = "nano"
@@ -121,12 +122,42 @@ def test_a_chat_is_answered_as_generate_answers_it_streaming_or_not(server, sett
 
 def test_text_is_completed_streaming_or_not(server):
     prompt = server.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
-    options = {"model": NAME, "prompt": prompt, "extra_body": {"generation_config": '{"verification": "exact"}'}}
-    whole = server.client.completions.create(**options)
-    chunks = list(server.client.completions.create(stream=True, **options))
-    assert whole.choices[0].text == ANSWER
-    assert "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
-    assert chunks[-1].usage == whole.usage
+    ids, other = server.tokenizer(prompt).input_ids, prompt.replace("50", "20")
+    options = {"model": NAME, "extra_body": {"generation_config": '{"verification": "exact"}'}}
+    for prompts, answers in (
+        (prompt, [ANSWER]),
+        (ids, [ANSWER]),
+        ([prompt, other], [ANSWER, "5, 10, 15, 20"]),
+        ([ids, server.tokenizer(other).input_ids], [ANSWER, "5, 10, 15, 20"]),
+    ):
+        whole = server.client.completions.create(prompt=prompts, **options)
+        chunks = list(server.client.completions.create(prompt=prompts, stream=True, **options))
+        assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(answers))
+        streamed = dict.fromkeys(range(len(answers)), "")
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            streamed[choice.index] += choice.text
+        assert list(streamed.values()) == answers
+        assert chunks[-1].usage == whole.usage
+    for wrong in ([], [99999], [[]], ["text", 3]):
+        with pytest.raises(openai.BadRequestError) as caught:
+            server.client.completions.create(prompt=wrong, **options)
+        assert caught.value.param.startswith("prompt")
+    biased = server.client.completions.create(
+        model=NAME, prompt=prompt, logit_bias={str(server.tokenizer("7").input_ids[-1]): 100}, max_tokens=3,
+        extra_body={"strategy": "ar"},
+    )  # fmt: skip
+    assert biased.choices[0].text == "777"
+
+
+def test_usage_comes_with_the_last_chunk_alone_or_not_at_all(server):
+    plain, without, alone = (
+        list(server.chat(stream=True, extra_body={"stream_options": options} if options else {}))
+        for options in ({}, {"include_usage": False}, {"include_usage": True})
+    )
+    assert plain[-1].usage and plain[-1].choices
+    assert not any(chunk.usage for chunk in without)
+    assert (alone[-1].choices, alone[-1].usage) == ([], plain[-1].usage)
+    assert not any(chunk.usage for chunk in alone[:-1])
 
 
 def test_a_stream_ends_with_the_line_that_openai_ends_it_with(server):
@@ -148,6 +179,10 @@ def test_a_limit_ends_an_answer_for_its_length(server):
     for option in ("max_tokens", "max_completion_tokens"):
         answer = server.chat(**{option: 4})
         assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 4)
+    late = {"extra_body": {**ENDLESS, "max_time": 0.05}}
+    assert server.chat(**late).choices[0].finish_reason == "length"
+    assert list(server.chat(stream=True, **late))[-1].choices[0].finish_reason == "length"
+    assert server.chat(max_tokens=29).choices[0].finish_reason == "stop"  # the last token is the end
 
 
 def test_an_answer_ends_before_a_stop_string(server):
@@ -155,6 +190,8 @@ def test_an_answer_ends_before_a_stop_string(server):
         assert server.text(stop=["25", "nothing"], **options) == "5, 10, 15, 20, "
         chunks = server.chat(stop="5, 3", stream=True, **options)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "5, 10, 15, 20, 2"
+    for nothing in ("", [], [""]):
+        assert server.text(stop=nothing) == ANSWER
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back_until_it_is_certain():
@@ -176,26 +213,62 @@ def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for(server):
         other.join()
     samples = {server.text(**{**asked, "seed": seed}) for seed in range(4, 8)}
     assert samples - {first}
-    assert server.text(temperature=0, seed=3) == ANSWER
+    assert server.text(temperature=0, seed=3) == server.text(temperature=1e-300) == ANSWER
 
 
-def test_concurrent_requests_are_all_answered(server):
+def test_concurrent_requests_share_calls_and_are_all_answered(server, log):
     answers = {}
 
-    def ask(last):
-        answers[last] = server.text(messages=[{"role": "user", "content": f"Count from 5 to {last} by 5."}])
+    def ask(last, **options):
+        question = [{"role": "user", "content": f"Count from 5 to {int(last)} by 5."}]
+        answers[last] = server.text(messages=question, extra_body={"verification": "exact"}, **options)
 
     threads = [threading.Thread(target=ask, args=(last,)) for last in range(20, 60, 5)]
+    threads += [threading.Thread(target=ask, args=(30.0,), kwargs={"max_tokens": 4})]  # a limit of its own
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert answers.pop(30.0) == "5, 10"
     assert {last: text.split(", ")[-1] for last, text in answers.items()} == {n: str(n) for n in range(20, 60, 5)}
+    log(r"beside \d others")
+
+
+def test_clients_take_turns_and_requests_of_one_kind_go_together():
+    manager = CallManager()
+
+    def waits(client, kind):
+        return SimpleNamespace(call=Call(client), kind=kind)
+
+    manager.waiting = many = [waits("many", number) for number in range(20)]
+    assert manager.next_batch() == many[:1]
+    few = [waits("few", "other"), waits("few", "other")]
+    manager.waiting += few
+    assert manager.next_batch() == few
+    assert manager.next_batch() == many[1:2]
+    manager.waiting = alike = [waits("many", "") for _ in range(20)]
+    manager.waiting = [*alike, few := waits("few", "")]
+    assert few in manager.next_batch() and len(manager.waiting) == 21 - LARGEST_BATCH
+
+
+def test_a_queue_of_one_client_does_not_block_another(server):
+    many = [threading.Thread(target=server.text, kwargs={"extra_body": ENDLESS, "seed": seed}) for seed in range(6)]
+    for thread in many:
+        thread.start()
+    time.sleep(0.1)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="another", max_retries=0) as other:
+        other.chat.completions.create(model=NAME, messages=CHAT)
+    assert any(thread.is_alive() for thread in many)
+    for thread in many:
+        thread.join()
 
 
 def test_the_model_is_listed(server):
     (model,) = server.client.models.list().data
+    assert server.client.models.retrieve(NAME) == model
     assert (model.id, model.max_model_len) == (NAME, 512)
+    with pytest.raises(openai.NotFoundError, match="'org/other' is not served"):
+        server.client.models.retrieve("org/other")
 
 
 def test_the_servers_settings_are_for_requests_that_ask_for_no_other_decoder():
@@ -217,45 +290,75 @@ def post(server, body):
     )
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "said", "param"),
     [
-        ({"model": "gpt-5"}, "The model 'gpt-5' is not served; this server has 'nano'."),
-        ({"extra_body": {"beam": 2}}, "`beam` is not supported by this server"),
-        ({"extra_body": {"generation_config": {"num_beams": 2}}}, "`num_beams` is not supported"),
-        ({"extra_body": {"generation_config": "{"}}, "`generation_config` is no JSON"),
-        ({"extra_body": {"top_k": 3, "generation_config": {"top_k": 4}}}, "leave one out"),
-        ({"extra_body": {"verification": "maybe"}}, "`verification` must be one of"),
-        ({"extra_body": {"window_size": 0}}, "`window_size` must be an integer of at least 1, got 0"),
-        ({"extra_body": {"strategy": "ar", "window_size": 4}}, "`window_size=4` has no meaning with `strategy='ar'`"),
-        ({"extra_body": {"repetition_penalty": 1.2}}, "Use `verification='exact'` or `strategy='ar'`"),
-        ({"frequency_penalty": 0.5}, "Use `verification='exact'` or `strategy='ar'`"),
-        ({"logit_bias": {"7": 1}}, "Use `verification='exact'` or `strategy='ar'`"),
-        ({"n": 2}, "`n`: Input should be 1, got 2"),
-        ({"logprobs": True}, "`logprobs`"),
-        ({"presence_penalty": 1}, "`presence_penalty`"),
-        ({"response_format": {"type": "json_object"}}, "`response_format.type`: Input should be 'text'"),
-        ({"temperature": -1}, "`temperature`: Input should be greater than or equal to 0, got -1"),
-        ({"max_tokens": 0}, "`max_tokens`"),
-        ({"max_tokens": 500}, "This model's context is 512 tokens, but the request asks for 520"),
-        ({"messages": []}, "`messages`"),
-        ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing"),
-        ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens"),
+        ({"model": "gpt-5"}, "The model 'gpt-5' is not served; this server has 'nano'.", "model"),
+        ({"extra_body": {"beam": 2}}, "`beam` is not supported by this server", "beam"),
+        ({"extra_body": {"generation_config": {"num_beams": 2}}}, "`num_beams` is not supported", "num_beams"),
+        ({"extra_body": {"generation_config": "{"}}, "`generation_config` is no JSON", "generation_config"),
+        ({"extra_body": {"top_k": 3, "generation_config": {"top_k": 4}}}, "leave one out", "top_k"),
+        ({"extra_body": {"verification": "maybe"}}, "`verification` must be one of", "verification"),
+        ({"extra_body": {"window_size": 0}}, "must be an integer of at least 1, got 0", "window_size"),
+        ({"extra_body": {"strategy": "ar", "window_size": 4}}, "`window_size=4` has no meaning", "window_size"),
+        ({"extra_body": {"repetition_penalty": 1.2}}, "Use `verification='exact'`", "repetition_penalty"),
+        ({"frequency_penalty": 0.5}, "Use `verification='exact'` or `strategy='ar'`", "frequency_penalty"),
+        ({"frequency_penalty": 0.5, "extra_body": {"repetition_penalty": 1.2}}, "leave one out", "frequency_penalty"),
+        ({"logit_bias": {"7": 1}}, "Use `verification='exact'` or `strategy='ar'`", "logit_bias"),
+        ({"logit_bias": {"99999": 1}}, "the model's token ids are 0 to", "logit_bias"),
+        ({"extra_body": {"suppress_tokens": [3, -1]}}, "the model's token ids are 0 to", "suppress_tokens"),
+        ({"extra_body": {"min_new_tokens": 9}}, "is 9, but the answer may have 8 tokens", "min_new_tokens"),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "set by the server", "chat_template_kwargs"),
+        ({"extra_body": {"stream_options": {"usage": True}}}, "`stream_options", "stream_options.usage"),
+        ({"n": 2}, "`n`: Input should be 1, got 2", "n"),
+        ({"logprobs": True}, "`logprobs`", "logprobs"),
+        ({"presence_penalty": 1}, "`presence_penalty`", "presence_penalty"),
+        ({"response_format": {"type": "json_object"}}, "Input should be 'text'", "response_format.type"),
+        ({"temperature": -1}, "Input should be greater than or equal to 0, got -1", "temperature"),
+        ({"max_tokens": 0}, "`max_tokens`", "max_tokens"),
+        ({"max_tokens": 500}, "context is 512 tokens, but the request asks for 520", "messages"),
+        ({"messages": []}, "`messages`", "messages"),
+        ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing", "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens", "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "Input should be 'text'",
+            None,
         ),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools", "tools"),
     ],
     ids=lambda value: str(value)[:50],
 )
-def test_a_request_that_cannot_be_honoured_is_refused_and_the_server_goes_on(server, options, said, stream):
-    with pytest.raises(openai.APIStatusError) as caught:
-        server.chat(**{"max_tokens": 8, **options}, stream=stream)
-    assert said in caught.value.message
-    assert caught.value.status_code == (404 if "model" in options else 400)
-    assert caught.value.type == "invalid_request_error"
+def test_a_request_that_cannot_be_honoured_is_refused_and_names_the_field(server, options, said, param):
+    for stream in (False, True):
+        with pytest.raises(openai.APIStatusError) as caught:
+            server.chat(**{"max_tokens": 8, **options}, stream=stream)
+        assert said in caught.value.message
+        assert caught.value.status_code == (404 if "model" in options else 400)
+        assert caught.value.type == "invalid_request_error"
+        assert param is None or caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages"),
+        (b'{"messages": [{"role": "user", "content": "?"}], "\\ud800": 1}', None),
+        (b'{"messages": [{"role": "user", "content": "?"}], "model": "\\ud800"}', "model"),
+        (b'{"messages": [{"role": "user", "content": "?"}], "temperature": Infinity}', "temperature"),
+        (b'{"messages": [{"role": "user", "content": "?"}], "max_time": 1e999}', "max_time"),
+        (
+            b'{"messages": [{"role": "user", "content": "?"}], "stream_options": {"include_usage": true}}',
+            "stream_options",
+        ),
+    ],
+)
+def test_what_no_client_should_send_is_refused_in_openais_form(server, body, param):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, body)
+    error = json.load(caught.value)["error"]
+    assert caught.value.code in (400, 404)
+    assert param is None or error["param"] == param
 
 
 def test_invalid_json_and_unknown_paths_are_refused_in_openais_form(server):
@@ -295,8 +398,9 @@ def test_a_failure_in_the_middle_of_a_stream_ends_it_with_an_error(server, monke
     with monkeypatch.context() as patch:
         patch.setattr(WeDLMForCausalLM, "forward", fail_late)
         stream = server.chat(stream=True, extra_body={"strategy": "ar"})
-        with pytest.raises(openai.APIError):
+        with pytest.raises(openai.APIError, match='no memory for a "tensor"') as caught:
             list(stream)
+        assert caught.value.type == "server_error"
     assert server.text() == ANSWER
 
 
@@ -345,7 +449,7 @@ def test_nothing_is_left_of_clients_that_went_away(server, log):
     [
         (["no/such/folder"], "no checkpoint"),
         ([str(NANO), "--adapter", "no/such/adapter"], "no/such/adapter"),
-        ([str(NANO), "--strategy", "fast"], "`strategy` must be one of"),
+        ([str(NANO), "--strategy", "fast"], "'fast' is not one of"),
         ([str(NANO), "--host", "host.invalid"], "Cannot listen on `--host host.invalid --port 0`"),
     ],
     ids=["checkpoint", "adapter", "strategy", "host"],
@@ -369,6 +473,14 @@ def test_an_adapter_of_another_base_is_refused_at_the_start(tmp_path):
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 2
     assert "base" in result.stderr
+
+
+def test_a_checkpoint_without_a_mask_token_ends_the_start_unless_it_decodes_token_by_token():
+    model = tiny_model()
+    model.config.mask_token_id = None
+    with pytest.raises(ValueError, match="needs a mask token"):
+        build_app("tiny", model, tiny_tokenizer(), {"strategy": "wedlm"})
+    build_app("tiny", model, tiny_tokenizer(), {"strategy": "ar"})
 
 
 def test_a_port_in_use_is_refused_at_the_start():

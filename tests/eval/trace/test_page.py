@@ -13,7 +13,7 @@ import torch
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace import page as pages
-from wedlm_hf.eval.trace.record import Request, record
+from wedlm_hf.eval.trace.record import DecodingRequest, record
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"
@@ -41,13 +41,13 @@ def nano():
 
 @pytest.fixture(scope="module")
 def trace(nano):
-    return record(*nano, Request([STAMPS, HOSTILE], SETTINGS), model_name="wedlm-nano", repeats=1)
+    return record(*nano, DecodingRequest([STAMPS, HOSTILE], SETTINGS), model_name="wedlm-nano", repeats=1)
 
 
 @pytest.fixture(scope="module")
 def drafts(nano):
     options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "adaptive_window": False}
-    return record(*nano, Request([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
+    return record(*nano, DecodingRequest([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
 
 
 @pytest.fixture
@@ -113,6 +113,11 @@ def final_text(run, forwards):
     return "".join(run.pieces[:final])
 
 
+def ends(run):
+    """Seconds until the outcome of each forward is known."""
+    return [step.start for step in run.steps[1:]] + [run.seconds]
+
+
 def test_each_forward_is_shown_as_it_was(shown, trace, nano):
     page = shown(trace)
     recording = trace.recordings[0]
@@ -125,8 +130,8 @@ def test_each_forward_is_shown_as_it_was(shown, trace, nano):
         assert text_of(page, "wedlm").startswith(final_text(run, forwards))
         assert number_of(page, "wedlm", "forwards") == str(forwards)
         assert number_of(page, "wedlm", "tokens") == str(run.steps[forwards - 1].final if forwards else 0)
-        time = run.ends[forwards - 1] if forwards else 0.0
-        known = sum(end <= time for end in ar.ends)
+        time = ends(run)[forwards - 1] if forwards else 0.0
+        known = sum(end <= time for end in ends(ar))
         assert number_of(page, "ar", "forwards") == str(known)
         assert text_of(page, "ar") == final_text(ar, known)
         if forwards:
@@ -191,7 +196,7 @@ def test_buttons_keys_and_slider_lead_to_the_same_places(shown, trace):
         if clock == "forwards":
             assert forwards() == (min(int(time), len(run.steps)), int(time))
         else:
-            assert forwards() == tuple(sum(end <= time for end in answer.ends) for answer in (run, ar))
+            assert forwards() == tuple(sum(end <= time for end in ends(answer)) for answer in (run, ar))
 
 
 def test_it_plays_to_the_end_and_pauses(shown, trace):

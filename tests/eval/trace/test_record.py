@@ -1,16 +1,17 @@
 """What is recorded is what was decoded, forward by forward."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_tokenizer
 
 from wedlm_hf.eval.measure import ForwardCounter, decode_call
 from wedlm_hf.eval.trace import record as recording_module
-from wedlm_hf.eval.trace.record import Request, check_model
+from wedlm_hf.eval.trace.record import DecodingRequest
 from wedlm_hf.eval.trace.saved import COUNTS, FILLED, MASK, PENDING, PROMPT
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+from wedlm_hf.eval.trace.text import pieces_of, token_text
 
 TEXT = "1, 2, 3"
 SETTINGS = {
@@ -37,27 +38,12 @@ def generated(model, name, tokens=24, seed=5):
     return output.sequences[0, inputs.input_ids.shape[1] :].tolist(), output.stats, counter
 
 
-def rebuilt(recording, run):
-    """The tokens by slots that forwards filled or chose, and by rows that they cached: a second reading of a trace."""
-    canvas, cache = {}, []
-    for step in run.steps:
-        for guess in step.predictions:
-            is_final = guess.by == "ar" or run.settings.get("verification", "none") == "none"
-            if guess.token is not None and is_final:
-                canvas[guess.position] = guess.token
-        cache += list(zip(step.positions, step.tokens, strict=True))[: step.committed]
-    length = len(recording.prompt_tokens)
-    assert [position for position, _ in cache] == list(range(len(cache)))
-    assert [token for _, token in cache] == (recording.prompt_tokens + run.tokens)[: len(cache)]
-    return [canvas[length + offset] for offset in range(run.steps[-1].final)]
-
-
 def replay(recording, run):
     """The new tokens and the counts, rebuilt from the rows of the steps and what they filled and committed.
 
     No step may contradict an earlier one, or the prompt.
     """
-    settled = dict(enumerate(recording.prompt_tokens))
+    settled, is_verified = dict(enumerate(recording.prompt_tokens)), run.settings.get("verification", "none") != "none"
     filled = {}
     cached, start, counts = 0, len(settled), dict.fromkeys(COUNTS, 0)
     for number, step in enumerate(run.steps, 1):
@@ -73,7 +59,7 @@ def replay(recording, run):
         for prediction in step.predictions:
             if prediction.token is not None:
                 filled[prediction.position] = prediction.token
-                if prediction.by == "ar" or not run.is_verified:
+                if prediction.by == "ar" or not is_verified:
                     settled[prediction.position] = prediction.token
         for position, token, _ in rows[: step.committed]:
             in_turn = position == cached and settled.get(position) == token
@@ -84,7 +70,7 @@ def replay(recording, run):
         assert end == start + step.final, f"{here} position {end} is final, and nothing filled it"
         counts["forwards"] += 1
         counts["token_instances"] += len(rows) - step.kinds.count(PROMPT)
-        if run.is_verified:
+        if is_verified:
             counts["drafted"] += len(read)
             counts["accepted"] += len(read) - len(step.rejected)
     return [settled[start + offset] for offset in range(counts["new_tokens"])], counts
@@ -96,8 +82,8 @@ def test_fills_and_commits_rebuild_exactly_what_generate_answers(model, recorded
     (recording,) = trace.recordings
     run, ar = recording.runs
     tokens, stats, counter = generated(model, name)
-    assert run.tokens == tokens == rebuilt(recording, run)
-    assert ar.tokens == rebuilt(recording, ar)
+    assert run.tokens == tokens
+    assert replay(recording, ar) == (ar.tokens, ar.stats)
     assert run.text == "".join(run.pieces) == tiny_tokenizer().decode(tokens, skip_special_tokens=True)
     expected = {name: getattr(stats, name).item() for name in COUNTS}
     assert run.stats == expected
@@ -162,7 +148,9 @@ def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
         ({"verification": "exact"}, 32, 2.0),  # what is stored was chosen for another decoder
         ({"window_size": 3, "verification": "exact"}, 3, 2.0),
     ):
-        request = Request([TEXT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True)
+        request = DecodingRequest(
+            [TEXT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True
+        )
         trace = recording_module.record(model, tiny_tokenizer(), request, model_name="tiny", repeats=0)
         settings = trace.recordings[0].runs[0].settings
         assert (settings["window_size"], settings["entropy_threshold"]) == (window, threshold)
@@ -170,7 +158,7 @@ def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
 
 def test_without_timed_calls_the_clock_is_that_of_the_recorded_one(recorded):
     for run in recorded(SETTINGS["greedy"], tokens=5, repeats=0).recordings[0].runs:
-        assert run.timed_runs == 0 and 0 < run.steps[0].start < run.seconds
+        assert run.turns == [] and 0 < run.steps[0].start < run.seconds
 
 
 def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_nothing(recorded, monkeypatch):
@@ -186,21 +174,26 @@ def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_no
     monkeypatch.setattr(recording_module, "decode_call", call)
     run = recorded(SETTINGS["greedy"], tokens=1, repeats=3, with_ar=False).recordings[0].runs[0]
     assert len(calls) == 4
-    assert ([step.start for step in run.steps], run.seconds, run.timed_runs) == ([0.0], 0.2, 3)
-    assert run.ends == [0.2]
+    assert ([step.start for step in run.steps], run.seconds, len(run.turns)) == ([0.0], 0.2, 3)
 
 
-def test_a_trace_of_another_model_is_refused(model, trace, tmp_path):
+def test_more_turns_are_taken_while_the_speed_is_impossible(recorded, monkeypatch):
+    def times(ar):
+        def call(model, tokenizer, prompts, options, *rest, **keywords):
+            (decoding,), *others = decode_call(model, tokenizer, prompts, options, *rest, **keywords)
+            seconds = next(ar) if options["strategy"] == "ar" else 1.0
+            return [replace(decoding, seconds=seconds)], *others
+
+        return call
+
+    for ar, turns in (([1.0] * 9, 2), ([99.0, 99.0, 99.0, 1.0, 1.0, 1.0], 5), ([99.0] * 9, 3)):
+        monkeypatch.setattr(recording_module, "decode_call", times(iter(ar)))
+        runs = recorded(SETTINGS["greedy"], tokens=8, repeats=2).recordings[0].runs
+        assert [len(run.turns) for run in runs] == [turns, turns], ar
+
+
+def test_characters_of_several_tokens_come_with_their_last_one():
     tokenizer = tiny_tokenizer()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    check_model(trace, "tiny", load_model(tmp_path), load_tokenizer(tmp_path))
-    other = tiny_model()
-    with torch.no_grad():
-        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
-    with pytest.raises(ValueError, match="another model than 'other': weights differ from those of 'tiny'"):
-        check_model(trace, "other", other, tokenizer)
-    tokenizer.add_tokens(["new"])
-    other = tiny_model(rope_parameters={"rope_type": "default", "rope_theta": 9_000.0})
-    with pytest.raises(ValueError, match="config and tokenizer differ"):
-        check_model(trace, "other", other, tokenizer)
+    euro = tokenizer("€").input_ids
+    assert pieces_of(tokenizer, [*tokenizer("a").input_ids, *euro, *euro[:1]]) == ["a", "", "", "€", "\ufffd"]
+    assert [token_text(tokenizer, token) for token in euro] == ["⟨E2⟩", "⟨82⟩", "⟨AC⟩"]

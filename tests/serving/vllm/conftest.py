@@ -24,7 +24,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 # Without vLLM, test_available.py is left, and says so. Model runner V2 needs a process of its own, see its tests.
 NEED_VLLM = ["test_equality.py", "test_requests.py", "test_server.py", "test_start_up.py"]
 NEED_TRITON = ["test_runner_v2.py"]
-NEED_TRL = ["test_window.py"]  # as tests/tiny.py does, which vLLM's environment has not
+NEED_TRL = ["test_options.py", "test_window.py"]  # as tests/tiny.py does, which vLLM's environment has not
 HAS_VLLM, IS_RUNNER_V2 = bool(importlib.util.find_spec("vllm")), os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore = [] if HAS_VLLM and not IS_RUNNER_V2 else NEED_VLLM
 collect_ignore = collect_ignore + ([] if HAS_VLLM and IS_RUNNER_V2 else NEED_TRITON) + NEED_TRL * HAS_VLLM

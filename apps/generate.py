@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
-from ...console.prompts import Turns
-from ...modeling_wedlm import WeDLMForCausalLM
-from ..decoders import AR
-from ..measure import Decoding, decode, rates
-from ..prompts import Prompt
-from .record import Request
-from .text import GROUP_STYLES, REPLACEMENT, printable
+from ..console.prompts import Turns
+from ..console.streaming import GROUP_STYLES, AnswerStreamer, printable
+from ..eval.decoders import AR
+from ..eval.measure import Decoding, decode, rates
+from ..eval.prompts import Prompt
+from ..eval.speed import MOST_TURNS, in_turn, speed_of
+from ..eval.trace.record import DecodingRequest
+from ..modeling_wedlm import WeDLMForCausalLM
 
 WARM_UP_TOKENS = 8
 
@@ -30,57 +28,19 @@ SHOWN = (
     ("tokens per forward", "tokens_per_forward", "{:.2f}"),
     ("prefix cacheability", "prefix_cacheability", "{:.2f}"),
     ("tokens/s", "tokens_per_second", "{:,.0f}"),
-    ("speed against AR", "speed_against_ar", "{:.2f}×"),
+    ("speed against AR", "speed", "{}"),
 )
 """Rows of [`comparison_table`]: label, name in [`totals`], format."""
 
 
-class AnswerStreamer(BaseStreamer):
-    """Hands on text as it becomes final.
-
-    Args:
-        tokenizer: turns tokens into text.
-        write: called with new text and the number of the group of tokens, final at once, that it came with.
-
-    Attributes:
-        seconds: time spent in here, which is not the decoder's.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, int], None]):
-        self.tokenizer = tokenizer
-        self.write = write
-        self.tokens: list[int] = []
-        self.written = 0
-        self.group = -1  # the prompt comes first
-        self.seconds = 0.0
-
-    def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt, `(1, P)`, then groups of final tokens, `(n,)`, some of them empty."""
-        start = time.perf_counter()
-        if self.group < 0:
-            self.group = 0
-        elif value.numel():
-            self.group += 1
-            self.tokens.extend(value.flatten().tolist())
-            self._write(hold_back=True)
-        self.seconds += time.perf_counter() - start
-
-    def end(self) -> None:
-        """Writes what was held back."""
-        self._write(hold_back=False)
-
-    def _write(self, hold_back: bool) -> None:
-        text = str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
-        if hold_back and text.endswith(REPLACEMENT):
-            return  # the first bytes of a character whose others are still to come
-        self.write(text[self.written :], self.group)
-        self.written = len(text)
-
-
 def compare(
-    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: Request, console: Console
+    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: DecodingRequest, console: Console
 ) -> dict[str, list[Decoding]]:
-    """Answer prompts, streaming, and print what it took, next to AR decoding; the answers of each decoder.
+    """Answer prompts, streaming, and print their cost, next to AR decoding.
+
+    Returns:
+        the answers of each decoder. Where a speed cannot be right, both decoders answered the prompt again, and the
+        seconds are medians.
 
     Raises:
         ValueError: whatever `generate` refuses.
@@ -99,14 +59,21 @@ def compare(
     decodings: dict[str, list[Decoding]] = {}
     for prompt, tokens in encoded:
         console.out(f"› {printable(prompt)}", style="bold", highlight=False)
-        for name, options in request.decoders(model, len(tokens)).items():
+        decoders, turns = request.decoders(model, len(tokens)), dict[str, list[Decoding]]()
+        for name, options in decoders.items():
             streamer = AnswerStreamer(tokenizer, write) if name == request.options["strategy"] else None
             (decoding,) = decode(model, tokenizer, [tokens], options, streamer, seed=request.seed)
             seconds = decoding.seconds - (streamer.seconds if streamer else 0.0)
-            decodings.setdefault(name, []).append(replace(decoding, seconds=seconds))
-        answer, *others = (answers[-1] for answers in decodings.values())
+            turns[name] = [replace(decoding, seconds=seconds)]
+        own, *others = turns.values()
+        while others and len(own) < MOST_TURNS and not speed_of([in_turn(others[0])], [in_turn(own)]).is_known:
+            for name, options in decoders.items():
+                turns[name] += decode(model, tokenizer, [tokens], options, seed=request.seed)
+        for name, taken in turns.items():
+            decodings.setdefault(name, []).append(in_turn(taken))
+        answer, *rest = (answers[-1] for answers in decodings.values())
         costs = f"{len(answer.tokens)} tokens in {answer.forwards} forwards, {answer.seconds:.3f} s"
-        for ar in others:
+        for ar in rest:
             same = "same answer" if ar.tokens == answer.tokens else f"its answer:\n{printable(ar.text)}"
             costs += f"; ar: {len(ar.tokens)} in {ar.forwards}, {ar.seconds:.3f} s, {same}"
         console.out("" if answer.text.endswith("\n") else "\n", end="")
@@ -116,25 +83,29 @@ def compare(
 
 
 def records(prompts: Sequence[str | Turns], decodings: Mapping[str, Sequence[Decoding]]) -> list[dict[str, Any]]:
-    """For each prompt, what each decoder answered and what it took, as values that JSON has."""
+    """The answer and cost of each decoder for each prompt, as values that JSON has."""
     fields = ("text", "tokens", "forwards", "token_instances", "seconds")
     return [
         {"prompt": Prompt.of(prompt).text}
-        | {name: {field: getattr(one, field) for field in fields} for name, one in zip(decodings, row, strict=True)}
-        for prompt, row in zip(prompts, zip(*decodings.values(), strict=True), strict=True)
+        | {
+            name: {field: getattr(one, field) for field in fields}
+            for name, one in zip(decodings, answers, strict=True)
+        }
+        for prompt, answers in zip(prompts, zip(*decodings.values(), strict=True), strict=True)
     ]
 
 
-def totals(decodings: Mapping[str, Sequence[Decoding]]) -> dict[str, dict[str, float]]:
-    """What each decoder took over all its answers; speed is relative to `"ar"`, where that is one of them."""
-    made: dict[str, dict[str, float]] = {}
+def totals(decodings: Mapping[str, Sequence[Decoding]]) -> dict[str, dict[str, Any]]:
+    """The cost of each decoder over all its answers; with AR also `speed_against_ar` and `speed`, its text."""
+    made: dict[str, dict[str, Any]] = {}
     for name, answers in decodings.items():
         fields = ("forwards", "token_instances", "seconds")
         sums = {"new_tokens": sum(len(answer.tokens) for answer in answers)}
         sums |= {field: sum(getattr(answer, field) for answer in answers) for field in fields}
         made[name] = sums | {rate: float(value) for rate, value in rates(sums).items()}
-    for own in made.values() if AR in made else ():
+    for name, own in made.items() if AR in made else ():
         own["speed_against_ar"] = own["tokens_per_second"] / made[AR]["tokens_per_second"]
+        own["speed"] = str(replace(speed_of(decodings[AR], decodings[name]), ratio=own["speed_against_ar"]))
     return made
 
 

@@ -1,0 +1,66 @@
+"""Answers on a terminal while they are decoded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+GROUP_STYLES = ("cyan", "magenta")
+"""In turn for the tokens that became final in the same forward."""
+
+_SIGNS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_SIGNS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), ord(REPLACEMENT))
+
+
+def printable(text: str) -> str:
+    """The text with control characters other than line ends and tabs, which could move the cursor, as `␛` and such."""
+    return text.translate(_SIGNS)
+
+
+class AnswerStreamer(BaseStreamer):
+    """Writes text as it becomes final.
+
+    Args:
+        tokenizer: turns tokens into text.
+        write: called with new text and the number, from 1, of the group of tokens that became final with it.
+
+    Attributes:
+        tokens: the final ones so far.
+        seconds: spent in here, not in the decoder.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, int], None]):
+        self.tokenizer = tokenizer
+        self.write = write
+        self.tokens: list[int] = []
+        self.written = 0
+        self.group = -1  # the prompt comes first
+        self.seconds = 0.0
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt, `(1, P)`, then groups of final tokens, `(n,)`, some of them empty."""
+        start = time.perf_counter()
+        if self.group < 0:
+            self.group = 0
+        elif value.numel():
+            self.group += 1
+            self.tokens.extend(value.flatten().tolist())
+            self._write(hold_back=True)
+        self.seconds += time.perf_counter() - start
+
+    def end(self) -> None:
+        """Writes what was held back."""
+        self._write(hold_back=False)
+
+    def _write(self, hold_back: bool) -> None:
+        text = str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+        if hold_back and text.endswith(REPLACEMENT):
+            return  # the last character lacks some of its bytes
+        self.write(text[self.written :], self.group)
+        self.written = len(text)

@@ -1,0 +1,189 @@
+"""Mask adapters on stock models: what attaching changes, what detaching restores, and what is refused."""
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
+from wedlm_hf.adapters import MaskAdapterSettings
+
+SMALL = MaskAdapterSettings(rank=4, head_width=8)
+PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 96}
+VERIFIED: dict[str, Any] = GREEDY | {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0}
+
+
+def llama(**overrides: Any) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes | heads | overrides)).eval()
+
+
+def attached(model: Any) -> Any:
+    torch.manual_seed(1)
+    for parameter in add_mask_adapter(model, SMALL).parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def state_of(model: Any) -> tuple[Any, ...]:
+    hooks = [(name, len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()]
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return (
+        type(model),
+        hooks,
+        trained,
+        model.config.to_dict(),
+        model.generation_config.to_dict(),
+        set(model.state_dict()),
+    )
+
+
+def test_detaching_gives_the_object_back_as_it_was() -> None:
+    model = llama()
+    before, weights = state_of(model), [parameter.data_ptr() for parameter in model.parameters()]
+    expected = model.generate(PROMPT, **GREEDY)
+    attached(model)
+    assert isinstance(model, LlamaForCausalLM) and model.has_mask_adapter
+    assert torch.equal(model.generate(PROMPT, **VERIFIED), expected)
+    unload_mask_adapter(model)
+    assert state_of(model) == before
+    assert [parameter.data_ptr() for parameter in model.parameters()] == weights
+    with pytest.raises((TypeError, ValueError), match="strategy"):
+        model.generate(PROMPT, **VERIFIED)
+    with pytest.raises(ValueError, match="has no mask adapter"):
+        unload_mask_adapter(model)
+
+
+@pytest.mark.parametrize("load", ["load_mask_adapter", "load_adapter", "peft"])
+def test_a_saved_adapter_is_loaded_by_our_function_by_transformers_and_by_peft(tmp_path: Path, load: str) -> None:
+    adapted = attached(llama())
+    adapted.save_mask_adapter(tmp_path)
+    model: Any = llama()
+    if load == "load_mask_adapter":
+        load_mask_adapter(model, tmp_path)
+    elif load == "load_adapter":
+        model.load_adapter(str(tmp_path))
+    else:
+        model = PeftModel.from_pretrained(model, str(tmp_path))
+    for name, weight in adapted.mask_adapter.state_dict().items():
+        assert torch.equal(model.mask_adapter.state_dict()[name], weight)
+    assert torch.equal(model.generate(input_ids=PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
+
+
+def test_loading_leaves_what_trains_in_training(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    load_mask_adapter(model.base_model.model, tmp_path)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    with pytest.raises(ValueError, match="has a mask adapter already"):
+        load_mask_adapter(model.base_model.model, tmp_path)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    unload_mask_adapter(model.base_model.model)
+    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+
+
+def test_a_lora_may_come_after_the_mask_adapter(tmp_path: Path) -> None:
+    task = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    get_peft_model(llama(), task).save_pretrained(tmp_path)
+    expected = PeftModel.from_pretrained(llama(), str(tmp_path)).generate(input_ids=PROMPT, **GREEDY)
+    model = attached(llama())
+    model.load_adapter(str(tmp_path))
+    assert torch.equal(model.generate(PROMPT, **VERIFIED), expected)
+
+
+def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path: Path) -> None:
+    model = attached(llama())
+    twin = copy.deepcopy(model)
+    for parameter in twin.mask_adapter.parameters():
+        nn.init.zeros_(parameter)
+    assert model.mask_adapter.mask_embedding.abs().sum() > 0
+    again = pickle.loads(pickle.dumps(model))
+    assert again.has_mask_adapter and torch.equal(again.generate(PROMPT, **VERIFIED), model.generate(PROMPT, **GREEDY))
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    assert torch.load(file, weights_only=False).has_mask_adapter
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(plain) is LlamaForCausalLM
+    assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
+
+
+def test_a_deleted_model_frees_its_memory_at_once() -> None:
+    model = attached(llama())
+    model.generate(PROMPT, **VERIFIED)
+    dead = weakref.ref(model), weakref.ref(model.lm_head.weight)
+    gc.disable()
+    try:
+        del model
+        assert [one() for one in dead] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_another_base_is_named(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    with pytest.raises(ValueError, match=r"another base than this model \(num_hidden_layers: 2, not 3"):
+        load_mask_adapter(llama(num_hidden_layers=3), tmp_path)
+    other = llama()
+    nn.init.normal_(other.model.embed_tokens.weight)
+    with pytest.raises(ValueError, match="the weights differ"):
+        load_mask_adapter(other, tmp_path)
+    load_mask_adapter(other, tmp_path, any_base=True)
+    assert torch.equal(other.generate(PROMPT, **VERIFIED), other.generate(PROMPT, **GREEDY))
+
+
+def refused(kind: str) -> Any:
+    model = llama()
+    if kind == "torch.compile":
+        return torch.compile(model)
+    if kind == "compiled in place":
+        model.compile()
+    if kind == "DataParallel":
+        return nn.DataParallel(model)
+    if kind == "meta":
+        return model.to("meta")
+    if kind == "partly offloaded":
+        model.model.layers[1].mlp.to("meta")
+    return nn.Linear(2, 2) if kind == "a module" else model
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("torch.compile", "OptimizedModule is a compiled one. Attach the adapter first"),
+        ("compiled in place", r"attach the mask adapter before `model.compile\(\)`"),
+        ("DataParallel", "DataParallel is a wrapped one"),
+        ("meta", "weights of LlamaForCausalLM are on the device 'meta'"),
+        ("partly offloaded", "3 weights of LlamaForCausalLM are on the device 'meta'"),
+        ("a module", "Linear is no one"),
+    ],
+)
+def test_a_model_that_cannot_carry_one_now_is_refused(kind: str, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        add_mask_adapter(refused(kind), SMALL)
+
+
+def test_a_model_in_training_mode_decodes_after_a_hint() -> None:
+    model = attached(llama(attention_dropout=0.1)).train()
+    with pytest.raises(ValueError, match=r"call `model.eval\(\)`"):
+        model.generate(PROMPT, **VERIFIED)
+    assert torch.equal(model.eval().generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
+
+
+def test_an_unverified_call_needs_no_mask_token_either() -> None:
+    out = attached(llama()).generate(PROMPT, strategy="wedlm", **GREEDY, return_dict_in_generate=True, window_size=4)
+    assert out.sequences.shape == (1, 25)

@@ -1,0 +1,208 @@
+"""Mask adapters on tiny random models of every family: verified decoding is plain `generate`.
+
+python tests/adapters/test_families.py        writes the table of docs/families.md
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from wedlm_hf import add_mask_adapter
+from wedlm_hf.adapters import MaskAdapterSettings
+
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WINDOW = {"sliding_window": 16}  # shorter than the prompts
+HEADS = {"head_dim": 8}
+GEMMA = HEADS | WINDOW | {"query_pre_attn_scalar": 8}
+EXPERTS = HEADS | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+# The name in transformers, what its config has beside the sizes, and kinds of layers that are worth a word.
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
+    "Afmoe": ({}, "experts"),
+    "Apertus": ({}, ""),
+    "Arcee": ({}, ""),
+    "BitNet": ({}, ""),
+    "Cohere": ({}, ""),
+    "Cohere2": (WINDOW, "sliding and full attention"),
+    "Cwm": (WINDOW, "sliding and full attention"),
+    "DiffLlama": ({}, ""),
+    "Ernie4_5": (HEADS, ""),
+    "Ernie4_5_Moe": ({}, "experts"),
+    "Exaone4": (WINDOW | {"sliding_window_pattern": 4}, "sliding and full attention"),
+    "Falcon": ({"alibi": False}, "rotary models; attention of its own"),
+    "FlexOlmo": (EXPERTS, "experts"),
+    "GPTNeoX": ({}, "parallel attention and MLP"),
+    "Gemma": (HEADS, ""),
+    "Gemma2": (GEMMA, "sliding and full attention, eager"),
+    "Gemma3": (GEMMA, "sliding and full attention"),
+    "Glm": (HEADS, ""),
+    "Glm4": (HEADS, ""),
+    "Glm4Moe": (EXPERTS, "experts"),
+    "GptOss": (EXPERTS | WINDOW, "experts; sliding and full attention, eager"),
+    "Granite": ({}, ""),
+    "GraniteMoe": (EXPERTS, "experts"),
+    "Helium": (HEADS, ""),
+    "HunYuanDenseV1": (HEADS, ""),
+    "Llama": ({}, ""),
+    "Llama4": ({"attention_chunk_size": 16} | EXPERTS, "experts; chunked and full attention"),
+    "MiniMaxM2": (EXPERTS, "experts"),
+    "Ministral": (HEADS | WINDOW, "sliding attention"),
+    "Mistral": (WINDOW, "sliding attention"),
+    "Mixtral": (EXPERTS, "experts"),
+    "Nemotron": ({}, ""),
+    "Olmo": ({}, ""),
+    "Olmo2": ({}, ""),
+    "Olmo3": (WINDOW, "sliding and full attention"),
+    "Olmoe": (EXPERTS, "experts"),
+    "Persimmon": ({}, ""),
+    "Phi": ({}, "parallel attention and MLP"),
+    "Phi3": (WINDOW, "sliding attention"),
+    "Qwen2": ({}, ""),
+    "Qwen2Moe": (EXPERTS | {"shared_expert_intermediate_size": 24}, "experts"),
+    "Qwen3": (HEADS, ""),
+    "Qwen3Moe": (EXPERTS, "experts"),
+    "SeedOss": (HEADS, ""),
+    "SmolLM3": ({}, ""),
+    "StableLm": ({}, "attention of its own"),
+    "Starcoder2": (WINDOW, "sliding attention"),
+    "VaultGemma": (GEMMA, "sliding and full attention, eager"),
+}  # fmt: skip
+STATE, POSITIONS = "keeps a recurrent state", "no rotary position embeddings"
+REFUSED = {
+    "Bloom": ({}, POSITIONS),
+    "Falcon": ({"alibi": True}, "positions are ALiBi's"),
+    "GPT2": ({}, POSITIONS),
+    "Jamba": ({}, STATE),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, STATE),
+    "Mamba": ({}, STATE),
+    "MiniMax": ({}, STATE),
+    "Mpt": ({}, POSITIONS),
+    "OPT": ({}, POSITIONS),
+    "Qwen3Next": ({}, STATE),
+    "Qwen3_5": ({}, STATE),
+    "RecurrentGemma": ({}, STATE),
+    "Doge": ({}, "a forward with masks fails"),
+}
+PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5}
+WHAT = ("greedy", "sampled", "batch of 3", "processors", "window crossed", "two turns")
+
+
+def build(name: str, own: dict[str, Any]) -> Any:
+    """A tiny random model, in evaluation mode."""
+    made = [getattr(transformers, name + ending, None) for ending in ("ForCausalLM", "LMHeadModel")]
+    model_class: Any = next(found for found in made if found)
+    config = model_class.config_class(**SIZES | own)
+    if isinstance(config.get_text_config(decoder=True), type(config)) is False:
+        config = config.get_text_config(decoder=True)
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.25)
+    return model
+
+
+def prompt(length: int) -> torch.Tensor:
+    return torch.randint(6, 97, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def equal_parts(model: Any) -> Iterator[str]:
+    """Which of `WHAT` verified decoding does exactly as plain `generate`."""
+    length: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": 96}
+    greedy = length | {"do_sample": False}
+    exact: dict[str, Any] = {"strategy": "wedlm", "verification": "exact"}
+    drafting = exact | {"adaptive_window": False, "window_size": 3}
+
+    def same(prompt: torch.Tensor, options: dict[str, Any] = greedy) -> bool:
+        return torch.equal(model.generate(prompt, **options, **drafting), model.generate(prompt, **options))
+
+    if same(prompt(5)):
+        yield "greedy"
+    # A seed gives the same sample, whatever was drafted.
+    samples = []
+    for how in (drafting, exact | {"slot_cost": 1e9}):
+        torch.manual_seed(7)
+        samples.append(model.generate(prompt(9), do_sample=True, top_k=0, **length, **how))
+    if torch.equal(*samples):
+        yield "sampled"
+    lengths, ids, mask = (4, 9, 22), torch.zeros(3, 22, dtype=torch.long), torch.zeros(3, 22, dtype=torch.long)
+    for row, size in enumerate(lengths):
+        ids[row, -size:], mask[row, -size:] = prompt(size), 1
+    batch = model.generate(ids, attention_mask=mask, **greedy, **drafting)
+    alone = [model.generate(prompt(size), **greedy)[0, size:] for size in lengths]
+    if all(torch.equal(row[22 : 22 + len(one)], one) for row, one in zip(batch, alone, strict=True)):
+        yield "batch of 3"
+    if same(prompt(6), greedy | PROCESSORS):
+        yield "processors"
+    if same(prompt(29)):
+        yield "window crossed"
+    first = model.generate(prompt(7), **greedy, **drafting, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, prompt(4)], dim=1)
+    whole = {"attention_mask": torch.ones_like(longer)} | greedy
+    second = model.generate(longer, past_key_values=first.past_key_values, **whole, **drafting)
+    if torch.equal(second, model.generate(longer, **whole)):
+        yield "two turns"
+
+
+def with_adapter(model: Any) -> tuple[Any, tuple[str, ...]]:
+    torch.manual_seed(1)
+    adapter = add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8))
+    for parameter in adapter.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model, adapter.settings.target_modules
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verified_decoding_is_plain_generate(name: str) -> None:
+    model, targets = with_adapter(build(name, FAMILIES[name][0]))
+    assert tuple(equal_parts(model)) == WHAT
+    assert row(name, targets) in PAGE.read_text(encoding="utf-8"), f"python {Path(__file__).name} writes {PAGE.name}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_carry_a_mask_adapter_is_refused_with_the_reason(name: str) -> None:
+    own, reason = REFUSED[name]
+    model = build(name, own)
+    with pytest.raises(ValueError, match=f"{type(model).__name__} cannot carry a mask adapter: .*{reason}"):
+        add_mask_adapter(model, MaskAdapterSettings(rank=4))
+    assert f"`{name}`" in PAGE.read_text(encoding="utf-8")
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    config = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=50)
+    with pytest.raises(ValueError, match="it is an encoder-decoder"):
+        add_mask_adapter(transformers.T5ForConditionalGeneration(config))
+
+
+def row(name: str, targets: tuple[str, ...]) -> str:
+    return f"| `{name}` | {FAMILIES[name][1]} | {', '.join(f'`{target}`' for target in targets)} |"
+
+
+def main() -> None:
+    """Writes the tables."""
+    lines = ["| family | layers | updated by the adapter |", "|---|---|---|"]
+    for name, (own, _) in FAMILIES.items():
+        model, targets = with_adapter(build(name, own))
+        missing = set(WHAT) - set(equal_parts(model))
+        assert not missing, f"{name}: {missing}"
+        lines.append(row(name, targets))
+    lines += ["", "| refused | why |", "|---|---|"]
+    lines += [f"| `{name}` | {reason} |" for name, (_, reason) in REFUSED.items()]
+    begin, end = "<!-- families: begin -->\n", "<!-- families: end -->"
+    block = begin + "\n".join(lines) + "\n" + end
+    page = re.sub(f"{begin}.*{end}", lambda _: block, PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Mask adapters on quantized bases: the base keeps its own linear classes, and its own text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+
+from wedlm_hf import add_mask_adapter
+from wedlm_hf.adapters import MaskAdapterSettings
+
+PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 96}
+QUANTIZED = {
+    "torchao int8 weights": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
+    "torchao int8 weights and activations": lambda: TorchAoConfig(Int8DynamicActivationInt8WeightConfig()),
+    "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "bitsandbytes nf4": lambda: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    LlamaForCausalLM(LlamaConfig(**sizes | heads)).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_verified_decoding_is_the_quantized_bases_own_text(folder: Path, name: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=QUANTIZED[name](), dtype=torch.float32
+    ).eval()
+    kinds = [type(module) for module in model.modules()], type(model.model.layers[0].mlp.down_proj.weight)
+    expected, logits = model.generate(PROMPT, **GREEDY), model(PROMPT).logits
+    torch.manual_seed(1)
+    for parameter in add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8)).parameters():
+        nn.init.normal_(parameter, std=0.2)
+    settings = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 3}
+    assert torch.equal(model.generate(PROMPT, **GREEDY, **settings), expected)
+    assert torch.equal(model(PROMPT).logits, logits)
+    model.unload_mask_adapter()
+    assert ([type(module) for module in model.modules()], type(model.model.layers[0].mlp.down_proj.weight)) == kinds

@@ -1,0 +1,67 @@
+"""The plug-in without vLLM: options of an engine, and the message where vLLM is missing."""
+
+import importlib.util
+import json
+from types import SimpleNamespace
+
+import pytest
+from tiny import tiny_model
+
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.serving.vllm.options import PROPOSER, EngineOptions
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+@pytest.mark.parametrize("name", ["wedlm_hf.serving.vllm:Proposer", "wedlm_hf.serving.vllm.plugin:register"])
+def test_without_vllm_the_plug_in_names_the_install(name):
+    module, _, attribute = name.partition(":")
+    with pytest.raises(ImportError, match=r"pip install 'wedlm-hf\[vllm\]'"):
+        getattr(importlib.import_module(module), attribute)
+
+
+def engine(folder, model, **own):
+    config = SimpleNamespace(model=str(folder), hf_config=model.config)
+    spec = SimpleNamespace(model=PROPOSER, num_speculative_tokens=8, rejection_sample_method="standard")
+    return SimpleNamespace(
+        speculative_config=spec if own.pop("drafts", True) else None,
+        additional_config={"wedlm": own},
+        diffusion_config=None,
+        lora_config=None,
+        model_config=config,
+    )
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(tmp_path, shard):
+    base, other = tiny_model(seed=1), tiny_model(seed=2)
+    base.save_pretrained(tmp_path / "base", max_shard_size=shard)
+    other.save_pretrained(tmp_path / "other", max_shard_size=shard)
+    base.add_mask_adapter(MaskAdapterSettings(rank=2))
+    base.save_mask_adapter(tmp_path / "adapter")
+    own = {"mask_adapter": str(tmp_path / "adapter")}
+
+    def check(folder, model, **options):
+        config = engine(tmp_path / folder, model, **own, **options)
+        EngineOptions.of(config).check(config)
+
+    check("base", base)
+    with pytest.raises(ValueError, match=r"another model of this shape.*'any_base': true"):
+        check("other", other)
+    check("other", other, any_base=True)
+    stated = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    stated["base"]["hidden_size"] = 8
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(stated))
+    with pytest.raises(ValueError, match="hidden_size: 8, not"):
+        check("base", base, any_base=True)
+
+
+def test_what_an_engine_may_not_be_asked_for_is_refused():
+    model = tiny_model()
+    for own, said in (
+        ({"always_draft": 1}, "true or false"),
+        ({"drafts": False, "always_draft": True}, "goes with `speculative_config`"),
+        ({"colour": 1}, "may hold"),
+    ):
+        config = engine("folder", model, **own)
+        with pytest.raises(ValueError, match=said):
+            EngineOptions.of(config).check(config)
