@@ -139,9 +139,10 @@ def load_model(
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    model_class: Any = WeDLMForCausalLM,
     **options: Any,
 ) -> Any:
-    """The model of a WeDLM checkpoint.
+    """The model of a checkpoint.
 
     Args:
         source: folder or Hub id.
@@ -149,7 +150,8 @@ def load_model(
         dtype: of the weights. `"auto"` is the checkpoint's own; `"packed"` is 16-bit weights and float32 rows, on a
             CPU ([`pack`]); `"fastest"` is what this CPU computes fastest ([`use_fastest`]), elsewhere as `"auto"`.
         device: where the model is put.
-        options: further arguments of `WeDLMForCausalLM.from_pretrained`.
+        model_class: whose `from_pretrained` loads it.
+        options: further arguments of `from_pretrained`.
 
     Raises:
         OSError: as [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors.
@@ -165,7 +167,7 @@ def load_model(
     _check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
     with reading(f"The checkpoint {os.fspath(source)!r}"):
         options = found | {"use_safetensors": True} | options
-        loaded = WeDLMForCausalLM.from_pretrained(source, dtype="auto" if is_ours else dtype, **options)
+        loaded = model_class.from_pretrained(source, dtype="auto" if is_ours else dtype, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _check_token_ids(name, getattr(model.generation_config, name))
