@@ -22,6 +22,7 @@ from ..modeling_wedlm.loading import (
     set_format,
 )
 from ..modeling_wedlm.packed import PACKED
+from ..modeling_wedlm.sources import load_source, read_source_tokenizer
 from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
 from .registered import load_mask_adapter
 
@@ -55,7 +56,9 @@ def load_adapted(
     masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
     loras = [each for each in adapters if each not in masks]
     is_late = bool(loras) and dtype in (PACKED, FASTEST)
-    model, tokenizer_source = load_model(source, dtype="auto" if is_late else dtype, device=device), source
+    # A model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model.
+    load, read_tokenizer = (load_source, read_source_tokenizer) if masks else (load_model, load_tokenizer)
+    model, tokenizer_source = load(source, dtype="auto" if is_late else dtype, device=device), None
     for each in loras:
         with reading(f"The adapter {os.fspath(each)!r}"):
             model = _merged(model, each)
@@ -68,7 +71,7 @@ def load_adapted(
     for each in adapters:
         if any(Path(each, name).is_file() for name in TOKENIZER_FILES):
             tokenizer_source = each
-    return model, load_tokenizer(tokenizer_source)
+    return model, read_tokenizer(source) if tokenizer_source is None else load_tokenizer(tokenizer_source)
 
 
 def _peft_type(adapter: str | os.PathLike[str]) -> Any:

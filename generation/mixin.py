@@ -202,7 +202,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             return self.get_compiled_call(generation_config.compile_config)
         return self.__call__
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The parent's, with our settings in generation_config.json."""
         generation_config: Any = getattr(self, "generation_config", None)
         if generation_config is not None:
@@ -210,7 +210,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             generation_config.validate(strict=True)
             WeDLMGenerationSettings.from_generation_config(
                 generation_config, self.config, needs_mask_token=not self.has_mask_adapter
-            )  # type: ignore[attr-defined]
+            )
             # With this flag, which a config derived from the model's carries, reloading would drop our fields.
             generation_config._from_model_config = None
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]

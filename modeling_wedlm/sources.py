@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model
-from .loading import FASTEST, load_config_dict, load_model, load_tokenizer
-from .packed import use_fastest
+from .loading import FASTEST, load_config_dict, load_model, load_tokenizer, set_format
+from .packed import PACKED
 
 
 def check_source(source: str, revision: str | None = None, gguf_file: str | None = None) -> None:
@@ -35,8 +35,8 @@ def load_source(
         source: folder or Hub id, or the path of a GGUF file.
         revision: branch, tag or commit of a Hub id.
         gguf_file: name of a GGUF file in that folder or Hub id.
-        dtype: of the weights; `"auto"` is the checkpoint's own, float32 for a GGUF file; `"fastest"` is what a CPU
-            computes fastest, for inference alone.
+        dtype: of the weights; `"auto"` is the checkpoint's own, float32 for a GGUF file; `"packed"` and
+            `"fastest"` as [`load_model`] takes them, for inference alone.
         device: where the model is put.
 
     Raises:
@@ -44,18 +44,18 @@ def load_source(
         OSError, ValueError: for what is missing, damaged or not read whole by transformers.
     """
     folder, gguf_file, name = split_source(source, gguf_file)
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype not in ("auto", FASTEST) else dtype
+    is_format = dtype in ("auto", FASTEST, PACKED)
     if gguf_file is None:
+        dtype = dtype if is_format or isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         model = load_model(folder, revision=revision, dtype=dtype, device=device, model_class=AutoModelForCausalLM)
     else:
         load_gguf_config_dict(folder, gguf_file, revision)
         model, _ = load_gguf_model(folder, gguf_file, revision)
         model.is_quantized = False  # its weights are dequantized: they can be cast and packed
         vars(model.config).pop("quantization_config", None)
-        if dtype == FASTEST and torch.device(device).type == "cpu":
-            use_fastest(model)
-        else:
-            model.to(device, torch.float32 if dtype in ("auto", FASTEST) else dtype)
+        if not is_format:
+            model.to(dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+        set_format(model, dtype, device)
         tokenizer = read_source_tokenizer(folder, revision, gguf_file)
         model.generation_config.eos_token_id = end_token_ids(tokenizer)
         model.generation_config.pad_token_id = tokenizer.pad_token_id
