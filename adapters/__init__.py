@@ -1,22 +1,10 @@
 """Mask adapters: any AR model writes its own text in fewer forwards (ALGORITHM.md §5, §8).
 
-Importing this package makes the method known to PEFT, where that is installed, and gives `WeDLMForCausalLM` the
-functions below as methods.
+Using one of the names below makes the method known to PEFT, where that is installed, and gives `WeDLMForCausalLM` the
+functions as methods. The import itself needs no torch: `wedlm --help` reads the settings of `wedlm adapt` from here.
 """
 
-from importlib.util import find_spec
-
-from ..modeling_wedlm import WeDLMForCausalLM
-from .adapter_files import MaskAdapterSettings
-from .attach import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
-
-for _method in (add_mask_adapter, load_mask_adapter):
-    setattr(WeDLMForCausalLM, _method.__name__, _method)
-
-if find_spec("peft") is not None:
-    from .peft_method import register
-
-    register()
+from typing import Any
 
 __all__ = [
     "MaskAdapterSettings",
@@ -26,3 +14,11 @@ __all__ = [
     "save_mask_adapter",
     "unload_mask_adapter",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import registered
+
+    return getattr(registered, name)

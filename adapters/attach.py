@@ -365,7 +365,7 @@ def check_masks(model: Any) -> None:
                         input_ids=tokens[:, part], attention_mask=masks, position_ids=slots[:, part],
                         past_key_values=cache, use_cache=True,
                     ).logits  # fmt: skip
-                cache.commit([2])
+                cache.commit([[0, 1]])
     except Exception as error:
         raise ValueError(f"{name} cannot carry a mask adapter: a forward with masks fails: {error!r}.") from error
     # Matrices of other shapes round differently, another expert may be chosen and activations may be quantized; a mask

@@ -37,7 +37,7 @@ def model_card(
         **stated,
     }
     name = base if is_hub_id(base) else Path(base).stem
-    template = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
+    template = Path(__file__).with_suffix(".jinja")
     made: dict[str, Any] = {"curve": acceptance_table(log), "figure": figure, "table": table, **facts}
     return render(
         template, metadata, name=name, base=base, converted=converted, adapter=adapter, repr=json.dumps, **made

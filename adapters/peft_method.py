@@ -52,6 +52,14 @@ class MaskAdapterTuner(BaseTuner):
     tuner_layer_cls = BaseTunerLayer
     target_module_mapping: dict[str, list[str]] = {}
 
+    def __init__(self, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any):
+        if isinstance(peft_config, PeftConfig):  # `PeftModel` passes a dictionary
+            raise ValueError(
+                "`from_pretrained` and `load_adapter` of transformers cannot read a mask adapter. Load its base, "
+                f"{peft_config.base_model_name_or_path!r}, then call `wedlm_hf.load_mask_adapter(model, FOLDER)`."
+            )
+        super().__init__(model, peft_config, *args, **kwargs)
+
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Adds the adapter. Raises `ValueError` for a model that cannot carry it or is not the adapter's base."""
         config: Any = self.peft_config[adapter_name]

@@ -15,6 +15,7 @@ from ..apps import smollm2
 from ..eval.fingerprint import fingerprint
 from ..eval.measure import decode
 from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
+from ..modeling_wedlm.packed import count_weights
 
 IN_MEMORY = 2
 """Models that stay loaded."""
@@ -74,7 +75,7 @@ class Loaded:
     @property
     def repeats(self) -> int:
         """Timed calls beside the recorded one."""
-        return int(self.model.num_parameters() <= SMALL)
+        return int(count_weights(self.model) <= SMALL)
 
 
 @dataclass
@@ -127,9 +128,10 @@ class Models:
             if not (smollm2.FOLDER / "wedlm").exists():
                 tell({"at": "fetching"})
             name, adapter = "SmolLM2-135M-Instruct", adapter or str(smollm2.ADAPTER)
-            source, dtype = str(smollm2.converted(smollm2.FOLDER)), "bfloat16" if dtype == "auto" else dtype
+            source = str(smollm2.converted(smollm2.FOLDER))
             tell({"at": "loading"})
-        model, tokenizer = replace(self.loading, adapter=adapter, dtype=dtype).load(source)
+        options: dict[str, Any] = {"adapter": adapter, "dtype": dtype}
+        model, tokenizer = replace(self.loading, **options).load(source)
         threads = torch.get_num_threads()
         for strategy in ("wedlm", "ar"):  # the first call costs more
             decode(model, tokenizer, [tokenizer("1, 2").input_ids], {"strategy": strategy, "max_new_tokens": 4})

@@ -8,7 +8,6 @@ outside the forwards (`own cost`), and memory. All decoders take turns; times ar
 """
 
 import itertools
-from functools import partial
 from statistics import median
 from typing import Annotated, Any
 
@@ -19,7 +18,6 @@ import typer
 
 from wedlm_hf.eval.decoders import AR, DECODERS, EXACT, WEDLM
 from wedlm_hf.eval.measure import ForwardCounter, decode
-from wedlm_hf.eval.memory import peak_bytes
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 
 PROMPT_TOKENS = 64
@@ -75,23 +73,23 @@ def by_batch_size(model: WeDLMForCausalLM, sizes: list[int], max_new_tokens: int
 
 
 def by_length(model: WeDLMForCausalLM, lengths: tuple[int, ...], repeats: int) -> pd.DataFrame:
-    """Time and memory of a step at the end of a short and of a long answer, a row for each decoder and length."""
+    """Time of a step, and on CUDA memory, at the end of short and long answers, a line for each decoder and length."""
     prompt = torch.randint(model.config.vocab_size - 1, (PROMPT_TOKENS,)).tolist()
-    rows, peaks = [], {}
+    rows, peaks = [], dict[tuple[str, int], float]()
     for repeat, length, name in itertools.product(range(-1, repeats), lengths, (AR, WEDLM, EXACT)):
         options = {**DECODERS[name], "max_new_tokens": length, "do_sample": False}
-        if repeat < 0:  # a warm-up, which measures memory
-            peaks[name, length] = peak_bytes(partial(decode, model, None, [prompt], options), model.device) / 2**20
-            continue
         with ForwardCounter(model) as counter:
-            decode(model, None, [prompt], options)
+            (decoding,) = decode(model, None, [prompt], options)
+        if repeat < 0:  # a warm-up
+            continue
+        peaks[name, length] = decoding.peak_bytes / 2**20
         steps = 1000 * np.diff(counter.starts)[-LAST_STEPS:]
         inside = [1000 * span for span in counter.spans[:-1][-LAST_STEPS:]]
         widths = [width for _, width in counter.shapes[:-1][-LAST_STEPS:]]
         rows.append((name, length, np.median(steps), median(inside), median(widths)))
     columns = ["decoder", "new tokens", "ms a step", "in the forward", "slots"]
     table = pd.DataFrame(rows, columns=columns).groupby(columns[:2], sort=False).median()
-    return table.assign(**{"peak MiB": pd.Series(peaks)})
+    return table.assign(**{"peak MiB": pd.Series(peaks)} if any(peaks.values()) else {})  # on CUDA alone
 
 
 def main(

@@ -70,7 +70,8 @@ def _reported(meta: dict[str, Any]) -> Iterator[None]:
         raise typer.Exit(STOPPED) from None
     except UsageError as error:
         name = error.ctx.command_path if error.ctx else "wedlm"
-        _fail(f"{error.format_message().rstrip('.')}. `{name} --help` says what there is.", WRONG, meta)
+        message = error.format_message().replace("Value error, ", "").rstrip(".")  # typer checks choices by pydantic
+        _fail(f"{message}. `{name} --help` says what there is.", WRONG, meta)
     except (OSError, ValueError, ImportError) as error:
         _fail(str(error), WRONG, meta)
     except Exception as error:
@@ -220,11 +221,6 @@ def _options(
 ) -> None:
     if context.invoked_subcommand is None and (text := context.get_help()):  # typer may have printed it itself
         typer.echo(text)
-
-
-def is_debugging(context: typer.Context) -> bool:
-    """Whether `--debug` was given."""
-    return bool(context.meta.get(_DEBUG))
 
 
 def need(what: str, extra: str, *packages: str) -> None:

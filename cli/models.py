@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from ..adapters.adapt_config import AdaptConfig
 from ..apps.push.request import PushRequest
-from .application import NO, STOPPED, app, command, console, is_debugging, need, print_json
+from .application import STOPPED, app, command, console, need, print_json
 from .options import JsonOption
 
 OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder to write to; new or empty.")]
@@ -66,21 +65,25 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
 
     words = [re.sub(r"^(-m|--model)(?==|$)", "--model_name_or_path", word) for word in context.args]
     found: list[dict[str, Any]] = []
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log to standard output
-        run_training(
-            words,
-            description=context.command.help,
-            epilog=context.command.epilog,
-            debug=is_debugging(context),
-            report=found.append if as_json else None,
-        )
+    try:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log there
+            run_training(
+                words,
+                description=context.command.help,
+                epilog=context.command.epilog,
+                report=found.append if as_json else None,
+            )
+    except KeyboardInterrupt:
+        typer.echo("Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.", err=True)
+        raise typer.Exit(STOPPED) from None
     if found:
         print_json(found[0])
 
 
 @command(
     "wedlm adapt HuggingFaceTB/SmolLM2-135M-Instruct my-adapter --minutes 60",
-    "wedlm adapt my-wedlm my-adapter --tokens 200000 --prompts prompts.txt",
+    "wedlm adapt my-model my-adapter --tokens 200000 --prompts prompts.txt",
+    "wedlm adapt my-model better --minutes 60 --from my-adapter --answers my-adapter/work/answers.jsonl",
 )
 def adapt(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Folder or Hub id of a checkpoint, or a GGUF file.")],
@@ -109,7 +112,9 @@ def adapt(
             base,
             output_dir,
             config,
-            measure=partial(speed_table, max_new_tokens=96, title="AR and verified decoding in turn"),
+            measure=lambda model, tokenizer, prompts, max_new_tokens: speed_table(
+                model, tokenizer, prompts, max_new_tokens=max_new_tokens, title="AR and verified decoding in turn"
+            ),
             draw=draw_acceptance,
             console=console(stderr=True),
         )
@@ -141,8 +146,8 @@ def merge(
     output_dir: OutputArgument,
 ) -> None:
     """Write a checkpoint of a model with a LoRA merged into its weights. Every command also takes the LoRA itself."""
+    from ..adapters.loading import load_adapted
     from ..modeling_wedlm.convert import check_new_folder, write_checkpoint
-    from ..modeling_wedlm.loading import load_adapted
 
     check_new_folder(output_dir)
     model, tokenizer = load_adapted(base, lora)
@@ -162,27 +167,18 @@ def merge(
 def push(request: PushRequest, as_json: JsonOption = False) -> None:
     """Check a model or an adapter, then upload it to the Hub.
 
-    It must load and generate the same in a process without this package; code 1 where a check finds a problem.
+    It must load and generate in a process without this package.
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from ..apps.push.checks import Check, check_folder
-    from ..apps.push.upload import upload
+    from ..apps.push.push import card, check, upload
 
     disable_progress_bar()
     out = console(quiet=as_json)
-
-    def show(check: Check) -> None:
-        words = f"{'ok' if check.is_good else 'PROBLEM':8}{check.name:11}{check.found}"
-        out.print(words, style=None if check.is_good else "bold", highlight=False, soft_wrap=True)
-
-    package = check_folder(request, show)
-    address = None
-    if package.is_good and not request.dry_run:
-        address = upload(request, package)
-        out.print(address, highlight=False, soft_wrap=True)
+    text, found = card(request), check(request)
+    out.print(f"Checked: {found}", highlight=False, soft_wrap=True)
+    address = None if request.dry_run else upload(request, text)
+    if address is not None:
+        out.print(f"Uploaded: {address}", highlight=False, soft_wrap=True)
     if as_json:
-        checks = [vars(check) for check in package.checks]
-        print_json({"checks": checks, "files": list(package.files), "uploaded_to": address})
-    if not package.is_good:
-        raise typer.Exit(NO)
+        print_json({"checked": found, "uploaded_to": address})

@@ -9,14 +9,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
+from ..modeling_wedlm.packed import is_packed
 
 _WITHOUT_EFFECT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 
 
 def fingerprint(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Of `weights`, `config` and `tokenizer`, each 16 hexadecimal digits: what decides a model's answers."""
-    weights = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    weights, parameters = hashlib.sha256(), dict(model.named_parameters())
+    if is_packed(model):  # nor is a table in 16 bits a parameter
+        parameters |= {name: weight for name, weight in model.state_dict().items() if name.endswith(".weight")}
+    for name, parameter in sorted(parameters.items()):
         weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
         weights.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     config = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from ..console.progress import track
 from ..modeling_wedlm import WeDLMForCausalLM
+from ..modeling_wedlm.packed import PACKED, count_weights, is_packed
 from .decoders import Options
 from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 
@@ -335,7 +336,7 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
         "processor": platform.machine(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": PACKED if is_packed(model) else str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,
     }
 
@@ -346,8 +347,7 @@ def default_threads(model: torch.nn.Module) -> int:
     Threads wait for each other after every operation. Where one has little to do, that wait is longer than the work,
     the more so on cores that are busy with something else: a model of 2M parameters loses most of its speed to it.
     """
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return max(1, min(torch.get_num_threads(), parameters * WINDOW_ROWS // WORK_PER_THREAD))
+    return max(1, min(torch.get_num_threads(), count_weights(model) * WINDOW_ROWS // WORK_PER_THREAD))
 
 
 def rates(sums: Mapping[str, Any]) -> dict[str, Any]:

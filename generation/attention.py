@@ -210,4 +210,6 @@ def window_visibility(
     if visibility is not None:
         until, start = visibility.until[:, None, :, None], visibility.start[:, None, :, None]
         visible &= (keys <= until) | (keys >= start)
+        if visibility.path is not None:
+            visible.scatter_(3, visibility.path[:, None], True)
     return visible

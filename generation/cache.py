@@ -83,8 +83,16 @@ class WindowLayer(CacheLayerMixin):
             values.transpose(1, 2)[index] = value_states.transpose(1, 2)
         return keys, values
 
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies the states of slots to others, `(A, K)` int64 both."""
+        index = torch.arange(len(sources), device=self._keys.device)[:, None]
+        sources, targets = sources.to(index), targets.to(index)
+        for buffer in (self._keys, self._values):
+            states = buffer.transpose(1, 2)
+            states[index, targets] = states[index, sources]
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps, repeats or reorders rows."""
+        """Keeps, repeats or reorders sequences."""
         if self.is_initialized:
             indices = indices.to(self._keys.device)
             self._keys, self._values = self._keys[indices], self._values[indices]
@@ -210,10 +218,28 @@ class WindowCache(Cache):
         self._write = write
         return write
 
-    def commit(self, counts: list[int]) -> None:
-        """Keeps the first `counts` slots that the last forward wrote for each row in use, and no others."""
-        for row, count in enumerate(counts):
-            self.lengths[row] += count
+    def commit(self, kept: list[list[int]]) -> None:
+        """Keeps some slots that the last forward wrote, and no others.
+
+        Args:
+            kept: for each sequence in use, places of slots among those that the forward wrote for it, ascending.
+        """
+        longest = max(map(len, kept))
+        if any(places and places[-1] >= len(places) for places in kept):  # a path through a tree: closes the gaps
+            moves = [[start + place for place in places] for start, places in zip(self.lengths, kept, strict=False)]
+            sources = torch.tensor([each + [0] * (longest - len(each)) for each in moves])
+            targets = torch.tensor(
+                [
+                    [*range(start, start + len(places)), *[0] * (longest - len(places))]
+                    for start, places in zip(self.lengths, kept, strict=False)
+                ]
+            )
+            for layer in self.layers:
+                layer.move(sources, targets)
+            index = torch.arange(len(kept))[:, None].to(self.token_ids.device)
+            self.token_ids[index, targets.to(index)] = self.token_ids[index, sources.to(index)]
+        for index, places in enumerate(kept):
+            self.lengths[index] += len(places)
         self._write = None
 
     def retire(self, finished: list[bool]) -> None:

@@ -1,20 +1,18 @@
-"""Streaming parallel decoding: the loop (paper §5, Algorithm 1, Figure 3).
+"""Parallel decoding: the loop (paper §5, Algorithm 1, Figure 3).
 
-State of each row: *committed* tokens (their keys and values are cached), *pending* tokens (final, not cached yet) and
-a *window* of slots, filled or masked. One step:
+Of each sequence, *committed* tokens have their keys and values in the cache, *pending* tokens are final and not cached yet;
+behind them stands a *window* of slots, filled or masked, or drafts and masks. One step:
 
-    1. order    pending tokens, filled slots, masks
-    2. forward  one causal forward in this order on top of the cache, at logical positions
-    3. select   masks with H + λ·d < τ, or the best one
-    4. fill     them: argmax, or a draw from the processed distribution
-    5. slide    what is filled from the left without a gap is final: it becomes pending, and the window moves past it
-    6. commit   the keys and values of what was pending; the rest of this forward is overwritten by the next
-    7. finish   rows that hold an end token, meet a stopping criterion or reach the limit; refill the other windows
+    1. order    pending tokens, filled slots or drafts, masks
+    2. forward  one forward in this order on top of the cache, at logical positions
+    3. select   tokens for the rows that predict one
+    4. settle   what of them is final: the window slides past it, or the drafts that passed
+    5. commit   the keys and values of rows that saw nothing but final tokens; the rest is overwritten by the next forward
+    6. finish   sequences that hold an end token, meet a stopping criterion or reach the limit
+    7. prepare  the others for the next step: masks, or drafts and masks
 
-What 3, 4, 6 and the refill are in detail is up to a rule: [`FillRule`] (the above), [`BlockRule`] or [`VerifyRule`],
-whose slots are filled with drafts. It selects the drafts that the AR head accepts and the masks that give new ones,
-and commits accepted drafts too. Which these are is known only after 4: hence the place of 6, which for the other rules
-could as well come after 2. The loop knows nothing of the model but its `forward`.
+What 1, 3, 4 and 7 are in detail is up to a rule: [`FillRule`] (the paper's), [`BlockRule`] or [`VerifyRule`]. The loop knows
+nothing of the model but its `forward`.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,17 +27,19 @@ from .attention import StepAttention
 from .cache import WindowCache
 from .request import DecodingRequest
 from .rules import FillRule, Selection, SlotStates
-from .window import PhysicalOrder, Row, RowOutcome
+from .verify import VerifyRule
+from .window import PhysicalOrder, SequenceOutcome, SequenceState
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did. `rows[i]` is about entry i of the tensors, those of `order`, `logits` and `selection`."""
+    """What a step did. `sequences[i]` is about entry i of the tensors, those of `order`, `logits`, `selection` and `slots`."""
 
     order: PhysicalOrder
     logits: torch.Tensor
     selection: Selection
-    rows: list[RowOutcome]
+    slots: SlotStates | None
+    sequences: list[SequenceOutcome]
 
 
 @dataclass
@@ -54,8 +54,8 @@ class ParallelDecoder:
         rule: fill, fill block by block, or verify.
         cache: empty, or holding a beginning of every prompt.
         compiled: called instead of `model` after the first forward, always with the same shapes.
-        go_on: asked before each step with whether this process has finished. Where it says yes although it has, other
-            processes that share the model's weights still decode, and their forwards wait for one of this process.
+        go_on: is told before each step whether this process has finished, and says whether there is another step. After
+            the end, processes that share the model's weights take part in each other's forwards.
 
     Raises:
         ValueError: if the cache does not hold a beginning of the prompt, or if there is nothing to choose from because
@@ -64,7 +64,7 @@ class ParallelDecoder:
 
     model: Any
     request: DecodingRequest
-    rule: FillRule
+    rule: FillRule | VerifyRule
     cache: WindowCache
     compiled: Callable[..., Any] | None
     go_on: Callable[[bool], bool]
@@ -73,28 +73,22 @@ class ParallelDecoder:
         self.steps = 0
         self.attention = StepAttention(self.model)
         self.cache.open(self.request.prompts, self.request.prompt_ids.device)
-        self.rows = [
-            Row(index, list(prompt), len(prompt), cached, self.request.limit)
+        self.sequences = [
+            SequenceState(index, list(prompt), len(prompt), cached, self.request.limit)
             for index, (prompt, cached) in enumerate(zip(self.request.prompts, self.cache.lengths, strict=True))
         ]
-        for row in self.rows:
-            self.rule.refill(row)
-
-    @property
-    def rows_in_use(self) -> list[Row]:
-        """Rows in the order of the cache's buffers: those that decode, or all of them where shapes are fixed."""
-        return [self.rows[index] for index in self.cache.rows_in_use]
+        self.rule.begin(self.sequences)
 
     def run(self, observers: Sequence[Callable[[StepOutcome], None]]) -> torch.Tensor:
-        """Decodes all rows to their end.
+        """Decodes all sequences to their end.
 
         Args:
-            observers: are told of each step, when its rows hold the windows of the next one already.
+            observers: are told of each step, when its sequences are prepared for the next one.
 
         Returns:
-            The new tokens, `(B, longest)` int64, padded after each row's end.
+            The new tokens, `(B, longest)` int64, padded after each sequence's end.
         """
-        while self.go_on(is_finished := all(row.is_finished for row in self.rows)):
+        while self.go_on(is_finished := all(one.is_finished for one in self.sequences)):
             if is_finished:
                 self.model(input_ids=self.request.prompt_ids.new_zeros(1, 1), use_cache=False)
                 continue
@@ -102,20 +96,21 @@ class ParallelDecoder:
             for observe in observers:
                 observe(outcome)
         self.cache.close()
-        tokens = [torch.tensor(row.new_tokens, device=self.request.prompt_ids.device) for row in self.rows]
+        tokens = [torch.tensor(one.new_tokens, device=self.request.prompt_ids.device) for one in self.sequences]
         return pad_sequence(tokens, batch_first=True, padding_value=self.request.pad_token_id)
 
     def _step(self) -> StepOutcome:
-        rows = self.rows_in_use
-        is_fixed = self.compiled is not None and self.steps > 0
-        order = self.rule.order(rows, 2 * self.rule.pacer.largest if is_fixed else None)  # 1.
-        logits, slots = self._forward(order)  # 2.
-        selection = self.rule.select(order, rows, logits, slots)  # 3.
-        outcomes = self._fill(rows, order, selection)  # 4.
-        self._slide(outcomes)  # 5.
-        self.cache.commit([outcome.committed for outcome in outcomes])  # 6.
-        self._finish(outcomes)  # 7.
-        return StepOutcome(order, logits, selection, outcomes)
+        # In the order of the cache's buffers: those that decode, or all of them where shapes are fixed.
+        sequences = [self.sequences[index] for index in self.cache.rows_in_use]
+        order = self.rule.order(sequences, is_fixed=self.compiled is not None and self.steps > 0)
+        logits, slots = self._forward(order)
+        selection = self.rule.select(order, sequences, logits)
+        outcomes = self._settle(sequences, order, selection)
+        self.cache.commit([outcome.kept for outcome in outcomes])
+        self.rule.prepare(order, outcomes, slots)
+        if self.compiled is None:
+            self.cache.retire([one.is_finished for one in sequences])
+        return StepOutcome(order, logits, selection, slots, outcomes)
 
     def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, SlotStates | None]:
         """Logits `(A, M, V)` float32, and what is known of the masks behind them."""
@@ -141,7 +136,7 @@ class ParallelDecoder:
         # Those of the mask token are overwritten later, so they are copied where a compiled forward may own them.
         logits = outputs.logits.to(order.input_ids.device)
         logits, behind = logits.split([order.logit_count, order.masks_behind], dim=1)
-        slots = SlotStates(states.hidden, behind) if order.masks_behind else None
+        slots = SlotStates(states.hidden if has_slots else None, behind) if order.masks_behind else None
         return logits.to(torch.float32, copy=self.compiled is not None), slots
 
     def _embeds(self, order: PhysicalOrder) -> torch.Tensor:
@@ -149,61 +144,55 @@ class ParallelDecoder:
         prompt = self.request.prompt_embeds
         assert prompt is not None
         embeds = self.model.get_input_embeddings()(order.input_ids.clamp(min=0))
-        lengths = torch.tensor([[row.prompt_length] for row in self.rows], device=order.position_ids.device)
+        lengths = torch.tensor([[one.prompt_length] for one in self.sequences], device=order.position_ids.device)
         columns = (prompt.shape[1] - lengths + order.position_ids).clamp(max=prompt.shape[1] - 1)
         own = prompt.gather(1, columns[..., None].expand(-1, -1, embeds.shape[-1]))
         return torch.where((order.position_ids < lengths)[..., None], own.to(embeds), embeds)
 
-    def _fill(self, rows: list[Row], order: PhysicalOrder, selection: Selection) -> list[RowOutcome]:
-        """Writes what was selected into the windows. The only time in a step that the host waits for the device."""
-        stacked = torch.stack([selection.chosen.long(), selection.tokens, selection.is_broken.long()], dim=1)
+    def _settle(
+        self, sequences: list[SequenceState], order: PhysicalOrder, selection: Selection
+    ) -> list[SequenceOutcome]:
+        """What the selection means for each sequence."""
+        found = torch.stack([selection.marks.long(), selection.choice.tokens, selection.is_broken.long()], dim=1)
         outcomes = []
-        for row, slots, (chosen, tokens, is_broken) in zip(rows, order.slot_lists, stacked.tolist(), strict=True):
+        for one, slots, (marks, tokens, is_broken) in zip(sequences, order.slot_lists, found.tolist(), strict=True):
             if any(is_broken):
                 raise ValueError(
-                    f"There is nothing to choose from in forward {self.steps}, row {row.index}: the model's logits "
+                    f"There is nothing to choose from in forward {self.steps}, sequence {one.index}: the model's logits "
                     "are NaN or infinite (the checkpoint is broken, or its dtype overflows), or the logits processors "
                     "leave no token."
                 )
             first = order.logit_count - len(slots)
-            if row.is_finished:
-                outcomes.append(RowOutcome(row, 0, [], []))
+            if one.is_finished:
+                outcomes.append(SequenceOutcome(one, [], [], []))
             else:
-                outcomes.append(self.rule.fill(row, first, chosen[first:], tokens[first:]))
+                outcomes.append(self.rule.settle(one, first, tokens[first:], marks[first:], self._cut))
         return outcomes
 
-    def _slide(self, outcomes: list[RowOutcome]) -> None:
-        """Moves the windows past what is final, cut after an end token, at the limit or where a criterion stops."""
-        for outcome in outcomes:
-            row = outcome.row
-            if row.is_finished:
-                continue
-            final = row.window[: min(outcome.final, row.remaining)]
-            ends = [count for count, token in enumerate(final, 1) if token in self.request.end_tokens]
-            count, is_stopped = self._stop(row, final[: ends[0]] if ends else final)
-            outcome.final, outcome.accepted = count, min(outcome.accepted, count)
-            outcome.committed = self.rule.committed(row, count)
-            outcome.new_tokens = row.slide(count)
-            row.committed += outcome.committed
-            row.is_finished = is_stopped or bool(ends) or row.remaining == 0
-            if row.is_finished:
-                row.window.clear()
-                outcome.decided = [decided for decided in outcome.decided if decided[1] < count]
+    def _cut(self, one: SequenceState, tokens: list[int]) -> int:
+        """How many of these tokens a sequence takes: up to an end token, its limit, or where a criterion holds. Finishes
+        the sequence there."""
+        tokens = tokens[: one.remaining]
+        ends = [count for count, token in enumerate(tokens, 1) if token in self.request.end_tokens]
+        count, is_stopped = self._stop(one, tokens[: ends[0]] if ends else tokens)
+        if is_stopped or ends or count == one.remaining:
+            one.is_finished = True
+        return count
 
-    def _stop(self, row: Row, final: Sequence[int | None]) -> tuple[int, bool]:
+    def _stop(self, one: SequenceState, tokens: list[int]) -> tuple[int, bool]:
         """How many of these tokens there are up to the first at which a criterion holds, and whether one does."""
         if self.request.stopping_criteria:
-            # A criterion may tell rows apart by their index: it gets a batch in which this row is where it should be.
-            prompt = self.request.prompt_ids[row.index]
-            sequence = torch.cat([prompt, prompt.new_tensor([*row.new_tokens, *final])])
-            sequences = sequence.expand(len(self.rows), -1)
-            for count in range(1, len(final) + 1):
-                if self._is_stopped(sequences[:, : sequences.shape[1] - len(final) + count], row.index):
+            # A criterion may tell sequences apart by their index: it gets a batch in which this one is where it should be.
+            prompt = self.request.prompt_ids[one.index]
+            sequence = torch.cat([prompt, prompt.new_tensor([*one.new_tokens, *tokens])])
+            sequences = sequence.expand(len(self.sequences), -1)
+            for count in range(1, len(tokens) + 1):
+                if self._is_stopped(sequences[:, : sequences.shape[1] - len(tokens) + count], one.index):
                     return count, True
-        return len(final), False
+        return len(tokens), False
 
-    def _is_stopped(self, sequences: torch.Tensor, row: int) -> bool:
-        """Whether a criterion holds for this row. Raises `ValueError` for one that answers for all rows at once."""
+    def _is_stopped(self, sequences: torch.Tensor, index: int) -> bool:
+        """Whether a criterion holds for this sequence. Raises `ValueError` for one that answers for all at once."""
         is_stopped = False
         for criterion in self.request.stopping_criteria:
             answer = torch.as_tensor(criterion(sequences, None))
@@ -212,14 +201,5 @@ class ParallelDecoder:
                     f"{type(criterion).__name__} answers for all rows together, but here rows advance at paces of "
                     "their own: generate one prompt at a time, or use `stop_strings` or `strategy='ar'`."
                 )
-            is_stopped |= bool(answer.expand(len(sequences))[row])
+            is_stopped |= bool(answer.expand(len(sequences))[index])
         return is_stopped
-
-    def _finish(self, outcomes: list[RowOutcome]) -> None:
-        """Refills the windows; finished rows leave, and cost nothing from here on."""
-        self.rule.pacer.observe(outcomes)
-        for outcome in outcomes:
-            if not outcome.row.is_finished:
-                self.rule.refill(outcome.row)
-        if self.compiled is None:
-            self.cache.retire([outcome.row.is_finished for outcome in outcomes])

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers.generation import logits_process as transformers_processors
 
 from .selection import token_entropy
-from .window import PhysicalOrder, Row
+from .window import PhysicalOrder, SequenceState
 
 # Processors that look at the scores alone.
 SCORE_PROCESSORS = (
@@ -116,6 +116,16 @@ class TokenSampler:
         # Shortlists save time there; a GPU computes all in less time than the host would wait for it.
         self.is_on_cpu = self.prompt_ids.device.type == "cpu"
 
+    @property
+    def filler(self) -> int:
+        """The token of slots: MASK; any where an adapter embeds them."""
+        return self.mask_token_id or 0
+
+    @property
+    def device(self) -> torch.device:
+        """Of tokens."""
+        return self.prompt_ids.device
+
     @cached_property
     def noise(self) -> PositionNoise:
         """What all draws of this call share."""
@@ -137,14 +147,16 @@ class TokenSampler:
             logits: `(A, M, V)` float32, raw; MASK's are overwritten.
             order: whose `offsets` say how many new tokens lie before each slot.
         """
-        mask_logits = self._suppress_mask(logits)
+        mask_logits = self.suppress(logits)
         size = min(SHORTLIST, logits.shape[-1])
         if self.do_sample and 0 < self.top_k < size and self.is_on_cpu:
             best, tokens = logits.topk(size)
             if bool((best[..., -1] < best[..., self.top_k - 1]).all()):  # else tokens behind are as likely as the k-th
                 best = self.processors(tokens.flatten(0, 1), best.flatten(0, 1)).view_as(best)
                 scores = torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
-                return Choice(self._draw(best.softmax(-1), tokens, order.offsets, order.rows), scores, mask_logits)
+                return Choice(
+                    self._draw(best.softmax(-1), tokens, order.offsets, order.sequences), scores, mask_logits
+                )
         scores = logits.flatten(0, 1)
         if not self.need_length:
             scores = self.processors(order.offsets.new_empty(len(scores), 0), scores)
@@ -156,70 +168,73 @@ class TokenSampler:
                 length = self.prompt_ids.shape[1] + max(0, offset)
                 scores[slots] = self.processors(offsets.new_zeros(int(slots.sum()), length), scores[slots])
         scores = scores.view_as(logits)
-        return Choice(self._choose(scores, order.offsets, order.rows), scores, mask_logits)
+        return Choice(self._choose(scores, order.offsets, order.sequences), scores, mask_logits)
 
     def choose_in_order(
         self,
         logits: torch.Tensor,
         order: PhysicalOrder,
-        rows: Sequence[Row],
-        is_ar: torch.Tensor,
-        passes: Callable[[Choice], torch.Tensor],
+        sequences: Sequence[SequenceState],
+        follow: Callable[[int, int, Choice], int | None],
     ) -> Choice:
         """Tokens of AR rows, each after its own, true prefix.
 
         Args:
             logits, order: see [`choose`].
-            rows: those in use; their drafts belong to the prefixes.
-            is_ar: `(A, M)` bool, the AR rows, each row's in logical order.
-            passes: tells from a choice, `(A, M)` bool, whether the drafts behind the AR rows pass. After the first
-                that does not, the later prefixes are not true any more and are left alone.
+            sequences: those in use; their drafts belong to the prefixes.
+            follow: tells from an entry, a draft (-1: the last final token) and the choice made at its row which draft
+                comes next; `None` where no other prefix is true.
         """
         if not self.need_prefix:
             return self.choose(logits, order)
-        offsets = order.offsets
-        mask_logits = self._suppress_mask(logits)
-        choice = Choice(torch.zeros_like(offsets), logits.clone(), mask_logits)
-        for entry, row in enumerate(rows):
-            new_tokens = self.prompt_ids.new_tensor(row.new_tokens + row.filled_tokens)
-            for column in is_ar[entry].nonzero().flatten().tolist():
-                one = slice(entry, entry + 1), slice(column, column + 1)
-                prefix = torch.cat([self.prompt_ids[row.index], new_tokens[: int(offsets[one])]])
-                # Some tell rows apart by their index: they get a batch in which this row is where it should be.
-                copies, place = (len(self.prompt_ids), row.index) if self.need_row else (1, 0)
+        mask_logits = self.suppress(logits)
+        choice = Choice(torch.zeros_like(order.offsets), logits.clone(), mask_logits)
+        for entry, (one, slots) in enumerate(zip(sequences, order.slot_lists, strict=True)):
+            place: int | None = -1 if slots else None
+            new_tokens = one.new_tokens
+            while place is not None:
+                column = order.logit_count - len(slots) + 1 + place
+                cell = slice(entry, entry + 1), slice(column, column + 1)
+                new_tokens = new_tokens + ([one.drafts[place].token] if place >= 0 else [])
+                prefix = torch.cat([self.prompt_ids[one.index], self.prompt_ids.new_tensor(new_tokens)])
+                # Some tell sequences apart by their index: they get a batch in which this one is where it should be.
+                copies, its_place = (len(self.prompt_ids), one.index) if self.need_row else (1, 0)
                 scores = logits[entry, column].expand(copies, -1).clone()
-                choice.scores[one] = self.processors(prefix.expand(copies, -1), scores)[place]
-                choice.tokens[one] = self._choose(choice.scores[one], offsets[one], [row.index])
-                if not passes(choice)[entry, column]:
-                    break
+                choice.scores[cell] = self.processors(prefix.expand(copies, -1), scores)[its_place]
+                choice.tokens[cell] = self._choose(choice.scores[cell], order.offsets[cell], [one.index])
+                place = follow(entry, place, choice)
         return choice
 
     def draft(
-        self, scores: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, order: PhysicalOrder
-    ) -> torch.Tensor:
-        """Guesses what the AR head will choose for one position of each row.
+        self, scores: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, sequences: list[int], count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Guesses what the AR head will choose for one position of each path.
 
         Where it will draw, it draws with the noise of that position, which the guess shares: two distributions that
         are alike then mostly give the same token. Processors that need more than scores are left out of the guess.
 
         Args:
-            scores: `(A, S)` float32, raw scores of a shortlist, by the masks.
+            scores: `(A, B, S)` float32, raw scores of a shortlist, by the masks, for B paths of each sequence.
             tokens: `(A, S)` int64, the shortlist.
-            offsets: `(A,)` int64, new tokens before the position.
-            order: of the forward.
+            offsets: `(A, 1)` int64, new tokens before the position.
+            sequences: the place in the call of each entry's sequence.
+            count: guesses wanted, C.
 
         Returns:
-            `(A, 1)` int64, places in the shortlist.
+            `(A, B, C)` int64, tokens, the likeliest first, and float32, their probabilities on the shortlist.
         """
-        if not self.do_sample:
-            return scores.argmax(-1, keepdim=True)
-        for processor in self.processors:
-            if _is_any(processor, SHORTLIST_PROCESSORS):
-                scores = processor(tokens, scores)
-        noise = self.noise.at(order.rows, offsets[:, None], tokens[:, None])[:, 0]
-        return (torch.softmax(scores, dim=-1) / noise).argmax(-1, keepdim=True)
+        probabilities = scores.softmax(-1)
+        ranked = scores
+        if self.do_sample:
+            flat = scores.flatten(0, 1)
+            for processor in self.processors:
+                if _is_any(processor, SHORTLIST_PROCESSORS):
+                    flat = processor(tokens.repeat_interleave(scores.shape[1], 0), flat)
+            ranked = flat.softmax(-1).view_as(scores) / self.noise.at(sequences, offsets, tokens[:, None])
+        places = ranked.topk(min(count, scores.shape[-1]), dim=-1).indices
+        return tokens[:, None].expand_as(scores).gather(2, places), probabilities.gather(2, places)
 
-    def _suppress_mask(self, logits: torch.Tensor) -> torch.Tensor | None:
+    def suppress(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Takes MASK, if there is one, out of the choice, in place. Returns its logits, `(A, M)`."""
         if self.mask_token_id is None:
             return None

@@ -30,9 +30,9 @@ class ScoreRecorder:
             return
         order, choice = outcome.order, outcome.selection.choice
         decided = [
-            (entry, column, order.rows[entry], order.first[entry] + slot, token)
-            for entry, row in enumerate(outcome.rows)
-            for column, slot, token in row.decided
+            (entry, column, order.sequences[entry], order.first[entry] + slot, token)
+            for entry, one in enumerate(outcome.sequences)
+            for column, slot, token in one.decided
         ]
         if not decided:
             return

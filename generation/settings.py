@@ -51,7 +51,7 @@ class WeDLMGenerationSettings:
             [`WindowPacer`]). Default: with `verification="exact"`, whose output does not depend on it. A static cache
             keeps the window's size, whatever this says.
         slot_cost: for `adaptive_window`: the time that one more slot of a row adds to a forward, relative to that of
-            an empty one (`wedlm calibrate` measures it). Default: by the type of the device.
+            an empty one. Default: by the type of the device.
         mask_token_id: M; default: the model config's.
         output_trace: record every step (see [`TraceStep`]).
 

@@ -12,7 +12,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .decoding import StepOutcome
 from .selection import token_entropy
-from .window import PhysicalOrder, Row
+from .window import PhysicalOrder, SequenceState
 
 
 @dataclass
@@ -55,36 +55,38 @@ class DecodingStats:
 
 
 class StatsRecorder:
-    """Counts the steps of a call's `rows`. Prompt tokens that are not in the cache yet are no token instances."""
+    """Counts the steps of a call. Prompt tokens that are not in the cache yet are no token instances."""
 
-    def __init__(self, rows: list[Row]):
-        self.rows = rows
-        self.token_instances = [-row.pending for row in rows]
-        self.runs: list[Counter[tuple[int, int]]] = [Counter() for _ in rows]  # forwards, by `checked, accepted`
+    def __init__(self, sequences: list[SequenceState]):
+        self.sequences = sequences
+        self.forwards = [0 for _ in sequences]
+        self.token_instances = [-one.pending for one in sequences]
+        self.drafted: list[Counter[int]] = [Counter() for _ in sequences]  # by depth, from 1
+        self.accepted: list[Counter[int]] = [Counter() for _ in sequences]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes in a step."""
-        for count, row in zip(outcome.order.counts, outcome.rows, strict=True):
-            if count:  # where shapes are fixed, finished rows stay, as padding
-                self.token_instances[row.row.index] += count
-                self.runs[row.row.index][row.checked, row.accepted] += 1
+        for count, one in zip(outcome.order.counts, outcome.sequences, strict=True):
+            if count:  # where shapes are fixed, finished sequences stay, as padding
+                index = one.sequence.index
+                self.forwards[index] += 1
+                self.token_instances[index] += count
+                self.drafted[index].update(draft.depth for draft in one.checked)
+                self.accepted[index].update(range(1, len(one.accepted) + 1))
 
     @property
     def stats(self) -> DecodingStats:
         """The counts so far."""
-        drafted, accepted = self._by_depth(0), self._by_depth(1)
-        new_tokens, forwards = [row.new_count for row in self.rows], [runs.total() for runs in self.runs]
-        counts = map(torch.tensor, (new_tokens, forwards, self.token_instances))
-        return DecodingStats(*[*counts, drafted.sum(1), accepted.sum(1), drafted, accepted])
-
-    def _by_depth(self, which: int) -> torch.Tensor:
-        """`(B, D)`: runs of more than d drafts (0), or of more than d accepted ones (1)."""
-        deepest = max((run[0] for runs in self.runs for run in runs), default=0)
-        found = [
-            [sum(count for run, count in runs.items() if run[which] > depth) for depth in range(deepest)]
-            for runs in self.runs
-        ]
-        return torch.tensor(found, dtype=torch.int64).view(len(self.runs), deepest)
+        deepest = max((depth for counts in self.drafted for depth in counts), default=0)
+        drafted, accepted = (
+            torch.tensor([[counts[depth + 1] for depth in range(deepest)] for counts in found])
+            .view(len(self.sequences), deepest)
+            .long()
+            for found in (self.drafted, self.accepted)
+        )
+        new_tokens = [one.new_count for one in self.sequences]
+        counts = map(torch.tensor, (new_tokens, self.forwards, self.token_instances))
+        return DecodingStats(*counts, drafted.sum(1), accepted.sum(1), drafted, accepted)
 
 
 @dataclass
@@ -96,14 +98,15 @@ class TraceStep:
         input_ids: `(A, Q)` int64, tokens in physical order.
         position_ids: `(A, Q)` int64, their logical positions.
         counts: physical rows of each entry that are no padding: the last ones.
-        committed: how many of those, from the left, entered the cache for good.
+        committed: how many of those entered the cache for good.
+        kept: which they are, counted from the first one.
         logit_positions: `(A, M)` int64, logical positions of the physical rows whose logits were computed.
         is_mask: `(A, M)` bool, which of them are masks.
         entropy: `(A, M)` float32, H in nats.
-        filled: `(A, M)` bool, masks that this step filled; under verification, masks whose argmax became a draft.
+        filled: `(A, M)` bool, masks that this step filled; under verification, masks that the next step checks a draft of.
         tokens: `(A, M)` int64, what they were filled with.
         likeliest: `(A, M, 5)` int64, the tokens of the highest probability, descending.
-        probabilities: `(A, M, 5)` float32, by the raw logits; of a branch's drafts, among those on the shortlist.
+        probabilities: `(A, M, 5)` float32, by the raw logits.
         decided: offsets (from the prompt's end) of the new tokens whose value this step settled, per entry.
     """
 
@@ -112,6 +115,7 @@ class TraceStep:
     position_ids: torch.Tensor
     counts: list[int]
     committed: list[int]
+    kept: list[list[int]]
     logit_positions: torch.Tensor
     is_mask: torch.Tensor
     entropy: torch.Tensor
@@ -132,51 +136,55 @@ class TraceRecorder:
     def observe(self, outcome: StepOutcome) -> None:
         """Adds the step."""
         order, selection = outcome.order, outcome.selection
-        tokens, is_mask = selection.tokens.cpu(), selection.is_mask.cpu().clone()
-        width, end = order.logit_count, order.input_ids.shape[1] - order.masks_behind
-        filled, positions = torch.zeros_like(is_mask), torch.full_like(tokens, -1)
-        positions[:, :width] = order.position_ids[:, end - width : end].cpu()
-        for entry, row in enumerate(outcome.rows):
-            for column, slot, _ in row.filled:
+        width, behind = order.logit_count, order.masks_behind
+        tokens = F.pad(selection.choice.tokens.cpu(), (0, behind))
+        is_mask = F.pad(selection.is_mask.cpu(), (0, behind))
+        filled = torch.zeros_like(is_mask)
+        positions = order.position_ids[:, order.position_ids.shape[1] - width - behind :].cpu().clone()
+        positions[:, :width].masked_fill_(order.slots.cpu() < 0, -1)
+        for entry, one in enumerate(outcome.sequences):
+            masks = order.mask_counts[entry]
+            is_mask[entry, width : width + masks] = True
+            positions[entry, width + masks :] = -1
+            for column, slot, _ in one.filled:
                 filled[entry, column] = True
-                positions[entry, column] = row.row.prompt_length + order.first[entry] + slot
-        # Columns behind the logits are drafts of branches, of which one may have fewer than another.
-        is_mask[:, width:] &= filled[:, width:]
-        entropy, likeliest, probabilities = self._predicted(outcome)
+                positions[entry, column] = one.sequence.prompt_length + order.first[entry] + slot
+            # Of the next step's drafts, the likeliest ones of the masks behind the last row that gave a token.
+            for draft in reversed(one.sequence.drafts):
+                place = one.drafting.start + draft.depth - 1
+                if draft.chance is not None and place in one.drafting:
+                    filled[entry, width + place], tokens[entry, width + place] = True, draft.token
+        entropy, tokens_found, probabilities = self._predicted(outcome)
         self.steps.append(
             TraceStep(
-                rows=order.rows,
+                rows=order.sequences,
                 input_ids=_padded_in_front(order.input_ids, order),
                 position_ids=_padded_in_front(order.position_ids, order),
                 counts=order.counts,
-                committed=[row.committed for row in outcome.rows],
+                committed=[len(one.kept) for one in outcome.sequences],
+                kept=[one.kept for one in outcome.sequences],
                 logit_positions=positions,
                 is_mask=is_mask,
                 entropy=entropy,
                 filled=filled,
                 tokens=tokens,
-                likeliest=likeliest,
+                likeliest=tokens_found,
                 probabilities=probabilities,
                 decided=[
-                    [first + slot for _, slot, _ in row.decided]
-                    for first, row in zip(order.first, outcome.rows, strict=True)
+                    [first + slot for _, slot, _ in one.decided]
+                    for first, one in zip(order.first, outcome.sequences, strict=True)
                 ],
             )
         )
 
     def _predicted(self, outcome: StepOutcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """H of what the model said, MASK's logit included; its likeliest tokens and their probabilities."""
-        logits, selection = outcome.logits.clone(), outcome.selection
-        if selection.choice.mask_logits is not None:
-            logits[..., self.mask_token_id] = selection.choice.mask_logits
-        entropy = [token_entropy(logits)]
-        tokens, probabilities = map(list, zip(likeliest(logits), strict=True))
-        if selection.draft_scores is not None and selection.shortlist is not None:
-            entropy.append(token_entropy(selection.draft_scores))
-            places, shares = likeliest(selection.draft_scores)
-            tokens.append(selection.shortlist.gather(-1, places))
-            probabilities.append(shares)
-        return torch.cat(entropy, dim=1).cpu(), torch.cat(tokens, dim=1).cpu(), torch.cat(probabilities, dim=1).cpu()
+        logits, choice = outcome.logits.clone(), outcome.selection.choice
+        if choice.mask_logits is not None:
+            logits[..., self.mask_token_id] = choice.mask_logits
+        if outcome.slots is not None:
+            logits = torch.cat([logits, outcome.slots.logits.float()], dim=1)
+        return token_entropy(logits).cpu(), *(found.cpu() for found in likeliest(logits))
 
     def step_map(self, new_tokens: torch.Tensor) -> torch.Tensor:
         """The step that decided each new token, `(B, longest)` int64, -1 after a row's end.

@@ -6,48 +6,49 @@ from typing import Any
 import torch
 
 from .decoding import StepOutcome
-from .window import Row
+from .window import SequenceState
 
 
 @dataclass
 class TokenStream:
     """Feeds a streamer as `generate` would.
 
-    One row: final tokens go out as soon as they are, several in one `put` of shape `(n,)`, and a streamer with
-    `put_draft` (the protocol of transformers' diffusion streamers) gets the window, masks included. Several rows: one
-    `put` of shape `(B,)` for each position, once every row has its token; padding after a row's end.
+    One sequence: final tokens go out as soon as they are, several in one `put` of shape `(n,)`, and a streamer with
+    `put_draft` (the protocol of transformers' diffusion streamers) gets what is expected behind them, masks included.
+    Several sequences: one `put` of shape `(B,)` for each position, once every sequence has its token; padding after a
+    sequence's end.
 
     Args:
         streamer: a `BaseStreamer`.
-        rows: of the call.
-        pad_token_id: stands after a row's end.
+        sequences: of the call.
+        pad_token_id: stands after a sequence's end.
         mask_token_id: M; without one, padding stands for masks.
     """
 
     streamer: Any
-    rows: list[Row]
+    sequences: list[SequenceState]
     pad_token_id: int
     mask_token_id: int | None
-    sent: int = 0  # positions, where there are several rows
+    sent: int = 0  # positions, where there are several sequences
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Sends what a step made final, and the window it leaves."""
-        lengths = [row.new_count for row in self.rows]
+        """Sends what a step made final, and what is expected next."""
+        lengths = [one.new_count for one in self.sequences]
         if len(lengths) == 1:
-            tokens, window = outcome.rows[0].new_tokens, self.rows[0].window
+            tokens, expected = outcome.sequences[0].new_tokens, self.sequences[0].expected
             if tokens:  # a step may fill slots and still make nothing final
                 self.streamer.put(torch.tensor(tokens))
-            if window and hasattr(self.streamer, "put_draft"):
+            if expected and hasattr(self.streamer, "put_draft"):
                 mask = self.pad_token_id if self.mask_token_id is None else self.mask_token_id
-                draft = [mask if token is None else token for token in window]
+                draft = [mask if token is None else token for token in expected]
                 self.streamer.put_draft(torch.tensor(draft))
             return
-        unfinished = [length for length, row in zip(lengths, self.rows, strict=True) if not row.is_finished]
+        unfinished = [one.new_count for one in self.sequences if not one.is_finished]
         complete = min(unfinished, default=max(lengths))
         for position in range(self.sent, complete):
             column = [
-                row.tokens[row.prompt_length + position] if position < row.new_count else self.pad_token_id
-                for row in self.rows
+                one.tokens[one.prompt_length + position] if position < one.new_count else self.pad_token_id
+                for one in self.sequences
             ]
             self.streamer.put(torch.tensor(column))
         self.sent = max(self.sent, complete)

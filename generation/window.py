@@ -18,21 +18,22 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .planner import Draft
+
 
 @dataclass
-class Row:
-    """One row of a call.
+class SequenceState:
+    """One sequence of a call.
 
     Attributes:
-        index: which row of the call.
+        index: its place in the call.
         tokens: final tokens: the prompt's (-1 behind embeddings), then the new ones.
         prompt_length: how many of them are the prompt's.
         committed: how many of them are in the cache.
         limit: new tokens allowed.
-        window: what is in each slot, `None` for a mask.
-        branches: where each real row has masks of its own (see [`BranchRule`]): how many, behind the last pending
-            token and behind each draft.
-        confidence: the masks' own probability of each draft in the window; `None` where it was found in the text.
+        window: what is in each slot, `None` for a mask. Not under verification.
+        drafts: under verification, guesses behind the last final token, parents first.
+        masks: under verification, how many stand behind the last final token, and behind each draft.
         is_finished: nothing more is decoded here.
     """
 
@@ -42,8 +43,8 @@ class Row:
     committed: int
     limit: int
     window: list[int | None] = field(default_factory=list)
-    branches: list[int] = field(default_factory=list)
-    confidence: list[float | None] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    masks: list[int] = field(default_factory=list)
     is_finished: bool = False
 
     @property
@@ -68,18 +69,26 @@ class Row:
 
     @property
     def filled_slots(self) -> list[int]:
-        """Slots that are filled, ascending."""
+        """Slots of the window that are filled, ascending."""
         return [slot for slot, token in enumerate(self.window) if token is not None]
 
     @property
-    def filled_tokens(self) -> list[int]:
-        """What is in them."""
-        return [token for token in self.window if token is not None]
+    def mask_slots(self) -> list[int]:
+        """Slots of the window that are masks, ascending."""
+        return [slot for slot, token in enumerate(self.window) if token is None]
 
     @property
-    def mask_slots(self) -> list[int]:
-        """Slots that are masks, ascending."""
-        return [slot for slot, token in enumerate(self.window) if token is None]
+    def expected(self) -> list[int | None]:
+        """What is guessed behind the final tokens, `None` for a mask: the window, or the first run of drafts and the
+        masks behind it."""
+        if not self.masks:
+            return self.window
+        run: list[int | None] = []
+        for place, draft in enumerate(self.drafts):
+            if draft.parent != place - 1:
+                break
+            run.append(draft.token)
+        return [*run, *[None] * self.masks[len(run)]]
 
     def set_masks(self, size: int) -> None:
         """Gives the window `size` slots, or as many as the limit leaves: masks are added or removed at its end."""
@@ -88,49 +97,44 @@ class Row:
         while len(self.window) > size and self.window[-1] is None:
             self.window.pop()
 
-    def slide(self, count: int) -> list[int]:
-        """Moves the window past its first `count` slots, whose tokens are final now. Returns them."""
-        final = [token for token in self.window[:count] if token is not None]
-        self.tokens += final
-        del self.window[:count]
-        return final
+    def finish(self) -> None:
+        """Ends the sequence."""
+        self.is_finished, self.window, self.drafts, self.masks = True, [], [], []
 
 
-@dataclass
-class RowOutcome:
-    """What a step did to one row.
+@dataclass(frozen=True)
+class SequenceOutcome:
+    """What a step did to one sequence.
 
     Attributes:
-        row: the row.
-        final: slots, from the window's left, whose tokens are final.
-        decided: `(column of the logits, slot, token)` for each slot whose token is settled.
-        filled: the same for each mask that was filled, or whose token became a draft.
+        sequence: the sequence.
+        new_tokens: tokens that became final.
+        kept: physical rows of the forward whose keys and values entered the cache, counted from its first one.
+        decided: `(column of the logits, slot, token)` for each new token, or slot, whose value this step settled.
+        filled: the same for each mask that was filled.
         checked: drafts that were checked.
-        accepted: drafts that passed.
-        paid: depths of the window that paid, from the left: accepted drafts, or fills beyond the one of every step.
-        failed: the first depth that did not: its draft failed, or no mask was sure enough to give one.
-        committed: physical rows that entered the cache for good.
-        new_tokens: those that became final.
+        accepted: places of those that passed, a path.
+        drafting: masks of the forward, counted from its first one, that draft what follows the new tokens.
     """
 
-    row: Row
-    final: int
+    sequence: SequenceState
+    new_tokens: list[int]
+    kept: list[int]
     decided: list[tuple[int, int, int]]
-    filled: list[tuple[int, int, int]]
-    checked: int = 0
-    accepted: int = 0
-    paid: int = 0
-    failed: int | None = None
-    committed: int = 0
-    new_tokens: list[int] = field(default_factory=list)
+    filled: list[tuple[int, int, int]] = field(default_factory=list)
+    checked: list[Draft] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    drafting: range = range(0)
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which cache slots each physical row sees, `(A, Q)` int64: those up to `until`, and from `start` to its own."""
+    """Which cache slots each physical row sees: those up to `until`, those from `start` to its own, `(A, Q)` int64, and
+    those in `path`, `(A, Q, E)` int64, if there is one (a slot of no meaning is the row's own)."""
 
     until: torch.Tensor
     start: torch.Tensor
+    path: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ class PhysicalOrder:
     """One forward's rows in physical order: padding, then pending tokens, filled slots and masks, each ascending.
 
     Attributes:
-        rows: the call's row of each entry.
+        sequences: the place in the call of each entry's sequence.
         input_ids: `(A, Q)` int64.
         position_ids: `(A, Q)` int64, logical positions.
         cache_slots: `(A, Q)` int64, where keys and values go: behind the row's cached ones; padding last, unseen.
@@ -150,11 +154,12 @@ class PhysicalOrder:
         offsets: `(A, M)` int64, new tokens in front of each of `slots`.
         slot_mask: which of the last physical rows are masks, `(A, masks of the entry with the most)` bool; their
             number where that is the same for all entries, `None` where there are none.
-        masks_behind: physical rows behind those that predict `slots`: the masks of branches.
+        masks_behind: physical rows behind those that predict `slots`: masks, and padding where there are fewer of them.
+        mask_counts: how many of them are masks, per entry.
         visibility: for an order that is not plain causal, see [`Visibility`].
     """
 
-    rows: list[int]
+    sequences: list[int]
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     cache_slots: torch.Tensor
@@ -165,6 +170,7 @@ class PhysicalOrder:
     offsets: torch.Tensor
     slot_mask: int | torch.Tensor | None
     masks_behind: int
+    mask_counts: list[int]
     visibility: Visibility | None
 
     @property
@@ -174,80 +180,134 @@ class PhysicalOrder:
 
 
 def physical_order(
-    rows: Sequence[Row], slot_lists: list[list[int]], mask_token_id: int, width: int | None, device: torch.device
+    sequences: Sequence[SequenceState],
+    slot_lists: list[list[int]],
+    filler: int,
+    device: torch.device,
+    width: int = 0,
+    behind: int = 0,
+    mask_offset: int = 0,
 ) -> PhysicalOrder:
     """Topological reordering of pending tokens and windows (paper §4.1).
 
-    Two rows, `p` pending, `f` filled, `M` masks, `·` padding; the digits are logical positions:
+    Two sequences, `p` pending, `f` filled, `M` masks, `·` padding; the digits are logical positions:
 
         window of the first:  p4 │ M5 f6 M7           input_ids     p f M M     p p f M
         of the second:     p8 p9 │ f10 M11            position_ids  4 6 5 7     8 9 10 11
 
-    The masks of branches come last. The rows in front of them are aligned, so that their logits are one block, and so
-    are the first masks:
+    Under verification the masks come last, those behind the last final token first. The rows in front of them are
+    aligned, so that their logits are one block, and so are the first masks:
 
         entry 0:   p  p  f  f │ M M │ M M │ M M
         entry 1:   ·  ·  p  f │ M M M │ M · ·
 
     Args:
-        rows: those in use.
-        slot_lists: the slots that each row's last physical rows predict, those of branches left aside.
-        mask_token_id: M.
-        width: Q, where it is fixed; logits are then computed for all rows.
+        sequences: those in use.
+        slot_lists: the slots that each sequence's last rows in front of those masks predict.
+        filler: the token of masks.
         device: of the tensors.
+        width, behind: the least numbers of rows in front of masks, and of masks; with a `width`, logits are computed for
+            all rows.
+        mask_offset: positions between a row and the first mask behind it.
     """
-    size = width or max(1, *(row.pending + len(row.window) for row in rows))
-    behind = max(sum(row.branches) for row in rows)
-    columns = [_columns(row, mask_token_id, size, behind) for row in rows]
-    input_ids, position_ids, cache_slots, *visibility = torch.tensor([*zip(*columns, strict=True)], device=device)
-    is_causal = not any(any(row.branches[:-1]) for row in rows)
-    masks = [0 if row.is_finished else row.window.count(None) + sum(row.branches) for row in rows]
+    size = max(1, width, *(len(one.drafts) + one.pending + len(one.window) for one in sequences))
+    behind = max(behind, *(sum(one.masks) for one in sequences))
+    columns = [_Columns.of(one, filler, size, behind, mask_offset) for one in sequences]
+    tokens, positions, cache_slots, until, start = torch.tensor(
+        [[each.tokens, each.positions, each.slots, each.until, each.start] for each in columns], device=device
+    ).unbind(1)
+    visibility = None
+    if not all(each.is_causal for each in columns):
+        longest = max(len(path) for each in columns for path in each.paths)
+        path = None
+        if longest:
+            padded = [
+                [[*row, *[own] * (longest - len(row))] for row, own in zip(each.paths, each.slots, strict=True)]
+                for each in columns
+            ]
+            path = torch.tensor(padded, device=device)
+        visibility = Visibility(until, start, path)
+    masks = [one.window.count(None) + sum(one.masks) for one in sequences]
     most = max(masks)
     slot_mask: int | torch.Tensor | None = most or None
     if min(masks) < most:
         places, counts = torch.arange(most, device=device), torch.tensor(masks, device=device)[:, None]
         slot_mask = places < counts if behind else places >= most - counts
-    first = [row.new_count for row in rows]
+    first = [one.new_count for one in sequences]
     logit_count = width or max(1, *map(len, slot_lists))
     slots = torch.tensor([[-1] * (logit_count - len(slots)) + slots for slots in slot_lists], device=device)
     return PhysicalOrder(
-        rows=[row.index for row in rows],
-        input_ids=input_ids,
-        position_ids=position_ids,
+        sequences=[one.index for one in sequences],
+        input_ids=tokens,
+        position_ids=positions,
         cache_slots=cache_slots,
-        counts=[0 if row.is_finished else row.pending + len(row.window) + sum(row.branches) for row in rows],
+        counts=[each.count for each in columns],
         slots=slots,
         slot_lists=slot_lists,
         first=first,
         offsets=slots + torch.tensor(first, device=device)[:, None],
         slot_mask=slot_mask,
         masks_behind=behind,
-        visibility=None if is_causal else Visibility(*visibility),
+        mask_counts=[sum(one.masks) for one in sequences],
+        visibility=visibility,
     )
 
 
-def _columns(row: Row, mask_token_id: int, width: int, behind: int) -> list[list[int]]:
-    """One entry of the forward, `width` rows and `behind` of branches: its tokens, positions and cache slots; with
-    branches, what [`Visibility`] needs, too."""
-    begin, end = row.committed, len(row.tokens)
-    tokens = row.tokens[begin:] + row.filled_tokens
-    positions = [*range(begin, end), *[end + slot for slot in row.filled_slots + row.mask_slots]]
-    if row.is_finished:
-        tokens, positions = [], []
-    padding = width - len(positions)
-    until = list(range(begin, begin + len(positions))) if behind else []
-    start = list(until)
-    for draft, size in enumerate(row.branches):
-        first = begin + len(positions)
-        positions += range(end + draft + 1, end + draft + 1 + size)
-        until += [end - 1 + draft] * size
-        start += [first] * size
-    stop = begin + len(positions)
-    front, back = range(stop, stop + padding), range(stop + padding, begin + width + behind)
-    tokens += [mask_token_id] * (len(positions) - len(tokens))
-    columns = [
-        [mask_token_id] * len(front) + tokens + [mask_token_id] * len(back),
-        [*front, *positions, *back],
-        [*front, *range(begin, stop), *back],
-    ]
-    return [*columns, [*front, *until, *back], [*front, *start, *back]] if behind else columns
+@dataclass
+class _Columns:
+    """One entry of a forward: token, position, cache slot and visibility of each physical row."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    until: list[int]
+    start: list[int]
+    paths: list[list[int]]
+    count: int
+    is_causal: bool
+
+    @classmethod
+    def of(cls, one: SequenceState, filler: int, size: int, behind: int, mask_offset: int) -> "_Columns":
+        begin, end = one.committed, len(one.tokens)
+        filled = [*one.filled_slots, *one.mask_slots]
+        tokens = [*one.tokens[begin:], *(filler if (token := one.window[slot]) is None else token for slot in filled)]
+        positions = [*range(begin, end), *(end + slot for slot in filled)]
+        if one.is_finished:
+            tokens, positions = [], []
+        tokens += [draft.token for draft in one.drafts]
+        positions += [end - 1 + draft.depth for draft in one.drafts]
+        root, real = end - 1, len(positions)
+        until, start = list(range(begin, begin + real)), list(range(begin, begin + real))
+        paths: list[list[int]] = [[] for _ in until]
+        for place, draft in enumerate(one.drafts):
+            slot, parent = root + 1 + place, root + 1 + draft.parent
+            if draft.parent < place - 1 or until[parent - begin] < parent:  # not right behind all that it sees
+                until[slot - begin], paths[slot - begin] = _seen_from(parent, until, paths, begin)
+        padding = size - real
+        for place, count in enumerate(one.masks):
+            seen, path = _seen_from(root + place, until, paths, begin)
+            first = begin + len(positions)
+            depth = one.drafts[place - 1].depth if place else 0
+            positions += range(end + depth + mask_offset, end + depth + mask_offset + count)
+            until += [seen] * count
+            start += [first] * count
+            paths += [path] * count
+        stop = begin + len(positions)
+        front, back = range(stop, stop + padding), range(stop + padding, begin + size + behind)
+        tokens += [filler] * (len(positions) - len(tokens))
+        return cls(
+            tokens=[filler] * len(front) + tokens + [filler] * len(back),
+            positions=[*front, *positions, *back],
+            slots=[*front, *range(begin, stop), *back],
+            until=[*front, *until, *back],
+            start=[*front, *start, *back],
+            paths=[[] for _ in front] + paths + [[] for _ in back],
+            count=len(positions),
+            is_causal=not any(one.masks[:-1]) and all(d.parent == place - 1 for place, d in enumerate(one.drafts)),
+        )
+
+
+def _seen_from(parent: int, until: list[int], paths: list[list[int]], begin: int) -> tuple[int, list[int]]:
+    """What a row behind that of slot `parent` sees: all up to a slot, and single slots behind it."""
+    seen, path = until[parent - begin], paths[parent - begin]
+    return seen, path if seen >= parent else [*path, parent]

@@ -4,16 +4,17 @@ Importing this package registers `model_type: wedlm` with the Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from .card import write_cards_on_save
 from .configuration_wedlm import WeDLMConfig
 from .convert import Conversion, convert
 from .hub import write_hub_files
-from .modeling_wedlm import WeDLMForCausalLM, WeDLMModel
+from .modeling_wedlm import WeDLMForCausalLM, WeDLMModel, WeDLMPreTrainedModel
 
 AutoConfig.register("wedlm", WeDLMConfig, exist_ok=True)
 AutoModel.register(WeDLMConfig, WeDLMModel, exist_ok=True)
 AutoModelForCausalLM.register(WeDLMConfig, WeDLMForCausalLM, exist_ok=True)
 
 WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
-
+write_cards_on_save(WeDLMPreTrainedModel)
 
 __all__ = ["Conversion", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel", "convert"]

@@ -21,13 +21,12 @@ AUTO_MAP = {
 # What `forward` and `generate` need. A file ships as `NAME_wedlm.py`.
 SHIPPED = (
     "generation/attention.py",
-    "generation/branch_pacing.py",
-    "generation/branches.py",
+    "generation/drafter.py",
     "generation/cache.py",
     "generation/decoding.py",
     "generation/lookup.py",
     "generation/mixin.py",
-    "generation/pacing.py",
+    "generation/planner.py",
     "generation/request.py",
     "generation/rules.py",
     "generation/sampling.py",
@@ -35,14 +34,11 @@ SHIPPED = (
     "generation/selection.py",
     "generation/settings.py",
     "generation/stats.py",
-    "generation/step_times.py",
     "generation/streaming.py",
+    "generation/verify.py",
     "generation/window.py",
-    "modeling_wedlm/card.py",
     "modeling_wedlm/configuration_wedlm.py",
     "modeling_wedlm/dual_stream.py",
-    "modeling_wedlm/files.py",
-    "modeling_wedlm/linear.py",
     "modeling_wedlm/modeling_wedlm.py",
 )
 

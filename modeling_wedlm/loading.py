@@ -25,8 +25,10 @@ from transformers.utils import cached_file
 
 from .card import CARD_NAME
 from .modeling_wedlm import WeDLMForCausalLM
+from .packed import PACKED, pack, use_fastest
 
-CONFIG_FILE, ADAPTER_FILE, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
+FASTEST = "fastest"
+CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
@@ -136,83 +138,48 @@ def load_model(
     *,
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    model_class: Any = WeDLMForCausalLM,
     **options: Any,
 ) -> Any:
-    """The model of a WeDLM checkpoint.
+    """The model of a checkpoint.
 
     Args:
         source: folder or Hub id.
         revision: branch, tag or commit of a Hub id.
-        dtype: of the weights; `"auto"` is the checkpoint's own.
-        options: further arguments of `WeDLMForCausalLM.from_pretrained`.
+        dtype: of the weights. `"auto"` is the checkpoint's own; `"packed"` is 16-bit weights and float32 rows, on a
+            CPU ([`pack`]); `"fastest"` is what this CPU computes fastest ([`use_fastest`]), elsewhere as `"auto"`.
+        device: where the model is put.
+        model_class: whose `from_pretrained` loads it.
+        options: further arguments of `from_pretrained`.
 
     Raises:
         OSError: as [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors.
-        ValueError: for a checkpoint of another model type, a damaged config, and weights that do not fit.
+        ValueError: for a checkpoint of another model type, a damaged config, weights that do not fit, and packed
+            ones elsewhere than on a CPU.
     """
+    if dtype == PACKED and torch.device(device).type != "cpu":
+        raise ValueError(f"`dtype={PACKED!r}` is for CPUs, and the model is to be on {str(device)!r}.")
+    is_ours = dtype in (PACKED, FASTEST)
     subfolder, file = options.pop("subfolder", ""), options.get("gguf_file") or CONFIG_FILE
     found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=file)
     # transformers takes a generation config that is no JSON for a missing one.
     _check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
     with reading(f"The checkpoint {os.fspath(source)!r}"):
-        loaded = WeDLMForCausalLM.from_pretrained(source, dtype=dtype, **found | {"use_safetensors": True} | options)
+        options = found | {"use_safetensors": True} | options
+        loaded = model_class.from_pretrained(source, dtype="auto" if is_ours else dtype, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _check_token_ids(name, getattr(model.generation_config, name))
+    set_format(model, dtype, device)
     return loaded
 
 
-def load_adapted(
-    source: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None, *, dtype: str | torch.dtype = "auto"
-) -> tuple[Any, PreTrainedTokenizerBase]:
-    """A model and its tokenizer, where one of the names may be that of an adapter.
-
-    A LoRA is merged into the weights. A mask adapter is attached; verified decoding is the default then.
-
-    Args:
-        source: folder or Hub id of a checkpoint, or folder of an adapter, whose base is loaded with it.
-        adapter: folder or Hub id of a LoRA or of a mask adapter.
-        dtype: of the weights; `"auto"` is the checkpoint's own.
-
-    Raises:
-        ImportError: for a LoRA where PEFT is not installed.
-        OSError: for what is missing or damaged.
-        ValueError: likewise, and for an adapter that does not fit the model.
-    """
-    adapters = [] if adapter is None else [adapter]
-    while is_adapter(source) and source not in adapters[:-1]:
-        adapters.insert(0, source)
-        source = base_path(source)
-    model, tokenizer_source = load_model(source, dtype=dtype), source
-    for each in adapters:
-        with reading(f"The adapter {os.fspath(each)!r}"):
-            found = {**find_checkpoint(each, file=ADAPTER_FILE), "_raise_exceptions_for_missing_entries": False}
-            del found["trust_remote_code"]
-            config = json.loads(Path(str(cached_file(each, ADAPTER_FILE, **found))).read_bytes())
-            if cached_file(each, ADAPTER_WEIGHTS, **found) is None:  # PEFT would unpickle other files
-                raise FileNotFoundError(f"The adapter {os.fspath(each)!r} has no {ADAPTER_WEIGHTS}.")
-            if config.get("peft_type") == "MASK_ADAPTER":
-                model.load_mask_adapter(each)
-                if getattr(model.generation_config, "verification", None) is None:
-                    model.generation_config.verification = "exact"
-            else:
-                model = _merged(model, each)
-        if any(Path(each, name).is_file() for name in TOKENIZER_FILES):
-            tokenizer_source = each
-    return model, load_tokenizer(tokenizer_source)
-
-
-def _merged(model: Any, adapter: str | os.PathLike[str]) -> Any:
-    """The model with a LoRA merged into its weights. Raises `ValueError` for one that does not fit."""
-    try:
-        from peft import PeftConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("A LoRA needs PEFT: pip install 'wedlm-hf[peft]'.") from error
-    name = os.fspath(adapter)
-    peft_model = get_peft_model(model, PeftConfig.from_pretrained(name))
-    if unknown := peft_model.load_adapter(name, "default").unexpected_keys:
-        raise ValueError(f"The adapter {name!r} belongs to another model: this one has no {unknown[0]!r}.")
-    return peft_model.merge_and_unload().requires_grad_(True)  # PEFT had frozen the weights
+def set_format(model: Any, dtype: str | torch.dtype, device: str | torch.device) -> None:
+    """Packs the weights where `dtype` asks for it (see [`load_model`]), and puts the model on the device."""
+    if dtype in (PACKED, FASTEST) and torch.device(device).type == "cpu":
+        pack(model) if dtype == PACKED else use_fastest(model)
+    model.to(device)
 
 
 def fetch_card(source: str, *, revision: str | None = None) -> None:

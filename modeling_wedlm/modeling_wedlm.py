@@ -18,10 +18,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from transformers.utils import can_return_tuple
 
 from ..generation.mixin import WeDLMGenerationMixin
-from .card import ModelCardMixin
 from .configuration_wedlm import WeDLMConfig
 from .dual_stream import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
-from .linear import speed_up_few_rows
 
 
 class WeDLMAttention(Qwen3Attention):
@@ -48,9 +46,8 @@ class WeDLMAttention(Qwen3Attention):
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
 
-class WeDLMPreTrainedModel(ModelCardMixin, Qwen3PreTrainedModel):
-    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model, and gets a
-    model card."""
+class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
+    """Identical to [`Qwen3PreTrainedModel`] except that a checkpoint must hold every weight of the model."""
 
     config: WeDLMConfig
     _can_record_outputs = {"hidden_states": Qwen3DecoderLayer, "attentions": WeDLMAttention}
@@ -93,7 +90,6 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         super().__init__(config)
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = WeDLMAttention(config, layer_idx)
-        speed_up_few_rows(self)
         self.post_init()
 
     def forward(
@@ -209,7 +205,6 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         self.model = WeDLMModel(config)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        speed_up_few_rows(self.lm_head)
         self.post_init()
 
     @can_return_tuple

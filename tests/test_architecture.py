@@ -1,8 +1,8 @@
 """The layout of the project, held by reading its source: who may import whom, and what a built wheel contains.
 
-    examples, cli -> apps, serving -> eval -> training -> modeling_wedlm -> generation -> transformers, torch
+    examples, cli -> apps, serving -> eval -> adapters -> training -> console -> modeling_wedlm -> generation
 
-Files that end in `_wedlm.py` also travel beside the weights to the Hub, whose loader is a regex over one flat folder.
+What ships (`hub.SHIPPED`) also travels beside the weights to the Hub, whose loader is a regex over one flat folder.
 """
 
 import ast
@@ -94,10 +94,26 @@ def outside_packages(node: ast.Import | ast.ImportFrom) -> set[str]:
 
 
 def declared(*extras: str) -> set[str]:
-    """Import names of the packages that setup.cfg requires, with the given extras."""
+    """Import names of the packages that setup.cfg requires, with the given extras and those that they name."""
     texts = [SETUP["options"]["install_requires"], *(SETUP["options.extras_require"][extra] for extra in extras)]
-    lines = "\n".join(texts).split("\n")
-    return {Requirement(line).name.replace("-", "_").removesuffix("_py") for line in lines if line}
+    found = [Requirement(line) for text in texts for line in text.split("\n") if line]
+    named = {extra for each in found for extra in each.extras if each.name == SETUP["metadata"]["name"]}
+    names = {each.name.replace("-", "_").removesuffix("_py") for each in found} - {"wedlm_hf"}
+    return names | (declared(*named) if named else set())
+
+
+def installed_first(name: str) -> set[str]:
+    """Modules of ours that an import of this one loads, it included: what functions import is left out."""
+    found, left = set(), [name]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += [name.rpartition(".")[0]]
+            for node in tree_of(MODULES[name]).body:
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    left += local_targets(MODULES[name], node)
+    return found
 
 
 def test_layers_import_only_from_below():
@@ -130,19 +146,38 @@ def test_the_package_imports_itself_only_by_relative_imports():
 
 
 def test_every_outside_package_is_declared_in_setup_cfg():
-    allowed = dict.fromkeys(LAYERS, declared()) | {
-        "modeling_wedlm": declared("gguf", "peft"),
+    allowed = {
+        "": set(),
+        "__main__": set(),
+        "generation": declared(),
+        "modeling_wedlm": declared("gguf"),
+        "console": declared("cli"),
         "training": declared("train"),
         "adapters": declared("train"),
-        "eval": declared("train", "eval"),
+        "eval": declared("eval"),
         "serving": declared("serve", "vllm"),
-        "apps": declared("demo"),
-        "": set(),
+        "apps": declared("demo", "chat"),
+        "cli": declared("cli"),
     }
     for name, file in MODULES.items():
         for node in imports_of(file):
             missing = outside_packages(node) - allowed[name.split(".")[0]]
             assert not missing, f"{file.relative_to(ROOT)}:{node.lineno} imports {missing}"
+
+
+@pytest.mark.parametrize("name", ["generation", "modeling_wedlm", "adapters"])
+def test_a_model_loads_and_generates_with_the_packages_of_the_plain_install(name):
+    for module in installed_first(name):
+        for node in tree_of(MODULES[module]).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                assert outside_packages(node) <= declared(), f"{module}:{node.lineno}"
+
+
+def test_the_command_says_what_to_install_where_its_packages_are_missing():
+    hide = "import wedlm_hf.__main__ as command; command.find_spec = lambda name: None; command.main()"
+    result = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == "The command `wedlm` needs rich, typer: pip install 'wedlm-hf[cli]'\n"
 
 
 def test_import_of_the_root_package_loads_neither_torch_nor_transformers():
@@ -237,7 +272,7 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
     data = [
-        *ROOT.glob("training/*.jinja"),
+        *(file for folder in ("training", "modeling_wedlm", "adapters") for file in ROOT.glob(f"{folder}/*.jinja")),
         *ROOT.glob("eval/harness/tasks/*"),
         *ROOT.glob("eval/**/*.html"),
         *ROOT.glob("eval/trace/page.*s"),

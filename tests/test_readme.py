@@ -54,7 +54,6 @@ SHORTER = {
     "wedlm trace": "--repeats 1 --max-new-tokens 8".split(),
     "wedlm report": "--count 1 --sweep-count 1 --timed 1 --sweep-timed 1 --repeats 1 --threads 1 --windows 6 "
     "--thresholds 0.8 --penalties 0.1 --draft-thresholds 0.8 --batch-sizes 1 --max-new-tokens 8".split(),
-    "wedlm calibrate": "--windows 6 --thresholds 0.8 --penalties 0.1 --max-new-tokens 8 --agreement 0.01".split(),
     # A random model seldom writes a prompt of its own.
     "wedlm adapt": "--minutes 0.05 --rank 2 --head-width 8 --device cpu "
     "--prompts examples/wedlm-nano/tasks.jsonl".split(),
@@ -175,7 +174,7 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> str:
         return ""  # serves until it is stopped: tests/apps
     if program == "wedlm":
         app = cli.app
-        arguments += [] if "--from" in arguments else SHORTER.get(f"wedlm {arguments[0]}", [])
+        arguments += SHORTER.get(f"wedlm {arguments[0]}", [])
     elif program == "python":
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
         if module == "wedlm_hf.eval":

@@ -125,3 +125,11 @@ def stock_twin(model: WeDLMForCausalLM, attn_implementation: str = "eager") -> Q
     twin.load_state_dict(model.state_dict())  # strict: no weight missing, none left over
     twin.set_attn_implementation(attn_implementation)
     return twin.eval()
+
+
+def assert_equal_but_rounding(actual: torch.Tensor, expected: torch.Tensor, roundings: float = 64) -> None:
+    """Equal but for the order of sums: within so many float32 roundings of the largest value.
+
+    A float64 model rounds so, too: transformers' eager attention takes its softmax in float32."""
+    tolerance = roundings * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    torch.testing.assert_close(actual, expected.to(actual.dtype), atol=tolerance, rtol=0)

@@ -60,6 +60,6 @@ def refuse_context_parallelism(parallelism_config: Any) -> None:
     """Raises `ValueError` where accelerate's `ParallelismConfig` asks for context or sequence parallelism."""
     if parallelism_config is not None and (parallelism_config.cp_enabled or parallelism_config.sp_enabled):
         raise ValueError(
-            "Context and sequence parallelism cannot train a dual stream: they cut the row into pieces and drop the "
-            "attention mask, which says who sees whom. Use data, sharded (FSDP2) or tensor parallelism."
+            "Context and sequence parallelism cannot train a dual stream: they cut the sequence into pieces and drop "
+            "the attention mask, which says who sees whom. Use data, sharded (FSDP2) or tensor parallelism."
         )

@@ -43,9 +43,9 @@ class DataCollatorForDualStreamMasking:
     A *response* is a run of supervised tokens that ends in the end token. A conversation of several responses becomes
     one document per response: the turns up to its end, itself alone supervised. So each response gets its `num_eos`
     end tokens, yet no later turn has "learnable padding" in its context, and no masked token sees the turn that
-    follows: decoding never meets either. N and the AR loss are those of the whole conversation; the price is that the
-    memory stream of a context runs once for each response to it. Unsupervised tokens after the last response (a
-    template's newline) carry no loss and are left out.
+    follows: decoding never meets either. N and the AR loss are those of the whole conversation; the memory
+    stream of a context runs once for each response to it. Unsupervised tokens after the last response (a template's
+    newline) carry no loss and are left out.
 
     Args:
         tokenizer: gives the padding, end and mask tokens.
@@ -100,13 +100,13 @@ class DataCollatorForDualStreamMasking:
         self._epoch.fill_(epoch)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Makes a batch of `B` rows, each of `T` physical slots: the memory stream, then the prediction copies.
+        """Makes a batch of `B` sequences, each of `T` physical rows: the memory stream, then the prediction copies.
 
         Returns:
             `input_ids`, `position_ids`, `stream_ids` (-1 padding, 0 memory, c ≥ 1 prediction copy c), `block_ids`,
             `document_ids`, `targets` (-100 where no loss), all `(B, T)` int64; `loss_weights` `(B, T)` float32; and
             `labels`, whose entries `Trainer` counts to normalise the loss: `(B, L)` int64, the clean supervised
-            tokens; with `loss_weighting="uniform"` `(B, T)`, the targets of the masked slots.
+            tokens; with `loss_weighting="uniform"` `(B, T)`, the targets of the masked rows.
 
         Raises:
             ValueError: for an example without `input_ids`, or with columns that do not fit them.
@@ -118,13 +118,13 @@ class DataCollatorForDualStreamMasking:
             tokens, documents, eos_token_id=eos, block_size=self.block_size, ar_weight=self.ar_weight
         )
         prediction = self._prediction(memory, self._noise_keys(tokens.input_ids, documents))
-        batch = side_by_side(memory, prediction, documents.rows, self.tokenizer.pad_token_id)
+        batch = side_by_side(memory, prediction, documents.sequences, self.tokenizer.pad_token_id)
         if self.loss_weighting == "uniform":
             return batch | {"labels": batch["targets"].masked_fill(batch["stream_ids"] == 0, IGNORE_INDEX)}
-        return batch | {"labels": _clean_labels(memory, documents.rows)}
+        return batch | {"labels": _clean_labels(memory, documents.sequences)}
 
     def _prediction(self, memory: Stream, keys: Sequence[int]) -> Stream:
-        """The blocks that carry a loss, masked and reordered, copy after copy; a masked slot's target is its token.
+        """The blocks that carry a loss, masked and reordered, copy after copy; a masked row's target is its token.
 
         With `loss_weighting="uniform"`, also sets the memory's loss weights.
 
@@ -132,12 +132,12 @@ class DataCollatorForDualStreamMasking:
             memory: the memory stream.
             keys: of the noise, one a document.
         """
-        slots, owner = blocks_with_loss(memory, self.block_size)
+        rows, owner = blocks_with_loss(memory, self.block_size)
         counts = torch.bincount(owner, minlength=len(keys))
         owner, number = ranges(counts * self.num_copies)
         copy = number // counts[owner]
         block = (counts.cumsum(0) - counts)[owner] + number % counts[owner]
-        grid = slots[block]
+        grid = rows[block]
         present = grid >= 0
         supervised = memory["supervised"][grid] & present
         noise = draw_noise(keys, (counts * self.num_copies).tolist(), self.block_size)
@@ -147,19 +147,19 @@ class DataCollatorForDualStreamMasking:
         weights = masked * (inverse_ratios / ((1 + self.ar_weight) * self.num_copies))[:, None]
         if self.loss_weighting == "uniform":
             weights = masked / (1 + self.ar_weight)
-            ratios = torch.zeros(len(slots)).index_add_(0, block, masked.sum(-1) / supervised.sum(-1))
-            _weigh_memory(memory, slots, ratios)
+            ratios = torch.zeros(len(rows)).index_add_(0, block, masked.sum(-1) / supervised.sum(-1))
+            _weigh_memory(memory, rows, ratios)
 
         order = reorder_blocks(masked, present)
-        is_slot = present.gather(1, order)
-        slot, is_mask, weight = (cells.gather(1, order)[is_slot] for cells in (grid, masked, weights))
-        input_ids = memory["input_ids"][slot]
+        is_row = present.gather(1, order)
+        row, is_mask, weight = (cells.gather(1, order)[is_row] for cells in (grid, masked, weights))
+        input_ids = memory["input_ids"][row]
         return {
-            "owner": memory["owner"][slot],
+            "owner": memory["owner"][row],
             "input_ids": input_ids.masked_fill(is_mask, self.tokenizer.mask_token_id),
-            "position_ids": memory["position_ids"][slot],
+            "position_ids": memory["position_ids"][row],
             "stream_ids": (copy + 1).repeat_interleave(present.sum(-1)),
-            "block_ids": memory["block_ids"][slot],
+            "block_ids": memory["block_ids"][row],
             "targets": input_ids.masked_fill(~is_mask, IGNORE_INDEX),
             "loss_weights": weight,
         }
@@ -202,8 +202,8 @@ def read_tokens(examples: Sequence[Mapping[str, Any]]) -> Tokens:
     """
     parts, marks = [], []
     lengths: list[int] = []
-    rows: list[int] = []
-    for row, example in enumerate(examples):
+    sequences: list[int] = []
+    for sequence, example in enumerate(examples):
         if "input_ids" not in example:
             raise ValueError(f"An example needs `input_ids`, got the columns {sorted(example)}.")
         input_ids = torch.as_tensor(example["input_ids"], dtype=torch.int64)
@@ -212,8 +212,8 @@ def read_tokens(examples: Sequence[Mapping[str, Any]]) -> Tokens:
         parts.append(input_ids)
         marks.append(_supervised(example, input_ids))
         lengths += _document_lengths(example, input_ids)
-        rows += [row] * (len(lengths) - len(rows))
-    return Tokens(torch.cat(parts), torch.cat(marks), torch.tensor(lengths), torch.tensor(rows))
+        sequences += [sequence] * (len(lengths) - len(sequences))
+    return Tokens(torch.cat(parts), torch.cat(marks), torch.tensor(lengths), torch.tensor(sequences))
 
 
 def _supervised(example: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Tensor:
@@ -248,24 +248,24 @@ def _document_lengths(example: Mapping[str, Any], input_ids: torch.Tensor) -> li
     return lengths
 
 
-def _weigh_memory(memory: Stream, slots: torch.Tensor, ratios: torch.Tensor) -> None:
+def _weigh_memory(memory: Stream, rows: torch.Tensor, ratios: torch.Tensor) -> None:
     """Multiplies each AR loss by the γ of its target's block, summed over copies, as its masked tokens' losses are.
 
     Args:
         memory: the memory stream.
-        slots: `(K, block_size)` int64, see [`blocks_with_loss`].
+        rows: `(K, block_size)` int64, see [`blocks_with_loss`].
         ratios: `(K,)` float32, γ of each block.
     """
-    present = slots >= 0
-    ratio_of_slot = torch.zeros(len(memory["owner"]))
-    ratio_of_slot[slots[present]] = ratios.repeat_interleave(present.sum(-1))
-    memory["loss_weights"] = memory["loss_weights"] * ratio_of_slot.roll(-1)  # a slot's target lies in the next one
+    present = rows >= 0
+    ratio_of_row = torch.zeros(len(memory["owner"]))
+    ratio_of_row[rows[present]] = ratios.repeat_interleave(present.sum(-1))
+    memory["loss_weights"] = memory["loss_weights"] * ratio_of_row.roll(-1)  # a row's target lies in the next one
 
 
-def _clean_labels(memory: Stream, rows: torch.Tensor) -> torch.Tensor:
-    """The supervised tokens of each row's documents, one document after the other, `(B, L)`; elsewhere -100."""
-    start, length = places_of(torch.bincount(memory["owner"], minlength=len(rows)), rows)
-    labels = torch.full((int(rows[-1] + 1) * length,), IGNORE_INDEX)
+def _clean_labels(memory: Stream, sequences: torch.Tensor) -> torch.Tensor:
+    """The supervised tokens of each sequence's documents, one document after the other, `(B, L)`; elsewhere -100."""
+    start, length = places_of(torch.bincount(memory["owner"], minlength=len(sequences)), sequences)
+    labels = torch.full((int(sequences[-1] + 1) * length,), IGNORE_INDEX)
     place = start[memory["owner"]] + memory["position_ids"]
     labels[place] = memory["input_ids"].masked_fill(~memory["supervised"], IGNORE_INDEX)
     return labels.view(-1, length)

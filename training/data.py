@@ -1,7 +1,6 @@
-"""Files and Hub datasets of examples, read with an error for each line that is not one."""
+"""Files and Hub datasets of examples; a line that cannot be read is named."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
         streaming: read while training instead of before.
 
     Raises:
-        FileNotFoundError: for a file that is not there.
+        OSError: for a file that is not there.
         ValueError: for no name, for a malformed line of a JSONL file, with its number, and a `config_name` beside a
             file.
     """
@@ -41,35 +40,27 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
             f"A configuration belongs to a dataset of the Hub, not to the file {name!r}: {config_name!r}."
         )
     if path.suffix == ".jsonl":
-        # A stream would break off in the middle of training, and pyarrow reads any bytes as text.
-        _check_jsonl(path, parse=streaming or os.path.getsize(path) == 0)
+        _check_lines(path)
     try:
         return load_dataset(builder, data_files=str(path), split=re.sub(r"^\w+", "train", split), streaming=streaming)
     except (DatasetGenerationError, ValueError) as error:
-        if path.suffix == ".jsonl":
-            _check_jsonl(path, parse=True)
         if "corresponds to no data" in str(error):
             raise ValueError(f"{name}: there is no example in this file.") from None
         raise ValueError(f"{name}: cannot be read as {builder}: {error.__cause__ or error}") from error
 
 
-def _check_jsonl(path: Path, *, parse: bool) -> None:
-    """Raises `ValueError` with the number of the first line that is not UTF-8 or, if asked to, no JSON object."""
-    rows = 0
+def _check_lines(path: Path) -> None:
+    """Raises `ValueError` with the number of the first line that is no JSON object: pyarrow names none."""
+    examples = 0
     with path.open("rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            try:
-                line = raw.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}:{number}: not UTF-8: {error}") from None
-            if not parse or not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number}: malformed JSON: {error}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}:{number}: each line must be a JSON object, got {line.strip()[:60]!r}")
-            rows += 1
-    if parse and not rows:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    example = json.loads(line.decode("utf-8"))
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path}:{number}: malformed JSON: {error}") from None
+                if not isinstance(example, dict):
+                    raise ValueError(f"{path}:{number}: each line must be a JSON object, got {example!r:.60}")
+                examples += 1
+    if not examples:
         raise ValueError(f"{path}: there is no example in this file.")

@@ -2,18 +2,27 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from trl import maybe_convert_to_chatml
 
 from .streams import IGNORE_INDEX
 
 # Roles of ShareGPT's `conversations` whose names differ from those of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 _MARKS = ("labels", "assistant_masks", "completion_mask")
+# Types of the columns of each kind but text: one of these for all of them.
+_SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "messages": ((list,), "a list of turns"),
+    "conversations": ((list,), "a list of turns"),
+    "prompt": ((str, list), "both strings, or both lists of turns"),
+}
 
 
 class Outcome(IntEnum):
@@ -84,8 +93,8 @@ def read_example(
     """The columns that an example of its kind is tokenised from, and no others: TRL might take them for its own.
 
     Args:
-        example: a row of the dataset.
-        index: of the row, from 0 on.
+        example: of the dataset.
+        index: of the example, from 0 on.
         name: of the dataset.
         kind: see [`kind_of`]; that of the first example.
         text_field: name of the column of raw text.
@@ -110,58 +119,49 @@ def read_example(
         )
     if kind == "input_ids":
         _check_tokens(example, where)
-        kept = {name: example[name] for name in ("input_ids", *_MARKS, "seq_lengths") if name in example}
+        kept = {column: example[column] for column in ("input_ids", *_MARKS, "seq_lengths") if column in example}
         return kept | {"outcome": Outcome.WHOLE}
-    read: dict[str, Any] = {
-        "messages" if column == "conversations" else column: _text_or_turns(example.get(column), column, kind, where)
-        for column in (("prompt", "completion") if kind == "prompt" else (kind,))
+    parts: Any = {
+        column: example.get(column) for column in (("prompt", "completion") if kind == "prompt" else (kind,))
     }
-    if len({type(value) for value in read.values()}) > 1:
-        raise ValueError(f"{where}: `prompt` and `completion` must both be strings, or both lists of turns.")
-    if index == 0 and [] in read.values():
+    allowed, wanted = _SHAPES.get(kind, ((str,), "a string"))
+    if not any(all(isinstance(part, shape) for part in parts.values()) for shape in allowed):
+        shown = f"{[*parts.values()] if kind == 'prompt' else example[kind]!r:.80}"
+        raise ValueError(f"{where}: `{'` and `'.join(parts)}` must be {wanted}, got {shown}.")
+    read: dict[str, Any] = maybe_convert_to_chatml(deepcopy(parts))
+    conversation = [part for part in read.values() if isinstance(part, list)]
+    for turn in chain.from_iterable(conversation):
+        _check_turn(turn, kind, where)
+    if index == 0 and [] in conversation:
         raise ValueError(f"{where} has no turn in `{kind}`.")
-    turns = read.get("completion", read.get("messages"))
-    is_learnable = [] not in read.values()
-    if needs_assistant and isinstance(turns, list):
-        is_learnable = is_learnable and any(turn["role"] == "assistant" for turn in turns)
+    is_learnable = [] not in conversation
+    if needs_assistant and conversation:
+        is_learnable = is_learnable and any(turn["role"] == "assistant" for turn in conversation[-1])
     if "tools" in example:
         read["tools"] = example["tools"]
-    if "chat_template_kwargs" in example:  # null where another row of the file has some
+    if "chat_template_kwargs" in example:  # null where another example of the file has some
         read["chat_template_kwargs"] = example["chat_template_kwargs"] or {}
     return read | {"outcome": Outcome.WHOLE if is_learnable else Outcome.UNSUPERVISED}
 
 
-def _text_or_turns(value: Any, column: str, kind: str, where: str) -> str | list[dict[str, Any]]:
-    """A column of text or of turns, checked."""
-    if isinstance(value, str) and kind not in ("messages", "conversations"):
-        return value
-    if isinstance(value, list) and kind in ("messages", "conversations", "prompt"):
-        return [_turn(turn, column, where) for turn in value]
-    wanted = {
-        "messages": "a list of turns",
-        "conversations": "a list of turns",
-        "prompt": "a string or a list of turns",
-    }
-    raise ValueError(f"{where}: `{column}` must be {wanted.get(kind, 'a string')}, got {value!r:.80}.")
-
-
-def _turn(turn: Any, column: str, where: str) -> dict[str, Any]:
-    """A turn of a conversation, as chat templates take it."""
-    role, content = ("from", "value") if column == "conversations" else ("role", "content")
-    is_turn = isinstance(turn, Mapping) and isinstance(turn.get(role), str)
-    if not is_turn or (turn.get(content) is None and not turn.get("tool_calls")):
-        raise ValueError(f"{where}: each turn of `{column}` needs `{role}` and `{content}`: {turn!r:.80}.")
-    text = turn.get(content)
+def _check_turn(turn: Any, kind: str, where: str) -> None:
+    """Raises `ValueError` for anything but a turn in ChatML; makes text of its parts, and renames ShareGPT's roles."""
+    is_turn = isinstance(turn, dict) and isinstance(turn.get("role"), str)
+    if not is_turn or (turn.get("content") is None and not turn.get("tool_calls")):
+        keys = "`from` and `value`" if kind == "conversations" else "`role` and `content`"
+        raise ValueError(f"{where}: each turn of `{kind}` needs {keys}: {turn!r:.80}.")
+    text = turn.get("content")
     if isinstance(text, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in text):
         text = "".join(str(part.get("text") or "") for part in text)
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{where}: `{content}` of each turn must be text, got {text!r:.80}.")
-    if column == "conversations":
-        return {"role": _ROLES.get(turn[role], turn[role]), "content": text}
-    return {**turn, "content": text}
+        raise ValueError(f"{where}: `content` of each turn must be text, got {text!r:.80}.")
+    turn["content"] = text
+    if kind == "conversations":
+        turn["role"] = _ROLES.get(turn["role"], turn["role"])
 
 
 def _check_tokens(example: Mapping[str, Any], where: str) -> None:
+    """Raises `ValueError` for tokens that are no integers, and for marks of another length."""
     try:
         tokens = torch.as_tensor(example["input_ids"])
     except (TypeError, ValueError, RuntimeError):
@@ -172,13 +172,10 @@ def _check_tokens(example: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: say the lengths of packed documents by `seq_lengths`, not by `document_ids`.")
     for column in _MARKS:
         marks = example.get(column)
-        if marks is None:
-            continue
-        if not hasattr(marks, "__len__"):
-            raise ValueError(f"{where}: `{column}` must be a list, got {marks!r:.80}.")
-        if len(marks) != len(tokens):
-            counts = f"{len(marks)} and {len(tokens)} entries"
-            raise ValueError(f"{where}: `{column}` must be as long as `input_ids`, got {counts}.")
+        if marks is not None and not (hasattr(marks, "__len__") and len(marks) == len(tokens)):
+            raise ValueError(
+                f"{where}: `{column}` must be a list as long as `input_ids`, {len(tokens)} entries, got {marks!r:.80}."
+            )
 
 
 def fit_example(

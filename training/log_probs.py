@@ -1,6 +1,6 @@
 """Log-probabilities of responses, for preference optimisation and reinforcement learning.
 
-`B` examples, `L` tokens of the longest, `K` blocks, `T` physical slots.
+`B` examples, `L` tokens of the longest, `K` blocks, `T` physical rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ def response_log_probs(
             response's own are not, and neither are its loss weights.
 
     Returns:
-        The log-probabilities; position t of a row is token t of its example.
+        The log-probabilities; position t of a sequence is token t of its example.
 
     Raises:
         ValueError: for no examples, packed ones, and whatever the collator refuses.
@@ -69,7 +69,7 @@ def response_log_probs(
     log_probs = -2 * batch["loss_weights"] * nll  # each of both losses weighs one half
     in_memory = batch["stream_ids"] == 0
     has_target = batch["targets"] != IGNORE_INDEX
-    # A memory slot's target is the next token, which lies in the next slot.
+    # A memory row's target is the next token, which lies in the next row.
     token = torch.where(has_target, batch["position_ids"] + in_memory, 0)
     block = torch.where(in_memory, batch["block_ids"].roll(-1, dims=1), batch["block_ids"]).where(has_target, 0)
 

@@ -1,4 +1,4 @@
-"""Noise of dual-stream training: which tokens of each block become masks, and in what order its slots lie.
+"""Noise of dual-stream training: which tokens of each block become masks, and in what order its rows lie.
 
 Pure functions: tensors in, tensors out, noise is passed in. A *block grid* `(K, B)` holds `K` blocks of `B` cells, in
 logical order; cells without a token are False everywhere.
@@ -109,7 +109,7 @@ def reorder_blocks(masked: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
         present: `(K, B)` bool; cells that hold a token.
 
     Returns:
-        `(K, B)` int64: the cell that lies at each physical slot of its block, a permutation of `0…B−1` in each row;
+        `(K, B)` int64: the cell that lies at each row of its block, a permutation of `0…B−1`;
         cells without a token come last.
     """
     return (masked.long() + 2 * ~present).argsort(dim=-1, stable=True)

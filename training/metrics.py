@@ -1,6 +1,6 @@
 """What evaluation reports: sums over tokens that are divided once, and tokens per forward of real decoding.
 
-`B` rows of the batch, `T` physical slots.
+`B` sequences of the batch, `T` physical rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def evaluation_sums(
     ar_weight: float,
     num_copies: int,
 ) -> dict[str, torch.Tensor]:
-    """Sums over the tokens of each row; over rows, batches and processes they simply add up.
+    """Sums over the tokens of each sequence; over sequences, batches and processes they simply add up.
 
     Args:
         batch: a collated batch with `loss_weighting="ratio"`.

@@ -1,6 +1,7 @@
 """The model that is trained: loaded or converted, checked against its tokenizer and data, prepared for adapters."""
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -166,21 +167,16 @@ def check_template(tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> 
     template = tokenizer.chat_template
     if args.chat_template_path is not None:
         path = Path(args.chat_template_path)
-        if not path.is_file():  # another tokenizer's template, which the parent fetches
-            load_tokenizer(args.chat_template_path)
-            return
+        if not path.is_file():
+            return  # another tokenizer's template, which the parent fetches
         template = path.read_text(encoding="utf-8")
-    if template is not None and has_generation_markers(template):
-        return
-    try:
-        if template is not None and args.chat_template_path is None:
+    elif template is not None:
+        with suppress(ValueError):
             get_training_chat_template(tokenizer)  # TRL knows those of the common models
             return
-    except ValueError:
-        pass
-    raise ValueError(
-        f"{'The chat template' if template else 'There is no chat template, so none'} "
-        f"{'has no' if template else 'with'} {{% generation %}} markers, which say what the assistant wrote. Pass "
-        "`chat_template_path='chatml'` (the template of this package), a template with markers, or "
-        "`assistant_only_loss=False`."
-    )
+    if template is None or not has_generation_markers(template):
+        raise ValueError(
+            f"{'The chat template has no' if template else 'There is no chat template, so none with'} "
+            "{% generation %} markers, which say what the assistant wrote. Pass `chat_template_path='chatml'` (the "
+            "template of this package), a template with markers, or `assistant_only_loss=False`."
+        )

@@ -1,4 +1,4 @@
-"""Datasets made ready for training: their examples are read, shortened and counted, so that none is dropped unsaid."""
+"""Datasets made ready for training: examples are read, shortened and counted, so that none is lost in silence."""
 
 import logging
 from collections import Counter
@@ -72,15 +72,10 @@ class Preparation:
             ValueError: where nothing is left, or no response ends in the end token.
         """
         splits = self.args.packing and self.args.packing_strategy == "bfd_split"
-        fitting = {
-            "tokenizer": tokenizer,
-            "max_length": None if splits else self.args.max_length,
-            "vocab_size": vocab_size,
-        }
-        unneeded = [column for column in first_example(dataset, name) if column not in ("input_ids", "labels")]
+        limits = {"max_length": None if splits else self.args.max_length, "vocab_size": vocab_size}
         with PartialState().main_process_first():
             how = self._how(dataset, f"Fitting {name} dataset")
-            dataset = dataset.map(fit_example, fn_kwargs=fitting, remove_columns=unneeded, **how)
+            dataset = dataset.map(fit_example, fn_kwargs={"tokenizer": tokenizer, **limits}, **how)
             return self._drop(dataset, name, is_last=True)
 
     def report_streams(self) -> None:

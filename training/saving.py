@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
 from ..modeling_wedlm.card import CARD_NAME, is_written_by_a_person, read_card
 
@@ -208,12 +208,7 @@ def newest_complete_checkpoint(output_dir: Path) -> Path:
     Raises:
         ValueError: if there is none.
     """
-    numbered = []
-    for folder in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = folder.name.rpartition("-")[2]
-        if number.isdigit():
-            numbered.append((int(number), folder))
-    for _, folder in sorted(numbered, reverse=True):
+    for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         if _has_state(folder):
             return folder
         logger.warning(f"Skipping {str(folder)!r}: its saving was cut off. You can delete it.")
@@ -226,8 +221,7 @@ def check_resumable(checkpoint: Path) -> None:
     These are the states of the trainer, of the optimizer and of the learning rate's schedule, whole to the last byte;
     DeepSpeed keeps the latter two in a folder of its own. Weights are checked where they are loaded.
     """
-    problem = ""
-    is_deepspeed = any(checkpoint.glob("global_step*"))
+    problem, is_deepspeed = "", any(checkpoint.glob("global_step*"))
     if not checkpoint.is_dir():
         problem = "there is no such folder"
     elif not _has_state(checkpoint):
@@ -236,10 +230,8 @@ def check_resumable(checkpoint: Path) -> None:
         problem = "it holds no state of the optimizer (was it saved with `save_only_model=True`?)"
     elif not is_deepspeed and not (checkpoint / SCHEDULER_NAME).is_file():
         problem = f"it holds no {SCHEDULER_NAME}, the state of the learning rate's schedule"
-    else:
-        for path in (*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")):
-            if not _is_whole(path):
-                problem = f"its {path.name} is damaged"
+    elif damaged := [path.name for path in checkpoint.glob("*.pt*") if not _is_whole(path)]:
+        problem = f"its {' and '.join(damaged)} is damaged"
     if problem:
         raise ValueError(
             f"{str(checkpoint)!r} cannot be resumed: {problem}. To begin a new run from its weights, pass it as the "

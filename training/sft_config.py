@@ -96,7 +96,7 @@ class WeDLMSFTConfig(SFTConfig):
         refused: dict[str, tuple[Any, str]] = {
             "loss_type": ("nll", "the loss is that of dual-stream training"),
             "label_smoothing_factor": (0.0, "the loss is that of dual-stream training"),
-            "pad_to_multiple_of": (None, "rows are as long as their two streams"),
+            "pad_to_multiple_of": (None, "sequences are as long as their two streams"),
             "padding_free": (False, "`packing=True` puts documents side by side and keeps them apart"),
             "truncation_mode": ("keep_start", "an answer without its question cannot be learnt"),
         }

@@ -2,11 +2,8 @@
 
 import copy
 import math
-import os
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -110,7 +107,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             model, processing_class, args, init_kwargs, peft_config, quantization_config
         )
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        if formatting_func is None:  # TRL judges the first example: it must see what is trained on
+        if formatting_func is None:  # TRL takes the first example for all: it must see one that is trained on
             train_dataset = self._preparation.read(train_dataset, "train")
             eval_dataset = self._preparation.read_evaluation(eval_dataset)
         super().__init__(
@@ -165,22 +162,13 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
         return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """The parent's, with fixed uniform masks."""
-        with self._evaluation_collator():
-            return super().get_eval_dataloader(eval_dataset)
-
-    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
-        """The parent's, with fixed uniform masks."""
-        with self._evaluation_collator():
-            return super().get_test_dataloader(test_dataset)
-
-    @contextmanager
-    def _evaluation_collator(self) -> Iterator[None]:
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        """The parent's; evaluation has fixed uniform masks."""
         training_collator = self.data_collator
-        self.data_collator = self._eval_collator
+        if not kwargs.get("is_training"):
+            self.data_collator = self._eval_collator
         try:
-            yield
+            return super()._get_dataloader(*args, **kwargs)
         finally:
             self.data_collator = training_collator
 
@@ -270,7 +258,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             ar_weight=collator.ar_weight,
             num_copies=collator.num_copies,
         )
-        # Gathered by row: so rows that only fill up the last batch of a process are left out again.
+        # Gathered by sequence: those that only fill up the last batch of a process are left out again.
         totals = self.accelerator.gather_for_metrics(torch.stack(list(sums.values()), dim=-1)).sum(0).tolist()
         for name, total in zip(sums, totals, strict=True):
             self._eval_sums[name] += total
@@ -339,9 +327,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         write_card(folder, card)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The parent's. Raises `OSError` for an output folder that cannot be written to."""
-        if self.args.should_save and not os.access(str(self.args.output_dir), os.W_OK):
-            raise PermissionError(f"`output_dir` cannot be written to: {str(self.args.output_dir)!r}.")
+        """The parent's; reports what the streams have lost."""
         self._log_time = time.perf_counter()
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._preparation.report_streams()

@@ -1,7 +1,7 @@
 """The streams of dual-stream training, laid out from tokens: pure functions, tensors in, tensors out.
 
-The `S` tokens of a batch's `D` documents are concatenated. A *stream* is a table of slots in physical order, one
-tensor `(slots,)` for each column: `owner` (the document, 0…D−1) and what the model takes.
+The `S` tokens of a batch's `D` documents are concatenated. A *stream* is a table of rows in physical order, one
+tensor `(rows,)` for each column: `owner` (the document, 0…D−1) and what the model takes.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 IGNORE_INDEX = -100
 Stream = dict[str, torch.Tensor]
 
-# Value of each column in the slots that pad a row.
+# Value of each column in the rows that pad a sequence.
 PADDING = {
     "position_ids": 0,
     "stream_ids": -1,
@@ -30,13 +30,13 @@ class Tokens(NamedTuple):
         input_ids: `(S,)` int64.
         supervised: `(S,)` bool.
         lengths: `(D,)` int64, tokens of each document.
-        rows: `(D,)` int64, ascending; the row of the batch that each document lies in.
+        sequences: `(D,)` int64, ascending; the sequence of the batch that each document lies in.
     """
 
     input_ids: torch.Tensor
     supervised: torch.Tensor
     lengths: torch.Tensor
-    rows: torch.Tensor
+    sequences: torch.Tensor
 
 
 class Documents(NamedTuple):
@@ -47,14 +47,14 @@ class Documents(NamedTuple):
         sizes: tokens, without the fill.
         supervised_from: position of the first token that this document may supervise.
         fills: end tokens to append.
-        rows: row of the batch.
+        sequences: sequence of the batch.
     """
 
     starts: torch.Tensor
     sizes: torch.Tensor
     supervised_from: torch.Tensor
     fills: torch.Tensor
-    rows: torch.Tensor
+    sequences: torch.Tensor
 
 
 def ranges(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,15 +89,16 @@ def split_responses(tokens: Tokens, eos_token_id: int, num_eos: int) -> Document
     owner = owner[stops - 1]
     starts = (ends - lengths)[owner]
     since = torch.maximum(starts + 1, F.pad(stops[:-1], (1, 0)))
-    return Documents(starts, stops - starts, since - starts, is_end[stops - 1] * (num_eos - 1), tokens.rows[owner])
+    fills = is_end[stops - 1] * (num_eos - 1)
+    return Documents(starts, stops - starts, since - starts, fills, tokens.sequences[owner])
 
 
 def memory_stream(
     tokens: Tokens, documents: Documents, *, eos_token_id: int, block_size: int, ar_weight: float
 ) -> Stream:
-    """The clean tokens in order. A slot's target is its next token, where that is supervised and not a filled-in end.
+    """The clean tokens in order. A row's target is its next token, where that is supervised and not a filled-in end.
 
-    The column `supervised` says which slots hold a supervised token, filled-in end tokens among them.
+    The column `supervised` says which rows hold a supervised token, filled-in end tokens among them.
     """
     owner, position = ranges(documents.sizes + documents.fills)
     is_fill = position >= documents.sizes[owner]
@@ -124,60 +125,67 @@ def blocks_with_loss(memory: Stream, block_size: int) -> tuple[torch.Tensor, tor
     """The blocks that hold a supervised token. Other blocks have no loss, and nothing else looks at them.
 
     Returns:
-        The memory slot in each cell of these blocks, `(K, block_size)` int64, -1 for none; and each block's document,
+        The memory row in each cell of these blocks, `(K, block_size)` int64, -1 for none; and each block's document,
         `(K,)` int64, ascending.
     """
     cell = memory["position_ids"] % block_size
     begins = cell == 0
     block = begins.cumsum(0) - 1
-    slots = torch.full((int(begins.sum()), block_size), -1)
-    slots[block, cell] = torch.arange(len(cell))
-    kept = torch.zeros(len(slots), dtype=torch.bool)
+    rows = torch.full((int(begins.sum()), block_size), -1)
+    rows[block, cell] = torch.arange(len(cell))
+    kept = torch.zeros(len(rows), dtype=torch.bool)
     kept[block[memory["supervised"]]] = True
-    return slots[kept], memory["owner"][begins][kept]
+    return rows[kept], memory["owner"][begins][kept]
 
 
-def side_by_side(memory: Stream, prediction: Stream, rows: torch.Tensor, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Both streams of each document, one behind the other, its documents one after the other in each row.
+def side_by_side(
+    memory: Stream, prediction: Stream, sequences: torch.Tensor, pad_token_id: int
+) -> dict[str, torch.Tensor]:
+    """Both streams of each document, one behind the other, its documents one after the other in each sequence.
 
     Args:
-        memory, prediction: the streams; slots of one document stand together, documents ascend.
-        rows: `(D,)` int64, ascending; the row that each document lies in.
-        pad_token_id: fills up the rows of `input_ids`.
+        memory, prediction: the streams; rows of one document stand together, documents ascend.
+        sequences: `(D,)` int64, ascending; the sequence that each document lies in.
+        pad_token_id: fills up the sequences of `input_ids`.
 
     Returns:
         The model's columns, each `(B, T)`.
     """
-    sizes = [torch.bincount(stream["owner"], minlength=len(rows)) for stream in (memory, prediction)]
-    start, length = places_of(sizes[0] + sizes[1], rows)
+    sizes = [torch.bincount(stream["owner"], minlength=len(sequences)) for stream in (memory, prediction)]
+    start, length = places_of(sizes[0] + sizes[1], sequences)
     place = torch.cat(
         [
             start[memory["owner"]] + memory["position_ids"],
             (start + sizes[0])[prediction["owner"]] + ranges(sizes[1])[1],
         ]
     )
-    number = torch.arange(len(rows)) - (torch.bincount(rows).cumsum(0) - torch.bincount(rows))[rows]
+    number = torch.arange(len(sequences)) - first_documents(sequences)
     batch = {}
     for name, padding in (PADDING | {"input_ids": pad_token_id}).items():
         if name == "document_ids":
             values = torch.cat([number[stream["owner"]] for stream in (memory, prediction)])
         else:
             values = torch.cat([memory[name], prediction[name]])
-        column = torch.full((int(rows[-1] + 1) * length,), padding, dtype=values.dtype)
+        column = torch.full((int(sequences[-1] + 1) * length,), padding, dtype=values.dtype)
         column[place] = values
         batch[name] = column.view(-1, length)
     return batch
 
 
-def places_of(sizes: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where each document begins in a flattened batch, `(D,)`, and how long its rows are.
+def first_documents(sequences: torch.Tensor) -> torch.Tensor:
+    """The first document of the sequence that each document lies in, `(D,)`; `sequences` as in [`places_of`]."""
+    counts = torch.bincount(sequences)
+    return (counts.cumsum(0) - counts)[sequences]
+
+
+def places_of(sizes: torch.Tensor, sequences: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where each document begins in a flattened batch, `(D,)`, and how long its sequences are.
 
     Args:
-        sizes: `(D,)` int64, slots of each document.
-        rows: `(D,)` int64, ascending; the row that each document lies in.
+        sizes: `(D,)` int64, rows of each document.
+        sequences: `(D,)` int64, ascending; the sequence that each document lies in.
     """
     ends = sizes.cumsum(0)
-    first = (torch.bincount(rows).cumsum(0) - torch.bincount(rows))[rows]  # first document of the row
-    starts = ends - sizes - (ends - sizes)[first]
+    starts = ends - sizes - (ends - sizes)[first_documents(sequences)]
     length = int((starts + sizes).max())
-    return rows * length + starts, length
+    return sequences * length + starts, length

@@ -19,30 +19,18 @@ class PushRequest:
 
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="FOLDER", help="Folder of a model, or of an adapter that `wedlm adapt` or PEFT has saved."
-        ),
+        typer.Argument(metavar="FOLDER", help="Of a model, or of an adapter that `wedlm adapt` or PEFT has saved."),
     ]
     repo: Annotated[
         str, typer.Argument(metavar="REPO", help="Where to: NAME or OWNER/NAME on the Hub; made if it is not there.")
     ]
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check alone, upload nothing.")] = False
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False
-    revision: Annotated[
-        str | None, typer.Option(help="Branch to upload to, made if it is not there; default: main.")
-    ] = None
+    revision: Annotated[str | None, typer.Option(help="Branch to upload to; default: main.")] = None
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of a commit.")] = False
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload by wedlm push"
     license: Annotated[str | None, typer.Option(help="For the model card, such as apache-2.0.")] = None
-    base: Annotated[
-        str | None, typer.Option(help="Of an adapter: the WeDLM checkpoint to check it on; default: its own.")
-    ] = None
-    overwrite_card: Annotated[
-        bool, typer.Option("--overwrite-card", help="Replace a model card that a person wrote, here or on the Hub.")
-    ] = False
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the folder's code also where it is not this version's.")
-    ] = False
+    base: Annotated[str | None, typer.Option(help="Of an adapter: the model to check it on; default: its own.")] = None
 
     def __post_init__(self) -> None:
         if not self.folder.is_dir():

@@ -18,20 +18,9 @@ from ...training.collator import DataCollatorForDualStreamMasking
 from ...training.log_probs import response_log_probs
 from ...training.streams import IGNORE_INDEX
 
-LEAST = {"samples": 2, "block_size": 1, "batch_size": 1, "seed": -math.inf}
-"""Least values of the settings of [`block_elbo`]."""
-
-
-def check_integer(name: str, value: Any, least: float) -> None:
-    """Raises `ValueError` unless the setting is an integer of at least so much."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        bound = "" if least == -math.inf else f" of at least {least}"
-        raise ValueError(f"`{name}` must be an integer{bound}, got {value!r}.")
-
 
 class Estimate(NamedTuple):
-    """A block ELBO: the mean of its samples and the standard error of that mean (0 where the masks cannot vary),
-    nats."""
+    """A block ELBO, nats: the mean of its samples, and the standard error of that mean (0 where masks cannot vary)."""
 
     value: float
     standard_error: float
@@ -50,8 +39,7 @@ def block_elbo(
 ) -> list[Estimate]:
     """Estimate the block ELBO of each continuation after its context.
 
-    The masks are a function of the seed, the number of the sample and the tokens: not of the batch size, nor of what
-    else is scored.
+    The masks are a function of the seed, the number of the sample and the tokens alone.
 
     Args:
         model: a WeDLM model in evaluation mode, or what PEFT made of one.
@@ -66,13 +54,14 @@ def block_elbo(
     Raises:
         ValueError: for settings out of range, and for a pair without a context or a continuation.
     """
-    for name, value in (("samples", samples), ("block_size", block_size), ("batch_size", batch_size), ("seed", seed)):
-        check_integer(name, value, LEAST[name])
-    for context, continuation in pairs:
-        if not context or not continuation:
+    for name, value, least in (("samples", samples, 2), ("batch_size", batch_size, 1)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+    for pair in pairs:
+        if not all(pair):
+            lengths = " and ".join(str(len(part)) for part in pair)
             raise ValueError(
-                "A likelihood needs at least one token of context and one of continuation, "
-                f"got {len(context)} and {len(continuation)}."
+                f"A likelihood needs at least one token of context and one of continuation, got {lengths}."
             )
     # Strata: same mean as "count", less noise.
     collator = DataCollatorForDualStreamMasking(
@@ -84,23 +73,16 @@ def block_elbo(
         group = [index for index in by_length if (len(pairs[index][1]) == 1 or block_size == 1) == is_fixed]
         for start in range(0, len(group), batch_size):
             batch = group[start : start + batch_size]
-            values = _samples(model, collator, [pairs[index] for index in batch], 1 if is_fixed else samples)
+            examples = [
+                {"input_ids": [*context, *rest], "labels": [IGNORE_INDEX] * len(context) + rest}
+                for context, rest in (pairs[index] for index in batch)
+            ]
+            drawn = []
+            for sample in range(1 if is_fixed else samples):
+                collator.set_epoch(sample)
+                drawn.append(response_log_probs(model, examples, collator).mask_tokens.double().sum(1).cpu())
+            values = torch.stack(drawn)  # (samples, pairs)
             errors = values.std(0, correction=0 if is_fixed else 1) / math.sqrt(len(values))
             for index, value, error in zip(batch, values.mean(0).tolist(), errors.tolist(), strict=True):
                 estimates[index] = Estimate(value, error)
     return [estimates[index] for index in range(len(pairs))]
-
-
-def _samples(
-    model: Any, collator: DataCollatorForDualStreamMasking, pairs: Sequence[tuple[list[int], list[int]]], count: int
-) -> torch.Tensor:
-    """Samples of the bound of each of `B` pairs, `(count, B)` float64."""
-    examples = [
-        {"input_ids": context + continuation, "labels": [IGNORE_INDEX] * len(context) + continuation}
-        for context, continuation in pairs
-    ]
-    drawn = []
-    for sample in range(count):
-        collator.set_epoch(sample)
-        drawn.append(response_log_probs(model, examples, collator).mask_tokens.double().sum(1).cpu())
-    return torch.stack(drawn)

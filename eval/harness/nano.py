@@ -11,11 +11,8 @@ from lm_eval.api.utils import Message
 from ..options import NANO
 from ..prompts import Prompt, read_tasks
 
-TURN = "\x1e"
-"""Separates the turns of a conversation in what the harness takes for one text."""
-
-FEWSHOT = 30
-"""The last prompts of each task are kept for few-shot examples."""
+TURN = "\x1e"  # separates the turns of a conversation in what the harness takes for one text
+FEWSHOT = 30  # the last prompts of each task are kept for few-shot examples
 
 
 class NanoTask(ConfigurableTask):

@@ -8,28 +8,23 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from wedlm_hf.apps.smollm2 import FOLDER, converted
-from wedlm_hf.eval.adapter_table import measure_adapter
 from wedlm_hf.eval.decoders import AR, EXACT
-from wedlm_hf.eval.measure import default_threads
+from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_prompts
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+from wedlm_hf.eval.speed_table import speed_table
 
 HERE = Path(__file__).parent
 
 
 def answer(checkpoint: Path, adapter: Path, questions: list[Prompt], options: argparse.Namespace, dtype: str) -> bool:
-    """Answers the questions by all decoders, prints answers and tables; whether verified answers are AR's own."""
+    """Answers the questions by all decoders, prints answers and the table; whether verified answers are AR's own."""
     console = Console()
-    model = load_model(checkpoint, dtype=getattr(torch, dtype)).eval()
-    model.load_mask_adapter(adapter)
-    torch.set_num_threads(options.threads or default_threads(model))
-    tokenizer = load_tokenizer(checkpoint)
-    made = measure_adapter(
+    model, tokenizer = LoadingOptions(adapter=str(adapter), dtype=dtype, threads=options.threads).load(str(checkpoint))
+    made = speed_table(
         model,
         tokenizer,
         [encode_prompt(model, tokenizer, question) for question in questions],
@@ -42,10 +37,9 @@ def answer(checkpoint: Path, adapter: Path, questions: list[Prompt], options: ar
     for index, question in enumerate(questions if options.show else []):
         console.rule(question.text, style="dim")
         console.print(answers[index], markup=False, highlight=False)
-    table = Table("kind", *made["columns"], title=made["caption"], title_justify="left")
-    for task, rows in {"all": made["rows"], **made["tasks"]}.items():
-        for row in rows:
-            table.add_row(task, *row, end_section=row == rows[-1])
+    table = Table(*made["columns"], title=made["caption"], title_justify="left")
+    for row in made["rows"]:
+        table.add_row(*row)
     console.print(table)
     depths = ", ".join(f"{share:.2f}" for share in made["depths"])
     console.print(f"Drafts that passed, by their place in a run: {depths}.", highlight=False)

@@ -10,6 +10,7 @@ model decodes from better.
 Hardware: two CPU cores with bf16 instructions take about two and a half hours; any GPU works too.
 """
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from transformers import (
 )
 
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
+from wedlm_hf.modeling_wedlm.files import write_text
 from wedlm_hf.training.collator import DataCollatorForDualStreamMasking
 
 
@@ -282,6 +284,12 @@ def main(
     tokenizer.save_pretrained(output_dir)
     # Loading marks a tokenizer as loaded: saved once more, it stays the same through any later save.
     AutoTokenizer.from_pretrained(output_dir, trust_remote_code=False).save_pretrained(output_dir)
+    # Who has the repository has the package. A config that names no code lets transformers load the tokenizer unasked.
+    for code in output_dir.glob("*_wedlm.py"):
+        code.unlink()
+    config = json.loads((output_dir / "config.json").read_bytes())
+    del config["auto_map"]
+    write_text(output_dir / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 if __name__ == "__main__":

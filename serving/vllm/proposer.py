@@ -14,7 +14,6 @@ mask stands at the position that the AR head decides, so that every mask gives a
 `R` sampled rows of a step, `H` hidden size, `V` vocabulary.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +21,9 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from ...generation.pacing import default_slot_cost
-from ...generation.step_times import StepTimes, step_clock
+from ...generation.mixin import SLOT_COSTS
+from ...generation.planner import Draft, Outlook, Plan, Planner, StepTimes, step_clock
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
-from .pacing import FIRST_LOOKS, LOOK_EVERY, MEASURE_EVERY, MEASUREMENTS, Acceptance, StepCosts
 
 
 @dataclass
@@ -34,15 +32,13 @@ class RequestState:
 
     Attributes:
         options: its own.
-        acceptance: of its drafts.
         end_tokens: that end it; nothing is drafted behind one.
-        window_size: masks of its next step.
+        drafts: that are being checked.
     """
 
     options: RequestOptions
-    acceptance: Acceptance
     end_tokens: frozenset[int]
-    window_size: int
+    drafts: list[Draft]
 
 
 @dataclass(frozen=True)
@@ -84,19 +80,19 @@ class Proposer:
         # Processes of a tensor-parallel group must decide alike: no clock of their own there.
         device = vllm_config.device_config.device_type
         is_alone = vllm_config.parallel_config.tensor_parallel_size == 1
-        self.costs = StepCosts(StepTimes(default_slot_cost(device), step_clock(device) if is_alone else None))
-        self.acceptance = Acceptance(max(1, (self.most - 1) // 2))
+        slot_cost = SLOT_COSTS.get(device, SLOT_COSTS["cuda"])
+        self.times = StepTimes(slot_cost, step_clock(device) if is_alone else None)
+        self.planner: Any = None  # once the model is there
         self.states: dict[str, RequestState] = {}
         self.model: Any = None
         self._step: Step | None = None
-        self._last: tuple[frozenset[str], float] = frozenset(), 0.0
-        self._steps = self._since = 0
-        self._tries: Counter[int] = Counter()
-        self._is_look = False
+        self._last: frozenset[str] = frozenset()
 
     def load_model(self, target_model: Any) -> None:
         """Takes the model, whose own masks draft: there is no other."""
         self.model = target_model
+        lost = self._unused_masks
+        self.planner = Planner(self.times, max(1, (self.most - lost) // 2), is_chain=True, lost=lost)
 
     def see(self, runner: Any, scheduler_output: Any, hidden: torch.Tensor, metadata: Any) -> None:
         """Takes in a step, just before `propose` is called for it."""
@@ -125,58 +121,40 @@ class Proposer:
         """
         step, self._step = self._step, None
         assert step is not None, "vLLM's model runner was not prepared"
-        self._measure(step)
+        self._finish(step, sampled_token_ids)
         logits, self.model.sampled_logits = self.model.sampled_logits, None
         active = [index for index, tokens in enumerate(sampled_token_ids) if tokens]
-        if not active or not self._may_draft(step, active):
+        if not active:
             return [[] for _ in sampled_token_ids]
         for index in active:
             if step.requests[index] not in self.states:
-                self.states[step.requests[index]] = self._new_state(step.states[step.requests[index]])
+                self.states[step.requests[index]] = _new_state(step.states[step.requests[index]])
         found = self._drafts(step, sampled_token_ids, active, logits, num_tokens_no_spec, token_ids_cpu)
-        return [
-            self._plan(step, index, tokens, found.get(index), int(num_tokens_no_spec[index]), len(active))
-            if tokens
-            else []
-            for index, tokens in enumerate(sampled_token_ids)
-        ]
+        outlooks = [self._outlook(step, index, found.get(index), int(num_tokens_no_spec[index])) for index in active]
+        proposed: list[list[int]] = [[] for _ in sampled_token_ids]
+        for index, plan in zip(active, self.planner.plan(outlooks), strict=True):
+            proposed[index] = self._proposal(step.requests[index], plan)
+        requests = len(active)
+        rows = requests + sum(map(len, proposed))
+        self.planner.begin(rows, rows > requests, requests)
+        return proposed
 
-    def _measure(self, step: Step) -> None:
-        """Times steps that follow each other without a pause, and forgets requests that are gone."""
-        clock, requests = self.costs.times.clock, frozenset(step.requests)
-        now = clock() if clock else 0.0
-        before, began = self._last
-        if step.is_decode and requests == before:
-            self.costs.record(step.rows, now - began, step.rows == len(step.requests))
-        self._last = requests, now
-        if requests != before:
+    def _finish(self, step: Step, sampled: list[list[int]]) -> None:
+        """Takes in what became of drafts, and the time of steps that follow each other without a pause. Forgets requests
+        that are gone."""
+        for name, tokens, spec_tokens in zip(step.requests, sampled, step.spec_tokens, strict=True):
+            state = self.states.get(name)
+            if state is not None and tokens:
+                checked = min(self._count_drafts(spec_tokens), len(state.drafts))
+                for place, draft in enumerate(state.drafts[: min(checked, len(tokens))]):
+                    self.planner.learn(draft, place < len(tokens) - 1)
+        requests = frozenset(step.requests)
+        if step.is_decode and requests == self._last:
+            self.planner.finish(sum(map(len, sampled)))
+        if requests != self._last:
             for name in [name for name in self.states if name not in step.states]:
                 del self.states[name]
-
-    def _may_draft(self, step: Step, active: Sequence[int]) -> bool:
-        """Whether this step gives drafts: now and then none does, to measure AR steps; under a load where drafts do
-        not pay for most requests, only every so many steps do, to look whether that has changed."""
-        self._steps += 1
-        times = self.costs.times
-        if times.clock is not None and any(step.spec_tokens):
-            self._since += 1
-            size = len(active).bit_length()
-            # Batches whose sizes change all the time may never tell: only so many steps go into it.
-            is_unknown = self._tries[size] < MEASUREMENTS and not times.knows_plain(len(active))
-            if self._since > (4 if is_unknown else MEASURE_EVERY):
-                self._tries[size] += 1
-                self._since = 0
-                return False
-        self._is_look = self._steps % (FIRST_LOOKS if self._steps < 2 * LOOK_EVERY else LOOK_EVERY) == 0
-        if any(step.spec_tokens) or self._is_look:
-            return True
-        return self.acceptance.best_window(self.costs, len(active)) > 0
-
-    def _new_state(self, request: Any) -> RequestState:
-        params = request.sampling_params
-        options = RequestOptions.of(params.extra_args)
-        ends = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
-        return RequestState(options, self.acceptance.begin(), frozenset(ends or ()), 0)
+        self._last = requests
 
     def _drafts(
         self,
@@ -224,58 +202,34 @@ class Proposer:
         """How many of a request's speculative tokens are drafts: the others, behind them, are masks."""
         return next((place for place, token in enumerate(tokens) if token == self.mask_token_id), len(tokens))
 
-    def _plan(
-        self,
-        step: Step,
-        index: int,
-        sampled: list[int],
-        found: tuple[list[int], list[float]] | None,
-        length: int,
-        requests: int,
-    ) -> list[int]:
-        """Drafts and masks of one request."""
+    def _outlook(self, step: Step, index: int, found: tuple[list[int], list[float]] | None, length: int) -> Outlook:
+        """What a request can do next."""
         name = step.requests[index]
         state, request = self.states[name], step.states[name]
+        room = min(request.sampling_params.max_tokens - len(request.output_token_ids), self.max_model_len - length)
         if state.options.strategy == "ar":
-            return []
-        limit = min(request.sampling_params.max_tokens - len(request.output_token_ids), self.max_model_len - length)
-        drafts, is_unsure = self._choose_drafts(state, found, limit)
-        self._learn(state, step.spec_tokens[index], len(sampled) - 1, len(drafts) if is_unsure else None)
-        state.window_size = state.acceptance.best_window(self.costs, requests)
+            room = 1
         if state.options.window_size is not None:
-            state.window_size = min(state.window_size, state.options.window_size)
-        if not state.window_size:
-            if not self._is_look:
-                return []
-            state.window_size = 2 + index % 3  # of several sizes, so that the cost of a row shows
-        drafts = drafts[: state.window_size]
-        unused = self._unused_masks
-        masks = min(state.window_size - 1 + unused, self.most - len(drafts), limit - 2 + unused - len(drafts))
-        if (drafts and drafts[-1] in state.end_tokens) or masks <= unused:
-            masks = 0
-        return [*drafts, *[self.mask_token_id] * masks]
-
-    def _choose_drafts(
-        self, state: RequestState, found: tuple[list[int], list[float]] | None, limit: int
-    ) -> tuple[list[int], bool]:
-        """The drafts that are worth it, and whether a mask was not sure enough of the next one. A rejected draft costs
-        the next step its drafts, an accepted one gives a token."""
-        extra = state.acceptance.extra
-        drafts: list[int] = []
-        for token, chance in zip(*(found or ([], [])), strict=True):
-            if len(drafts) >= limit - 1:
-                break
-            if chance < (1 - chance) * extra:
-                return drafts, True
-            drafts.append(token)
+            room = min(room, state.options.window_size)
+        drafts: list[Draft] = []
+        for depth, (token, chance) in enumerate(zip(*(found or ([], [])), strict=True), 1):
+            drafts.append(Draft(token, depth - 2, depth, chance))
             if token in state.end_tokens:
                 break
-        return drafts, False
+        return Outlook(drafts, len(drafts), room)
 
-    def _learn(self, state: RequestState, spec_tokens: list[int], accepted: int, unsure: int | None) -> None:
-        """Takes in what became of a request's drafts, and the depth at which its masks gave no new one."""
-        checked = self._count_drafts(spec_tokens)
-        for each in (state.acceptance, self.acceptance):
-            each.learn(accepted, accepted if accepted < checked else unsure)
-            if checked or unsure == 0:  # nothing is lost where there is no draft: what a rejection costs must fade
-                each.extra += 0.1 * (accepted - each.extra)
+    def _proposal(self, name: str, plan: Plan) -> list[int]:
+        """The drafts and masks of a request."""
+        state = self.states[name]
+        state.drafts = plan.drafts[: self.most]
+        tokens = [draft.token for draft in state.drafts]
+        masks = min(plan.masks[-1], self.most - len(tokens))
+        if masks <= self._unused_masks or (tokens and tokens[-1] in state.end_tokens):
+            masks = 0
+        return tokens + [self.mask_token_id] * masks
+
+
+def _new_state(request: Any) -> RequestState:
+    params = request.sampling_params
+    ends = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
+    return RequestState(RequestOptions.of(params.extra_args), frozenset(ends or ()), [])

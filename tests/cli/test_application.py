@@ -18,11 +18,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
-from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters import MaskAdapterSettings
+from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.cli import application
 from wedlm_hf.eval import options
 from wedlm_hf.generation.settings import STRATEGIES, VERIFICATIONS
-from wedlm_hf.modeling_wedlm.loading import load_adapted, load_model
+from wedlm_hf.modeling_wedlm.loading import load_model
 
 COMMANDS = typer.main.get_command(cli.app).commands
 

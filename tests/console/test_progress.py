@@ -5,8 +5,8 @@ import io
 import pytest
 from rich.console import Console
 
-from wedlm_hf.console.progress import LongProgress, track
 from wedlm_hf.console import progress
+from wedlm_hf.console.progress import LongProgress, track
 
 
 def shown_on(console):

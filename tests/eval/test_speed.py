@@ -3,7 +3,7 @@
 import pytest
 from tiny import tiny_model, tiny_tokenizer
 
-from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.eval import speed_table as tables
 from wedlm_hf.eval.measure import Decoding
 from wedlm_hf.eval.prompts import Prompt

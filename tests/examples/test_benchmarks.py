@@ -65,7 +65,6 @@ def test_steps_of_long_answers_are_measured(random_model):
     assert sorted(table.index) == sorted((name, n) for n in (8, 40) for name in ("ar", "wedlm", "wedlm+exact"))
     assert (table["ms a step"] > table["in the forward"]).all()
     assert table.loc[("ar", 40), "slots"] == 1
-    assert table.loc[("ar", 40), "peak MiB"] >= table.loc[("ar", 8), "peak MiB"] > 0
 
 
 # --- vLLM ---------------------------------------------------------------------------------------------------------

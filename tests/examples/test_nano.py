@@ -1,5 +1,7 @@
 """The checkpoint in the repository: its files, its answers, and decoding on trained weights."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +13,6 @@ from oracle import decode, decode_ar
 from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode, encode_prompt
-from wedlm_hf.modeling_wedlm.hub import hub_files
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 
@@ -26,9 +27,12 @@ def prompts(tokenizer, seed=3):
     ]
 
 
-def test_its_code_is_what_a_save_writes_today():
-    shipped = {path.name: path.read_text(encoding="utf-8") for path in NANO.glob("*_wedlm.py")}
-    assert shipped == hub_files()
+def test_it_names_no_code_so_its_tokenizer_loads_unasked_without_this_package():
+    assert not list(NANO.glob("*_wedlm.py"))
+    load = "import sys; from transformers import AutoTokenizer; assert 'wedlm_hf' not in sys.modules; "
+    load += f"print(AutoTokenizer.from_pretrained({str(NANO)!r}).mask_token_id)"
+    done = subprocess.run([sys.executable, "-c", load], input="", capture_output=True, text=True, check=True)
+    assert done.stdout == f"{load_tokenizer(NANO).mask_token_id}\n"
 
 
 def test_it_is_small_and_has_room_for_512_tokens(nano):

@@ -45,13 +45,6 @@ def test_any_text_is_decoded_without_loss(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-@pytest.mark.parametrize(
-    "text", [" a  b ", "\n\n  x\n", "x .", "do n't", "日本 🎉\t€\u00a0", "a , b ! c", "3 + 4", "\r\n"]
-)
-def test_spaces_and_scripts_survive(tokenizer, text):
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
 def test_each_digit_and_each_newline_is_a_token_of_its_own(tokenizer):
     assert tokenizer.tokenize("37, 40") == ["3", "7", ",Ġ", "4", "0"]
     assert tokenizer.tokenize("7+5+0=12\n\n") == [*"7+5+0=12", "Ċ", "Ċ"]
@@ -79,37 +72,6 @@ def test_a_generation_prompt_is_a_prefix_of_the_whole_conversation_in_tokens(tok
     assert whole[: len(prompt)] == prompt
 
 
-def test_training_twice_gives_the_same_bytes_and_so_does_save_load_save(tokenizer, tmp_path):
-    train_tokenizer(iter(task_texts()), 1024).save_pretrained(tmp_path / "again")
-    tokenizer.save_pretrained(tmp_path / "first")
-    AutoTokenizer.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
-    AutoTokenizer.from_pretrained(tmp_path / "second").save_pretrained(tmp_path / "third")
-    first, again, second, third = (folder(tmp_path / name) for name in ("first", "again", "second", "third"))
-    assert first == again
-    assert second == third
-    assert first["tokenizer.json"] == second["tokenizer.json"]
-    assert first["chat_template.jinja"] == second["chat_template.jinja"]
-
-
-def folder(path):
-    return {file.name: file.read_bytes() for file in path.iterdir()}
-
-
-def test_a_loaded_tokenizer_behaves_like_the_trained_one(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    for options in ({}, {"add_generation_prompt": True}, {"return_assistant_tokens_mask": True}):
-        old = tokenizer.apply_chat_template(CONVERSATION, return_dict=True, **options)
-        assert dict(loaded.apply_chat_template(CONVERSATION, return_dict=True, **options)) == dict(old)
-    assert loaded.mask_token_id == 3
-    assert loaded.eos_token_id == 2
-    assert loaded.pad_token_id == 0
-    assert loaded.padding_side == "left"
-    assert loaded.model_max_length == 512
-    text = "x . y n't  3 ,"
-    assert loaded.decode(loaded(text)["input_ids"]) == text
-
-
 @pytest.mark.parametrize("task", list(TASKS))
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_every_sample_of_the_tasks_fits_into_384_tokens(tokenizer, task, split):
@@ -118,12 +80,31 @@ def test_every_sample_of_the_tasks_fits_into_384_tokens(tokenizer, task, split):
         assert len(tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]) <= 384
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused():
-    with pytest.raises(ValueError, match=r"`vocab_size` must be at least 260 .* got 259"):
-        train_tokenizer(["text"], 259)
+def test_training_twice_gives_the_same_bytes_and_a_loaded_tokenizer_behaves_like_the_trained_one(tokenizer, tmp_path):
+    train_tokenizer(iter(task_texts()), 1024).save_pretrained(tmp_path / "again")
+    tokenizer.save_pretrained(tmp_path / "first")
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    first, again, second = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("first", "again", "second")
+    )
+    assert first == again
+    assert all(first[name] == second[name] for name in ("tokenizer.json", "chat_template.jinja"))
+    for options in ({}, {"add_generation_prompt": True}, {"return_assistant_tokens_mask": True}):
+        trained = tokenizer.apply_chat_template(CONVERSATION, return_dict=True, **options)
+        assert dict(loaded.apply_chat_template(CONVERSATION, return_dict=True, **options)) == dict(trained)
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.mask_token_id) == (0, 2, 3)
+    assert (loaded.padding_side, loaded.model_max_length) == ("left", 512)
 
 
-@pytest.mark.parametrize("texts", [[], [""]])
-def test_no_text_is_refused(texts):
-    with pytest.raises(ValueError, match="`texts` must hold at least one text that is not empty"):
-        train_tokenizer(texts, 300)
+@pytest.mark.parametrize(
+    ("texts", "size", "message"),
+    [
+        (["text"], 259, r"`vocab_size` must be at least 260 .* got 259"),
+        ([], 300, "`texts` must hold at least one text that is not empty"),
+        ([""], 300, "`texts` must hold at least one text that is not empty"),
+    ],
+)
+def test_what_makes_no_vocabulary_is_refused(texts, size, message):
+    with pytest.raises(ValueError, match=message):
+        train_tokenizer(texts, size)

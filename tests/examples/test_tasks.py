@@ -5,10 +5,10 @@ import json
 import re
 
 import pytest
-from nano_tasks import MATCHES, TASKS, as_row, generate_samples, is_heldout, main
+from nano_tasks import MATCHES, TASKS, generate_samples, is_heldout, main
 
 from wedlm_hf.eval.options import NANO
-from wedlm_hf.eval.prompts import Prompt, read_prompts
+from wedlm_hf.eval.prompts import Prompt
 
 ALL = list(TASKS)
 
@@ -23,14 +23,9 @@ def samples(task: str, count: int = 400, seed: int = 0, split: str = "heldout") 
 
 @pytest.mark.parametrize("task", ALL)
 @pytest.mark.parametrize("split", ["train", "heldout"])
-def test_same_arguments_give_the_same_samples_and_other_seeds_give_others(task, split):
-    assert samples(task, 50, 3, split) == samples(task, 50, 3, split)
-    assert samples(task, 50, 3, split) != samples(task, 50, 4, split)
-
-
-@pytest.mark.parametrize("task", ALL)
-def test_a_longer_set_starts_with_the_shorter_one(task):
-    assert samples(task, 60)[:20] == samples(task, 20)
+def test_samples_are_a_function_of_the_arguments_and_a_longer_set_starts_with_the_shorter_one(task, split):
+    assert samples(task, 50, 3, split)[:20] == samples(task, 20, 3, split)
+    assert samples(task, 20, 3, split) != samples(task, 20, 4, split)
 
 
 @pytest.mark.parametrize("task", ALL)
@@ -122,71 +117,12 @@ def test_sorting_answers_are_the_sorted_items_of_the_prompt():
     assert len(kinds) == 4
 
 
-def test_json_answers_are_objects_whose_values_all_stand_in_the_prompt():
-    shapes = set()
+def test_json_answers_hold_the_numbers_of_the_prompt_and_python_answers_complete_its_code():
     for sample in samples("json"):
-        record = json.loads(sample.answers[0])
-        assert sample.answers[0] == json.dumps(record)
-        shapes.add(tuple(record))
-        for key, value in leaves(record):
-            if isinstance(value, bool):
-                assert ("is new." in sample.text) == value
-                assert key == "new"
-            else:
-                assert re.search(rf"\b{value}\b", sample.text), (sample.text, key, value)
-        assert len(numbers(sample.text)) == sum(type(value) is int for _, value in leaves(record))
-        assert ("no pets" in sample.text) == (record.get("pets") == [])
-    assert {keys[0] for keys in shapes} == {"name", "product", "event"}
-
-
-def leaves(value: object, key: str = "") -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [leaf for name, item in value.items() for leaf in leaves(item, name)]
-    if isinstance(value, list):
-        return [leaf for item in value for leaf in leaves(item, key)]
-    return [(key, value)]
-
-
-def test_chat_answers_name_and_value_stand_in_the_prompt_unless_the_fact_is_missing():
-    unknown = multi_turn = 0
-    for sample in samples("chat", 800):
-        multi_turn += len(sample.messages) == 3
-        if sample.answers[0].startswith("I do not know"):
-            unknown += 1
-            continue
-        answer = sample.answers[0]
-        names = re.findall(r"\b(?!Who|What|Which|Where|Whose|How|The|I|You|Your|Hello|JSON)[A-Z][a-z]+", answer)
-        facts = re.findall(r"\d+", answer) + names
-        assert all(re.search(rf"\b{fact}\b", sample.text) for fact in facts), sample
-    assert unknown > 40
-    assert multi_turn > 200
-
-
-def test_heldout_python_is_generated_only_and_train_python_also_holds_the_standard_library():
-    generated = {sample.text.split("\n")[1].split("(")[0] for sample in samples("python", 3000)}
-    trained = {sample.text.split("\n")[1].split("(")[0] for sample in samples("python", 3000, 0, "train")}
-    assert len(trained - generated) > 100
+        assert sample.answers[0] == json.dumps(json.loads(sample.answers[0]))
+        assert sorted(numbers(sample.answers[0])) == sorted(numbers(sample.text))
     for sample in samples("python"):
-        header, body = sample.text.split("\n", 1)[1], sample.answers[0]
-        ast.parse(f"{header}\n{body}")
-        assert body.startswith("    ")
-        assert len(header) + len(body) < 400
-
-
-def test_generated_python_functions_do_what_their_docstring_says():
-    scope: dict[str, object] = {}
-    for sample in samples("python", 2000):
-        code = f"{sample.text.removeprefix('Complete this Python code:')}\n{sample.answers[0]}"
-        if "def clamp(" in code:
-            exec(code, scope)
-            assert [scope["clamp"](value, 2, 5) for value in (1, 3, 9)] == [2, 3, 5]
-        elif "def find(" in code:
-            exec(code, scope)
-            assert [scope["find"]([4, 6], value) for value in (6, 7)] == [1, -1]
-        elif "def power(" in code:
-            exec(code, scope)
-            assert scope["power"](3, 4) == 81
-    assert {"clamp", "find", "power"} <= set(scope)
+        ast.parse(sample.text.split("\n", 1)[1] + "\n" + sample.answers[0])
 
 
 def only(task: str, answer: str, prompt: str = "") -> Prompt:
@@ -226,20 +162,7 @@ def test_bad_arguments_raise_one_clear_error_at_the_call(arguments, message):
         generate_samples(*arguments)
 
 
-def test_more_heldout_prompts_than_a_task_has_is_an_error_and_not_an_endless_loop(monkeypatch):
-    monkeypatch.setitem(TASKS, "chat", lambda rng: only("chat", "Yes.", f"Is it {'x' * rng.randint(1, 60)}?"))
-    with pytest.raises(ValueError, match=r"task 'chat' has no more than about \d+ different held-out prompts"):
-        samples("chat", 100)
-
-
 def test_the_prompts_beside_the_checkpoint_are_what_the_script_writes(tmp_path, capsys):
     main(tmp_path / "tasks.jsonl")
     assert (tmp_path / "tasks.jsonl").read_text(encoding="utf-8") == (NANO / "tasks.jsonl").read_text(encoding="utf-8")
     assert capsys.readouterr().out.endswith("tasks.jsonl: 780 samples\n")
-
-
-@pytest.mark.parametrize("task", ALL)
-def test_written_prompts_are_read_as_they_were(task):
-    wanted = samples(task, 20)
-    text = "".join(json.dumps(as_row(sample)) + "\n" for sample in wanted)
-    assert read_prompts("tasks.jsonl", text) == wanted

@@ -1,6 +1,6 @@
 """Every command of `wedlm` under faults: prints how often each was tried, and how often all was well afterwards.
 
-    python tests/faults/command_faults.py --trials 20 [--commands trace,train] [--faults SIGINT,full]
+    python tests/faults/command_faults.py --trials 20 [--commands trace,train] [--faults SIGINT,limit]
 
 All was well: the exit code is the one for it, there is no traceback, the cursor is shown, what was in the folder
 before is whole (the old files, or new ones that are complete), and the same command then runs to its end.
@@ -18,7 +18,6 @@ import resource
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,16 +41,8 @@ from wedlm_hf.cli import main  # noqa: E402
 torch.set_num_threads = lambda count: None  # a fork has no thread pool to change; OMP_NUM_THREADS says 1
 TIME_LIMIT = 120.0  # seconds, for what should take two
 SERVING = 15.0  # seconds after which a server is stopped whose words a fault has kept from us
-FAULTS = ("SIGINT", "SIGTERM", "full", "limit", "pipe", "twice")
-# A negative code: the signal came before the command line was there to take it, and ended the process.
-CODES = {
-    "SIGINT": {130, 0, -2},
-    "SIGTERM": {143, 0, -15},
-    "full": {2, 0},
-    "limit": {2, 0},
-    "pipe": {141, 0},
-    "twice": {2, 0},
-}
+# Exit codes of each fault. A negative one: the signal came before the command line was there to take it.
+CODES = {"SIGINT": {130, 0, -2}, "SIGTERM": {143, 0, -15}, "limit": {2, 0}, "pipe": {141, 0}, "twice": {2, 0}}
 
 
 # --- one run --------------------------------------------------------------------------------------------------------
@@ -170,7 +161,6 @@ class Command:
     words: str
     check: Callable[[Path], None]
     earlier: str = ""
-    unchanged: str = "*"  # pattern of files at the top that no run may change
     may_say_no: bool = False  # it checks, and a fault may be what it finds: code 1
     until: str = ""  # what it says when it serves, until Ctrl-C
     stdin: str = os.devnull
@@ -243,14 +233,9 @@ COMMANDS = {
         whole_json("page.html", "trace.json"),
         "trace Sort --model model --output page.html --save trace.json --max-new-tokens 4",
     ),
-    "calibrate": Command(
-        "calibrate model --file prompts.txt --agreement 0.1 --windows 4 --thresholds 0.4,1 --penalties 0 "
-        "--max-new-tokens 8 --write",
-        whole_json("model/generation_config.json", "model/config.json"),
-    ),
     "report": Command(
-        REPORT + "--restart --max-new-tokens 8",
-        whole_json("out/report.json", "out/report.html"),
+        REPORT + "--restart --max-new-tokens 8 --max-loss 100 --save-settings",
+        whole_json("out/report.json", "out/report.html", "model/generation_config.json", "model/config.json"),
         REPORT + "--restart --max-new-tokens 6",
     ),
     "convert": Command("convert stock new", lambda folder: whole_model(folder / "new")),
@@ -312,8 +297,6 @@ def run_under(fault: str, command: Command, folder: Path, seconds: float, rng: r
             run.wait()
         second.wait()
         return [run, second]
-    else:
-        run = command.start(folder)
     run.wait()
     return [run]
 
@@ -335,42 +318,27 @@ def trial(command: Command, fault: str, template: Path, seconds: float, rng: ran
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name) / "work"
         folder.mkdir()
-        if fault == "full":
-            used = sum(path.stat().st_size + 4096 for path in template.rglob("*"))
-            size = used + int(10 ** rng.uniform(3, 6))
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+        shutil.copytree(template, folder, dirs_exist_ok=True)
+        before = {path: path.read_bytes() for path in folder.glob("model/*") if path.name != "generation_config.json"}
+        runs = run_under(fault, command, folder, seconds, rng)
+        problem = next(filter(None, (problem_of(run, fault, command.codes) for run in runs)), "")
+        if not problem and not any(run.code in command.codes for run in runs) and fault == "twice":
+            problem = f"both failed: {[run.output[-300:] for run in runs]}"
         try:
-            shutil.copytree(template, folder, dirs_exist_ok=True)
-            before = {
-                path: path.read_bytes() for path in folder.glob("model/*") if path.name != "generation_config.json"
-            }
-            runs = run_under(fault, command, folder, seconds, rng)
-            if fault == "full":
-                subprocess.run(["mount", "-o", "remount,size=1g", str(folder)], check=True)
-            problem = next(filter(None, (problem_of(run, fault, command.codes) for run in runs)), "")
-            if not problem and not any(run.code in command.codes for run in runs) and fault == "twice":
-                problem = f"both failed: {[run.output[-300:] for run in runs]}"
-            try:
-                command.check(folder)
-                assert all(path.read_bytes() == content for path, content in before.items()), "model changed"
-            except Exception as error:
-                problem = problem or f"not whole: {type(error).__name__}: {error}"
-            if not problem and any(run.code for run in runs):
-                again = command.start(folder)
-                again.wait()
-                text = again.output.decode(errors="replace")
-                is_done = "must be new or empty" in text  # a conversion that had ended
-                problem = (
-                    ""
-                    if again.code in command.codes or is_done
-                    else f"the next run ended with {again.code}: {text[-400:]!r}"
-                )
-                left = [path.name for path in folder.rglob(".*") if path.is_file() and path.name != ".lock"]
-                problem = problem or (f"left over: {left}" if left else "")
-            return ("tried" if any(run.code for run in runs) else "early"), problem
-        finally:
-            if fault == "full":
-                subprocess.run(["umount", "-l", str(folder)], check=False)
+            command.check(folder)
+            assert all(path.read_bytes() == content for path, content in before.items()), "model changed"
+        except Exception as error:
+            problem = problem or f"not whole: {type(error).__name__}: {error}"
+        if not problem and any(run.code for run in runs):
+            again = command.start(folder)
+            again.wait()
+            text = again.output.decode(errors="replace")
+            is_done = "must be new or empty" in text  # a conversion that had ended
+            if again.code not in command.codes and not is_done:
+                problem = f"the next run ended with {again.code}: {text[-400:]!r}"
+            left = [path.name for path in folder.rglob(".*") if path.is_file() and path.name != ".lock"]
+            problem = problem or (f"left over: {left}" if left else "")
+        return ("tried" if any(run.code for run in runs) else "early"), problem
 
 
 def template_of(command: Command, folder: Path) -> float:
@@ -417,7 +385,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--commands", default=",".join(COMMANDS))
-    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--faults", default=",".join(CODES))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print(f"| command | {' | '.join(options.faults.split(','))} |")

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from test_branches import adapted, ar_outputs
 from test_generation import generate, prompts_of
 
-from wedlm_hf.generation.branch_pacing import BranchPacer, DraftRecord
 from wedlm_hf.generation.lookup import AGREED_MATCH, LONGEST_MATCH, OCCURRENCES, SURE_MATCH, TextLookup
-from wedlm_hf.generation.step_times import StepTimes
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -63,7 +61,7 @@ def test_answers_that_repeat_themselves_are_those_of_ar_decoding_in_fewer_forwar
     forwards = {}
     for is_on in (True, False):
         if not is_on:
-            monkeypatch.setattr(BranchPacer, "lookup_drafts", 0)
+            monkeypatch.setattr(TextLookup, "drafts", lambda *arguments: [])
         forwards[is_on] = 0
         for seed, prompt in enumerate(prompts_of([5, 9, 3, 7, 4, 6], seed=2)):
             torch.manual_seed(seed)
@@ -75,22 +73,3 @@ def test_answers_that_repeat_themselves_are_those_of_ar_decoding_in_fewer_forwar
             assert row == expected
             forwards[is_on] += output.stats.forwards.item()
     assert forwards[True] < forwards[False]
-
-
-def test_while_ar_steps_are_best_only_drafts_from_the_text_are_checked():
-    record = DraftRecord(StepTimes(0.1))
-    record.runs.extend([[0.01]] * 32)
-    pace = BranchPacer(8, record)
-    assert pace.drafts == 0 and pace.plan([0.9, 0.9], 100) == [0]
-    assert pace.plan([None] * 8, 100) == [0] * 9
-    for _ in range(200):
-        pace.learn([None], checked=1, accepted=0, found=[])
-    assert pace.plan([None] * 8, 100) == [0]
-
-
-def test_in_a_batch_no_row_is_widened_by_the_text_of_another():
-    record = DraftRecord(StepTimes(0.01))
-    record.runs.extend([[0.8, 0.7]] * 32)
-    alone, batch = BranchPacer(8, record, rows=1), BranchPacer(8, record, rows=16)
-    assert alone.lookup_drafts == 8
-    assert batch.lookup_drafts == batch.drafts

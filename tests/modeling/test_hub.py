@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from wedlm_hf import WeDLMConfig, WeDLMForCausalLM, WeDLMModel
-from wedlm_hf.modeling_wedlm import hub
 from wedlm_hf.modeling_wedlm.hub import AUTO_MAP, hub_files, write_hub_files
 
 SETTINGS: list[dict[str, Any]] = [
@@ -27,12 +25,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"max_new_tokens": 12, "strategy": "wedlm", "verification": "exact"},
 ]
 PROMPT = "Count from 1 to 9:"
-# Every way to save that changes the files: style of the weights, one file or several.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "qwen3": {"style": "qwen3", "shards": "1GB"},
-    "qwen2.5": {"style": "qwen2.5", "shards": "1GB"},
-    "sharded": {"style": "qwen3", "shards": "40KB"},
-}
+MOST_LINES = 4100  # of the bundle
+VARIANTS = {"qwen3": "1GB", "qwen2.5": "40KB"}  # style of the weights, largest size of a file
 
 # Runs in a process of its own that cannot import our package: for every job, load, generate, save.
 CLEAN_PROCESS = """
@@ -97,31 +91,31 @@ def test_three_generations_are_byte_identical_and_generate_without_our_package(t
     tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     expected = []
-    for name, variant in VARIANTS.items():
-        tiny_model(variant["style"]).save_pretrained(tmp_path / name / "0")
-        model = WeDLMForCausalLM.from_pretrained(tmp_path / name / "0")
-        model.save_pretrained(tmp_path / name / "1", max_shard_size=variant["shards"])
-        tokenizer.save_pretrained(tmp_path / name / "1")
+    for style, shards in VARIANTS.items():
+        tiny_model(style).save_pretrained(tmp_path / style / "0")
+        model = WeDLMForCausalLM.from_pretrained(tmp_path / style / "0")
+        model.save_pretrained(tmp_path / style / "1", max_shard_size=shards)
+        tokenizer.save_pretrained(tmp_path / style / "1")
         inputs = tokenizer(PROMPT, return_tensors="pt")
         expected.append([model.generate(**inputs, **settings)[0].tolist() for settings in SETTINGS])
     jobs = [
         {
-            "source": str(tmp_path / name / str(generation)),
-            "target": str(tmp_path / name / str(generation + 1)) if generation < 3 else None,
-            "shards": variant["shards"],
+            "source": str(tmp_path / style / str(generation)),
+            "target": str(tmp_path / style / str(generation + 1)) if generation < 3 else None,
+            "shards": shards,
             "prompt": PROMPT,
             "settings": SETTINGS,
         }
         for generation in (1, 2, 3)
-        for name, variant in VARIANTS.items()
+        for style, shards in VARIANTS.items()
     ]
     assert run_clean_process(jobs, tmp_path / "process") == 3 * expected
-    for name in VARIANTS:
-        first, second, third = (contents(tmp_path / name / str(generation)) for generation in (1, 2, 3))
-        assert first.keys() == second.keys() == third.keys()
-        assert [file for file in first if not first[file] == second[file] == third[file]] == []
+    for style in VARIANTS:
+        first, second, third = (contents(tmp_path / style / str(generation)) for generation in (1, 2, 3))
+        del first["README.md"]  # the card is the installed package's work
+        assert first == second == third
         assert not any(file.endswith((".bin", ".pt")) for file in first)
-    assert len([file for file in contents(tmp_path / "sharded" / "1") if file.endswith(".safetensors")]) > 3
+    assert len([file for file in first if file.endswith(".safetensors")]) > 3
 
 
 def test_an_installed_class_saves_what_it_was_loaded_from(tmp_path):
@@ -145,36 +139,18 @@ def test_model_backbone_and_config_all_bring_the_whole_bundle(tmp_path):
     assert type(AutoModel.from_pretrained(tmp_path / "backbone")) is WeDLMModel
 
 
-def test_the_bundle_is_flat_and_all_of_it_is_reached_from_the_model_file(tmp_path):
+def test_the_bundle_is_flat_small_and_all_of_it_is_reached_from_the_model_file(tmp_path):
     """What no import reaches is neither loaded by the Hub's loader nor saved again by a class loaded from there."""
     files = hub_files()
-    assert {"configuration_wedlm.py", "modeling_wedlm.py", "mixin.py"} <= files.keys()
     write_hub_files(tmp_path)
     reached = {Path(path).name for path in get_relative_import_files(tmp_path / "modeling_wedlm.py")}
     assert reached | {"modeling_wedlm.py"} == files.keys()
     for name, text in files.items():
+        assert name.endswith("_wedlm.py")
         assert not re.search(r"^\s*(from|import)\s+\.\.", text, flags=re.MULTILINE), name
-
-
-def test_names_of_the_auto_map_exist():
-    assert {name: WeDLMConfig.__module__.rpartition(".")[0] for name in AUTO_MAP} == dict.fromkeys(
-        AUTO_MAP, "wedlm_hf.modeling_wedlm"
-    )
+    assert sum(text.count("\n") for text in files.values()) <= MOST_LINES
     for target, cls in zip(AUTO_MAP.values(), (WeDLMConfig, WeDLMModel, WeDLMForCausalLM), strict=True):
         assert target == f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
-
-
-def test_an_interrupted_write_leaves_no_half_file(tmp_path, monkeypatch):
-    write_hub_files(tmp_path)
-    before = contents(tmp_path)
-
-    def fail(*_: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(hub.os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_hub_files(tmp_path)
-    assert contents(tmp_path) == before
 
 
 @pytest.fixture
@@ -213,7 +189,6 @@ def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, uploads):
     assert hub_files().keys() <= uploads[4].keys()
 
 
-@torch.no_grad()
 def test_a_published_checkpoint_saved_again_names_our_code(tmp_path):
     config = tiny_config()
     config.auto_map = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}

@@ -5,21 +5,27 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
-from distributed_worker import SCENARIOS, STEPS, main, save_starts
-from tiny import tiny_model
+from distributed_worker import REFUSED, SCENARIOS, STEPS, main, save_starts
+from test_sft_trainer import CHATS
+from tiny import tiny_model, tiny_tokenizer
 
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 from wedlm_hf.training.callback import refuse_context_parallelism
+from wedlm_hf.training.saving import newest_complete_checkpoint
+from wedlm_hf.training.train import main as train
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
-CONTEXT_PARALLEL = "context parallel"
-EQUAL = sorted(set(SCENARIOS) - {CONTEXT_PARALLEL, "sft"} - {name for name in SCENARIOS if "bf16" in name})
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+HALVES = [name for name in SCENARIOS if "bf16" in name]
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +44,9 @@ def two_processes(tmp_path_factory) -> Path:
     """Runs of all scenarios by two processes."""
     folder = tmp_path_factory.mktemp("two")
     save_starts(folder)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     worker = str(Path(__file__).with_name("distributed_worker.py"))
-    result = subprocess.run(
-        [*launch, worker, str(folder), *SCENARIOS], env=environment, capture_output=True, text=True, timeout=900
-    )
+    launch = [*TORCHRUN, worker, str(folder), *SCENARIOS, *REFUSED]
+    result = subprocess.run(launch, env=ONE_THREAD, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-5000:]
     return folder
 
@@ -68,14 +71,14 @@ def assert_same_run(folder: Path, name: str, reference: Path, reference_name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EQUAL)
+@pytest.mark.parametrize("name", sorted(set(SCENARIOS) - {"sft", *HALVES}))
 def test_two_processes_make_the_steps_of_one(one_process, two_processes, name):
     reference = "plain qwen2.5" if "qwen2.5" in name else "plain"
     assert_same_run(two_processes, name, one_process, reference, rtol=1e-6, share=1e-3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if "bf16" in name])
+@pytest.mark.parametrize("name", HALVES)
 def test_bf16_makes_nearly_the_same_steps(one_process, two_processes, name):
     assert_same_run(two_processes, name, one_process, "plain", rtol=1e-2, share=0.2)
 
@@ -113,9 +116,47 @@ def test_two_processes_train_evaluate_and_decode_as_one_and_resume_digit_by_digi
 
 
 @pytest.mark.slow
-def test_context_parallelism_is_refused_with_the_reason(two_processes):
-    refused = (two_processes / "refused.txt").read_text()
-    assert refused.startswith("Context and sequence parallelism cannot train a dual stream: they cut the row")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_with_the_reason(two_processes, name):
+    reason = {
+        "context parallel": "Context and sequence parallelism cannot train a dual stream: they cut the sequence",
+        "fsdp resumed": "Resuming is not supported for models sharded at load time (`DistributedConfig`)",
+        "tp resumed": "Resuming is not supported for models sharded at load time (`DistributedConfig`)",
+    }[name]
+    assert (two_processes / f"{name}.txt").read_text().startswith(reason)
+
+
+@pytest.mark.slow
+def test_a_recipe_under_torchrun_loses_a_process_and_goes_on_under_accelerate_as_if_uninterrupted(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
+    words = [f"--model_name_or_path={tmp_path / 'model'}", f"--dataset={tmp_path / 'chats.jsonl'}", "--max_steps=30"]
+    words += "--use_cpu true --bf16 false --block_size 4 --optim sgd --learning_rate 0.01".split()
+    words += "--gradient_accumulation_steps 1 --logging_steps 1 --disable_tqdm true".split()
+    words += "--save_strategy steps --save_steps 1 --save_total_limit 2".split()
+    threads = torch.get_num_threads()
+    train([*words, f"--output_dir={tmp_path / 'one'}", "--per_device_train_batch_size=4"])
+    torch.set_num_threads(threads)
+
+    two, module = tmp_path / "two", ["-m", "wedlm_hf.training.train"]
+    words += [f"--output_dir={two}", "--per_device_train_batch_size=2", "--resume_from_checkpoint=auto"]
+    with subprocess.Popen([*TORCHRUN, *module, *words], env=ONE_THREAD) as launched:
+        while not (two / "checkpoint-2").exists():
+            assert launched.poll() is None
+            time.sleep(0.01)
+        psutil.Process(launched.pid).children()[-1].kill()
+    assert launched.returncode != 0
+    assert newest_complete_checkpoint(two).name != "checkpoint-30"
+
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={EXAMPLES / 'ddp.yaml'}"]
+    accelerate += ["--num_processes=2", "--mixed_precision=no"]  # the file's bf16 goes before the command line's
+    subprocess.run([*accelerate, *module, *words], env=ONE_THREAD, check=True, timeout=300)
+    losses = [
+        [entry["loss"] for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"][:-1]]
+        for folder in (tmp_path / "one", two)
+    ]
+    assert len(losses[0]) == 30 and losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_the_model_itself_refuses_a_row_that_was_cut():

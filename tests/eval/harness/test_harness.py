@@ -1,14 +1,11 @@
 """lm-evaluation-harness with our model: answers, likelihoods, statistics and errors, on wedlm-nano and tiny models."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
-from argparse import Namespace
 
 import datasets
-import lm_eval
 import pandas as pd
 import pytest
 import torch
@@ -18,7 +15,6 @@ from lm_eval.tasks import TaskManager
 from tiny import EOS, MASK, PUBLISHED, stock_twin, tiny_model, tiny_tokenizer
 
 from wedlm_hf.eval.harness import WeDLMHarnessLM, evaluate
-from wedlm_hf.eval.harness import run as harness
 from wedlm_hf.eval.harness.likelihood import block_elbo
 from wedlm_hf.eval.harness.run import TASKS_FOLDER
 from wedlm_hf.eval.measure import measure
@@ -27,29 +23,14 @@ from wedlm_hf.eval.prompts import encode, encode_prompt, read_tasks
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 TASKS = ("counting", "arithmetic", "sorting", "json", "chat", "python")
-GROUP = [f"wedlm_nano_{task}" for task in TASKS]
 COUNT = 3
+COUNTS = ("new_tokens", "forwards", "token_instances")
 PROMPTS = {task: [prompt for prompt in read_tasks(NANO) if prompt.task == task][:COUNT] for task in TASKS}
 
 
 @pytest.fixture(scope="module")
 def nano():
     return load_model(NANO).eval(), load_tokenizer(NANO)
-
-
-@pytest.fixture(scope="module")
-def measured(nano):
-    """Some prompts of each task, and what the measuring core counts for them; once for the same options."""
-    model, tokenizer = nano
-    everything = [encode_prompt(model, tokenizer, prompt) for task in TASKS for prompt in PROMPTS[task]]
-    kept = {}
-
-    def measured(options):
-        if (key := str(options)) not in kept:
-            kept[key] = pd.DataFrame(measure(model, tokenizer, everything, {"own": options | {"max_new_tokens": 160}}))
-        return everything, kept[key]
-
-    return measured
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +56,8 @@ def tiny_lm(**options) -> WeDLMHarnessLM:
     return WeDLMHarnessLM(tiny_model(), tokenizer=tiny_tokenizer(), **options)
 
 
-def statistics(lm):
-    """Of all that the model has decoded."""
-    return lm.get_model_info()["decoding_statistics"]["pooled"]
-
-
-def estimates(lm):
-    """Statistics of likelihoods, and standard errors by document and index."""
-    info = lm.get_model_info()["likelihood"]
-    return info["tasks"]["task"], {(document, index): error for _, document, index, error in info["standard_errors"]}
+def texts(results, task):
+    return [entry["resps"] for entry in results["samples"][task]]
 
 
 # --- generation ---------------------------------------------------------------------------------
@@ -92,102 +66,78 @@ def estimates(lm):
 @pytest.mark.parametrize(
     ("options", "batch_size"),
     [
-        ({"strategy": "ar"}, 1),
-        ({"strategy": "wedlm"}, 1),
+        ({"strategy": "ar"}, 3),
         ({"strategy": "wedlm", "verification": "exact", "window_size": 12}, 1),
         ({"strategy": "wedlm", "entropy_threshold": 0.3, "distance_penalty": 0.02}, 2),
-        ({"strategy": "ar"}, 3),
     ],
     ids=str,
 )
-def test_answers_are_those_of_generate_token_for_token_and_scores_those_of_measure(
-    nano, manager, measured, monkeypatch, options, batch_size
-):
-    _, tokenizer = nano
-    seen = {}
-
-    def spied(lm, context, *args, **kwargs):
-        sequences = original(lm, context, *args, **kwargs)
-        for row, prompt in zip(sequences, kwargs["attention_mask"], strict=True):
-            tokens = row.tolist()
-            seen[tuple(tokens[len(prompt) - int(prompt.sum()) : len(prompt)])] = tokens[len(prompt) :]
-        return sequences
-
-    original = WeDLMHarnessLM._model_generate
-    monkeypatch.setattr(WeDLMHarnessLM, "_model_generate", spied)
+def test_answers_scores_and_counts_are_those_of_the_measuring_core(nano, manager, options, batch_size):
+    model, tokenizer = nano
     results = run(manager, ["wedlm_nano"], options, batch_size=batch_size)
-
-    everything, own = measured(options)
-    assert len(seen) == len(everything)
-    for task in TASKS:
-        logged = results["samples"][f"wedlm_nano_{task}"]
-        for direct, entry in zip(own[own["task"] == task].itertuples(), logged, strict=True):
-            answer = seen[tuple(everything[direct.prompt].tokens)]
-            assert answer[: len(direct.tokens)] == direct.tokens
-            assert set(answer[len(direct.tokens) :]) <= {tokenizer.pad_token_id}
-            assert entry["resps"] == [[direct.text]]
-    for task in TASKS:
-        assert results["results"][f"wedlm_nano_{task}"]["right,none"] == own[own["task"] == task]["right"].mean()
+    prompts = [encode_prompt(model, tokenizer, prompt) for task in TASKS for prompt in PROMPTS[task]]
+    own = pd.DataFrame(measure(model, tokenizer, prompts, {"own": options | {"max_new_tokens": 160}}))
     assert results["groups"]["wedlm_nano"]["right,none"] == pytest.approx(own["right"].mean())
-    statistics = results["config"]["decoding_statistics"]
-    for task in (*TASKS, None):
-        counts = statistics["tasks"][f"wedlm_nano_{task}"] if task else statistics["pooled"]
-        rows = own[own["task"] == task] if task else own
+    for name, rows in own.groupby("task"):
+        task = f"wedlm_nano_{name}"
+        assert texts(results, task) == [[[text]] for text in rows["text"]]
+        assert results["results"][task]["right,none"] == rows["right"].mean()
+        assert results["config"]["decoding"][task] == {"strategy": options["strategy"]} | options
+        if options["strategy"] == "ar":
+            continue
+        counts = results["config"]["decoding_statistics"][task]
+        assert {column: counts[column] for column in COUNTS} == {column: rows[column].sum() for column in COUNTS}
         assert counts["prompts"] == len(rows)
-        for name in ("new_tokens", "forwards", "token_instances"):
-            assert counts[name] == rows[name].sum(), name
-        assert counts["tokens_per_forward"] == pytest.approx(rows["new_tokens"].sum() / rows["forwards"].sum())
-        assert counts["tokens_per_second"] > 0
-    assert results["config"]["decoding"]["strategy"] == options["strategy"]
+        per_forward = rows["new_tokens"].sum() / rows["forwards"].sum()
+        assert results["results"][task]["tokens_per_forward,none"] == pytest.approx(per_forward)
 
 
 @pytest.mark.parametrize("options", [{"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}], ids=str)
-def test_stop_strings_stop_the_decoder(nano, options):
+def test_stop_strings_stop_the_decoder_but_not_where_they_begin_in_the_prompt(nano, options):
     model, tokenizer = nano
     lm = WeDLMHarnessLM(model, tokenizer=tokenizer, batch_size=2, **options)
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
-        for text in ("Count from 1 to 12 by 1.", "Count down from 30 to 10 by 2.")
-    ]
-    whole = lm.generate_until(instances("generate_until", *((prompt, {"until": []}) for prompt in prompts)))
-    full = statistics(lm)
-    cut = lm.generate_until(
-        instances("generate_until", *((prompt, {"until": [" 5", "24,", "<|im_end|>"]}) for prompt in prompts))
-    )
-    assert cut == ["1, 2, 3, 4,", "30, 28, 26, "] and all(a.startswith(b) for a, b in zip(whole, cut, strict=True))
-    stopped = statistics(lm)["new_tokens"] - full["new_tokens"]
-    assert stopped <= sum(len(tokenizer(text)["input_ids"]) for text in ("1, 2, 3, 4, 5,", "30, 28, 26, 24, "))
-    assert statistics(lm)["forwards"] < 2 * full["forwards"]
+    questions = ("Count from 1 to 12 by 1.", "Count down from 30 to 10 by 2.")
+    prompts = [lm.apply_chat_template([{"role": "user", "content": text}]) for text in questions]
+    assert all(prompt.endswith("assistant\n") for prompt in prompts)
+    widths = []
+    model_generate = lm._model_generate
+
+    def spied(*args, **kwargs):
+        output = model_generate(*args, **kwargs)
+        widths.append(output.shape[1] - kwargs["context"].shape[1])
+        return output
+
+    lm._model_generate = spied
+
+    def answers(*until):
+        return lm.generate_until(instances("generate_until", *((text, {"until": [*until]}) for text in prompts)), True)
+
+    whole = answers()
+    assert answers("\n1", "\n30") == whole
+    assert answers(" 5", "24,", "<|im_end|>") == ["1, 2, 3, 4,", "30, 28, 26, "]
+    assert widths[2] < widths[0] == widths[1]
 
 
 def test_sampling_follows_the_seed(manager):
     def answers(seed):
-        results = run(
-            manager,
-            ["wedlm_nano_chat"],
-            {"strategy": "wedlm"},
-            gen_kwargs={"do_sample": True, "temperature": 3.0, "max_gen_toks": 12},
-            torch_random_seed=seed,
-        )
-        return [entry["resps"] for entry in results["samples"]["wedlm_nano_chat"]]
+        options = {"gen_kwargs": {"do_sample": True, "temperature": 3.0, "max_gen_toks": 12}}
+        results = run(manager, ["wedlm_nano_chat"], {"strategy": "wedlm"}, torch_random_seed=seed, **options)
+        return texts(results, "wedlm_nano_chat")
 
     assert answers(1) == answers(1) != answers(2)
 
 
 def test_gen_kwargs_go_before_model_args_and_reach_the_stock_model_too(manager):
+    task = "wedlm_nano_counting"
     gen_kwargs = {"strategy": "wedlm", "verification": "exact", "max_gen_toks": 40, "temperature": 0.0}
-    ours = run(manager, ["wedlm_nano_counting"], {"strategy": "ar"}, gen_kwargs=gen_kwargs, batch_size=2)
-    assert ours["config"]["decoding_statistics"]["pooled"]["tokens_per_forward"] > 1.5
-    stock = run(manager, ["wedlm_nano_counting"], model="hf", gen_kwargs=gen_kwargs)
-    plain = run(manager, ["wedlm_nano_counting"], model="hf", gen_kwargs={"max_gen_toks": 40})
-    replies = [
-        [entry["resps"] for entry in results["samples"]["wedlm_nano_counting"]] for results in (ours, stock, plain)
-    ]
-    assert replies[0] == replies[1] == replies[2]
-    with pytest.raises(
-        ValueError, match="stops the rows of a batch together: pass `--model wedlm` or `--batch_size 1`"
-    ):
-        run(manager, ["wedlm_nano_counting"], model="hf", gen_kwargs=gen_kwargs, batch_size=2)
+    ours = run(manager, [task], {"strategy": "ar"}, gen_kwargs=gen_kwargs, batch_size=2)
+    assert ours["results"][task]["tokens_per_forward,none"] > 1.5
+    assert ours["config"]["decoding"][task] == {"strategy": "wedlm", "verification": "exact"}
+    stock = run(manager, [task], model="hf", gen_kwargs=gen_kwargs)
+    plain = run(manager, [task], model="hf", gen_kwargs={"max_gen_toks": 40})
+    assert texts(ours, task) == texts(stock, task) == texts(plain, task)
+    with pytest.raises(ValueError, match="stops the sequences of a batch together: pass `--model wedlm` or"):
+        run(manager, [task], model="hf", gen_kwargs=gen_kwargs, batch_size=2)
 
 
 def test_few_shot_examples_are_turns_and_no_test_document(manager):
@@ -196,19 +146,6 @@ def test_few_shot_examples_are_turns_and_no_test_document(manager):
     assert prompt.count("<|im_start|>user") >= 3 and "\x1e" not in prompt
     assert results["n-shot"]["wedlm_nano_chat"] == 2
     run(manager, ["wedlm_nano_chat"], num_fewshot=1, limit=1, apply_chat_template=False)  # and as plain text
-
-
-def test_an_automatic_batch_size_is_looked_for_once(manager, monkeypatch, capsys):
-    sizes = []
-
-    def detect(lm, requests=None, pos=0):
-        sizes.append(original(lm, requests, pos))
-        return sizes[-1]
-
-    original = HFLM._detect_batch_size
-    monkeypatch.setattr(HFLM, "_detect_batch_size", detect)
-    results = run(manager, GROUP[:2], {"strategy": "wedlm"}, batch_size="auto", max_batch_size=2)
-    assert sizes == [2] and results["config"]["decoding_statistics"]["pooled"]["prompts"] == 2 * COUNT
 
 
 def test_a_lora_adapter_decodes(nano, manager, tmp_path):
@@ -227,7 +164,6 @@ def test_a_lora_adapter_decodes(nano, manager, tmp_path):
         inputs = torch.tensor([encode(tokenizer, sample.messages)])
         answer = model.generate(input_ids=inputs, max_new_tokens=160, **options)[0, inputs.shape[1] :]
         assert entry["resps"] == [[tokenizer.decode(answer, skip_special_tokens=True)]]
-    assert results["config"]["decoding_statistics"]["pooled"]["tokens_per_forward"] > 1
 
 
 def test_a_published_checkpoint_loads_into_our_class_without_its_code(tmp_path):
@@ -244,7 +180,8 @@ def test_a_published_checkpoint_loads_into_our_class_without_its_code(tmp_path):
     lm = WeDLMHarnessLM(str(tmp_path), strategy="wedlm", device="cpu", dtype="bfloat16")
     assert type(lm.model).__module__ == "wedlm_hf.modeling_wedlm.modeling_wedlm" and lm.model.dtype == torch.bfloat16
     (answer,) = lm.generate_until(instances("generate_until", ("Sort 31, 7", {"until": ["x"], "max_gen_toks": 5})))
-    assert isinstance(answer, str) and statistics(lm)["new_tokens"] <= 5
+    assert isinstance(answer, str)
+    assert lm.get_model_info()["decoding_statistics"]["task"]["new_tokens"] <= 5
 
 
 # --- likelihoods --------------------------------------------------------------------------------
@@ -268,14 +205,15 @@ def test_the_block_elbo_of_requests_is_the_estimate_with_its_standard_error():
     pairs = [lm._encode_pair(*text) if text[0] else ([EOS], lm.tok_encode(text[1])) for text in TEXTS]
     direct = block_elbo(lm.model, lm.tokenizer, pairs, samples=5, block_size=4, seed=3)
     greedy = [answer[1] for answer in tiny_lm().loglikelihood(instances("loglikelihood", *TEXTS))]
-    for index, (answer, estimate) in enumerate(zip(answers, direct, strict=True)):
-        assert answer == (pytest.approx(estimate.value, rel=1e-5), greedy[index])
-        assert estimates(lm)[1][index, index] == pytest.approx(estimate.standard_error, rel=1e-3)
+    for answer, estimate, is_greedy in zip(answers, direct, greedy, strict=True):
+        assert answer == (pytest.approx(estimate.value, rel=1e-5), is_greedy)
     info = lm.get_model_info()["likelihood"]
     assert info["kind"] == "elbo" and (info["samples"], info["block_size"], info["seed"]) == (5, 4, 3)
-    assert info["pooled"]["elbo"] == pytest.approx(sum(estimate.value for estimate in direct), rel=1e-5)
-    squares = sum(estimate.standard_error**2 for estimate in direct)
-    assert info["pooled"]["elbo_standard_error"] == pytest.approx(squares**0.5, rel=1e-3)
+    tokens = sum(len(rest) for _, rest in pairs)
+    assert info["tokens"] == tokens
+    assert info["elbo_per_token"] == pytest.approx(sum(estimate.value for estimate in direct) / tokens, rel=1e-5)
+    error = sum(estimate.standard_error**2 for estimate in direct) ** 0.5 / tokens
+    assert info["elbo_standard_error_per_token"] == pytest.approx(error, rel=1e-3)
 
 
 def test_a_text_longer_than_the_context_is_estimated_window_by_window():
@@ -292,25 +230,19 @@ def test_a_text_longer_than_the_context_is_estimated_window_by_window():
     windows.append((tokens[-17:-tail], tokens[-tail:]))
     direct = block_elbo(lm.model, lm.tokenizer, windows, samples=2, block_size=4)
     assert answer == pytest.approx(sum(estimate.value for estimate in direct), rel=1e-5)
-    sums, errors = estimates(lm)
-    assert sums["requests"] == len(windows) and sums["tokens"] == len(tokens)
-    error = sum(estimate.standard_error**2 for estimate in direct) ** 0.5
-    assert errors[0, 0] == pytest.approx(error, rel=1e-3)
 
 
 def test_choices_and_texts_are_scored_either_way(manager):
     tasks = ["wedlm_nano_choice", "wedlm_nano_perplexity"]
     exact = run(manager, tasks)
-    elbo = run(manager, tasks, {"likelihood": "elbo", "elbo_samples": 4}, batch_size="auto", max_batch_size=4)
+    elbo = run(manager, tasks, {"likelihood": "elbo", "elbo_samples": 4}, batch_size=4)
     for results in (exact, elbo):
         assert results["results"]["wedlm_nano_choice"]["acc,none"] == 1
     bits = [results["results"]["wedlm_nano_perplexity"]["bits_per_byte,none"] for results in (exact, elbo)]
     assert 0 < bits[0] < bits[1]
-    assert exact["config"]["likelihood"] == {"kind": "ar"} and "decoding_statistics" not in exact["config"]
-    pooled_bound = elbo["config"]["likelihood"]["pooled"]
-    assert pooled_bound["elbo_standard_error"] > 0 and pooled_bound["elbo"] < pooled_bound["ar"] < 0
-    for task, requests in zip(tasks, (4, 1), strict=True):
-        assert [len(entry["elbo_standard_errors"]) for entry in elbo["samples"][task]] == [requests] * COUNT
+    assert exact["config"]["likelihood"] == {"kind": "ar"} and exact["config"]["decoding_statistics"] == {}
+    bound = elbo["config"]["likelihood"]
+    assert bound["elbo_standard_error_per_token"] > 0 and bound["elbo_per_token"] < bound["ar_per_token"] < 0
 
 
 # --- what cannot be honoured --------------------------------------------------------------------
@@ -319,65 +251,22 @@ def test_choices_and_texts_are_scored_either_way(manager):
 @pytest.mark.parametrize(
     ("model_args", "options", "message"),
     [
-        ({"strategi": "wedlm"}, {}, "Unknown model argument `strategi` \\(did you mean `strategy`\\?\\)"),
         ({"strategy": "fast"}, {}, "`strategy` must be one of 'ar', 'wedlm', 'block', got 'fast'"),
         ({"strategy": "wedlm", "window_size": 0}, {}, "`window_size` must be an integer of at least 1, got 0"),
-        ({}, {"gen_kwargs": {"entropy_treshold": 1}}, "did you mean `entropy_threshold`"),
+        ({"strategi": "wedlm"}, {}, "strategi"),
+        ({}, {"gen_kwargs": {"entropy_treshold": 1}}, "entropy_treshold"),
         ({}, {"gen_kwargs": {"strategy": "wedlm", "verification": "maybe"}}, "`verification` must be one of"),
         ({"window_size": 3}, {}, "`window_size=3` has no meaning with `strategy='ar'`"),
-        ({}, {"gen_kwargs": {"window_size": 3}}, "`window_size=3` has no meaning with `strategy='ar'`"),
         ({"strategy": "wedlm"}, {"gen_kwargs": {"num_beams": 2}}, "num_beams"),
         ({"likelihood": "exact"}, {}, "`likelihood` must be one of 'ar', 'elbo', got 'exact'"),
         ({"elbo_samples": 4}, {}, "`elbo_samples` has no meaning with `likelihood='ar'`"),
-        ({"likelihood": "elbo", "elbo_samples": 1}, {}, "`elbo_samples` must be an integer of at least 2, got 1"),
-        ({"likelihood": "elbo", "elbo_block_size": "4"}, {}, "`elbo_block_size` must be an integer of at least 1"),
-        ({}, {"limit": 0}, "`--limit` must be above 0, got 0"),
-        ({"pretrained": None}, {}, "pretrained=FOLDER_OR_HUB_ID"),
-        ({"pretrained": "/no/where"}, {}, "There is no checkpoint folder '/no/where'"),
+        ({"likelihood": "elbo"}, {"batch_size": "auto"}, "needs a number as `batch_size`, got 'auto'"),
+        ({"pretrained": "/no/where"}, {}, "/no/where"),
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_refused(manager, model_args, options, message):
-    with pytest.raises((ValueError, OSError), match=message):
-        run(manager, ["wedlm_nano_counting"], model_args, **options)
-
-
-def test_a_checkpoint_without_a_chat_template_is_refused_before_any_prompt_is_made(manager, tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    tracker = lm_eval.loggers.EvaluationTracker()
-    with pytest.raises(ValueError, match="has no chat template: leave `--apply_chat_template` out"):
-        run(manager, ["wedlm_nano_counting"], {"pretrained": str(tmp_path)}, evaluation_tracker=tracker)
-
-
-def test_missing_data_are_named_all_at_once_with_the_way_to_fetch_them(manager, tmp_path, monkeypatch):
-    task = "output_type: generate_until\ntest_split: test\ndoc_to_text: q\ndoc_to_target: a\n"
-    for name in ("first", "second"):
-        (tmp_path / f"{name}.yaml").write_text(
-            f"task: {name}\ndataset_path: nobody/{name}\ndataset_name: main\n{task}"
-        )
-    (tmp_path / "code.yaml").write_text(
-        f"task: code\ndataset_path: nobody/code\n{task}metric_list:\n  - metric: !function scores.run\n"
-    )
-    (tmp_path / "scores.py").write_text("import evaluate\n\nrun = evaluate.load('code_eval').compute\n")
-    (tmp_path / "all.yaml").write_text(
-        "group: all\ntask:\n  - task: first\n    num_fewshot: 3\n  - second\n  - code\n"
-    )
-    missing = TaskManager(include_path=[str(TASKS_FOLDER), str(tmp_path)], include_defaults=False)
-
-    def loads_a_model(*args, **kwargs):
-        pytest.fail("the model was loaded first")
-
-    monkeypatch.setattr(WeDLMHarnessLM, "__init__", loads_a_model)
-    with pytest.raises(ValueError, match="cannot run") as caught:
-        run(missing, ["all"])
-    lines = str(caught.value).split("\n")
-    assert lines[0].startswith("3 of the tasks cannot run") and len(lines) == 4
-    for line, name in zip(lines[1:], ("first", "second"), strict=False):
-        assert line.startswith(f"- {name}: its dataset is missing (Couldn't reach 'nobody/{name}' on the Hub")
-        assert f"datasets.load_dataset('nobody/{name}', 'main')" in line
-    assert "- code: its metric is missing." in lines[3] and "evaluate.load('code_eval')" in lines[3]
+    with pytest.raises((ValueError, OSError, TypeError), match=message):
+        run(manager, ["wedlm_nano_counting"], model_args, limit=1, **options)
 
 
 # --- the cache of answers -----------------------------------------------------------------------
@@ -396,62 +285,24 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_other_settings_get_no_a
 
     original = WeDLMHarnessLM._model_generate
     monkeypatch.setattr(WeDLMHarnessLM, "_model_generate", counted)
-    cache, tasks = {"use_cache": str(tmp_path / "cache")}, GROUP[:2]
+    cache, tasks = {"use_cache": str(tmp_path / "cache")}, ["wedlm_nano_counting", "wedlm_nano_arithmetic"]
     with pytest.raises(KeyboardInterrupt):
         run(manager, tasks, {"strategy": "wedlm"}, **cache)
     results = run(manager, tasks, {"strategy": "wedlm"}, **cache)
     assert len(calls) == 3 + 2 * COUNT - 2
-    assert results["config"]["decoding_statistics"]["pooled"]["prompts"] == 2 * COUNT - 2
     fresh = run(manager, tasks, {"strategy": "wedlm"})
-    assert results["results"][tasks[0]]["right,none"] == fresh["results"][tasks[0]]["right,none"]
-    calls.clear()
-    calls += [1] * 10
+    assert [texts(results, task) for task in tasks] == [texts(fresh, task) for task in tasks]
+    calls[:] = [1] * 10
     run(manager, tasks, {"strategy": "wedlm", "window_size": 2}, **cache)
     assert len(calls) == 10 + 2 * COUNT
-
-
-@pytest.mark.parametrize("is_templated", [True, False])
-def test_prompts_without_the_chat_template_of_the_checkpoint_are_warned_of(manager, caplog, is_templated):
-    with caplog.at_level("WARNING", logger="lm_eval.wedlm"):
-        logging.getLogger("lm_eval.wedlm").addHandler(caplog.handler)  # the harness keeps its logs to itself
-        run(manager, ["wedlm_nano_chat"], limit=1, apply_chat_template=is_templated)
-        logging.getLogger("lm_eval.wedlm").removeHandler(caplog.handler)
-    assert any("without it" in message for message in caplog.messages) != is_templated
-
-
-@pytest.mark.parametrize("strategy", ["wedlm", "ar"])
-def test_a_stop_string_that_begins_in_the_prompt_stops_nothing(strategy):
-    lm = WeDLMHarnessLM(str(NANO), strategy=strategy, batch_size=2, device="cpu")
-    questions = ("Count down from 97 to 61 by 4.", "Sort from largest to smallest: 31, 7, 86, 12, 54, 23")
-    contexts = [lm.apply_chat_template([{"role": "user", "content": question}]) for question in questions]
-    assert all(context.endswith("assistant\n") for context in contexts)
-
-    def answers(*until):
-        options = {"until": list(until), "max_gen_toks": 60, "do_sample": False}
-        return lm.generate_until(instances("generate_until", *((text, options) for text in contexts)), True)
-
-    free = answers()
-    assert answers("\n" + free[0][0], "\n" + free[1][0]) == free
-    assert answers(free[0][4:6])[0] == free[0][: free[0].index(free[0][4:6])]
-
-
-def test_the_suite_leaves_its_settings_to_an_ar_baseline():
-    arguments = Namespace(tasks=None, gen_kwargs=None, model="wedlm", model_args={"strategy": "ar"})
-    harness._apply_suite(arguments, "paper")
-    assert arguments.model_args == {"strategy": "ar"} and arguments.gen_kwargs["max_gen_toks"] == 512
-
-
-def test_results_state_the_settings_that_the_requests_bring(manager):
-    results = run(manager, ["wedlm_nano_chat"], {"strategy": "wedlm"}, limit=1, gen_kwargs={"window_size": 3})
-    assert results["config"]["decoding"]["window_size"] == 3
 
 
 # --- the command line ---------------------------------------------------------------------------
 
 
-def command(*arguments, module="wedlm_hf.eval", cwd=None, **environment):
+def command(*arguments, cwd=None, **environment):
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        [sys.executable, "-m", "wedlm_hf.eval", "run", *arguments],
         capture_output=True,
         text=True,
         cwd=cwd,
@@ -460,37 +311,22 @@ def command(*arguments, module="wedlm_hf.eval", cwd=None, **environment):
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_tables_and_saves_the_statistics(tmp_path):
+def test_the_command_prints_tokens_per_forward_and_saves_the_statistics(tmp_path):
     arguments = ["--model", "wedlm", "--model_args", f"pretrained={NANO},strategy=wedlm,verification=exact"]
     arguments += ["--tasks", "wedlm_nano_counting,wedlm_nano_sorting", "--apply_chat_template", "--device", "cpu"]
     arguments += ["--limit", "4", "--output_path", str(tmp_path / "out")]
-    done = command("run", *arguments, cwd=tmp_path, HF_DATASETS_CACHE=str(tmp_path / "cache"))
+    done = command(*arguments, cwd=tmp_path, HF_DATASETS_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr
     assert "|wedlm_nano_counting|      2|none  |     0|right " in done.stdout
-    assert "Decoding: strategy wedlm, verification exact, W up to 32, " in done.stdout
     (file,) = (tmp_path / "out").rglob("results_*.json")
-    saved = json.loads(file.read_text())["config"]
-    assert saved["decoding"]["verification"] == "exact"
-    for task, numbers in saved["decoding_statistics"]["tasks"].items():
-        row = next(line for line in done.stdout.split("\n") if line.startswith(f"| {task} "))
-        cells = [cell.strip() for cell in row.split("|")[2:]]
-        assert cells[:2] == [str(numbers["prompts"]), f"{numbers['new_tokens']:,}"]
+    for numbers in json.loads(file.read_text())["config"]["decoding_statistics"].values():
+        assert f"|tokens_per_forward|   |{numbers['tokens_per_forward']:.4f}|" in done.stdout.replace(" ", "").replace(
+            "||", "|   |"
+        )
 
 
 @pytest.mark.slow
 def test_errors_of_the_command_are_one_message():
-    done = command("run", "--model", "wedlm", "--model_args", f"pretrained={NANO},strategy=x", "--tasks", "wedlm_nano")
+    done = command("--model", "wedlm", "--model_args", f"pretrained={NANO},strategy=x", "--tasks", "wedlm_nano")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert (
-        done.stderr.strip().split("\n")[-1] == "ValueError: `strategy` must be one of 'ar', 'wedlm', 'block', got 'x'."
-    )
-
-
-@pytest.mark.slow
-def test_the_harness_alone_runs_our_tasks_on_a_checkpoint_that_brings_its_code(tmp_path):
-    arguments = ["--model", "hf", "--model_args", f"pretrained={NANO},trust_remote_code=True", "--device", "cpu"]
-    arguments += ["--include_path", str(TASKS_FOLDER), "--tasks", "wedlm_nano_counting", "--apply_chat_template"]
-    arguments += ["--limit", "2", "--gen_kwargs", "strategy=wedlm,verification=exact"]
-    done = command("run", *arguments, module="lm_eval", cwd=tmp_path, HF_DATASETS_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stderr
-    assert "|wedlm_nano_counting|" in done.stdout
+    assert "ValueError: `strategy` must be one of 'ar', 'wedlm', 'block', got 'x'." in done.stderr

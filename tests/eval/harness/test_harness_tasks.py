@@ -138,11 +138,11 @@ def test_the_suite_names_tasks_of_the_harness_and_runs_them_with_the_papers_shot
     for name in ("gsm8k", "mbpp", "humaneval", "humaneval_plus"):
         options = prompts[name][1]
         assert (options["temperature"], options["do_sample"]) == (0.1, True) and options["until"]
-    decoding = results["config"]["decoding"]
+    decoding = results["config"]["decoding"]["gsm8k"]
     chosen = ("strategy", "verification", "window_size", "entropy_threshold", "distance_penalty")
     assert [decoding[name] for name in chosen] == ["wedlm", "none", 6, 0, 0.1]
     statistics = results["config"]["decoding_statistics"]
-    assert statistics["pooled"]["tokens_per_forward"] <= 1 and len(statistics["tasks"]) == 4
+    assert len(statistics) == 4 and all(numbers["tokens_per_forward"] <= 1 for numbers in statistics.values())
 
 
 def test_the_suite_leaves_what_is_given_alone_and_other_models_their_decoding():
@@ -160,6 +160,10 @@ def test_the_suite_leaves_what_is_given_alone_and_other_models_their_decoding():
         "entropy_threshold": 0,
         "distance_penalty": 0.1,
     }
+    baseline = Namespace(tasks=None, gen_kwargs=None, model="wedlm", model_args={"strategy": "ar"})
     other = Namespace(model="hf", tasks=["gsm8k"], gen_kwargs=None, model_args={"pretrained": "x"})
-    harness._apply_suite(other, "paper")
-    assert other.tasks == ["gsm8k"] and other.model_args == {"pretrained": "x"}
+    for arguments in (baseline, other):
+        before = dict(arguments.model_args)
+        harness._apply_suite(arguments, "paper")
+        assert arguments.model_args == before and arguments.gen_kwargs["max_gen_toks"] == 512
+    assert other.tasks == ["gsm8k"]

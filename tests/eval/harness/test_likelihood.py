@@ -88,7 +88,7 @@ def test_where_masks_cannot_vary_one_forward_is_exact(continuation, block_size):
     [
         ({"samples": 1}, PAIR, "`samples` must be an integer of at least 2, got 1"),
         ({"block_size": 0}, PAIR, "`block_size` must be an integer of at least 1, got 0"),
-        ({"batch_size": 2.0}, PAIR, "`batch_size` must be an integer of at least 1, got 2.0"),
+        ({"batch_size": 0.5}, PAIR, "`batch_size` must be an integer of at least 1, got 0.5"),
         ({}, ([], [40]), "at least one token of context and one of continuation, got 0 and 1"),
         ({}, ([40], []), "at least one token of context and one of continuation, got 1 and 0"),
     ],

@@ -1,0 +1,95 @@
+"""Loading a model with what adapters add to it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from ..modeling_wedlm.loading import (
+    ADAPTER_FILE,
+    FASTEST,
+    TOKENIZER_FILES,
+    base_path,
+    find_checkpoint,
+    is_adapter,
+    load_model,
+    load_tokenizer,
+    reading,
+    set_format,
+)
+from ..modeling_wedlm.packed import PACKED
+from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
+from .registered import load_mask_adapter
+
+
+def load_adapted(
+    source: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+) -> tuple[Any, PreTrainedTokenizerBase]:
+    """A model and its tokenizer, where one of the names may be that of an adapter.
+
+    A LoRA is merged into the weights. A mask adapter is attached; verified decoding is the default then.
+
+    Args:
+        source: folder or Hub id of a checkpoint, or folder of an adapter, whose base is loaded with it.
+        adapter: folder or Hub id of a LoRA or of a mask adapter.
+        dtype: as [`load_model`] takes it; weights are packed after a LoRA is merged.
+        device: where the model is put.
+
+    Raises:
+        ImportError: for a LoRA where PEFT is not installed.
+        OSError: for what is missing or damaged.
+        ValueError: likewise, and for an adapter that does not fit the model.
+    """
+    adapters = [] if adapter is None else [adapter]
+    while is_adapter(source) and source not in adapters[:-1]:
+        adapters.insert(0, source)
+        source = base_path(source)
+    masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
+    loras = [each for each in adapters if each not in masks]
+    is_late = bool(loras) and dtype in (PACKED, FASTEST)
+    model, tokenizer_source = load_model(source, dtype="auto" if is_late else dtype, device=device), source
+    for each in loras:
+        with reading(f"The adapter {os.fspath(each)!r}"):
+            model = _merged(model, each)
+    if is_late:
+        set_format(model, dtype, device)
+    for each in masks:
+        load_mask_adapter(model, each)
+        if getattr(model.generation_config, "verification", None) is None:
+            model.generation_config.verification = "exact"
+    for each in adapters:
+        if any(Path(each, name).is_file() for name in TOKENIZER_FILES):
+            tokenizer_source = each
+    return model, load_tokenizer(tokenizer_source)
+
+
+def _peft_type(adapter: str | os.PathLike[str]) -> Any:
+    """The kind of an adapter. Raises `OSError` for one that is missing or has no safetensors."""
+    with reading(f"The adapter {os.fspath(adapter)!r}"):
+        found = {**find_checkpoint(adapter, file=ADAPTER_FILE), "_raise_exceptions_for_missing_entries": False}
+        del found["trust_remote_code"]
+        config = json.loads(Path(str(cached_file(adapter, ADAPTER_FILE, **found))).read_bytes())
+        if cached_file(adapter, WEIGHTS_NAME, **found) is None:  # PEFT would unpickle other files
+            raise FileNotFoundError(f"The adapter {os.fspath(adapter)!r} has no {WEIGHTS_NAME}.")
+        return config.get("peft_type")
+
+
+def _merged(model: Any, adapter: str | os.PathLike[str]) -> Any:
+    """The model with a LoRA merged into its weights. Raises `ValueError` for one that does not fit."""
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("A LoRA needs PEFT: pip install 'wedlm-hf[peft]'.") from error
+    name = os.fspath(adapter)
+    peft_model = get_peft_model(model, PeftConfig.from_pretrained(name))
+    if unknown := peft_model.load_adapter(name, "default").unexpected_keys:
+        raise ValueError(f"The adapter {name!r} belongs to another model: this one has no {unknown[0]!r}.")
+    return peft_model.merge_and_unload().requires_grad_(True)  # PEFT had frozen the weights

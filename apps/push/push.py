@@ -1,0 +1,141 @@
+"""A folder is checked as someone without this package loads it, and uploaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard, constants
+from huggingface_hub.errors import EntryNotFoundError
+
+from ...adapters.adapter_files import PEFT_TYPE
+from ...adapters.loading import load_adapted
+from ...modeling_wedlm.card import CARD_NAME, is_written_by_a_person, model_card, read_card, signed
+from ...modeling_wedlm.hub import hub_files
+from ...modeling_wedlm.loading import ADAPTER_FILE, CONFIG_FILE, base_path, is_adapter, is_hub_reachable, load_model
+from .request import PushRequest
+
+# What a training leaves in its folder and a user of the model does not need; pickles can run code when they are read.
+LEFT_OUT = [".*", "_*", "checkpoint-*", "runs/*", "base/*", "work/*", "trainer_state.json", "optimizer*", "scheduler*"]
+LEFT_OUT += ["rng_state*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*/.*", "*/_*"]
+# Deleted from the repository where the folder has no file of that name: of an earlier upload.
+STALE = ["*.safetensors", "*.safetensors.index.json", "*_wedlm.py"]
+CALLS = ({"strategy": "ar"}, {"strategy": "wedlm"}, {"strategy": "wedlm", "verification": "exact"})
+
+
+def check(request: PushRequest) -> str:
+    """Loads a folder and generates with it, in a process that cannot import this package.
+
+    A mask adapter needs the package, and is tried in this process.
+
+    Returns:
+        what was found, in words.
+
+    Raises:
+        OSError: for a folder that holds neither a model nor an adapter.
+        ValueError: for code that is not this version's, and for a folder that does not load or generate.
+    """
+    folder, is_model = request.folder, not is_adapter(request.folder)
+    if is_model and not (folder / CONFIG_FILE).is_file():
+        raise FileNotFoundError(
+            f"{str(folder)!r} holds neither a model ({CONFIG_FILE}) nor an adapter ({ADAPTER_FILE})."
+        )
+    for name, text in hub_files().items() if is_model else ():
+        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text:
+            raise ValueError(
+                f"{str(folder / name)!r} is missing or not this version's: load the model with "
+                "`wedlm_hf.WeDLMForCausalLM` and save it again."
+            )
+    model = str(folder) if is_model else request.base or base_path(folder)
+    if not is_model and json.loads((folder / ADAPTER_FILE).read_bytes()).get("peft_type") == PEFT_TYPE:
+        adapted, tokenizer = load_adapted(model, folder)
+        inputs: Any = tokenizer("Count from 1 to 20:", return_tensors="pt")
+        output = adapted.generate(**inputs, max_new_tokens=24, strategy="wedlm", verification="exact")
+        return f"{output.shape[1] - inputs['input_ids'].shape[1]} tokens on {model}."
+    model = os.path.abspath(model) if os.path.isdir(model) else model
+    job = {"model": model, "adapter": None if is_model else str(folder.absolute()), "calls": CALLS}
+    with tempfile.TemporaryDirectory(prefix="wedlm-push-") as place:
+        result = subprocess.run(
+            [sys.executable, "-I", str(Path(__file__).with_name("without_package.py").absolute())],
+            input=json.dumps(job),
+            env=os.environ | {"HF_MODULES_CACHE": place, "TOKENIZERS_PARALLELISM": "false"},
+            cwd=place,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
+        raise ValueError(f"{str(folder)!r} does not load and generate without this package: {reason}")
+    return f"{result.stdout.splitlines()[-1]} tokens in a process without this package."
+
+
+def card(request: PushRequest) -> str:
+    """The card for the repository: the folder's, with the repository's name in its examples, and with a licence.
+
+    Raises:
+        FileNotFoundError: for an adapter without a card.
+        ValueError: for a card without a licence.
+    """
+    folder, text = request.folder, read_card(request.folder)
+    if text is None:
+        if is_adapter(folder):
+            raise FileNotFoundError(f"{str(folder)!r} has no {CARD_NAME}: write one, with a `license` at its top.")
+        text = model_card(load_model(folder), folder, repo_id=request.repo)
+    is_own = is_written_by_a_person(text)
+    places = "|".join(re.escape(place) for place in (".", str(folder), str(folder.absolute())))
+    made: Any = ModelCard(re.sub(rf'(from_pretrained\((?:model, )?)"(?:{places})"', rf'\1"{request.repo}"', text))
+    if request.license:
+        made.data.license = request.license
+    if not made.data.license:
+        raise ValueError(f"The card states no `license`: pass `--license`, or write it at the top of {CARD_NAME}.")
+    return str(made) if is_own else signed(str(made))
+
+
+def upload(request: PushRequest, card: str, api: HfApi | None = None) -> str:
+    """Uploads a folder, deletes weights and code of an earlier upload, and then writes the card.
+
+    A card that a person wrote on the Hub stays.
+
+    Returns:
+        the address of the commit or pull request.
+
+    Raises:
+        OSError: for a Hub that cannot be reached or refuses the upload.
+    """
+    if api is None:
+        if not is_hub_reachable():
+            raise OSError(f"{constants.ENDPOINT} cannot be reached: nothing was uploaded.")
+        api = HfApi()
+    repo_id = api.create_repo(request.repo, private=request.private or None, exist_ok=True).repo_id
+    if request.revision and not request.create_pr:
+        api.create_branch(repo_id, branch=request.revision, exist_ok=True)
+    commit = api.upload_folder(
+        repo_id=repo_id,
+        folder_path=request.folder,
+        commit_message=request.message,
+        revision=request.revision,
+        create_pr=request.create_pr,
+        ignore_patterns=[*LEFT_OUT, CARD_NAME],
+        delete_patterns=STALE,
+    )
+    revision = commit.pr_revision or request.revision
+    try:
+        there = Path(api.hf_hub_download(repo_id, CARD_NAME, revision=revision)).read_text(encoding="utf-8")
+    except EntryNotFoundError:
+        there = None
+    if not is_written_by_a_person(there):
+        api.upload_file(
+            repo_id=repo_id,
+            path_or_fileobj=card.encode(),
+            path_in_repo=CARD_NAME,
+            commit_message=request.message,
+            revision=revision,
+        )
+    return str(commit.pr_url or commit.commit_url)

@@ -1,0 +1,379 @@
+"""Linear layers with 16-bit weights and float32 rows, on CPUs.
+
+A CPU reads every weight once for each token, so a decoder is about as fast as its weights are small. Torch's own
+16-bit products are fast only where the processor has instructions for them. The kernels here (FBGEMM, a part of torch)
+widen float16 weights in registers and multiply in float32: they read half of float32's bytes, take a few rows in
+little more than the time of one, and each row gets the same bits whatever stands beside it.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from time import thread_time
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+PACKED = "packed"
+"""What a choice of dtypes calls these layers."""
+LARGEST = 65504
+"""The largest float16: a layer with larger weights stays as it is."""
+
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_HOOKS += ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+# Numbers of rows that are looked at one by one, and the largest step by which larger numbers are rounded up.
+_LOOKED, _LARGEST_STEP = 48, 16
+# Weights, in entries, that no cache holds: of smaller models the format makes no difference, larger ones are sampled.
+_LEAST_WEIGHTS = 2**24
+# Of the weights that are no embeddings, the share in linear layers below which packing cannot help.
+_LEAST_SHARE = 0.5
+# How much less time than packed layers bfloat16 must take to be chosen: its rows are rounded to 8 bits at each layer.
+_BFLOAT16_SHARE = 0.8
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` for inference whose weights are held once, as float16 in the order that the kernels read.
+
+    Rows are float32, and have the same bits whatever stands beside them (see [`padded_rows`]). It is no `nn.Linear`:
+    what looks for these to read their weights, such as PEFT, must not take it for one.
+
+    Args:
+        layer: whose weights are rounded to float16; its hooks are kept.
+        rows: `(out_features, in_features)`, the table of a tied embedding: where single rows can be read.
+
+    Raises:
+        RuntimeError: where torch lacks the kernels (see [`can_pack`]).
+    """
+
+    def __init__(self, layer: nn.Linear, rows: torch.Tensor | None = None):
+        super().__init__()
+        self.in_features, self.out_features, self.rows = layer.in_features, layer.out_features, rows
+        self.training = layer.training
+        for name in _HOOKS:
+            setattr(self, name, getattr(layer, name))
+        bias = layer.bias
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+        self._packed = _pack(layer.weight)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`(..., in_features)` float32 to `(..., out_features)` float32.
+
+        Raises:
+            TypeError: for rows of another dtype.
+            RuntimeError: for rows that need a gradient.
+        """
+        if input.dtype != torch.float32:
+            raise TypeError(f"Packed layers take float32 rows, got {input.dtype}.")
+        if input.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                "Packed layers have no gradients. To train, load the model with a dtype, such as torch.float32."
+            )
+        shape = input.shape
+        rows = input.reshape(-1, shape[-1])
+        count = len(rows)
+        if extra := padded_rows(count) - count:
+            rows = torch.cat((rows, _zeros(extra, shape[-1])))
+        # The rows that were added are cut off where they are: a view would take longer, several hundred times a step.
+        output = _multiply(rows, self._packed).resize_(*shape[:-1], self.out_features)
+        return output if self.bias is None else output.add_(self.bias)
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights, `(out_features, in_features)` float16: a copy."""
+        weights: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
+        return weights.half()
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                "A packed layer has no `weight`; `unpacked()` gives a copy. To merge, resize or train weights, load "
+                "the model with a dtype."
+            )
+        return super().__getattr__(name)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = self.unpacked() if self.rows is None else self.rows.detach()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedLinear":
+        _refuse_change(fn)
+        return super()._apply(fn, recurse)  # type: ignore[return-value]
+
+
+class PackedEmbedding(nn.Embedding):
+    """An `nn.Embedding` beside packed layers: its rows come out in float32, whatever its table is stored in.
+
+    Args:
+        embedding: whose table it takes; its hooks are kept.
+    """
+
+    def __init__(self, embedding: nn.Embedding):
+        nn.Module.__init__(self)
+        self.__dict__.update({**vars(embedding), "_parameters": {}, "_buffers": {}})
+        if embedding.weight.dtype == torch.float32:
+            self.weight = embedding.weight
+        else:  # no parameter: the dtype of a model is that of its first one
+            self.register_buffer("weight", embedding.weight.detach())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`(...)` int64 to `(..., embedding_dim)` float32."""
+        return super().forward(input).float()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedEmbedding":
+        _refuse_change(fn)  # before anything of a model is moved: its embeddings come first
+        return self
+
+
+def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Raises `ValueError` if `fn`, which `nn.Module.to` applies to each tensor, gives another dtype or device."""
+    found = fn(torch.empty(0, dtype=torch.float32, device="cpu"))
+    if found.dtype != torch.float32 or found.device.type != "cpu":
+        raise ValueError(
+            f"A packed model computes in float32 on a CPU and cannot become {found.dtype} on {found.device.type!r}: "
+            "load it again with a dtype, and move that."
+        )
+
+
+def pack(model: nn.Module) -> nn.Module:
+    """Gives a model packed linear layers, in place; its weights are freed one by one.
+
+    What is no linear layer becomes float32, but for 16-bit embeddings, whose tables stay. Layers with weights that
+    float16 cannot hold stay as they are, in float32. The result is for inference: no parameter requires a gradient.
+    `save_pretrained` writes the rounded weights, which load like any others.
+
+    Args:
+        model: any model on a CPU; of layers that PEFT wraps, the base's are packed.
+
+    Returns:
+        The model. Where torch lacks the kernels, as it was.
+
+    Raises:
+        ValueError: for a model elsewhere than on a CPU, and for one whose weights are mostly not in `nn.Linear`.
+    """
+    if not can_pack():
+        return model
+    devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
+    if devices - {"cpu"}:
+        raise ValueError(f"Layers are packed on a CPU, and the model is on {', '.join(sorted(devices))!r}.")
+    if (share := _linear_share(model)) < _LEAST_SHARE:
+        raise ValueError(
+            f"nn.Linear layers hold {share:.0%} of the weights of this {type(model).__name__}: packing them would not "
+            "make it faster."
+        )
+    tables = {id(module.weight): module.weight for module in model.modules() if type(module) is nn.Embedding}
+    packable = {id(module.weight) for module in model.modules() if type(module) is nn.Linear} - tables.keys()
+    for parameter in model.parameters():
+        if id(parameter) not in packable:  # out of the checkpoint's file, which may be mapped into memory as one
+            parameter.data = parameter.data.clone()
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    _find(model, places)
+
+    def replacement(found: list[tuple[nn.Module, str]]) -> nn.Module | None:
+        module = getattr(*found[0])
+        if type(module) is nn.Embedding:
+            return PackedEmbedding(module)
+        largest = float(module.weight.detach().abs().max())
+        table = tables.get(id(module.weight))
+        return PackedLinear(module, None if table is None else table.detach()) if largest <= LARGEST else None
+
+    plain = []
+    with ThreadPoolExecutor(torch.get_num_threads(), initializer=_multiply_alone) as threads:
+        for found, packed in zip(places.values(), threads.map(replacement, places.values()), strict=True):
+            for parent, name in found:
+                if packed is None:
+                    plain.append(name)
+                else:
+                    setattr(parent, name, packed)
+    model.float().requires_grad_(False)
+    if plain:
+        listed = ", ".join(dict.fromkeys(plain))
+        logger.warning("%d linear layers have weights beyond float16 and stay in float32: %s.", len(plain), listed)
+    return model
+
+
+def _find(module: nn.Module, places: dict[int, list[tuple[nn.Module, str]]]) -> None:
+    """Adds to `places` where below `module` each linear layer and each embedding is."""
+    # Of a layer that PEFT wraps, the base's: what it adds is read as it is.
+    names = ["base_layer"] if hasattr(module, "get_base_layer") else list(module._modules)
+    for name in names:
+        child = module._modules[name]
+        if type(child) in (nn.Embedding, nn.Linear) and "forward" not in vars(child):
+            places.setdefault(id(child), []).append((module, name))
+        elif child is not None:
+            _find(child, places)
+
+
+def _linear_share(model: nn.Module) -> float:
+    """The share of the model's weights, embeddings apart, that `nn.Linear` layers hold."""
+    sizes = {id(weight): weight.numel() for weight in model.parameters()}
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    layers = {id(module.weight) for module in model.modules() if type(module) is nn.Linear} - tables
+    all_sizes = sum(size for name, size in sizes.items() if name not in tables)
+    return sum(sizes[name] for name in layers) / max(all_sizes, 1)
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether a model has packed layers."""
+    return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
+def count_weights(model: nn.Module) -> int:
+    """The number of a model's weights, packed ones too."""
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear) and module.rows is None]
+    tables = [module._buffers.get("weight") for module in model.modules() if isinstance(module, PackedEmbedding)]
+    tensors = [*model.parameters(), *(table for table in tables if table is not None)]
+    return sum(tensor.numel() for tensor in tensors) + sum(x.in_features * x.out_features for x in packed)
+
+
+def use_fastest(model: nn.Module) -> str | torch.dtype:
+    """Gives a model on a CPU the dtype in which its linear layers take the least time on this machine.
+
+    Its own dtype, packed layers and bfloat16 are timed with some of its weights, for one row, as plain decoding has
+    them, and for eight, as verified decoding has. Models that fit in a cache keep their own. bfloat16 rounds every row
+    to 8 bits, so that the same text takes luck: it must be clearly faster.
+
+    Returns:
+        [`PACKED`], or the dtype.
+    """
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    own = layers[0].weight.dtype if layers else torch.float32
+    sample: list[nn.Linear] = []
+    while layers and sum(layer.weight.numel() for layer in sample) < _LEAST_WEIGHTS:
+        sample.append(layers.pop(0))
+    if not layers:
+        return own
+    with_packed = _linear_share(model) >= _LEAST_SHARE and can_pack()
+    seconds = _in_one_thread(lambda: _seconds(_formats(sample, with_packed)))
+    choice = min(seconds, key=lambda name: seconds[name] / (_BFLOAT16_SHARE if name == torch.bfloat16 else 1))
+    listed = ", ".join(f"{name} {1000 * taken:.1f}" for name, taken in seconds.items())
+    logger.info("Linear layers are %s (ms for 1 and 8 rows of a sample: %s).", choice, listed)
+    if choice == PACKED:
+        del layers, sample[:]  # so that each is freed when it is packed
+        pack(model)
+    elif choice != own:
+        model.to(choice)  # type: ignore[arg-type]
+    return choice
+
+
+def _formats(sample: list[nn.Linear], with_packed: bool) -> dict[str | torch.dtype, Sequence[nn.Module]]:
+    """The layers in each format that can be chosen."""
+    formats: dict[str | torch.dtype, Sequence[nn.Module]] = {sample[0].weight.dtype: sample}
+    if with_packed:
+        formats[PACKED] = [PackedLinear(layer) for layer in sample]
+    if torch.bfloat16 not in formats:
+        formats[torch.bfloat16] = [_cast(layer, torch.bfloat16) for layer in sample]
+    return formats
+
+
+def _cast(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+    with torch.device("meta"):
+        cast = nn.Linear(layer.in_features, layer.out_features, bias=False)
+    cast.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
+    return cast
+
+
+@torch.no_grad()
+def _seconds(formats: Mapping[Any, Sequence[nn.Module]]) -> dict[Any, float]:
+    """The least time of each format's layers for one row and for eight."""
+    best: dict[Any, dict[int, float]] = {name: {1: float("inf"), 8: float("inf")} for name in formats}
+    for _ in range(3):
+        for name, layers in formats.items():
+            dtype = torch.float32 if name == PACKED else name
+            for count, least in best[name].items():
+                rows = {layer.in_features: torch.ones(count, layer.in_features, dtype=dtype) for layer in layers}
+                began = thread_time()
+                for layer in layers:
+                    layer(rows[layer.in_features])
+                best[name][count] = min(least, thread_time() - began)
+    return {name: sum(times.values()) for name, times in best.items()}
+
+
+def _multiply_alone() -> None:
+    """Lets the current thread multiply matrices without the help of others.
+
+    On a busy machine threads wait for each other far longer than they work. `torch.set_num_threads` would not do:
+    threads that start meanwhile would inherit it for good.
+    """
+    torch.get_num_threads()  # the first call in a thread sets the number
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(str(next(Path(torch.__file__).with_name("lib").glob("*torch_cpu.*"), None)))
+        library.omp_set_num_threads(1)
+        library.MKL_Set_Num_Threads_Local(1)
+
+
+def _in_one_thread(function: Callable[[], _Result]) -> _Result:
+    with ThreadPoolExecutor(1, initializer=_multiply_alone) as thread:
+        return thread.submit(function).result()
+
+
+# The kernels.
+
+_multiply = torch.ops.quantized.linear_dynamic_fp16
+
+
+def _pack(weight: torch.Tensor) -> Any:
+    return torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), None)
+
+
+@lru_cache
+def can_pack() -> bool:
+    """Whether this torch has the kernels; where it has not, says so once in the log."""
+    try:
+        _pack(torch.ones(1, 1, device="cpu"))
+    except (AttributeError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        logger.warning("Linear layers stay as they are: this torch has no FBGEMM kernels (%s).", reason)
+        return False
+    return True
+
+
+def padded_rows(count: int) -> int:
+    """The number of rows, `count` or more, in whose product each row has the bits that it always has.
+
+    Kernels are made for some numbers of rows, and others are cut into those. Which of them give a row other bits is
+    looked at once, on this machine: with AVX2 they are those whose last piece has one or two rows.
+    """
+    fitting, step = _fitting_rows()
+    return fitting[count - 1] if 0 < count <= len(fitting) else -(-count // step) * step
+
+
+@lru_cache(maxsize=64)
+def _zeros(rows: int, width: int) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(rows, width, dtype=torch.float32, device="cpu")
+
+
+@lru_cache
+def _fitting_rows() -> tuple[tuple[int, ...], int]:
+    """For each small number of rows the least one that fits, and the step of larger ones."""
+    return _in_one_thread(_look_at_rows)
+
+
+@torch.no_grad()
+def _look_at_rows() -> tuple[tuple[int, ...], int]:
+    # Two blocks of inner dimension, and an output that is no multiple of any kernel's width.
+    generator = torch.Generator().manual_seed(0)
+    shape = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    weight, row = _pack(torch.randn(43, 600, **shape)), torch.randn(1, 600, **shape)
+    found = [_multiply(row.repeat(count, 1), weight) for count in range(1, _LOOKED + 1)]
+    choices = []
+    for kind in torch.cat([rows[:1] for rows in found]).unique(dim=0):
+        fits = [bool((rows == kind).all()) for rows in found]
+        steps = [step for step in range(1, _LARGEST_STEP + 1) if all(fits[step - 1 :: step])]
+        choices += [(steps[0], [count for count, is_fit in enumerate(fits, 1) if is_fit])] if steps else []
+    if choices:
+        step, sizes = min(choices)
+        return tuple(min(size for size in sizes if size >= count) for count in range(1, sizes[-1] + 1)), step
+    logger.warning("With this processor's kernels the last bits of a row depend on the number of rows beside it.")
+    return (), 1

@@ -1,0 +1,138 @@
+"""The planner: near the best fixed shape on any curve of costs, and what it is made of."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from wedlm_hf.generation.planner import Draft, FixedPlan, Outlook, Planner, StepTimes
+
+PATH = Path(__file__).parents[2] / "benchmarks" / "plans.py"
+SPEC = importlib.util.spec_from_file_location("plans", PATH)
+plans = sys.modules["plans"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(plans)
+
+ROOM = 1000
+
+
+@pytest.mark.parametrize("curve", plans.CURVES)
+@pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
+def test_it_is_near_the_best_fixed_shape_and_near_ar_where_nothing_is_gained(curve, acceptance):
+    found = plans.compare(curve, acceptance, steps=400)
+    assert found["planner"] > 0.94 * found["best fixed"]
+    assert found["planner"] > 0.97
+
+
+@pytest.mark.parametrize("curve", plans.CURVES)
+def test_even_the_first_steps_cost_little_where_nothing_is_foreseen(curve):
+    planner = Planner(StepTimes(0.035, plans.Clock()), plans.DEPTH)
+    assert plans.speed(planner, plans.CURVES[curve], 0.02, 128) > 0.9
+
+
+def test_drafts_come_back_where_the_text_becomes_foreseeable():
+    planner, curve = Planner(StepTimes(0.035, plans.Clock()), plans.DEPTH), plans.CURVES["3.5 % a row"]
+    assert plans.speed(planner, curve, 0.02, 400) > 0.97
+    assert plans.speed(planner, curve, 0.9, 400, seed=1) > 1.8
+
+
+def chain(*chances):
+    return [Draft(7, place - 1, place + 1, chance) for place, chance in enumerate(chances)]
+
+
+def test_a_cost_that_is_given_makes_every_call_the_same():
+    speeds = [plans.speed(Planner(StepTimes(0.035), 5), plans.CURVES["flat"], 0.6, 100) for _ in range(2)]
+    assert speeds[0] == speeds[1]
+
+
+def test_rows_that_cost_more_than_they_bring_are_not_planned():
+    planner = Planner(StepTimes(1000.0), 5)
+    (plan,) = planner.plan([Outlook(chain(0.9, 0.9), 2, ROOM)])
+    assert plan == ([], [0])
+
+
+def test_flat_costs_take_all_drafts_and_masks_there_are():
+    planner = Planner(StepTimes(0.0), 5)
+    (plan,) = planner.plan([Outlook(chain(0.9, 0.8, 0.7), 3, ROOM)])
+    assert len(plan.drafts) == 3 and plan.masks == [5] * 4
+
+
+def test_masks_stand_where_the_path_is_likely_to_end():
+    planner = Planner(StepTimes(0.03), 5)
+    (sure,), (hopeless,) = (planner.plan([Outlook(chain(chance), 1, ROOM)]) for chance in (0.99, 0.01))
+    assert len(sure.drafts) == 1 and sure.masks[1] > sure.masks[0]
+    assert hopeless.masks[0] > 0 and sum(hopeless.masks[1:]) == 0
+
+
+def test_nothing_is_planned_beyond_the_limit():
+    planner = Planner(StepTimes(0.0), 5)
+    for room in (1, 2, 3):
+        (plan,) = planner.plan([Outlook(chain(0.9, 0.9, 0.9), 3, room)])
+        assert len(plan.drafts) == room - 1
+        assert all(depth + count < room for depth, count in enumerate(plan.masks))
+
+
+def test_siblings_are_checked_where_a_first_draft_often_fails():
+    drafts = [Draft(1, -1, 1, 0.4), Draft(2, -1, 1, 0.35, True), Draft(3, 0, 2, 0.2)]
+    planner = Planner(StepTimes(0.05), 5)
+    (plan,) = planner.plan([Outlook(drafts, 2, ROOM)])
+    assert [draft.token for draft in plan.drafts] == [1, 2]
+
+
+def test_parents_stand_before_their_children_and_first_children_right_behind():
+    drafts = [Draft(1, -1, 1, 0.6), Draft(2, -1, 1, 0.3, True), Draft(3, 0, 2, 0.9), Draft(4, 1, 2, 0.9)]
+    (plan,) = Planner(StepTimes(0.0), 2).plan([Outlook(drafts, 2, ROOM)])
+    assert [(draft.token, draft.parent) for draft in plan.drafts] == [(1, -1), (3, 0), (2, -1), (4, 2)]
+
+
+def test_in_a_batch_every_sequence_spends_the_same_columns_on_its_own_best_rows():
+    planner = Planner(StepTimes(0.01), 5)
+    sure, doubtful = planner.plan([Outlook(chain(0.95, 0.95), 2, ROOM), Outlook(chain(0.2, 0.2), 2, ROOM)])
+    assert len(sure.drafts) == len(doubtful.drafts) and sum(sure.masks) == sum(doubtful.masks)
+    assert sure.masks[-1] > doubtful.masks[-1] and doubtful.masks[0] > sure.masks[0]
+
+
+def test_chances_are_corrected_by_what_passed():
+    planner = Planner(StepTimes(0.03), 5)
+    for _ in range(100):
+        planner.learn(chain(0.9)[0], False)
+    assert planner.reaches(chain(0.9))[0] < 0.1
+    assert planner.reaches(chain(0.5))[0] == 0.5
+
+
+def test_drafts_from_the_text_are_checked_without_masks_where_ar_steps_are_best():
+    planner = Planner(StepTimes(0.15), 5)
+    text = [Draft(7, place - 1, place + 1, None) for place in range(5)]
+    for _ in range(200):
+        planner.plan([Outlook(chain(0.01), 1, ROOM)])
+        planner.learn(chain(0.01)[0], False)
+    (plan,) = planner.plan([Outlook(text, 0, ROOM)])
+    assert len(plan.drafts) == 5 and not any(plan.masks)
+
+
+def test_times_see_stairs_and_a_table_is_taken_as_it_is():
+    times = StepTimes(0.035, plans.Clock())
+    for rows in [*range(1, 20)] * 4:
+        times.record(rows, True, 5.0 * plans.CURVES["stairs of 8"](rows))
+    for rows in range(1, 20):
+        assert times.of(rows, True) / times.of(1, True) == pytest.approx(plans.CURVES["stairs of 8"](rows))
+    given = StepTimes({1: 18.0, 3: 20.0, 6: 23.0})
+    assert [given.of(rows, False) for rows in (1, 2, 3, 6, 9)] == [18.0, 19.0, 20.0, 23.0, 26.0]
+
+
+def test_a_busy_moment_of_the_machine_is_forgotten():
+    random, times = Random(0), StepTimes(0.035, plans.Clock())
+    for step in range(400):
+        rows = random.choice([1, 4, 8, 12])
+        busy = 3.0 if 100 < step < 160 or random.random() < 0.05 else 1.0
+        times.record(rows, rows > 1, busy * plans.CURVES["3.5 % a row"](rows))
+    for rows in (4, 8, 12):
+        assert times.of(rows, True) / times.of(1, False) == pytest.approx(1 + 0.035 * (rows - 1), rel=0.15)
+
+
+def test_a_fixed_plan_checks_all_there_is():
+    (plan,) = FixedPlan(4, is_chain=False, lost=0).plan([Outlook(chain(0.1, 0.1), 2, ROOM)])
+    assert len(plan.drafts) == 2 and plan.masks == [4, 4, 4]
+    (plan,) = FixedPlan(4, is_chain=True, lost=1).plan([Outlook(chain(0.1, 0.1), 2, 5)])
+    assert plan.masks == [0, 0, 3]

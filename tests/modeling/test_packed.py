@@ -1,0 +1,319 @@
+"""Packed linear layers: rows with the same bits in any company, weights held once, and clear errors elsewhere."""
+
+import copy
+import gc
+import logging
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from tiny import tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from wedlm_hf import add_mask_adapter
+from wedlm_hf.eval.fingerprint import fingerprint
+from wedlm_hf.eval.measure import environment
+from wedlm_hf.modeling_wedlm import packed
+from wedlm_hf.modeling_wedlm.loading import load_model
+from wedlm_hf.modeling_wedlm.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    can_pack,
+    count_weights,
+    is_packed,
+    pack,
+    padded_rows,
+    use_fastest,
+)
+
+IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
+
+has_kernels = pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
+pytestmark = has_kernels
+
+
+def stock_model(tied=False, dtype=torch.float32):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(**sizes, **tokens, num_key_value_heads=2, tie_word_embeddings=tied)
+    return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.mark.parametrize(("out", "width"), [(8, 8), (192, 576), (97, 32), (1, 64), (17, 100), (40, 1536), (64, 1200)])
+def test_a_row_has_the_same_bits_whatever_stands_beside_it(out, width):
+    layer = PackedLinear(nn.Linear(width, out))
+    rows = torch.randn(400, width)
+    expected = torch.cat([layer(row[None]) for row in rows])
+    torch.testing.assert_close(expected, nn.functional.linear(rows, layer.unpacked().float(), layer.bias))
+    for count in [*range(1, 65), 96, 119, 120, 121, 200, 245, 400]:
+        assert layer(rows[:count]).equal(expected[:count]), count
+    assert layer(rows.view(4, 100, width)).equal(expected.view(4, 100, out))
+    assert layer(rows[0]).equal(expected[0]) and layer(rows[:0]).shape == (0, out)
+    strided = rows.t().contiguous().t()
+    assert layer(strided).equal(expected)
+
+
+def test_a_row_has_the_same_bits_for_any_number_of_threads():
+    layer, rows, threads = PackedLinear(nn.Linear(576, 200)), torch.randn(7, 576), torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(layer(rows))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0].equal(found[1]) and found[0].equal(found[2])
+
+
+@pytest.mark.parametrize(
+    ("other", "padded", "step"),
+    [
+        (lambda count: count % 3 != 0, {1: 3, 3: 3, 4: 6, 48: 48, 49: 51}, 3),
+        (lambda count: count in (1, 2, 7), {1: 3, 4: 4, 7: 8, 14: 14}, 3),
+        (lambda count: False, {1: 1, 7: 7, 500: 500}, 1),
+        (lambda count: count < 8, {1: 8, 9: 9, 49: 56}, 8),
+    ],
+)
+def test_numbers_of_rows_are_padded_where_the_kernels_give_other_bits(monkeypatch, other, padded, step):
+    monkeypatch.setattr(packed, "_multiply", lambda rows, weight: rows[:, :2] + float(other(len(rows))))
+    found = packed._look_at_rows()
+    assert found[1] == step
+    monkeypatch.setattr(packed, "_fitting_rows", lambda: found)
+    assert {count: padded_rows(count) for count in padded} == padded
+    assert padded_rows(0) == 0
+
+
+def test_where_no_padding_helps_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(packed, "_multiply", lambda rows, weight: torch.rand(len(rows), 2))
+    assert packed._look_at_rows() == ((), 1)
+    assert "depend on the number of rows" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_packed_model_says_what_the_model_said(tmp_path, tied, dtype):
+    model = stock_model(tied, dtype)
+    plain, size = copy.deepcopy(model).float(), count_weights(model)
+    assert pack(model) is model and is_packed(model) and not is_packed(plain)
+    torch.testing.assert_close(logits_of(model), logits_of(plain), atol=2e-3, rtol=1e-3)
+    assert model.dtype == torch.float32 and count_weights(model) == size
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    # A table in 16 bits stays so, and gives a tied head its rows.
+    assert model.model.embed_tokens.weight.dtype == dtype
+    assert (model.lm_head.rows is not None) == tied
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert ("lm_head.weight" in saved) != tied
+    assert saved["model.layers.0.mlp.up_proj.weight"].dtype == torch.float16
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=2e-3, rtol=1e-3)
+    assert logits_of(pack(loaded)).equal(logits_of(model))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert loaded.generate(IDS, **options).equal(model.generate(IDS, **options))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_packed_model_say_the_same(copied):
+    model = pack(stock_model())
+    assert logits_of(copied(model)).equal(logits_of(model))
+
+
+def test_a_deleted_model_frees_its_memory_at_once():
+    gc.collect()
+    gc.disable()
+    try:
+        model = stock_model(tied=True)
+        weight = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+        pack(model)
+        assert weight() is None
+        left = [weakref.ref(module) for module in model.modules()]
+        left += [weakref.ref(module._packed) for module in model.modules() if isinstance(module, PackedLinear)]
+        logits_of(model)
+        del model
+        assert not any(reference() is not None for reference in left)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("change", ["meta", torch.bfloat16, torch.float64])
+def test_a_packed_model_is_not_moved_by_halves(change):
+    model = pack(stock_model())
+    expected = logits_of(model)
+    with pytest.raises(ValueError, match="computes in float32 on a CPU"):
+        model.to(change)
+    assert logits_of(model.to("cpu", torch.float32)).equal(expected)
+
+
+def test_what_needs_the_weights_is_told_so():
+    model = pack(stock_model())
+    embeds = torch.randn(1, 3, 32)
+    with pytest.raises(RuntimeError, match="no gradients"):
+        model(inputs_embeds=embeds.clone().requires_grad_())
+    with pytest.raises(TypeError, match=r"float32 rows, got torch\.bfloat16"):
+        model.lm_head(embeds.bfloat16())
+    with pytest.raises(AttributeError, match="has no `weight`"):
+        model.resize_token_embeddings(120)
+    with pytest.raises(ValueError, match=r"PackedLinear.*is not supported"):
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="on 'meta'"):
+        pack(stock_model().to("meta"))
+
+
+def test_of_layers_with_a_lora_the_base_is_packed():
+    model = get_peft_model(stock_model(), LoraConfig(target_modules="all-linear", init_lora_weights=False)).eval()
+    expected = logits_of(model)
+    pack(model)
+    torch.testing.assert_close(logits_of(model), expected, atol=2e-3, rtol=1e-3)
+    layer = model.base_model.model.model.layers[0].mlp.up_proj
+    assert isinstance(layer.base_layer, PackedLinear) and type(layer.lora_A["default"]) is nn.Linear
+    with pytest.raises(AttributeError, match="has no `weight`"):
+        model.merge_and_unload()
+
+
+@pytest.mark.parametrize("value", [70_000.0, float("inf"), float("nan")])
+def test_weights_beyond_float16_stay_as_they_are(caplog, value):
+    model = stock_model()
+    layer = model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        layer.weight[3, 4] = value
+    pack(model)
+    assert model.model.layers[1].mlp.up_proj is layer and layer.weight.dtype == torch.float32
+    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
+    assert "1 linear layers have weights beyond float16 and stay in float32: up_proj" in caplog.text
+
+
+def test_a_model_without_linear_layers_is_refused():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match=r"nn\.Linear layers hold 0% of the weights of this GPT2LMHeadModel"):
+        pack(model)
+
+
+def test_hooks_and_layers_that_are_shared_are_kept():
+    model = stock_model()
+    shared, seen = model.model.layers[0].mlp, []
+    model.model.layers[1].mlp.up_proj = shared.up_proj
+    handle = shared.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    pack(model)
+    assert shared.up_proj is model.model.layers[1].mlp.up_proj
+    logits_of(model)
+    assert seen == [(2, 5, 48)] * 2
+    handle.remove()
+    logits_of(model)
+    assert len(seen) == 2
+
+
+def test_without_the_kernels_a_model_stays_as_it_is(monkeypatch, caplog):
+    def pack_weight(weight):
+        raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16")
+
+    monkeypatch.setattr(packed, "_pack", pack_weight)
+    packed.can_pack.cache_clear()
+    try:
+        model = stock_model()
+        expected = logits_of(model)
+        assert not is_packed(pack(model)) and not is_packed(pack(model))
+        assert logits_of(model).equal(expected)
+        assert caplog.text.count("this torch has no FBGEMM kernels") == 1
+    finally:
+        packed.can_pack.cache_clear()
+
+
+def test_threads_that_start_while_kernels_are_timed_keep_their_number_of_torch_threads():
+    threads, seen = torch.get_num_threads(), []
+
+    def look():
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        return torch.get_num_threads()
+
+    alone = packed._in_one_thread(look)
+    assert seen == [threads] and torch.get_num_threads() == threads
+    assert alone in (1, threads)  # 1 where torch's threads are OpenMP's
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({torch.float32: 2.0, "packed": 1.0, torch.bfloat16: 0.9}, "packed"),
+        ({torch.float32: 2.0, "packed": 1.0, torch.bfloat16: 0.7}, torch.bfloat16),
+        ({torch.float32: 1.0, "packed": 1.1, torch.bfloat16: 0.9}, torch.float32),
+    ],
+)
+def test_the_fastest_dtype_is_measured(monkeypatch, caplog, times, chosen):
+    asked = []
+    monkeypatch.setattr(packed, "_LEAST_WEIGHTS", 1000)
+    monkeypatch.setattr(packed, "_seconds", lambda formats: asked.append(list(formats)) or times)
+    model = stock_model()
+    with caplog.at_level(logging.INFO):
+        assert use_fastest(model) == chosen
+    assert set(asked[0]) == set(times)
+    assert is_packed(model) == (chosen == "packed")
+    assert model.dtype == (torch.bfloat16 if chosen == torch.bfloat16 else torch.float32)
+    assert f"Linear layers are {chosen}" in caplog.text
+
+
+def test_times_are_taken_of_each_dtype():
+    layer = nn.Linear(64, 64, bias=False)
+    formats = {torch.float32: [layer], "packed": [PackedLinear(layer)], torch.bfloat16: [layer.bfloat16()]}
+    formats[torch.float32] = [nn.Linear(64, 64, bias=False)]
+    assert all(taken >= 0 for taken in packed._seconds(formats).values())
+
+
+def test_a_model_that_fits_in_a_cache_keeps_its_own_dtype():
+    model = stock_model(dtype=torch.bfloat16)
+    assert use_fastest(model) == torch.bfloat16 == model.dtype
+
+
+def test_a_checkpoint_is_loaded_packed(tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype="packed")
+    assert is_packed(model) and not is_packed(load_model(tmp_path, dtype="fastest"))
+    assert environment(model)["dtype"] == "packed"
+    with pytest.raises(ValueError, match="`dtype='packed'` is for CPUs"):
+        load_model(tmp_path, dtype="packed", device="cuda")
+    plain = load_model(tmp_path)
+    with torch.no_grad():
+        plain.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    models = model, pack(plain), pack(load_model(tmp_path))
+    digests = [fingerprint(model, _Tokenizer())["weights"] for model in models]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_verified_decoding_on_packed_layers_gives_plain_greedy():
+    model = pack(tiny_model())
+    add_mask_adapter(model)
+    options = {"max_new_tokens": 24, "do_sample": False}
+    plain = model.generate(IDS, suppress_tokens=[model.config.mask_token_id], **options)
+    verified = model.generate(IDS, strategy="wedlm", verification="exact", slot_cost=0, **options)
+    assert verified.equal(plain)
+
+
+class _Tokenizer:
+    backend_tokenizer = chat_template = None
+
+    def get_vocab(self):
+        return {}
+
+
+def test_embeddings_of_their_own_kind_stay():
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
+    model = stock_model(dtype=torch.bfloat16)
+    model.model.embed_tokens = Scaled(97, 32).bfloat16()
+    pack(model)
+    assert type(model.model.embed_tokens) is Scaled and model.model.embed_tokens.weight.dtype == torch.float32
+    assert not isinstance(model.model.embed_tokens, PackedEmbedding)

@@ -1,0 +1,93 @@
+"""Dual-stream training in sixteen bits against float64: weights in half precision, autocast, and scaled losses."""
+
+import pytest
+import torch
+from tiny import EOS, START, tiny_model, tiny_tokenizer
+
+from wedlm_hf.training import DataCollatorForDualStreamMasking
+
+# Packed documents, a row that is padded, prompts that fill whole blocks.
+EXAMPLES = [
+    {
+        "input_ids": [START, *range(10, 29), EOS, START, *range(60, 69), EOS],
+        "labels": [-100] * 12 + [*range(21, 29), EOS] + [-100] * 4 + [*range(63, 69), EOS],
+        "seq_lengths": [21, 11],
+    },
+    {"input_ids": [START, 40, 41, 42, EOS]},
+]
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def batch_of():
+    return DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3, num_copies=2)(EXAMPLES)
+
+
+def model_of(dtype=torch.float64, attention="sdpa", sharpness=1.0, rounded_to=None):
+    """A tiny model; `sharpness` multiplies its attention scores."""
+    model = tiny_model(attn_implementation=attention)
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight.data *= sharpness
+    return model.to(rounded_to or dtype).to(dtype)
+
+
+def loss_and_gradient(model, scale=1.0):
+    loss = model(**batch_of()).loss
+    (loss * scale).backward()
+    return loss.item(), torch.cat([weight.grad.double().flatten() for weight in model.parameters()]) / scale
+
+
+def assert_close(found, expected, dtype):
+    """Losses within one rounding of the type (their errors average out), gradients, as vectors, within eight."""
+    epsilon = torch.finfo(dtype).eps
+    (loss, gradient), (expected_loss, expected_gradient) = found, expected
+    assert loss == pytest.approx(expected_loss, rel=epsilon)
+    assert (gradient - expected_gradient).norm() <= 8 * epsilon * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["weights", "autocast"])
+def test_loss_and_gradient_are_those_of_float64_but_for_rounding(dtype, attention, kind):
+    if kind == "weights":
+        found = loss_and_gradient(model_of(dtype, attention))
+        expected = loss_and_gradient(model_of(rounded_to=dtype))
+    else:
+        with torch.autocast("cpu", dtype):
+            found = loss_and_gradient(model_of(torch.float32, attention))
+        expected = loss_and_gradient(model_of())
+    assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_scores_that_a_mask_drives_beyond_the_type_leave_no_row_without_a_number(dtype, attention):
+    # `finfo.min` plus a negative score is -inf in float16.
+    loss, gradient = loss_and_gradient(model_of(dtype, attention, sharpness=400.0))
+    assert gradient.isfinite().all()
+    assert loss == pytest.approx(loss_and_gradient(model_of(sharpness=400.0, rounded_to=dtype))[0], rel=0.05)
+
+
+def test_a_scaled_loss_has_the_gradient_of_float64_and_training_goes_on_after_a_skipped_step():
+    model = model_of(torch.float32)
+    with torch.autocast("cpu", torch.float16):
+        assert_close(loss_and_gradient(model, 2.0**10), loss_and_gradient(model_of()), torch.float16)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)  # too much: the first steps are skipped
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses, scales = [], []
+    for _ in range(30):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(**batch_of()).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    assert losses[0] == losses[1] and scales[0] < 2.0**24  # skipped
+    assert scales[-1] == scales[-5] and losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_precision_logits_are_summed_in_float32(dtype):
+    output = model_of(dtype)(**batch_of())
+    assert output.loss.dtype == output.token_nll.dtype == torch.float32
