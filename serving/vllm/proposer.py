@@ -142,8 +142,8 @@ class Proposer:
         return proposed
 
     def _finish(self, step: Step, sampled: list[list[int]]) -> None:
-        """Takes in what became of drafts, and the time of steps that follow each other without a pause. Forgets requests
-        that are gone."""
+        """Takes in what became of drafts, and the time of steps that follow each other without a pause. Forgets
+        requests that are gone."""
         for name, tokens, spec_tokens in zip(step.requests, sampled, step.spec_tokens, strict=True):
             state = self.states.get(name)
             if state is not None and tokens:
