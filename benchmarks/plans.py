@@ -38,6 +38,7 @@ class Clock:
     now = 0.0
 
     def __call__(self) -> float:
+        """Seconds."""
         return self.now
 
 

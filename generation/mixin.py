@@ -102,10 +102,10 @@ class WeDLMGenerationMixin(GenerationMixin):
                         f"`{name}={ours[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too."
                     )
         else:
-            if ours.get("adaptive_window") and settings.strategy == "block":  # a stored one is for other calls
+            if ours.get("adaptive_window") and settings.verification == "none":  # a stored one is for other calls
                 raise ValueError(
-                    "`adaptive_window=True` goes with `strategy='wedlm'`, got `strategy='block'`, whose blocks have "
-                    "one size."
+                    "`adaptive_window=True` goes with `verification='exact'` or `'typical'`: unverified windows keep "
+                    "their size, `window_size`."
                 )
             _check_options(settings.strategy, generation_config)
             cache = model_kwargs.get("past_key_values")

@@ -47,11 +47,11 @@ class WeDLMGenerationSettings:
             2401.10774); the token after them is the AR head's own.
         acceptance_epsilon: ε.
         acceptance_delta: δ.
-        adaptive_window: W follows what the window has paid so far in this call, down to plain AR steps (see
-            [`WindowPacer`]). Default: with `verification="exact"`, whose output does not depend on it. A static cache
-            keeps the window's size, whatever this says.
-        slot_cost: for `adaptive_window`: the time that one more slot of a row adds to a forward, relative to that of
-            an empty one. Default: by the type of the device.
+        adaptive_window: under verification, each step checks the drafts and has the masks that give most tokens per time
+            (see [`Planner`]), down to plain AR steps. Default: with `verification="exact"`, whose output does not depend
+            on it. A static cache keeps the window's size, whatever this says.
+        slot_cost: for `adaptive_window`: what one more row adds to the time of a forward of one row, or times of forwards
+            by their number of rows, such as `{1: 18, 6: 23, 12: 35}`. Default: measured while decoding.
         mask_token_id: M; default: the model config's.
         output_trace: record every step (see [`TraceStep`]).
 
@@ -67,7 +67,7 @@ class WeDLMGenerationSettings:
     acceptance_epsilon: float = 0.09
     acceptance_delta: float = 0.3
     adaptive_window: bool | None = None
-    slot_cost: float | None = None
+    slot_cost: float | dict[int, float] | None = None
     mask_token_id: int | None = None
     output_trace: bool = False
 
@@ -78,11 +78,10 @@ class WeDLMGenerationSettings:
                 raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
         if not isinstance(self.window_size, int) or isinstance(self.window_size, bool) or self.window_size < 1:
             raise ValueError(f"`window_size` must be an integer of at least 1, got {self.window_size!r}.")
-        for name in ("entropy_threshold", "distance_penalty", "acceptance_epsilon", "acceptance_delta", "slot_cost"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-            if not is_number and not (value is None and name == "slot_cost"):
+        for name in ("entropy_threshold", "distance_penalty", "acceptance_epsilon", "acceptance_delta"):
+            if not _is_cost(value := getattr(self, name)):
                 raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
+        _check_slot_cost(self.slot_cost)
         if math.isinf(self.distance_penalty):
             raise ValueError(f"`distance_penalty` must be finite, got {self.distance_penalty!r}.")
         for name in ("output_trace", "adaptive_window"):
@@ -97,10 +96,10 @@ class WeDLMGenerationSettings:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether W follows what the window pays."""
+        """Whether each step is planned."""
         if self.adaptive_window is None:
             return self.verification == "exact"
-        return self.adaptive_window and self.strategy != "block"
+        return self.adaptive_window and self.verification != "none"
 
     @classmethod
     def from_generation_config(
@@ -130,6 +129,26 @@ class WeDLMGenerationSettings:
                 generation_config.pad_token_id,
             )
         return settings
+
+
+def _is_cost(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _check_slot_cost(cost: Any) -> None:
+    if cost is None or _is_cost(cost):
+        return
+    if not isinstance(cost, dict):
+        raise ValueError(f"`slot_cost` must be a number of at least 0, or times by numbers of rows, got {cost!r}.")
+    rows = [int(count) for count in cost if str(count).isdecimal()]  # JSON makes strings of numbers
+    if (
+        len(rows) < max(2, len(cost))
+        or min(rows) < 1
+        or not all(_is_cost(time) and time > 0 for time in cost.values())
+    ):
+        raise ValueError(
+            f"`slot_cost` must have a time above 0 for each of two or more numbers of rows, got {cost!r}."
+        )
 
 
 SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))

@@ -13,7 +13,7 @@ from transformers.generation import (
 )
 
 from wedlm_hf.generation.sampling import PositionNoise, TokenSampler, _split_mix
-from wedlm_hf.generation.window import PhysicalOrder, Row, physical_order
+from wedlm_hf.generation.window import PhysicalOrder, SequenceState, physical_order
 
 MASK, VOCABULARY = 7, 500
 WARPED = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)]
@@ -26,12 +26,12 @@ def sampler_of(processors, rows=1) -> TokenSampler:
     return sampler
 
 
-def order_of(rows, slots) -> PhysicalOrder:
-    """Of rows without new tokens that have `slots` masks each."""
-    windows = [Row(index, [1], 1, 0, 10**6) for index in range(rows)]
-    for row in windows:
-        row.set_masks(slots)
-    return physical_order(windows, [row.mask_slots for row in windows], MASK, None, torch.device("cpu"))
+def order_of(count, slots) -> PhysicalOrder:
+    """Of sequences without new tokens that have `slots` masks each."""
+    sequences = [SequenceState(index, [1], 1, 0, 10**6) for index in range(count)]
+    for one in sequences:
+        one.set_masks(slots)
+    return physical_order(sequences, [one.mask_slots for one in sequences], MASK, torch.device("cpu"))
 
 
 def test_bits_are_those_of_splitmix64():
