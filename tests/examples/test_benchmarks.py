@@ -10,7 +10,6 @@ import torch
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.prompts import Prompt
