@@ -41,8 +41,8 @@ REFUSED_OPTIONS = {
 
 # Masks behind one row, at most, where a mask adapter drafts: adapters learn as many.
 DEEPEST = 8
-# The time that a row adds to a forward, relative to one row's, until it is measured: a CPU takes about 3.5 % of the time that it
-# needs to read the weights, a GPU ten times less.
+# The time that a row adds to a forward, relative to one row's, until it is measured: a CPU takes about 3.5 % of the
+# time that it needs to read the weights, a GPU ten times less.
 SLOT_COSTS = {"cpu": 0.035, "cuda": 0.004}
 
 # The parent's loops in place of which parallel decoding runs.
