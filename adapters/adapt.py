@@ -216,7 +216,7 @@ class _Run:
         if config.start is not None:
             load_mask_adapter(model, config.start, is_trainable=True)
         else:
-            shape = {"rank": config.rank, "head_width": config.head_width}
+            shape: dict[str, Any] = {"rank": config.rank, "head_width": config.head_width}
             shape = {name: value for name, value in shape.items() if value is not None}
             add_mask_adapter(model, MaskAdapterSettings(**shape))
         return model
