@@ -13,27 +13,33 @@ class AdaptConfig:
     What [`adapt`] is to do; the first line is the title of its options in `wedlm adapt --help`.
 
     Args:
-        minutes: budget in minutes of work, over all runs; a third of them for answers, at least half for training.
+        minutes: budget in minutes of work, over all runs; how they are divided follows from what the machine is
+            measured to do.
         tokens: budget in tokens of answers; training then takes six mask rows for each of them.
         prompts: prompts, one a line, or .jsonl with `prompt` or `messages`; default: the model writes its own.
+        answers: file of the model's own answers, such as work/answers.jsonl of another run: no others are written.
+        start: folder or Hub id of a mask adapter to train further; default: a new one.
         revision: branch, tag or commit of a Hub id.
         gguf_file: name of a GGUF file in that folder or Hub id.
-        rank: of the adapter's updates.
-        head_width: hidden units of the previous-token head; 0 for none.
+        rank: of a new adapter's updates; default: 64.
+        head_width: hidden units of a new adapter's previous-token head, 0 for none; default: 640.
         device: such as cpu or cuda; default: cuda if there is one.
         seed: of prompts, sampled answers and training.
 
     Raises:
-        ValueError: for no budget, and for a number out of range.
+        ValueError: for no budget, for a number out of range, for `prompts` beside `answers`, and for the shape of an
+            adapter that has its own.
     """
 
     minutes: float | None = None
     tokens: int | None = None
     prompts: Path | None = None
+    answers: Path | None = None
+    start: str | None = None
     revision: str | None = None
     gguf_file: str | None = None
-    rank: int = 64
-    head_width: int = 640
+    rank: int | None = None
+    head_width: int | None = None
     device: str | None = None
     seed: int = 0
 
@@ -44,7 +50,11 @@ class AdaptConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"`{name}` must be greater than 0, got {value}.")
-        if self.rank < 1 or self.head_width < 0:
+        if self.prompts is not None and self.answers is not None:
+            raise ValueError("`answers` need no `prompts`: pass one of the two.")
+        if self.start is not None and (self.rank, self.head_width) != (None, None):
+            raise ValueError(f"The adapter {self.start!r} has its own `rank` and `head_width`: leave these out.")
+        if (self.rank is not None and self.rank < 1) or (self.head_width is not None and self.head_width < 0):
             raise ValueError(
                 f"`rank` must be at least 1 and `head_width` at least 0, got {self.rank} and {self.head_width}."
             )
@@ -52,5 +62,5 @@ class AdaptConfig:
     def identity(self, base: str) -> dict[str, Any]:
         """What a run in a folder must agree on with the one that began it. The budget may grow."""
         digest = None if self.prompts is None else hashlib.sha256(self.prompts.read_bytes()).hexdigest()
-        names = ("revision", "gguf_file", "rank", "head_width", "seed")
+        names = ("start", "revision", "gguf_file", "rank", "head_width", "seed")
         return {"base": base, "prompts": digest} | {name: getattr(self, name) for name in names}

@@ -7,17 +7,16 @@ that a run may be stopped at any moment and goes on where it was.
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from ..console.prompts import Turns, encode, read_rows
-from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 
 # What a drawn prompt begins with. Left to itself a small model asks the same few questions again and again.
 STARTERS = tuple(
@@ -90,10 +89,17 @@ class AnswerConfig:
 
 @dataclass(frozen=True)
 class AnswerCount:
-    """How many `answers` a file holds, and how many response `tokens` in them."""
+    """How many `answers` a file holds, how many response `tokens` in them, and how many have `ended` by themselves."""
 
     answers: int
     tokens: int
+    ended: int
+
+    def plus(self, answers: Sequence[Answer], ends: Collection[int]) -> "AnswerCount":
+        """With more answers."""
+        tokens = sum(len(answer["response_ids"]) for answer in answers)
+        ended = sum(answer["response_ids"][-1:] != [] and answer["response_ids"][-1] in ends for answer in answers)
+        return AnswerCount(self.answers + len(answers), self.tokens + tokens, self.ended + ended)
 
 
 def read_prompts(file: Path) -> list[str | Turns]:
@@ -155,23 +161,26 @@ def read_answers(file: Path) -> list[Answer]:
 
 
 def write_answers(
-    model: WeDLMForCausalLM,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     file: Path,
     prompts: Sequence[str | Turns] | None = None,
     config: AnswerConfig | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[AnswerCount]:
     """Answers prompts for as long as the caller iterates, and appends the answers of each batch to `file`.
 
     A run that was stopped goes on after its last whole batch; its file is then the one an uninterrupted run writes.
 
     Args:
-        model: in evaluation mode; answers are those of its next-token head, without the sampling settings of its
-            generation config.
+        model: with a mask adapter, in evaluation mode; answers are those of its next-token head, without the sampling
+            settings of its generation config.
         tokenizer: of the model; with a chat template, a text is a user's turn, without one it is plain text.
         file: JSONL, one [`Answer`] a line.
         prompts: the user's; each is answered greedily first and sampled in later rounds. By default they are drawn
             from the model.
+        config: how prompts are drawn and answered.
+        is_over: asked before every token; once it says so, the batch is cut off there, and is the last.
 
     Yields:
         What the file holds, first as found, then after every batch.
@@ -181,32 +190,31 @@ def write_answers(
     """
     config = config or AnswerConfig()
     found = _mend(file)
-    template = _Template.of(tokenizer)
+    writer = _Writer(model, _Template.of(tokenizer), config, is_over)
     known = {tuple(answer["prompt_ids"]) for answer in found}
-    count = AnswerCount(len(found), sum(len(answer["response_ids"]) for answer in found))
-    source = _UserPrompts(template, prompts, config) if prompts is not None else None
+    count = AnswerCount(0, 0, 0).plus(found, writer.ends)
+    source = _UserPrompts(writer.template, prompts, config) if prompts is not None else None
     batch, empty = (found[-1]["batch"] + 1 if found else 0), 0
     yield count
-    while True:
+    while not is_over():
         with _seeded(config.seed, batch, model.device):
             if source is not None:
                 rows, greedy = source.batch(batch)
             else:
-                rows, greedy = _draw(model, template, config, random.Random(f"{config.seed} {batch}")), batch % 2 == 0
+                rows, greedy = writer.draw(random.Random(f"{config.seed} {batch}")), batch % 2 == 0
                 rows = [row for row in dict.fromkeys(rows) if row not in known][: config.batch_size]
-            answers = _answer(model, template, rows, greedy, batch, config) if rows else []
+            answers = writer.answer(rows, greedy, batch) if rows else []
         known |= {tuple(answer["prompt_ids"]) for answer in answers}
         with file.open("a", encoding="utf-8") as stream:
             stream.write("".join(json.dumps(answer) + "\n" for answer in answers))
-        added = sum(len(answer["response_ids"]) for answer in answers)
-        count = AnswerCount(count.answers + len(answers), count.tokens + added)
+        count = count.plus(answers, writer.ends)
         batch += 1
         empty = 0 if answers else empty + 1
         if empty == _EMPTY_BATCHES:
-            raise ValueError(
-                f"The model gave no answer in {empty} batches: {'it answers none of the prompts' if source else ''}"
-                f"{'' if source else 'it ends no prompt of its own in time; pass `prompts`, a file of them'}."
-            )
+            what = "it answers none of the prompts"
+            if source is None:
+                what = "it ends no prompt of its own in time; pass `prompts`, a file of them"
+            raise ValueError(f"The model gave no answer in {empty} batches: {what}.")
         yield count
 
 
@@ -253,10 +261,6 @@ class _Template:
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def end_ids(self, model: WeDLMForCausalLM) -> set[int]:
-        ends = model.generation_config.eos_token_id
-        return {ends} if isinstance(ends, int) else set(ends or ())
-
     def prompt(self, prompt: str | Turns) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return self.encode(self.before + prompt + self.after)
@@ -285,67 +289,73 @@ class _UserPrompts:
         return self.rows[start : start + self.size], number < batches
 
 
-def _draw(
-    model: WeDLMForCausalLM, template: _Template, config: AnswerConfig, rng: random.Random
-) -> list[tuple[int, ...]]:
-    """Prompts that the model writes itself: user turns that begin with a starter and that it ends in time."""
-    length = max(8, config.max_prompt_tokens // 3)
-    starts = [rng.choice(STARTERS) if rng.random() < 0.9 else "" for _ in range(config.batch_size * 3 // 2)]
-    begun = [template.encode(template.before + start) for start in starts]
-    drawn = _continue(model, template, begun, length, temperature=1.0, top_k=_DRAWN_FROM)
-    rows = []
-    for start, tokens in zip(starts, drawn, strict=True):
-        text = start + str(template.tokenizer.decode(tokens))
-        user, ended, _ = text.partition(template.turn_end) if template.turn_end else (text, True, "")
-        row = template.prompt(user.strip())
-        if ended and len(user.split()) > 2 and "\ufffd" not in user and len(row) <= config.max_prompt_tokens:
-            rows.append(row)
-    return rows
+class _Until(StoppingCriteria):
+    """Ends all sequences once something is over."""
+
+    def __init__(self, is_over: Callable[[], bool]):
+        self.is_over = is_over
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self.is_over(), device=input_ids.device)
 
 
-def _answer(
-    model: WeDLMForCausalLM,
-    template: _Template,
-    rows: Sequence[tuple[int, ...]],
-    greedy: bool,
-    batch: int,
-    config: AnswerConfig,
-) -> list[Answer]:
-    answers = _continue(model, template, rows, config.max_new_tokens, None if greedy else config.temperature)
-    return [
-        {"prompt_ids": list(row), "response_ids": answer, "greedy": greedy, "batch": batch}
-        for row, answer in zip(rows, answers, strict=True)
-        if len(answer) > 3
-    ]
+class _Writer:
+    """Lets a model write prompts and answers."""
 
+    def __init__(self, model: Any, template: _Template, config: AnswerConfig, is_over: Callable[[], bool]):
+        self.model, self.template, self.config = model, template, config
+        ends = model.generation_config.eos_token_id
+        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+        self.stop = StoppingCriteriaList([_Until(is_over)])
 
-@torch.inference_mode()
-def _continue(
-    model: WeDLMForCausalLM,
-    template: _Template,
-    rows: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float | None,
-    top_k: int = 0,
-) -> list[list[int]]:
-    """What the model writes after each row, up to and with its end token; greedily without a `temperature`."""
-    ends = template.end_ids(model)
-    pad = template.tokenizer.pad_token_id if template.tokenizer.pad_token_id is not None else min(ends, default=0)
-    longest = max(map(len, rows))
-    ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    # Token by token in our own loop: it costs what AR `generate` does, but rows that have ended cost nothing.
-    settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "window_size": 1, "do_sample": False}
-    if temperature is not None:
-        settings |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": 1.0}
-    decoder: Any = model
-    output = decoder.generate(
-        ids.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        repetition_penalty=1.0,
-        pad_token_id=pad,
-        **settings,
-    )
-    texts: list[list[int]] = output[:, longest:].tolist()
-    return [text[: next((i + 1 for i, token in enumerate(text) if token in ends), len(text))] for text in texts]
+    def draw(self, rng: random.Random) -> list[tuple[int, ...]]:
+        """Prompts that the model writes itself: user turns that begin with a starter and that it ends in time."""
+        template, most = self.template, self.config.max_prompt_tokens
+        starts = [rng.choice(STARTERS) if rng.random() < 0.9 else "" for _ in range(self.config.batch_size * 3 // 2)]
+        begun = [template.encode(template.before + start) for start in starts]
+        drawn = self._continue(begun, max(8, most // 3), temperature=1.0, top_k=_DRAWN_FROM)
+        rows = []
+        for start, tokens in zip(starts, drawn, strict=True):
+            text = start + str(template.tokenizer.decode(tokens))
+            user, ended, _ = text.partition(template.turn_end) if template.turn_end else (text, True, "")
+            row = template.prompt(user.strip())
+            if ended and len(user.split()) > 2 and "\ufffd" not in user and len(row) <= most:
+                rows.append(row)
+        return rows
+
+    def answer(self, rows: Sequence[tuple[int, ...]], greedy: bool, batch: int) -> list[Answer]:
+        """The answers of more than three tokens."""
+        answers = self._continue(rows, self.config.max_new_tokens, None if greedy else self.config.temperature)
+        return [
+            {"prompt_ids": list(row), "response_ids": answer, "greedy": greedy, "batch": batch}
+            for row, answer in zip(rows, answers, strict=True)
+            if len(answer) > 3
+        ]
+
+    @torch.inference_mode()
+    def _continue(
+        self, rows: Sequence[Sequence[int]], max_new_tokens: int, temperature: float | None, top_k: int = 0
+    ) -> list[list[int]]:
+        """What the model writes after each row, up to and with its end token; greedily without a `temperature`."""
+        pad = self.template.tokenizer.pad_token_id
+        pad = min(self.ends, default=0) if pad is None else pad
+        longest = max(map(len, rows))
+        ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        # Token by token in our own loop: it costs what AR `generate` does, but rows that have ended cost nothing.
+        settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "window_size": 1, "do_sample": False}
+        if temperature is not None:
+            settings |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": 1.0}
+        output = self.model.generate(
+            ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            max_new_tokens=max_new_tokens,
+            repetition_penalty=1.0,
+            pad_token_id=pad,
+            stopping_criteria=self.stop,
+            **settings,
+        )
+        texts: list[list[int]] = output[:, longest:].tolist()
+        return [
+            text[: next((i + 1 for i, token in enumerate(text) if token in self.ends), len(text))] for text in texts
+        ]

@@ -43,7 +43,7 @@ class AttachedModel(WeDLMGenerationMixin):
     mask_adapter: MaskAdapter
 
     @property
-    def has_mask_adapter(self) -> bool:
+    def has_mask_adapter(self) -> bool:  # type: ignore[override]
         """Whether decoding uses the mask adapter."""
         return self.mask_adapter.is_enabled
 
@@ -55,7 +55,8 @@ class AttachedModel(WeDLMGenerationMixin):
         """
         if self.training and getattr(self, "is_activation_checkpointing", False):
             raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
-        return self.mask_adapter.predicting(slots, self.dtype)  # type: ignore[no-any-return]
+        found: AbstractContextManager[Slots | None] = self.mask_adapter.predicting(slots, self.dtype)
+        return found
 
     def draft_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """The states that the head turns into drafts, once the tokens before the slots are known.
@@ -69,9 +70,9 @@ class AttachedModel(WeDLMGenerationMixin):
             `(..., H)`; `hidden` itself where the adapter has no previous-token head.
         """
         head = self.mask_adapter.head
-        if head is None:
-            return hidden
-        return head(hidden, self.get_input_embeddings()(previous_ids))  # type: ignore[no-any-return]
+        if head is not None:
+            hidden = head(hidden, self.get_input_embeddings()(previous_ids))
+        return hidden
 
     def save_mask_adapter(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """See [`save_mask_adapter`]."""
@@ -99,7 +100,8 @@ class AttachedModel(WeDLMGenerationMixin):
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of the class that a name can find."""
-        make, (_, *rest), *state = super().__reduce_ex__(protocol)
+        parts: Any = super().__reduce_ex__(protocol)
+        make, (_, *rest), *state = parts
         return _rebuilt, (type(self).__bases__[1], make, *rest), *state
 
 
@@ -245,7 +247,8 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     embeddings.register_forward_hook(EmbedSlots())
     _base_layer(model.get_output_embeddings()).register_forward_pre_hook(CatchSlots())
     ignored = model._keys_to_ignore_on_save
-    model.__class__ = _attached(type(model))
+    base: Any = type(model)
+    model.__class__ = _attached(base)
     model.mask_adapter = adapter
     # The base's own checkpoint stays the base's.
     model._keys_to_ignore_on_save = {*(ignored or ()), *(f"mask_adapter.{name}" for name in adapter.state_dict())}
@@ -371,11 +374,11 @@ def check_masks(model: Any) -> None:
     # Matrices of other shapes round differently, another expert may be chosen and activations may be quantized; a mask
     # that is not followed makes a difference of another order.
     is_exact = model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False)
-    error, size = (logits[:, 1] - expected).abs().max(), expected.abs().max()
-    if not bool(error <= (1e-3 if is_exact else 0.25) * size):
+    difference, size = (logits[:, 1] - expected).abs().max(), expected.abs().max()
+    if not bool(difference <= (1e-3 if is_exact else 0.25) * size):
         raise ValueError(
             f"{name} cannot carry a mask adapter: its attention does not follow the masks of a step (its logits "
-            f"differ by {error:.1e} of {size:.1e})."
+            f"differ by {difference:.1e} of {size:.1e})."
         )
 
 

@@ -1,6 +1,7 @@
 """Settings of mask-adapter training, and its budget: minutes or mask rows, counted over all resumes."""
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,13 +9,17 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from .pace import EVALUATION_SHARE, SAVING_SHARE, Clock
+
+_EVALUATION_STEP = 0.1  # of the budget, between two evaluations at least
+
 
 @dataclass
 class MaskTrainingConfig(TrainingArguments):
     """[`transformers.TrainingArguments`] with the settings of mask-adapter training.
 
-    Training ends when `minutes` have passed or `mask_rows` were trained, whichever comes first; the learning rate
-    follows the share of the budget that is used.
+    Training ends when `minutes` of it have passed or `mask_rows` were trained, whichever comes first; the learning
+    rate follows the share of the budget that is used. Evaluating and saving do not count as training.
     """
 
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
@@ -38,8 +43,7 @@ class MaskTrainingConfig(TrainingArguments):
 
     minutes: float | None = field(default=None, metadata={"help": "Budget: minutes of training, over all resumes."})
     mask_rows: int | None = field(default=None, metadata={"help": "Budget: masks with a target that are trained."})
-    session_minutes: float | None = field(default=None, metadata={"help": "Stop after so long; resume later."})
-    save_minutes: float = field(default=10.0, metadata={"help": "Minutes between checkpoints (and evaluations)."})
+    save_minutes: float = field(default=0.8, metadata={"help": "Minutes between checkpoints, or more if they slow."})
     num_masks: int = field(default=5, metadata={"help": "K, masks after each cut."})
     cut_stride: int = field(default=3, metadata={"help": "Response tokens for each cut."})
     batch_slots: int = field(default=640, metadata={"help": "Masks in a batch of one device, about."})
@@ -75,24 +79,41 @@ def budget_schedule(args: TrainingArguments, used: Callable[[], float], final: f
 class Budget(TrainerCallback, ExportableState):
     """How much of the budget is used and on what, kept over resumes; stops, saves and evaluates by it.
 
+    Evaluations get [`EVALUATION_SHARE`] of the time beside training, saves [`SAVING_SHARE`]: each is as rare as its
+    last one took long. The last evaluation is always made.
+
     Attributes:
-        seconds: of training, the same on every process.
+        clock: seconds.
+        synchronized: the largest of the numbers that the processes give.
+        seconds: of training.
         mask_rows: trained by all processes.
+        spent: seconds of all evaluations and of all saves.
+        last: seconds of the last evaluation and of the last save.
+        saved_at: `seconds` at the last save.
+        evaluated_at: share of the budget that was used at the last evaluation.
         settings: what a resumed run must share with the run so far.
         order: digest of the answers and of the order in which they are trained.
         first_step: optimizer steps before the present answers.
         first_epoch: epochs before the present answers.
     """
 
+    _KEPT = (
+        "seconds", "mask_rows", "spent", "last", "saved_at", "evaluated_at", "settings", "order", "first_step",
+        "first_epoch",
+    )  # fmt: skip
+
     def __init__(self) -> None:
-        self.seconds, self.mask_rows, self.saved_at, self.stop_at = 0.0, 0, 0.0, math.inf
+        self.clock: Clock = time.monotonic
+        self.synchronized: Callable[[float], float] = float
+        self.seconds, self.mask_rows, self.saved_at, self.evaluated_at = 0.0, 0, 0.0, 0.0
+        self.spent, self.last = ({"evaluation": 0.0, "saving": 0.0} for _ in range(2))
         self.settings: dict[str, int] = {}
         self.order, self.first_step, self.first_epoch = "", 0, 0
+        self._since = self.clock()
 
     def state(self) -> dict[str, Any]:
         """For trainer_state.json."""
-        names = ("seconds", "mask_rows", "saved_at", "settings", "order", "first_step", "first_epoch")
-        return {"args": {}, "attributes": {name: getattr(self, name) for name in names}}
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in self._KEPT}}
 
     def progress(self, args: MaskTrainingConfig) -> float:
         """The share of the budget that is used, 0 to 1."""
@@ -103,15 +124,50 @@ class Budget(TrainerCallback, ExportableState):
             shares.append(self.mask_rows / args.mask_rows)
         return min(1.0, max(shares))
 
+    def elapsed(self, args: MaskTrainingConfig) -> float:
+        """The share of the time that has passed, with what is spent beside training."""
+        since, share = self.clock() - self._since, self.progress(args)
+        passed = self.seconds + sum(self.spent.values()) + since
+        left = self.last["evaluation"]
+        if share < 1:
+            left += self.seconds * (1 / max(share, 1e-9) - 1) * (1 + SAVING_SHARE)
+        else:  # it is under way
+            left -= since
+        return min(passed / max(passed + left, 1e-9), 1.0)
+
+    def _passed(self) -> float:
+        """Seconds since the last call."""
+        since, self._since = self._since, self.clock()
+        return self._since - since
+
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Begins a session."""
-        if args.session_minutes:
-            self.stop_at = self.seconds + 60 * args.session_minutes
+        """Starts the clock."""
+        self.evaluated_at = min(self.evaluated_at, self.progress(args))  # the budget may have grown
+        self._passed()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Decides what happens after this step."""
-        is_over = self.progress(args) >= 1 or self.seconds >= self.stop_at
-        if is_over or self.seconds - self.saved_at >= 60 * args.save_minutes:
+        self.seconds = self.synchronized(self.seconds + self._passed())
+        progress = self.progress(args)
+        least = max(60 * args.save_minutes, self.last["saving"] / SAVING_SHARE)
+        if progress >= 1 or self.seconds - self.saved_at >= least:
             self.saved_at = self.seconds
-            control.should_save = control.should_evaluate = control.should_log = True
-        control.should_training_stop = control.should_training_stop or is_over
+            control.should_save = True
+        # With one more of them, the last evaluation still fits.
+        fits = self.spent["evaluation"] + 2 * self.last["evaluation"] <= EVALUATION_SHARE * self.seconds
+        if progress >= 1 or (progress - self.evaluated_at >= _EVALUATION_STEP and fits):
+            self.evaluated_at = progress
+            control.should_evaluate = control.should_log = True
+        control.should_training_stop = control.should_training_stop or progress >= 1
+
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Counts an evaluation."""
+        self._charge("evaluation")
+
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Counts a save."""
+        self._charge("saving")
+
+    def _charge(self, what: str) -> None:
+        self.last[what] = self.synchronized(self._passed())
+        self.spent[what] += self.last[what]

@@ -4,33 +4,38 @@
 target, `P` positions that they predict, `S` candidate tokens, `H` hidden size.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..generation.attention import layer_types
 from ..training.streams import IGNORE_INDEX
 
-MASK_RUNS = "mask_runs"  # the attention implementation of this module
+MASK_RUNS = "wedlm_mask_runs"  # the attention function of this module
 
 
 @dataclass(frozen=True)
 class MaskRuns:
-    """Who sees whom: runs of K masks, each behind a cut in the memory.
+    """Runs of K masks, each behind a cut in the memory.
 
     Attributes:
         memory: the keys and values of the answers, without a graph.
-        visible: `(B, 1, M, L)`, 0 where a mask sees a memory token and -inf elsewhere.
         length: K.
+        has_softcap: whether the model caps its scores where its layers ask for it: transformers' sdpa does not.
     """
 
     memory: DynamicCache
-    visible: torch.Tensor
     length: int
+    has_softcap: bool
+
+
+_RUNS: ContextVar[MaskRuns | None] = ContextVar("wedlm_mask_runs", default=None)
 
 
 def attend_in_runs(
@@ -38,47 +43,85 @@ def attend_in_runs(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor,
     scaling: float | None = None,
-    mask_runs: MaskRuns | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of masks to the memory up to their cut, and to the masks of their run up to themselves.
 
-    Without `mask_runs`, the attention of transformers. No score of two runs is computed, and no gradient of the
-    memory.
+    No score of two runs is computed, and no gradient of the memory.
 
     Args:
         query: `(B, A, M, D)` of A heads.
         key, value: `(B, A / G, M, D)`.
+        attention_mask: `(B, 1, M, L)`, 0 where a mask sees a memory token and -inf elsewhere.
+        scaling: of the scores.
+        softcap: of the scores, as in Gemma 2.
+        s_aux: `(A,)`, attention sinks, as in gpt-oss.
 
     Returns:
         `(B, M, A, D)`, and None in place of the attention weights.
     """
-    if mask_runs is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    runs = _RUNS.get()
+    assert runs is not None
     batch, _, slots, width = query.shape
-    layer, length = mask_runs.memory.layers[module.layer_idx], mask_runs.length
+    layer, length = runs.memory.layers[module.layer_idx], runs.length
     kv_heads = key.shape[1]
     query = query * (width**-0.5 if scaling is None else scaling)
     # (B, kv heads, G, M, D): the queries of a group share their keys.
     grouped = query.view(batch, kv_heads, -1, slots, width)
     to_memory = (grouped.flatten(2, 3) @ layer.keys.transpose(-1, -2)).view(*grouped.shape[:-1], -1)
     in_runs = grouped.reshape(batch, kv_heads, -1, slots // length, length, width)
-    runs = (batch, kv_heads, 1, slots // length, length, width)
-    to_run = in_runs @ key.view(runs).transpose(-1, -2)
+    shape = (batch, kv_heads, 1, slots // length, length)
+    to_run = in_runs @ key.view(*shape, width).transpose(-1, -2)
+    if softcap is not None and runs.has_softcap:
+        to_memory, to_run = (softcap * (scores / softcap).tanh() for scores in (to_memory, to_run))
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     to_run = to_run.masked_fill(later, float("-inf")).flatten(3, 4)
-    scores = torch.cat([to_memory + mask_runs.visible[:, :, None], to_run], dim=-1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    on_memory, on_run = weights.split([layer.keys.shape[2], length], dim=-1)
-    output = (on_memory.flatten(2, 3) @ layer.values).view_as(grouped)
-    output = output + (on_run.unflatten(3, (-1, length)) @ value.view(runs)).flatten(3, 4)
+    parts = [to_memory + attention_mask[:, :, None], to_run]
+    if s_aux is not None:
+        parts.append(s_aux.view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, slots, 1))
+    weights = torch.cat(parts, dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
+    seen = layer.keys.shape[2]
+    on_memory, on_run = weights[..., :seen], weights[..., seen : seen + length]
+    output = (on_memory.flatten(2, 3) @ layer.values).view(*grouped.shape[:-1], -1)
+    output = output + (on_run.unflatten(3, (-1, length)) @ value.view(*shape, -1)).flatten(3, 4)
     return output.flatten(1, 2).transpose(1, 2), None
 
 
 AttentionInterface.register(MASK_RUNS, attend_in_runs)
 AttentionMaskInterface.register(MASK_RUNS, sdpa_mask)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Two distributions at each of `N` slots, over the `S` candidates.
+
+    Attributes:
+        targets: `(N, S)`, the base's probabilities.
+        logits: `(N, S)` of the mask.
+        log_sums: `(N,)`, of the exponentials of the mask's logits of the whole vocabulary, estimated.
+        shares: `(S,)`, the logarithm of how many tokens each candidate stands for.
+    """
+
+    targets: torch.Tensor
+    logits: torch.Tensor
+    log_sums: torch.Tensor
+    shares: torch.Tensor
+
+
+def soft_cross_entropy(predicted: Predicted) -> torch.Tensor:
+    """`(N,)` nats: Σ p (log-sum − logit). The base's mass on candidates counts, which is nearly all of it."""
+    targets = predicted.targets
+    return predicted.log_sums * targets.sum(-1) - (targets * predicted.logits).sum(-1)
+
+
+def total_variation(predicted: Predicted) -> torch.Tensor:
+    """`(N,)`, 0 to 1: the chance that a sampled draft is rejected, 1 − Σ min(p, q), over the likely candidates."""
+    chances = (predicted.logits - predicted.log_sums[:, None]).exp()
+    return 1 - torch.minimum(predicted.targets, chances)[:, predicted.shares == 0].sum(-1)
 
 
 class MaskDistillation(nn.Module):
@@ -92,12 +135,13 @@ class MaskDistillation(nn.Module):
     over a random sample of all others, each of which stands for many.
 
     Args:
-        model: a [`WeDLMForCausalLM`] with a mask adapter.
+        model: with a mask adapter.
         num_masks: K.
         depth_decay: of the loss weights, which begin at 1: a deep draft counts only if all before it are accepted.
         plain_weight: of the cross-entropy without the previous-token head.
         top_tokens: likeliest tokens of the base at each position that are candidates.
         sampled_tokens: of all others, how many stand for them.
+        loss: of each slot, `(N,)`.
     """
 
     accepts_loss_kwargs = True
@@ -112,16 +156,18 @@ class MaskDistillation(nn.Module):
         plain_weight: float = 0.5,
         top_tokens: int = 16,
         sampled_tokens: int = 2048,
+        loss: Callable[[Predicted], torch.Tensor] = soft_cross_entropy,
     ):
         super().__init__()
         self.model: Any = model
         self.config = model.config
-        self.num_masks = num_masks
+        self._text: Any = model.config.get_text_config(decoder=True)
+        self._kinds = sorted(set(layer_types(model.config)))
+        self.num_masks, self.loss = num_masks, loss
         self.plain_weight = plain_weight
         self.top_tokens, self.sampled_tokens = top_tokens, sampled_tokens
         weights = torch.tensor([depth_decay**depth for depth in range(num_masks)])
         self.register_buffer("depth_weights", weights, persistent=False)
-        model.set_attn_implementation(MASK_RUNS)
 
     def train(self, mode: bool = True) -> "MaskDistillation":
         """The base stays in evaluation mode: its distributions are the targets."""
@@ -148,8 +194,8 @@ class MaskDistillation(nn.Module):
             bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats.
         """
         counted = labels != IGNORE_INDEX
-        memory_hidden, memory = self._memory(input_ids)
-        hidden = self._masks(memory, cuts)[counted]
+        memory_hidden, memory = self.memory(input_ids)
+        hidden = self.masks(memory, cuts)[counted]
         # Targets: what the memory row before each mask's position says.
         before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
         rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
@@ -159,14 +205,15 @@ class MaskDistillation(nn.Module):
             tokens = input_ids.flatten()
             tokens = torch.stack([tokens[(places - 1).clamp(min=0)], tokens[places]], dim=1)
             previous = self.model.get_input_embeddings()(tokens)[of_slot]
-        adapter = self.model.mask_adapter
-        states = [hidden] if adapter.head is None else [hidden, adapter.head(hidden, previous)]
-        logits = (torch.cat(states) @ self.model.lm_head.weight[candidates].T).float()
+        head = self.model.mask_adapter.head
+        states = [hidden] if head is None else [hidden, head(hidden, previous)]
+        lm_head = self.model.get_output_embeddings()
+        bias = None if lm_head.bias is None else lm_head.bias[candidates]
+        logits = self._scaled(nn.functional.linear(torch.cat(states), lm_head.weight[candidates], bias))
         log_sums = (logits + shares).logsumexp(-1)
         targets, likeliest = teacher[of_slot], teacher.argmax(-1)[of_slot]
-        # Σ p (log-sum − logit): the share of the base's mass on candidates counts, which is nearly all of it.
         losses = [
-            log_sum * targets.sum(-1) - (targets * part).sum(-1)
+            self.loss(Predicted(targets, part, log_sum, shares))
             for log_sum, part in zip(log_sums.chunk(len(states)), logits.chunk(len(states)), strict=True)
         ]
         correct = [part.argmax(-1) == likeliest for part in logits.detach().chunk(len(states))]
@@ -184,30 +231,76 @@ class MaskDistillation(nn.Module):
         }
 
     @torch.no_grad()
-    def _memory(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
-        """Last hidden states `(B, L, H)` of the answers under the base alone, and their keys and values."""
-        memory = DynamicCache(config=self.config)
-        hidden = self.model.model(input_ids=input_ids, past_key_values=memory, use_cache=True).last_hidden_state
+    def memory(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
+        """What the base alone makes of answers.
+
+        Args:
+            input_ids: `(B, L)`, right-padded.
+
+        Returns:
+            Last hidden states `(B, L, H)`, and keys and values for [`masks`].
+        """
+        memory = DynamicCache()  # made with the config, it would forget what sliding layers no longer see
+        hidden = self.model.base_model(input_ids=input_ids, past_key_values=memory, use_cache=True).last_hidden_state
         return hidden, memory
 
-    def _masks(self, memory: DynamicCache, cuts: torch.Tensor) -> torch.Tensor:
-        """Last hidden states of the masks, `(B, C, K, H)`."""
-        batch, runs = cuts.shape
-        slots = runs * self.num_masks
-        positions = (cuts.clamp(min=0)[..., None] + 2 + torch.arange(self.num_masks, device=cuts.device)).flatten(1)
-        dtype = self.model.dtype
-        seen = torch.arange(memory.get_seq_length(), device=cuts.device) <= cuts.clamp(min=0)[..., None]
-        visible = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
-        visible = visible.repeat_interleave(self.num_masks, dim=1)[:, None]
-        embeds = torch.zeros(batch, slots, self.config.hidden_size, dtype=dtype, device=cuts.device)
-        hidden = self.model.model(
-            inputs_embeds=embeds,
-            attention_mask={"full_attention": visible},
-            position_ids=positions,
-            use_cache=False,
-            mask_runs=MaskRuns(memory, visible, self.num_masks),
-        ).last_hidden_state
-        return hidden.unflatten(1, (runs, self.num_masks))
+    def masks(self, memory: DynamicCache, cuts: torch.Tensor) -> torch.Tensor:
+        """Last hidden states `(B, C, K, H)` of K masks behind each cut.
+
+        Args:
+            memory: of [`memory`].
+            cuts: `(B, C)`: position of the last token that the masks of a run see, -1 for none. The first mask stands
+                two positions further on.
+        """
+        device, length = cuts.device, memory.get_seq_length()
+        positions = (cuts.clamp(min=0)[..., None] + 2 + torch.arange(self.num_masks, device=device)).flatten(1)
+        places = torch.arange(length, device=device)
+        seen = (places <= cuts.clamp(min=0)[..., None]).repeat_interleave(self.num_masks, dim=1)
+        visible = {}
+        for kind in self._kinds:
+            near = seen
+            if kind == "sliding_attention":
+                near = seen & (places > positions[..., None] - self._text.sliding_window)
+            elif kind == "chunked_attention":
+                size = self._text.attention_chunk_size
+                near = seen & (places // size == positions[..., None] // size)
+            visible[kind] = torch.zeros(near.shape, dtype=self.model.dtype, device=device)
+            visible[kind] = visible[kind].masked_fill_(~near, float("-inf"))[:, None]
+        implementation = self._text._attn_implementation
+        token = _RUNS.set(MaskRuns(memory, self.num_masks, implementation == "eager"))
+        self._text._attn_implementation = MASK_RUNS
+        try:
+            with self.model.predicting(positions.shape[1]):
+                hidden: torch.Tensor = self.model.base_model(
+                    input_ids=torch.zeros_like(positions),  # slots have an embedding of their own
+                    attention_mask=visible if len(visible) > 1 else visible[self._kinds[0]],
+                    position_ids=positions,
+                    use_cache=False,
+                ).last_hidden_state
+        finally:
+            self._text._attn_implementation = implementation
+            _RUNS.reset(token)
+        return hidden.unflatten(1, (cuts.shape[1], self.num_masks))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """What a family makes of its head's output, in float32."""
+        config, logits = self._text, logits.float()
+        logits = logits * (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        cap = getattr(config, "final_logit_softcapping", None)
+        return logits if cap is None else cap * (logits / cap).tanh()
+
+    def drafts(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        """The likeliest token of each mask.
+
+        Args:
+            hidden: `(N, H)`, of [`masks`].
+            previous_ids: `(N, 2)` int64, the two tokens before each mask.
+
+        Returns:
+            `(N,)` int64.
+        """
+        choices: torch.Tensor = self.model.get_output_embeddings()(self.model.draft_hidden(hidden, previous_ids))
+        return choices.argmax(-1)
 
     def _teacher(self, hidden: torch.Tensor, noise_key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The base's distributions at some positions.
@@ -219,20 +312,19 @@ class MaskDistillation(nn.Module):
         Returns:
             Probabilities `(P, S)`; the candidates `(S,)`; and `(S,)` the logarithm of how many tokens each stands for.
         """
-        logits = self.model.lm_head(hidden)
-        logits[:, self.config.mask_token_id] = float("-inf")  # never a token of an answer
+        logits = self.model.get_output_embeddings()(hidden)
         likely = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-        likely[logits.topk(min(self.top_tokens, logits.shape[-1] - 1), sorted=False).indices.flatten()] = True
-        likely[self.config.mask_token_id] = False
+        likely[logits.topk(min(self.top_tokens, logits.shape[-1]), sorted=False).indices.flatten()] = True
         generator = torch.Generator().manual_seed(noise_key)
         sampled = torch.randint(logits.shape[-1], (self.sampled_tokens,), generator=generator).to(logits.device)
         sampled = sampled.unique()
-        sampled = sampled[~likely[sampled] & (sampled != self.config.mask_token_id)]
+        sampled = sampled[~likely[sampled]]
         likely = likely.nonzero().flatten()
-        others = logits.shape[-1] - 1 - len(likely)
+        others = logits.shape[-1] - len(likely)
         shares = torch.zeros(len(likely) + len(sampled), device=logits.device)
         if len(sampled):
             shares[len(likely) :] = torch.tensor(others / len(sampled)).log()
         candidates = torch.cat([likely, sampled])
-        log_sums = torch.cat([chunk.float().logsumexp(-1) for chunk in logits.split(64)])
-        return (logits[:, candidates].float() - log_sums[:, None]).exp(), candidates, shares
+        # In portions: all logits in float32 are large.
+        log_sums = torch.cat([self._scaled(portion).logsumexp(-1) for portion in logits.split(64)])
+        return (self._scaled(logits[:, candidates]) - log_sums[:, None]).exp(), candidates, shares

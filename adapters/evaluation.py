@@ -16,79 +16,52 @@ KINDS = ("chain", "branch")
 Replay = tuple[str, int]  # kind and number of drafts
 
 
-@torch.no_grad()
 def measure_acceptance(distillation: MaskDistillation, answers: Iterable[Answer]) -> tuple[int, Counter[Replay]]:
     """Replays greedy verified decoding (ALGORITHM.md §4) of answers that the base itself chose greedily.
 
-    The drafts behind every token are computed at once, from masks that see the answer up to there; a replay of the
-    decoder then counts forwards. Branches give each accepted token drafts; a chain has none after a rejection.
+    Branches give each accepted token drafts; a chain has none after a rejection.
 
     Returns:
         The tokens of all answers, and the forwards that decoding them takes, the prompts' included, by kind (`chain`,
-        `branch`; `chain_plain` and `branch_plain` without the previous-token head) and number of drafts.
+        `branch`) and number of drafts.
     """
-    suffixes = ("",) if distillation.model.mask_adapter.head is None else ("", "_plain")
     limits = [limit for limit in DRAFTS if limit <= distillation.num_masks]
-    tokens, forwards = 0, Counter({(kind + end, limit): 0 for kind in KINDS for end in suffixes for limit in limits})
+    tokens, forwards = 0, Counter({(kind, limit): 0 for kind in KINDS for limit in limits})
     for answer in answers:
-        truth = torch.tensor(answer["response_ids"])
-        tokens += len(truth)
-        for suffix, drafts in draft_everywhere(distillation, answer).items():
-            accepted = _accepted_runs(drafts, truth)
-            for limit in limits:
-                runs = accepted.clamp(max=limit).tolist()
-                for kind in KINDS:
-                    forwards[kind + suffix, limit] += _forwards(runs, limit, is_chain=kind == "chain")
+        tokens += len(answer["response_ids"])
+        accepted = accepted_runs(distillation, answer)
+        for limit in limits:
+            runs = accepted.clamp(max=limit).tolist()
+            for kind in KINDS:
+                forwards[kind, limit] += _forwards(runs, limit, is_chain=kind == "chain")
     return tokens, forwards
 
 
-def draft_everywhere(distillation: MaskDistillation, answer: Answer) -> dict[str, torch.Tensor]:
-    """The drafts behind each token of an answer.
+@torch.no_grad()
+def accepted_runs(distillation: MaskDistillation, answer: Answer) -> torch.Tensor:
+    """How many drafts behind each token of an answer are what follows it, `(T,)` int64, at most K.
 
-    Returns:
-        `(T, K)` int64: row t holds the drafts for the tokens t + 1, t + 2, …, chosen one after the other by the
-        previous-token head from the true token t on; under `"_plain"`, each mask's own choice.
+    The masks behind a token see the answer up to there. Each draft is chosen given the true tokens before it: behind
+    a wrong one, none counts.
     """
-    model = distillation.model
-    prompt, response = list(answer["prompt_ids"]), list(answer["response_ids"])
-    device = model.device
-    input_ids = torch.tensor([prompt + response], device=device)
-    _, memory = distillation._memory(input_ids)
-    cuts = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1, device=device)
-    # In portions: masks see only their own run, but the sum over the vocabulary is large.
-    hidden = torch.cat([distillation._masks(memory, part[None])[0] for part in cuts.split(32)])
-    plain = _choose(model, hidden)
-    head = model.mask_adapter.head
-    if head is None:
-        return {"": plain}
-    embed = model.get_input_embeddings()
-    # The token at the cut, and the one behind it, which the base's own last row decides.
-    before, previous = torch.tensor([prompt[-1:] + response[:-1], response], device=device)
-    drafts = []
-    for depth in range(hidden.shape[1]):
-        states = head(hidden[:, depth], embed(torch.stack([before, previous], dim=1)))
-        before, previous = previous, _choose(model, states)
-        drafts.append(previous)
-    return {"": torch.stack(drafts, dim=1).cpu(), "_plain": plain.cpu()}
-
-
-def _choose(model, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """The likeliest token of each state, never the mask."""
-
-    def portion(states: torch.Tensor) -> torch.Tensor:
-        logits = model.lm_head(states)
-        logits[:, model.config.mask_token_id] = float("-inf")
-        return logits.argmax(-1)
-
-    return torch.cat([portion(part) for part in hidden.flatten(0, -2).split(256)]).view(hidden.shape[:-1])
-
-
-def _accepted_runs(drafts: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """How many drafts behind each token are what follows it, `(T,)`."""
-    depths = drafts.shape[1]
-    padded = torch.cat([truth, torch.full((depths,), -1)])
-    following = torch.arange(len(truth))[:, None] + 1 + torch.arange(depths)
-    return (drafts == padded[following]).long().cumprod(-1).sum(-1)
+    model, depths = distillation.model, distillation.num_masks
+    prompt, count = len(answer["prompt_ids"]), len(answer["response_ids"])
+    ids = torch.tensor([*answer["prompt_ids"], *answer["response_ids"]], device=model.device)
+    _, memory = distillation.memory(ids[None])
+    cuts = torch.arange(prompt - 1, prompt + count - 1, device=model.device)
+    accepted = torch.zeros(count, dtype=torch.int64, device=model.device)
+    for part in cuts.split(32):  # portions: all scores on the memory at once are large
+        hidden = distillation.masks(memory, part[None])[0]
+        right = torch.arange(len(part), device=model.device)
+        for depth in range(depths):
+            places = part[right] + 2 + depth  # of the tokens to draft
+            right, places = right[places < len(ids)], places[places < len(ids)]
+            if not len(right):
+                break
+            before = torch.stack([ids[places - 2], ids[places - 1]], dim=1)
+            right = right[distillation.drafts(hidden[right, depth], before) == ids[places]]
+            accepted[part[right] - (prompt - 1)] += 1
+    return accepted.cpu()
 
 
 def _forwards(runs: list[int], limit: int, is_chain: bool) -> int:

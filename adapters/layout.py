@@ -9,36 +9,15 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from ..training.streams import IGNORE_INDEX
-from .answers import read_answers
 
 Answer = Mapping[str, Any]
-
-
-def load_answers(path: str | PathLike[str], max_length: int) -> list[Answer]:
-    """The answers of a JSONL file that have at least two tokens and, with their prompt, at most `max_length`.
-
-    Raises:
-        OSError: for a file that cannot be read.
-        ValueError: for a line that is no answer (see [`read_answers`]), and for a file with no answer that fits.
-    """
-    if not Path(path).exists():
-        raise FileNotFoundError(f"There is no file of answers {str(path)!r}.")
-    answers: list[Answer] = []
-    for answer in read_answers(Path(path)):
-        prompt, response = len(answer["prompt_ids"]), len(answer["response_ids"])
-        if prompt and response > 1 and prompt + response <= max_length:
-            answers.append(answer)
-    if not answers:
-        raise ValueError(f"{str(path)!r} holds no answer of at least 2 tokens and, with its prompt, {max_length}.")
-    return answers
+"""`prompt_ids` and `response_ids`, lists of tokens; more about it in [`answers.Answer`]."""
 
 
 class AnswerBatches(Dataset):
@@ -47,15 +26,21 @@ class AnswerBatches(Dataset):
     Which answers share a batch is a function of the answers and the seed alone.
 
     Args:
-        answers: see [`load_answers`].
+        answers: those of at least two tokens behind a prompt count.
         batch_slots: about how many masks a batch holds.
         cut_stride: response tokens for each cut.
         num_masks: K.
         seed: of the batches.
+
+    Raises:
+        ValueError: for answers none of which count.
     """
 
     def __init__(self, answers: Sequence[Answer], batch_slots: int, cut_stride: int, num_masks: int, seed: int):
-        self.answers = answers
+        self.answers = [answer for answer in answers if answer["prompt_ids"] and len(answer["response_ids"]) > 1]
+        if not self.answers:
+            raise ValueError(f"None of the {len(answers)} answers has at least two tokens behind a prompt.")
+        answers = self.answers
         generator = torch.Generator().manual_seed(seed)
         jitter = (torch.rand(len(answers), generator=generator) * 16).tolist()
         order = sorted(

@@ -11,6 +11,7 @@ from transformers.utils import cached_file
 
 from ..modeling_wedlm.loading import (
     ADAPTER_FILE,
+    FASTEST,
     TOKENIZER_FILES,
     base_path,
     find_checkpoint,
@@ -18,13 +19,20 @@ from ..modeling_wedlm.loading import (
     load_model,
     load_tokenizer,
     reading,
+    set_format,
 )
+from ..modeling_wedlm.packed import PACKED
+from ..modeling_wedlm.sources import load_source, read_source_tokenizer
 from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
 from .registered import load_mask_adapter
 
 
 def load_adapted(
-    source: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None, *, dtype: str | torch.dtype = "auto"
+    source: str | os.PathLike[str],
+    adapter: str | os.PathLike[str] | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model and its tokenizer, where one of the names may be that of an adapter.
 
@@ -33,7 +41,8 @@ def load_adapted(
     Args:
         source: folder or Hub id of a checkpoint, or folder of an adapter, whose base is loaded with it.
         adapter: folder or Hub id of a LoRA or of a mask adapter.
-        dtype: of the weights; `"auto"` is the checkpoint's own.
+        dtype: as [`load_model`] takes it; weights are packed after a LoRA is merged.
+        device: where the model is put.
 
     Raises:
         ImportError: for a LoRA where PEFT is not installed.
@@ -44,23 +53,36 @@ def load_adapted(
     while is_adapter(source) and source not in adapters[:-1]:
         adapters.insert(0, source)
         source = base_path(source)
-    model, tokenizer_source = load_model(source, dtype=dtype), source
-    for each in adapters:
+    masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
+    loras = [each for each in adapters if each not in masks]
+    is_late = bool(loras) and dtype in (PACKED, FASTEST)
+    # A model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model.
+    load, read_tokenizer = (load_source, read_source_tokenizer) if masks else (load_model, load_tokenizer)
+    model, tokenizer_source = load(source, dtype="auto" if is_late else dtype, device=device), None
+    for each in loras:
         with reading(f"The adapter {os.fspath(each)!r}"):
-            found = {**find_checkpoint(each, file=ADAPTER_FILE), "_raise_exceptions_for_missing_entries": False}
-            del found["trust_remote_code"]
-            config = json.loads(Path(str(cached_file(each, ADAPTER_FILE, **found))).read_bytes())
-            if cached_file(each, WEIGHTS_NAME, **found) is None:  # PEFT would unpickle other files
-                raise FileNotFoundError(f"The adapter {os.fspath(each)!r} has no {WEIGHTS_NAME}.")
-            if config.get("peft_type") == PEFT_TYPE:
-                load_mask_adapter(model, each)
-                if getattr(model.generation_config, "verification", None) is None:
-                    model.generation_config.verification = "exact"
-            else:
-                model = _merged(model, each)
+            model = _merged(model, each)
+    if is_late:
+        set_format(model, dtype, device)
+    for each in masks:
+        load_mask_adapter(model, each)
+        if getattr(model.generation_config, "verification", None) is None:
+            model.generation_config.verification = "exact"
+    for each in adapters:
         if any(Path(each, name).is_file() for name in TOKENIZER_FILES):
             tokenizer_source = each
-    return model, load_tokenizer(tokenizer_source)
+    return model, read_tokenizer(source) if tokenizer_source is None else load_tokenizer(tokenizer_source)
+
+
+def _peft_type(adapter: str | os.PathLike[str]) -> Any:
+    """The kind of an adapter. Raises `OSError` for one that is missing or has no safetensors."""
+    with reading(f"The adapter {os.fspath(adapter)!r}"):
+        found = {**find_checkpoint(adapter, file=ADAPTER_FILE), "_raise_exceptions_for_missing_entries": False}
+        del found["trust_remote_code"]
+        config = json.loads(Path(str(cached_file(adapter, ADAPTER_FILE, **found))).read_bytes())
+        if cached_file(adapter, WEIGHTS_NAME, **found) is None:  # PEFT would unpickle other files
+            raise FileNotFoundError(f"The adapter {os.fspath(adapter)!r} has no {WEIGHTS_NAME}.")
+        return config.get("peft_type")
 
 
 def _merged(model: Any, adapter: str | os.PathLike[str]) -> Any:

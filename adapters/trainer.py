@@ -1,16 +1,11 @@
 """Training of mask adapters on `transformers.Trainer`.
 
-    python -m wedlm_hf.adapters.trainer BASE ANSWERS.jsonl OUT --minutes 60
-
-BASE is a WeDLM checkpoint (see `convert`), ANSWERS its own answers (see `answers`), OUT a folder for checkpoints, the
-log and the adapter. A run that was stopped goes on where it was, and so does a finished one with a larger budget, with
-the same answers or with more.
+A run that was stopped goes on where it was, and so does a finished one with a larger budget, with the same answers or
+with more.
 """
 
-import argparse
 import json
 import math
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,15 +16,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from ..modeling_wedlm.loading import load_model
-from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
-from ..training.saving import AtomicSaveTrainer, newest_complete_checkpoint
-from .adapter_files import MaskAdapterSettings, StoredMaskAdapter, check_base
+from ..training.saving import AtomicSaveTrainer
+from .adapter_files import StoredMaskAdapter, check_base
 from .budget import Budget, MaskTrainingConfig, budget_schedule
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
-from .layout import Answer, AnswerBatches, DataCollatorForMaskRuns, load_answers
-from .registered import add_mask_adapter, load_mask_adapter
+from .layout import Answer, AnswerBatches, DataCollatorForMaskRuns
+from .pace import Clock
 
 
 class _Epochs(TrainerCallback):
@@ -49,8 +42,9 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     Args:
         model: with a mask adapter; everything else of it is frozen.
         args: settings.
-        answers: to train on.
+        answers: to train on, each with `prompt_ids` and `response_ids`; those of a single token teach nothing.
         eval_answers: greedy answers of the base, for [`measure_acceptance`].
+        clock: measures the budget.
     """
 
     args: MaskTrainingConfig
@@ -64,16 +58,16 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def __init__(
         self,
-        model: WeDLMForCausalLM,
+        model: Any,
         args: MaskTrainingConfig,
         answers: Sequence[Answer],
         eval_answers: Sequence[Answer] | None = None,
+        *,
+        clock: Clock = time.monotonic,
     ):
         collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed)
-        self.budget = Budget()
+        self.budget, self._clock = Budget(), clock
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._started = time.monotonic()
-        self._seconds_before = 0.0
         super().__init__(
             MaskDistillation(model, num_masks=args.num_masks),
             args,
@@ -82,19 +76,28 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             eval_dataset=eval_answers,
             callbacks=[self.budget, _Epochs(collator)],
         )
+        self._connect(self.budget)
 
     # The budget.
+
+    def _connect(self, budget: Budget) -> None:
+        self.budget = budget
+        budget.clock = self._clock
+        budget.synchronized = lambda number: float(self._everyones([number]).max())
+
+    def _everyones(self, numbers: Sequence[float]) -> torch.Tensor:
+        """The numbers of each process, `(processes, numbers)` float64."""
+        mine = torch.tensor([numbers], dtype=torch.float64, device=self.args.device)
+        gathered: torch.Tensor = self.accelerator.gather(mine)
+        return gathered
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
         """The sum of loss weights of the whole step. Counts the budget, too, the same on every process."""
         weights = self.accelerator.unwrap_model(self.model).depth_weights.cpu()
         counted = [batch["labels"] != -100 for batch in batch_samples]
         sums = [sum(float((mask * weights).sum()) for mask in counted), sum(int(mask.sum()) for mask in counted)]
-        seconds = self._seconds_before + time.monotonic() - self._started
-        mine = torch.tensor([*sums, seconds], dtype=torch.float64, device=device)
-        everyone = self.accelerator.gather(mine[None])
+        everyone = self._everyones(sums)
         self.budget.mask_rows += int(everyone[:, 1].sum())
-        self.budget.seconds = float(everyone[:, 2].max())
         return everyone[:, 0].sum().float()
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -108,9 +111,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        restored = [one for one in self.callback_handler.callbacks if isinstance(one, Budget)]
-        self.budget = restored[0]
-        self._seconds_before, self._started = self.budget.seconds, time.monotonic()
+        self._connect(next(one for one in self.callback_handler.callbacks if isinstance(one, Budget)))
 
     def _init_training_state(
         self,
@@ -142,11 +143,6 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         budget.settings, budget.order = settings, order
         epochs, skipped = divmod(state.global_step - budget.first_step, num_update_steps_per_epoch)
         return budget.first_epoch + epochs, skipped * accumulated
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's. Raises `ValueError` for a checkpoint of another base, or of an adapter with other settings."""
-        self._started = time.monotonic()
-        return super().train(*args, **kwargs)
 
     # The loss and the log.
 
@@ -201,7 +197,6 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         answers = self.eval_dataset if eval_dataset is None else eval_dataset
         if not answers:
             return {}
-        started = time.perf_counter()
         mine = list(answers)[self.accelerator.process_index :: self.accelerator.num_processes]
         counted, replays = measure_acceptance(self.accelerator.unwrap_model(self.model), self._announced(mine))
         sums = torch.tensor([counted, *replays.values()], dtype=torch.float64, device=self.args.device)
@@ -210,7 +205,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             f"{metric_key_prefix}_tokens_per_forward_{name}_{drafts}": round(tokens / count, 4)
             for (name, drafts), count in zip(replays, forwards, strict=True)
         }
-        metrics[f"{metric_key_prefix}_seconds"] = round(time.perf_counter() - started, 1)
+        metrics[f"{metric_key_prefix}_tokens"] = int(tokens)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -237,100 +232,3 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
                 f"A run with {stored.settings} cannot go on with {adapter.settings}: choose a new folder."
             )
         adapter.load_state_dict(stored.weights)
-
-
-def train_mask_adapter(
-    base: str | os.PathLike[str],
-    answers: str | os.PathLike[str],
-    args: MaskTrainingConfig,
-    settings: MaskAdapterSettings | None = None,
-    eval_answers: str | os.PathLike[str] | None = None,
-    max_length: int = 640,
-    dtype: str | torch.dtype = "bfloat16",
-    adapter: str | os.PathLike[str] | None = None,
-) -> MaskAdapterTrainer:
-    """Trains a mask adapter, going on from the newest checkpoint in `args.output_dir` if there is one.
-
-    A finished run goes on with a larger budget, and with more answers or other ones: they begin a new epoch. What is
-    left of a run elsewhere is its adapter: `adapter` trains that one further, with a new optimizer and budget.
-
-    Args:
-        base: folder or Hub id of a WeDLM checkpoint.
-        answers: JSONL file of its own answers, see [`load_answers`].
-        args: settings of the training.
-        settings: shape of a new adapter.
-        eval_answers: JSONL file of greedy answers to measure acceptance on.
-        max_length: longest prompt and answer, in tokens.
-        dtype: of the base; the adapter trains in float32.
-        adapter: folder or Hub id of a mask adapter of this base to begin with; it has its own `settings`.
-
-    Returns:
-        The trainer; the finished adapter, in `dtype`, is in `args.output_dir` where the budget is used up.
-
-    Raises:
-        ValueError: for `settings` beside an `adapter`, and for an adapter of another base.
-    """
-    if settings and adapter:
-        raise ValueError(f"The adapter {str(adapter)!r} has its own settings: leave {settings} out.")
-    model = load_model(base, dtype=dtype).eval()
-    torch.manual_seed(args.seed)
-    if adapter:
-        load_mask_adapter(model, adapter, is_trainable=True)
-    else:
-        add_mask_adapter(model, settings)
-    trainer = MaskAdapterTrainer(
-        model,
-        args,
-        load_answers(answers, max_length),
-        load_answers(eval_answers, 10**9) if eval_answers else None,
-    )
-    resume = None
-    if any(Path(str(args.output_dir)).glob("checkpoint-*")):
-        resume = str(newest_complete_checkpoint(Path(str(args.output_dir))))
-    trainer.train(resume_from_checkpoint=resume)
-    if trainer.is_world_process_zero():
-        model.save_mask_adapter(str(args.output_dir))
-    return trainer
-
-
-def main() -> None:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m wedlm_hf.adapters.trainer", description=__doc__)
-    for name in ("base", "answers", "out"):
-        parser.add_argument(name)
-    parser.add_argument("--minutes", type=float)
-    parser.add_argument("--mask-rows", type=int)
-    parser.add_argument("--session-minutes", type=float)
-    parser.add_argument("--save-minutes", type=float, default=10.0)
-    parser.add_argument("--eval-answers")
-    parser.add_argument("--adapter", help="mask adapter to begin with; default: a new one")
-    parser.add_argument("--rank", type=int, help="of a new adapter")
-    parser.add_argument("--head-width", type=int, help="of a new adapter")
-    parser.add_argument("--num-masks", type=int, default=5)
-    parser.add_argument("--cut-stride", type=int, default=3)
-    parser.add_argument("--batch-slots", type=int, default=640)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=42)
-    options = parser.parse_args()
-    args = MaskTrainingConfig(
-        output_dir=options.out,
-        minutes=options.minutes,
-        mask_rows=options.mask_rows,
-        session_minutes=options.session_minutes,
-        save_minutes=options.save_minutes,
-        num_masks=options.num_masks,
-        cut_stride=options.cut_stride,
-        batch_slots=options.batch_slots,
-        learning_rate=options.learning_rate,
-        seed=options.seed,
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-        ddp_backend="gloo" if not torch.cuda.is_available() and "WORLD_SIZE" in os.environ else None,
-    )
-    shape = {name: value for name in ("rank", "head_width") if (value := getattr(options, name)) is not None}
-    settings = MaskAdapterSettings(**shape) if shape else None
-    train_mask_adapter(options.base, options.answers, args, settings, options.eval_answers, adapter=options.adapter)
-
-
-if __name__ == "__main__":
-    main()

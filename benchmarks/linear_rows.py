@@ -25,7 +25,6 @@ SHAPES = {
     "Qwen3-0.6B": (1024, 3072, 28, 2048, 1024, 151936),
     "Qwen3-1.7B": (2048, 6144, 28, 2048, 1024, 151936),
 }
-ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64)
 
 
 def main() -> None:
@@ -34,6 +33,7 @@ def main() -> None:
     parser.add_argument("--model", choices=[*SHAPES], default="SmolLM2-135M")
     parser.add_argument("--layers", type=int, help="how many are timed; default: all")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 24, 32, 64])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--own-time", action="store_true", help="one thread's own time")
     options = parser.parse_args()
@@ -59,7 +59,7 @@ def measure(options: argparse.Namespace, clock: Callable[[], float]) -> None:
         torch.bfloat16: [[_as_bfloat16(layer) for layer in part] for part in plain],
         torch.float32: [[*part] for part in plain],
     }
-    for count in ROWS:
+    for count in options.rows:
         taken: dict[torch.dtype, list[float]] = {name: [] for name in formats}
         for _ in range(options.repeats):
             for name, (decoder, head) in formats.items():

@@ -3,7 +3,8 @@
     python benchmarks/plans.py
 
 Drafts pass with a chance that varies from step to step around a mean, and masks say so; times follow a curve that the
-planner can only measure. A fixed shape checks n drafts and has m masks behind each row. Speeds are relative to AR decoding.
+planner can only measure. A fixed shape checks n drafts and has m masks behind each row. Speeds are relative to AR
+decoding.
 """
 
 from collections.abc import Callable, Iterator

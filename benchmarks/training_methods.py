@@ -1,231 +1,127 @@
-"""All weights trained with the dual stream, the paper's own way, beside a mask adapter: same base, answers, minutes.
+"""Ways to train a mask adapter, in small equal trials: same answers, same seed, same number of mask rows.
 
-    python benchmarks/training_methods.py train all-weights BASE ANSWERS.jsonl HELD_OUT.jsonl build/all --minutes 15 &
-    python benchmarks/training_methods.py train adapter BASE ANSWERS.jsonl HELD_OUT.jsonl build/adapter --minutes 15
-    python benchmarks/training_methods.py table build/all build/adapter
+    python benchmarks/training_methods.py train cross-entropy BASE ANSWERS.jsonl build/ce
+    python benchmarks/training_methods.py train variation BASE ANSWERS.jsonl build/tv --mask-rows 100000
+    python benchmarks/training_methods.py table build/ce build/tv
 
-BASE is a WeDLM checkpoint, ANSWERS and HELD_OUT its own answers (see `adapters/answers.py`), HELD_OUT its greedy ones.
-Each run trains on one thread, in bfloat16 (all weights: in autocast, the weights themselves in float32), and then
-measures in float32: tokens per forward of verified decoding (each model
-verified by itself), the next-token loss on the held-out answers, and how many greedy answers are still the base's. A
-run whose training is finished measures again.
+ANSWERS are the base's own (`wedlm adapt` leaves them in `work/answers.jsonl`). Every tenth greedy answer is held out;
+what a way is worth is tokens per forward on these, by the replay of `adapters/evaluation.py`. A trial that was stopped
+goes on. Seconds are those of the process, which other programs disturb less than the clock.
 """
 
 import json
-import resource
 import time
-from enum import StrEnum
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from datasets import Dataset
-from torch.nn import functional as F
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerCallback
 
-from wedlm_hf.adapters.budget import MaskTrainingConfig, budget_schedule
-from wedlm_hf.adapters.layout import load_answers
-from wedlm_hf.adapters.trainer import train_mask_adapter
-from wedlm_hf.eval.ar_head import ar_logits
-from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
-from wedlm_hf.eval.files import write_text
-from wedlm_hf.eval.measure import measure
-from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
-from wedlm_hf.training import WeDLMSFTConfig, WeDLMSFTTrainer
+from wedlm_hf.adapters.answers import read_answers
+from wedlm_hf.adapters.attach import add_mask_adapter
+from wedlm_hf.adapters.budget import MaskTrainingConfig
+from wedlm_hf.adapters.distillation import Predicted, soft_cross_entropy, total_variation
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters.trainer import MaskAdapterTrainer
+from wedlm_hf.modeling_wedlm.files import write_text
+from wedlm_hf.modeling_wedlm.sources import load_source
 
-DRAFTS = 4
-LONGEST = 640  # tokens of a prompt and its answer
-# Without branches, a failed draft costs a step without drafts: how sure a mask must be matters there.
-DRAFTERS: dict[str, dict[str, Any]] = {
-    "adapter": {f"{DRAFTS} drafts": {"window_size": DRAFTS}},
-    "all-weights": {
-        f"{DRAFTS} drafts, entropy < {limit:g}": {"window_size": DRAFTS + 1, "entropy_threshold": limit}
-        for limit in (1.0, 2.0, 1e9)
-    },
+ALL_SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: the shape of the adapter, settings of the training, and the loss of a mask."""
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[[Predicted], torch.Tensor] = soft_cross_entropy
+    answers: int | None = None
+
+
+def mixed(predicted: Predicted) -> torch.Tensor:
+    """Cross-entropy and total variation in equal parts."""
+    return 0.5 * soft_cross_entropy(predicted) + 0.5 * total_variation(predicted)
+
+
+def acceptance(predicted: Predicted) -> torch.Tensor:
+    """−log of the chance that a sampled draft is accepted, and a little cross-entropy where that chance is small."""
+    return -(1.01 - total_variation(predicted)).log() + 0.1 * soft_cross_entropy(predicted)
+
+
+WAYS = {
+    "cross-entropy": Way(),
+    "variation": Way(loss=mixed),
+    "acceptance": Way(loss=acceptance),
+    "four-masks": Way(training={"num_masks": 4}),
+    "rank-128": Way(settings={"rank": 128}),
+    "all-targets": Way(settings={"rank": 16, "target_modules": ALL_SEVEN}),
+    "small-steps": Way(training={"batch_slots": 200}),
+    "few-answers": Way(answers=50),
 }
-
-
-class Method(StrEnum):
-    """What is trained."""
-
-    ALL_WEIGHTS = "all-weights"
-    ADAPTER = "adapter"
-
-
-class TimedTrainer(WeDLMSFTTrainer):
-    """Trains until `seconds` have passed; the learning rate follows the clock."""
-
-    seconds: float
-    lr_scheduler: Any
-    optimizer: Any
-    _began: float
-
-    def used(self) -> float:
-        """The share of the time that has passed."""
-        return min(1.0, (time.monotonic() - self._began) / self.seconds)
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """That of mask adapters."""
-        self._began = time.monotonic()
-        self.lr_scheduler = LambdaLR(optimizer or self.optimizer, budget_schedule(self.args, self.used, final=0.05))
-        self._created_lr_scheduler = True
-        return self.lr_scheduler
-
-
-class _StopInTime(TrainerCallback):
-    def __init__(self, trainer: TimedTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = self.trainer.used() >= 1
-
-
-def train_all_weights(base: str, answers: Path, out: Path, minutes: float, learning_rate: float) -> dict[str, Any]:
-    """Dual-stream training of every weight; the model is left in `out`. Returns what it was trained on."""
-    rows = [(answer["prompt_ids"], answer["response_ids"]) for answer in load_answers(answers, LONGEST)]
-    dataset = Dataset.from_list(
-        [{"input_ids": prompt + response, "labels": [-100] * len(prompt) + response} for prompt, response in rows]
-    )
-    args = WeDLMSFTConfig(
-        output_dir=str(out),
-        learning_rate=learning_rate,
-        warmup_steps=10,
-        num_train_epochs=10_000,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        max_length=LONGEST,
-        save_strategy="no",
-        logging_steps=10,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=True,
-        gradient_checkpointing=False,
-    )
-    trainer = TimedTrainer(base, args, dataset)
-    trainer.seconds = 60 * minutes
-    trainer.add_callback(_StopInTime(trainer))
-    trainer.train()
-    trainer.save_model()
-    logs = [entry for entry in trainer.state.log_history if "mask_nll" in entry]
-    (out / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in logs), encoding="utf-8")
-    return {"steps": trainer.state.global_step, "passes": trainer.state.epoch}
-
-
-def train_adapter(base: str, answers: Path, out: Path, minutes: float, learning_rate: float) -> dict[str, Any]:
-    """A mask adapter in `out`. Returns what it was trained on."""
-    args = MaskTrainingConfig(
-        output_dir=str(out),
-        minutes=minutes,
-        save_minutes=1e9,
-        learning_rate=learning_rate,
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-    )
-    trainer = train_mask_adapter(base, answers, args, max_length=LONGEST)
-    return {"steps": trainer.state.global_step, "passes": trainer.state.epoch, "mask_rows": trainer.budget.mask_rows}
-
-
-def next_token_loss(model: Any, answers: list[dict[str, Any]]) -> float:
-    """Nats per token of the answers, by the next-token head."""
-    total = torch.zeros((), dtype=torch.float64)
-    for answer in answers:
-        logits = ar_logits(model, answer["prompt_ids"], answer["response_ids"])
-        total += F.cross_entropy(logits, torch.tensor(answer["response_ids"]), reduction="sum").double()
-    return float(total) / sum(len(answer["response_ids"]) for answer in answers)
-
-
-def evaluate(base: str, method: Method, out: Path, held_out: Path, max_new_tokens: int) -> dict[str, Any]:
-    """What became of the base."""
-    answers = load_answers(held_out, 10**9)
-    tokenizer, model = load_tokenizer(base), load_model(base, dtype=torch.float32).eval()
-    prompts = [Prompt.of("", tokens=answer["prompt_ids"]) for answer in answers]
-    shared = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": False}
-    ar = {**DECODERS[AR], **shared}
-    before = next_token_loss(model, answers)
-    own = [row["tokens"] for row in measure(model, tokenizer, prompts, {AR: ar})]
-    if method is Method.ADAPTER:
-        model.load_mask_adapter(out)
-    else:
-        model = load_model(out, dtype=torch.float32).eval()
-    exact = {**DECODERS[EXACT], **shared, "adaptive_window": False}
-    drafters = {name: {**exact, **options} for name, options in DRAFTERS[method].items()}
-    rows = measure(model, tokenizer, prompts, {AR: ar} | drafters, title="Measuring")
-    found = {name: [row for row in rows if row["decoder"] == name] for name in (AR, *drafters)}
-    now = [row["tokens"] for row in found[AR]]
-    return {
-        "answers": len(answers),
-        "loss_before": before,
-        "loss_after": next_token_loss(model, answers),
-        "answers_of_the_base": sum(map(list.__eq__, now, own)),
-        "tokens_as_the_base": sum(_shared_start(*pair) for pair in zip(now, own, strict=True)) / sum(map(len, own)),
-        "tokens_per_forward": {
-            name: sum(row["new_tokens"] for row in found[name]) / sum(row["forwards"] for row in found[name])
-            for name in drafters
-        },
-        "verified": {
-            name: sum(row["tokens"] == tokens for row, tokens in zip(found[name], now, strict=True))
-            for name in drafters
-        },
-    }
-
-
-def _shared_start(one: list[int], other: list[int]) -> int:
-    """How many tokens two answers share before they part."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
-
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
 
 
 @app.command()
 def train(
-    method: Method,
+    way: Annotated[str, typer.Argument(help=f"One of {', '.join(WAYS)}.")],
     base: str,
     answers: Path,
-    held_out: Path,
     out: Path,
-    minutes: float = 15.0,
-    learning_rate: Annotated[
-        float | None, typer.Option(help="Peak; default: 2e-4 for all weights, 1e-3 for an adapter.")
-    ] = None,
+    mask_rows: int = 100_000,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
     threads: int = 1,
-    max_new_tokens: int = 96,
+    dtype: str = "float32",
 ) -> None:
-    """Train and measure; what was found is in OUT/result.json."""
+    """Train in one way and measure; what was found is in OUT/result.json."""
+    if way not in WAYS:
+        raise typer.BadParameter(f"WAY is one of {', '.join(WAYS)}, got {way!r}.")
     torch.set_num_threads(threads)
-    summary = out / "training.json"
-    if not summary.exists():
-        is_adapter = method is Method.ADAPTER
-        run = train_adapter if is_adapter else train_all_weights
-        trained = run(base, answers, out, minutes, learning_rate or (1e-3 if is_adapter else 2e-4))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # KiB on Linux
-        write_text(summary, json.dumps({"method": method, "minutes": minutes, "peak_gb": peak, **trained}) + "\n")
-    found = json.loads(summary.read_text()) | evaluate(base, method, out, held_out, max_new_tokens)
-    write_text(out / "result.json", json.dumps(found, indent=2) + "\n")
+    chosen, found = WAYS[way], read_answers(answers)
+    held_out = [answer for answer in found if answer["greedy"]][::10]
+    prompts = {tuple(answer["prompt_ids"]) for answer in held_out}
+    trained_on = [answer for answer in found if tuple(answer["prompt_ids"]) not in prompts][: chosen.answers]
+    model: Any = load_source(base, dtype=dtype)
+    torch.manual_seed(seed)
+    add_mask_adapter(model, MaskAdapterSettings(**chosen.settings))
+    args = MaskTrainingConfig(
+        output_dir=str(out),
+        **{"mask_rows": mask_rows, "learning_rate": learning_rate, "seed": seed} | chosen.training,
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    trainer = MaskAdapterTrainer(model, args, trained_on, held_out, clock=time.process_time)
+    trainer.model.loss = chosen.loss
+    trainer.train(resume_from_checkpoint=any(out.glob("checkpoint-*")) or None)
+    model.save_mask_adapter(out)
+    curve = [entry for entry in trainer.state.log_history if "eval_tokens_per_forward_branch_4" in entry]
+    result = {
+        "way": way,
+        "mask_rows": trainer.budget.mask_rows,
+        "seconds": trainer.budget.seconds,
+        "passes": trainer.state.epoch,
+        "parameters": sum(parameter.numel() for parameter in model.mask_adapter.parameters()),
+        "tokens": curve[-1]["eval_tokens"],
+        "tokens_per_forward": [curve[-1][f"eval_tokens_per_forward_branch_{drafts}"] for drafts in (1, 2, 3, 4)],
+    }
+    write_text(out / "result.json", json.dumps(result, indent=2) + "\n")
     table([out])
 
 
 @app.command()
-def table(runs: list[Path]) -> None:
-    """Print the results of some runs as a Markdown table."""
-    columns = ("trained", "minutes", "passes", "peak GB", "tokens per forward", "verified = its own AR answer",
-               "next-token loss before, after", "answers still the base's", "tokens before they part")  # fmt: skip
+def table(trials: list[Path]) -> None:
+    """Print the results of some trials as a Markdown table."""
+    columns = ("way", "mask rows", "passes", "rows/s", "parameters", *(f"{drafts} drafts" for drafts in (1, 2, 3, 4)))
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for run in runs:
-        one = json.loads((run / "result.json").read_text())
-        name, best = max(one["tokens_per_forward"].items(), key=lambda item: item[1])
-        count = one["answers"]
-        cells = (
-            one["method"], f"{one['minutes']:g}", f"{one['passes']:.2f}", f"{one['peak_gb']:.1f}",
-            f"{best:.2f} ({name})", f"{one['verified'][name]} of {count}",
-            f"{one['loss_before']:.3f}, {one['loss_after']:.3f}", f"{one['answers_of_the_base']} of {count}",
-            f"{one['tokens_as_the_base']:.0%}",
-        )  # fmt: skip
+    for trial in trials:
+        one = json.loads((trial / "result.json").read_text())
+        rates = [f"{rate:.3f}" for rate in one["tokens_per_forward"]]
+        speed = f"{one['mask_rows'] / one['seconds']:.0f}"
+        cells = [one["way"], f"{one['mask_rows']:,}", f"{one['passes']:.1f}", speed, f"{one['parameters']:,}", *rates]
         print(f"| {' | '.join(cells)} |")
 
 

@@ -22,6 +22,7 @@ _SPECIAL: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "file": (("--file", "-f"), {}),
     "settings": (("--set",), {"metavar": "NAME=VALUE"}),
     "model": ((), {"metavar": "MODEL"}),
+    "start": (("--from",), {}),
 }
 _MODEL = "model_by_option"
 ModelOption = Annotated[

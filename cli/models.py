@@ -6,7 +6,6 @@ import re
 import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,7 +82,8 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @command(
     "wedlm adapt HuggingFaceTB/SmolLM2-135M-Instruct my-adapter --minutes 60",
-    "wedlm adapt my-wedlm my-adapter --tokens 200000 --prompts prompts.txt",
+    "wedlm adapt my-model my-adapter --tokens 200000 --prompts prompts.txt",
+    "wedlm adapt my-model better --minutes 60 --from my-adapter --answers my-adapter/work/answers.jsonl",
 )
 def adapt(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Folder or Hub id of a checkpoint, or a GGUF file.")],
@@ -112,7 +112,9 @@ def adapt(
             base,
             output_dir,
             config,
-            measure=partial(speed_table, max_new_tokens=96, title="AR and verified decoding in turn"),
+            measure=lambda model, tokenizer, prompts, max_new_tokens: speed_table(
+                model, tokenizer, prompts, max_new_tokens=max_new_tokens, title="AR and verified decoding in turn"
+            ),
             draw=draw_acceptance,
             console=console(stderr=True),
         )

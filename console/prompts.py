@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 Turns = Sequence[dict[str, str]]
 """A conversation: turns `{"role": ..., "content": ...}`, the last one the user's."""
 
-PROMPT_FILE = "Prompts, one a line, or .jsonl with `prompt` or `messages`"
-"""Begins the help of options that take a file for [`read_rows`]."""
-
 STANDARD_INPUT = "standard input"
 
 

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from .report.figures import STYLE, Figure
 
 PREFIX = "eval_tokens_per_forward_"
-KINDS = {"branch": ("branches", "-"), "branch_plain": ("without previous-token head", ":"), "chain": ("chain", "--")}
+KINDS = {"branch": ("branches", "-"), "chain": ("chain", "--")}
 """Names and line styles of the ways to draft."""
 
 

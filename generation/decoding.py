@@ -1,18 +1,18 @@
 """Parallel decoding: the loop (paper §5, Algorithm 1, Figure 3).
 
-Of each sequence, *committed* tokens have their keys and values in the cache, *pending* tokens are final and not cached yet;
-behind them stands a *window* of slots, filled or masked, or drafts and masks. One step:
+Of each sequence, *committed* tokens have their keys and values in the cache, *pending* tokens are final and not
+cached yet; behind them stands a *window* of slots, filled or masked, or drafts and masks. One step:
 
     1. order    pending tokens, filled slots or drafts, masks
     2. forward  one forward in this order on top of the cache, at logical positions
     3. select   tokens for the rows that predict one
     4. settle   what of them is final: the window slides past it, or the drafts that passed
-    5. commit   the keys and values of rows that saw nothing but final tokens; the rest is overwritten by the next forward
-    6. finish   sequences that hold an end token, meet a stopping criterion or reach the limit
+    5. commit   the keys and values of rows that saw nothing but final tokens; the rest is overwritten by the next
+    forward 6. finish   sequences that hold an end token, meet a stopping criterion or reach the limit
     7. prepare  the others for the next step: masks, or drafts and masks
 
-What 1, 3, 4 and 7 are in detail is up to a rule: [`FillRule`] (the paper's), [`BlockRule`] or [`VerifyRule`]. The loop knows
-nothing of the model but its `forward`.
+What 1, 3, 4 and 7 are in detail is up to a rule: [`FillRule`] (the paper's), [`BlockRule`] or [`VerifyRule`]. The
+loop knows nothing of the model but its `forward`.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,8 @@ from .window import PhysicalOrder, SequenceOutcome, SequenceState
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did. `sequences[i]` is about entry i of the tensors, those of `order`, `logits`, `selection` and `slots`."""
+    """What a step did. `sequences[i]` is about entry i of the tensors, those of `order`, `logits`, `selection` and
+    `slots`."""
 
     order: PhysicalOrder
     logits: torch.Tensor
@@ -54,7 +55,8 @@ class ParallelDecoder:
         rule: fill, fill block by block, or verify.
         cache: empty, or holding a beginning of every prompt.
         compiled: called instead of `model` after the first forward, always with the same shapes.
-        go_on: is told before each step whether this process has finished, and says whether there is another step. After
+        go_on: is told before each step whether this process has finished, and says whether there is another step.
+        After
             the end, processes that share the model's weights take part in each other's forwards.
 
     Raises:
@@ -158,9 +160,9 @@ class ParallelDecoder:
         for one, slots, (marks, tokens, is_broken) in zip(sequences, order.slot_lists, found.tolist(), strict=True):
             if any(is_broken):
                 raise ValueError(
-                    f"There is nothing to choose from in forward {self.steps}, sequence {one.index}: the model's logits "
-                    "are NaN or infinite (the checkpoint is broken, or its dtype overflows), or the logits processors "
-                    "leave no token."
+                    f"There is nothing to choose from in forward {self.steps}, sequence {one.index}: the model's "
+                    "logits are NaN or infinite (the checkpoint is broken, or its dtype overflows), or the logits "
+                    "processors leave no token."
                 )
             first = order.logit_count - len(slots)
             if one.is_finished:
@@ -170,8 +172,8 @@ class ParallelDecoder:
         return outcomes
 
     def _cut(self, one: SequenceState, tokens: list[int]) -> int:
-        """How many of these tokens a sequence takes: up to an end token, its limit, or where a criterion holds. Finishes
-        the sequence there."""
+        """How many of these tokens a sequence takes: up to an end token, its limit, or where a criterion holds.
+        Finishes the sequence there."""
         tokens = tokens[: one.remaining]
         ends = [count for count, token in enumerate(tokens, 1) if token in self.request.end_tokens]
         count, is_stopped = self._stop(one, tokens[: ends[0]] if ends else tokens)
@@ -182,7 +184,8 @@ class ParallelDecoder:
     def _stop(self, one: SequenceState, tokens: list[int]) -> tuple[int, bool]:
         """How many of these tokens there are up to the first at which a criterion holds, and whether one does."""
         if self.request.stopping_criteria:
-            # A criterion may tell sequences apart by their index: it gets a batch in which this one is where it should be.
+            # A criterion may tell sequences apart by their index: it gets a batch in which this one is where it
+            # should be.
             prompt = self.request.prompt_ids[one.index]
             sequence = torch.cat([prompt, prompt.new_tensor([*one.new_tokens, *tokens])])
             sequences = sequence.expand(len(self.sequences), -1)

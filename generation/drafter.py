@@ -1,7 +1,7 @@
 """What may follow a sequence: drafts from masks, as the model predicts them, and from the text itself.
 
-`A` sequences, `K` masks of each, `B` paths that are followed, `C` children of a draft, `S` tokens of a shortlist, `H` hidden
-size, `V` vocabulary.
+`A` sequences, `K` masks of each, `B` paths that are followed, `C` children of a draft, `S` tokens of a shortlist, `H`
+hidden size, `V` vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ CHILDREN, PATHS = 3, 4
 
 
 class Winner(NamedTuple):
-    """A sequence that goes on, its entry in the forward, and the masks, counted from the entry's first one, that draft what
-    follows it."""
+    """A sequence that goes on, its entry in the forward, and the masks, counted from the entry's first one, that
+    draft what follows it."""
 
     sequence: SequenceState
     entry: int

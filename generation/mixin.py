@@ -41,8 +41,8 @@ REFUSED_OPTIONS = {
 
 # Masks behind one row, at most, where a mask adapter drafts: adapters learn as many.
 DEEPEST = 8
-# The time that a row adds to a forward, relative to one row's, until it is measured: a CPU takes about 3.5 % of the time that it
-# needs to read the weights, a GPU ten times less.
+# The time that a row adds to a forward, relative to one row's, until it is measured: a CPU takes about 3.5 % of the
+# time that it needs to read the weights, a GPU ten times less.
 SLOT_COSTS = {"cpu": 0.035, "cuda": 0.004}
 
 # The parent's loops in place of which parallel decoding runs.
@@ -205,7 +205,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             return self.get_compiled_call(generation_config.compile_config)
         return self.__call__
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
         """The parent's, with our settings in generation_config.json."""
         generation_config: Any = getattr(self, "generation_config", None)
         if generation_config is not None:
@@ -213,7 +213,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             generation_config.validate(strict=True)
             WeDLMGenerationSettings.from_generation_config(
                 generation_config, self.config, needs_mask_token=not self.has_mask_adapter
-            )  # type: ignore[attr-defined]
+            )
             # With this flag, which a config derived from the model's carries, reloading would drop our fields.
             generation_config._from_model_config = None
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]

@@ -1,13 +1,15 @@
-"""Which rows go into the next forward: one planner for chains, branches, trees and drafts from the text (ALGORITHM.md §6).
+"""Which rows go into the next forward: one planner for chains, branches, trees and drafts from the text (ALGORITHM.md
+§6).
 
-A step forwards each sequence's last final token (the *root*), n drafts, and m masks behind these real rows. Let q be the
-chance that the AR head confirms a draft once it has confirmed the draft's parent, and the *reach* r the product of q
-along the path from the root.
+A step forwards each sequence's last final token (the *root*), n drafts, and m masks behind these real rows. Let q be
+the chance that the AR head confirms a draft once it has confirmed the draft's parent, and the *reach* r the product
+of q along the path from the root.
 
 *Tokens.* A step gives 1 + Σ r tokens, summed over the n drafts.
 
 *Masks* are an investment: those behind a real row draft the next step if the accepted path ends there, with chance
-w = r − Σ r of its children. Mask k is worth w·μ_k, where μ_k is what drafts of depth k net in the step that checks them.
+w = r − Σ r of its children. Mask k is worth w·μ_k, where μ_k is what drafts of depth k net in the step that checks
+them.
 
 *Price.* A row costs s, in tokens: the plan's time beyond an AR step, by the rate ρ, shared among its rows; or what the
 best row that was left out would bring, where that is more (rows are free up to the edge of a stair, but few). With
@@ -15,16 +17,16 @@ best row that was left out would bring, where that is more (rows are free up to 
 
     r − s + φ(r) + φ(w_u − r) − φ(w_u):
 
-its token, its row, and that masks must now stand behind two rows. μ_k is the running mean of what the drafts of depth k
-net together. Where masks stand behind the last draft alone (a chain), it is r − s + φ(r) − φ(w_u).
+its token, its row, and that masks must now stand behind two rows. μ_k is the running mean of what the drafts of depth
+k net together. Where masks stand behind the last draft alone (a chain), it is r − s + φ(r) − φ(w_u).
 
-*Choice.* For some numbers of drafts n (the likeliest ones) and every number of masks m (those worth most), the plan that
-maximises Σ r + Σ w·μ − ρ·t(rows) is taken: Dinkelbach's method, with ρ the rate that is reached, and at least AR's
-own. AR decoding is the plan without drafts and masks. In a batch all sequences have the columns of the widest one, so n and
-m are the same for all, and each sequence spends them on its own best drafts and masks.
+*Choice.* For some numbers of drafts n (the likeliest ones) and every number of masks m (those worth most), the plan
+that maximises Σ r + Σ w·μ − ρ·t(rows) is taken: Dinkelbach's method, with ρ the rate that is reached, and at least
+AR's own. AR decoding is the plan without drafts and masks. In a batch all sequences have the columns of the widest
+one, so n and m are the same for all, and each sequence spends them on its own best drafts and masks.
 
-*Looking.* What is never tried is never measured. A small share of the time goes into other plans: AR steps, masks where AR
-steps are best, and widths whose time is not known and would be best if it were that of the next narrower one.
+*Looking.* What is never tried is never measured. A small share of the time goes into other plans: AR steps, masks
+where AR steps are best, and widths whose time is not known and would be best if it were that of the next narrower one.
 """
 
 from bisect import bisect_left
@@ -35,15 +37,18 @@ from statistics import median_low
 from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
-# Drafts of similar probability share a chance: bins of the probability, for the likeliest tokens and for their siblings.
+# Drafts of similar probability share a chance: bins of the probability, for the likeliest tokens and for their
+# siblings.
 BINS = 8
 # Observations that a prior counts for: a draft's own probability, or the gain of a depth.
 PRIOR = 4.0
 # What an observation still counts one step later: memory reaches about 50 steps back.
 MEMORY = 0.98
-# The chance of a draft before anything is known: of one from masks, by depth, and of a first and a later one in the text.
+# The chance of a draft before anything is known: of one from masks, by depth, and of a first and a later one in the
+# text.
 MASK_CHANCE, TEXT_CHANCES = 0.65, (0.6, 0.9)
-# Share of the time that looking may cost, and the AR steps after which that share would have come to what it may at once.
+# Share of the time that looking may cost, and the AR steps after which that share would have come to what it may at
+# once.
 LOOK_SHARE, LOOK_CREDIT = 0.015, 100
 # Tokens that masks behind a prompt may cost: they are a look that is repeated in every call.
 PROMPT_LOOK = 0.25
@@ -76,8 +81,8 @@ class Draft(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A sequence's rows of the next forward: `drafts`, parents first, and the number of masks behind the root and behind
-    each of them."""
+    """A sequence's rows of the next forward: `drafts`, parents first, and the number of masks behind the root and
+    behind each of them."""
 
     drafts: list[Draft]
     masks: list[int]
@@ -91,9 +96,9 @@ def step_clock(device_type: str) -> Callable[[], float]:
 class StepTimes:
     """t(n): what a step of n physical rows takes, relative to other steps.
 
-    Steps with masks and steps without have a curve each, since masks have work of their own. A width's time is the median
-    of its last ones, relative to the machine's load when they were taken. A curve never falls (neighbours that would are
-    averaged), and is linear between the widths that were measured.
+    Steps with masks and steps without have a curve each, since masks have work of their own. A width's time is the
+    median of its last ones, relative to the machine's load when they were taken. A curve never falls (neighbours that
+    would are averaged), and is linear between the widths that were measured.
 
     Args:
         slot_cost: what a row adds to the time of one row, until it is measured; or times by number of rows.
@@ -188,8 +193,8 @@ class Outlook(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Numbers of drafts and masks of each sequence; what they net, in tokens of all sequences; and what the best row that
-    was left out would bring."""
+    """Numbers of drafts and masks of each sequence; what they net, in tokens of all sequences; and what the best row
+    that was left out would bring."""
 
     net: float
     drafts: int
@@ -219,7 +224,7 @@ class Planner:
         self._looks = 0
         self._step = 0.0, 1, False, 1
 
-    # --- what is known ------------------------------------------------------------------------------------------------
+    # --- what is known -----------------------------------------------------------------------------------------------
 
     def reaches(self, drafts: Sequence[Draft]) -> list[float]:
         """The chance of each draft that it and all before it pass."""
@@ -291,7 +296,7 @@ class Planner:
             total, count = self._gains[depth]
             self._gains[depth] = MEMORY * total + best[1][depth], MEMORY * count + 1
 
-    # --- the plan -----------------------------------------------------------------------------------------------------
+    # --- the plan ----------------------------------------------------------------------------------------------------
 
     def plan(self, states: Sequence[Outlook], before: int = 0) -> list[Plan]:
         """The rows of the next forward.
@@ -379,7 +384,8 @@ class Planner:
         return plain, best
 
     def _masks(self, state: Outlook, tree: list[tuple[float, int]], worth: list[float]) -> list[tuple[float, int]]:
-        """What each mask is worth and the place of the draft that it stands behind (-1: the root), beginning with the best."""
+        """What each mask is worth and the place of the draft that it stands behind (-1: the root), beginning with the
+        best."""
         ends = {-1: 1.0}
         for reach, place in tree:
             ends[place] = reach
@@ -441,8 +447,8 @@ class Planner:
 
 
 class FixedPlan:
-    """What [`Planner`] is without a choice: every step checks the first run of drafts, and has `size` masks behind each real
-    row, or behind the last one (`is_chain`), of which `lost` draft nothing."""
+    """What [`Planner`] is without a choice: every step checks the first run of drafts, and has `size` masks behind
+    each real row, or behind the last one (`is_chain`), of which `lost` draft nothing."""
 
     def __init__(self, size: int, is_chain: bool, lost: int):
         self.size, self.is_chain, self.lost = size, is_chain, lost

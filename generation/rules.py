@@ -1,7 +1,7 @@
 """Filling: what the unverified decoders do with a forward, streaming and block-wise (paper §5, Algorithm 1, Fig. 4c).
 
-A rule orders the rows of a forward, chooses tokens from its logits for all sequences at once, says what the step did to each
-of them, and prepares them for the next one. [`VerifyRule`] is the third.
+A rule orders the rows of a forward, chooses tokens from its logits for all sequences at once, says what the step did
+to each of them, and prepares them for the next one. [`VerifyRule`] is the third.
 
 `A` sequences in use, `M` physical rows with logits, `V` vocabulary.
 """
@@ -39,8 +39,8 @@ class Selection:
 
     Attributes:
         choice: a token for each row with logits, and what it was chosen from.
-        marks: `(A, M)` bool. Filling: the masks that take their token. Under verification: the AR rows that find the draft
-            right behind them plausible.
+        marks: `(A, M)` bool. Filling: the masks that take their token. Under verification: the AR rows that find the
+            draft right behind them plausible.
         is_mask: `(A, M)` bool, rows that are masks.
         is_broken: `(A, M)` bool, where there is nothing to choose from: the logits are NaN, or no token is left.
     """

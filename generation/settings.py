@@ -47,11 +47,11 @@ class WeDLMGenerationSettings:
             2401.10774); the token after them is the AR head's own.
         acceptance_epsilon: ε.
         acceptance_delta: δ.
-        adaptive_window: under verification, each step checks the drafts and has the masks that give most tokens per time
-            (see [`Planner`]), down to plain AR steps. Default: with `verification="exact"`, whose output does not depend
-            on it. A static cache keeps the window's size, whatever this says.
-        slot_cost: for `adaptive_window`: what one more row adds to the time of a forward of one row, or times of forwards
-            by their number of rows, such as `{1: 18, 6: 23, 12: 35}`. Default: measured while decoding.
+        adaptive_window: under verification, each step checks the drafts and has the masks that give most tokens per
+            time (see [`Planner`]), down to plain AR steps. Default: with `verification="exact"`, whose output does not
+            depend on it. A static cache keeps the window's size, whatever this says.
+        slot_cost: for `adaptive_window`: what one more row adds to the time of a forward of one row, or times of
+            forwards by their number of rows, such as `{1: 18, 6: 23, 12: 35}`. Default: measured while decoding.
         mask_token_id: M; default: the model config's.
         output_trace: record every step (see [`TraceStep`]).
 

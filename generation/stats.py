@@ -103,7 +103,8 @@ class TraceStep:
         logit_positions: `(A, M)` int64, logical positions of the physical rows whose logits were computed.
         is_mask: `(A, M)` bool, which of them are masks.
         entropy: `(A, M)` float32, H in nats.
-        filled: `(A, M)` bool, masks that this step filled; under verification, masks that the next step checks a draft of.
+        filled: `(A, M)` bool, masks that this step filled; under verification, masks that the next step checks a
+            draft of.
         tokens: `(A, M)` int64, what they were filled with.
         likeliest: `(A, M, 5)` int64, the tokens of the highest probability, descending.
         probabilities: `(A, M, 5)` float32, by the raw logits.

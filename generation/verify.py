@@ -5,9 +5,9 @@ A sequence has its last final token c, drafts behind it, which may branch, and m
     rows in front of masks  c  f₁ f₂ g₁ │ masks of c │ of f₁ │ of f₂        g₁ is a sibling of f₁
     predicted slots         0  1  2  1  │
 
-The AR row at c predicts slot 0. If that is f₁ or g₁, the row of this draft predicts slot 1, and so on: the path that the AR
-rows follow is final, and so is the token at its end that they choose. The masks behind the last row of the path have seen
-nothing wrong, so what they draft is checked next.
+The AR row at c predicts slot 0. If that is f₁ or g₁, the row of this draft predicts slot 1, and so on: the path that
+the AR rows follow is final, and so is the token at its end that they choose. The masks behind the last row of the
+path have seen nothing wrong, so what they draft is checked next.
 
 Drafts never influence what an AR row chooses, so with `"exact"` the output is that of AR decoding, greedy or sampled.
 
@@ -143,8 +143,8 @@ class VerifyRule:
 
 
 def _child(one: SequenceState, place: int, token: int, is_plausible: bool) -> int | None:
-    """Which draft behind another one (-1: the last final token) passes: the one that is the AR row's choice, or else the
-    one right behind, if that is plausible."""
+    """Which draft behind another one (-1: the last final token) passes: the one that is the AR row's choice, or else
+    the one right behind, if that is plausible."""
     children = [child for child, draft in enumerate(one.drafts) if draft.parent == place]
     same = [child for child in children if one.drafts[child].token == token]
     return (same or (children if is_plausible else []) or [None])[0]

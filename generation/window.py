@@ -129,8 +129,8 @@ class SequenceOutcome:
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which cache slots each physical row sees: those up to `until`, those from `start` to its own, `(A, Q)` int64, and
-    those in `path`, `(A, Q, E)` int64, if there is one (a slot of no meaning is the row's own)."""
+    """Which cache slots each physical row sees: those up to `until`, those from `start` to its own, `(A, Q)` int64,
+    and those in `path`, `(A, Q, E)` int64, if there is one (a slot of no meaning is the row's own)."""
 
     until: torch.Tensor
     start: torch.Tensor
@@ -154,7 +154,8 @@ class PhysicalOrder:
         offsets: `(A, M)` int64, new tokens in front of each of `slots`.
         slot_mask: which of the last physical rows are masks, `(A, masks of the entry with the most)` bool; their
             number where that is the same for all entries, `None` where there are none.
-        masks_behind: physical rows behind those that predict `slots`: masks, and padding where there are fewer of them.
+        masks_behind: physical rows behind those that predict `slots`: masks, and padding where there are fewer of
+            them.
         mask_counts: how many of them are masks, per entry.
         visibility: for an order that is not plain causal, see [`Visibility`].
     """
@@ -206,8 +207,8 @@ def physical_order(
         slot_lists: the slots that each sequence's last rows in front of those masks predict.
         filler: the token of masks.
         device: of the tensors.
-        width, behind: the least numbers of rows in front of masks, and of masks; with a `width`, logits are computed for
-            all rows.
+        width, behind: the least numbers of rows in front of masks, and of masks; with a `width`, logits are computed
+            for all rows.
         mask_offset: positions between a row and the first mask behind it.
     """
     size = max(1, width, *(len(one.drafts) + one.pending + len(one.window) for one in sequences))

@@ -19,9 +19,10 @@ from transformers import AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 from ..generation.settings import check_mask_token_id
 from .configuration_wedlm import WeDLMConfig
 from .families import read_family, wedlm_config
-from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model
+from .gguf import end_token_ids, load_gguf_config_dict, load_gguf_model
 from .loading import fetch_card, load_config_dict, load_model, load_tokenizer, reading
 from .modeling_wedlm import WeDLMForCausalLM
+from .sources import read_source_tokenizer, split_source
 
 MASK_TOKEN = "<|mask|>"
 
@@ -97,7 +98,7 @@ def convert(
     if isinstance(source_config, WeDLMConfig):
         raise ValueError(f"{os.fspath(source)!r} is a WeDLM checkpoint already: there is nothing to convert.")
     tokenizer = read_source_tokenizer(source, revision, gguf_file)
-    folder, gguf_file, _ = _split(source, gguf_file)
+    folder, gguf_file, _ = split_source(source, gguf_file)
     fetch_card(folder, revision=revision)  # its licence is the copy's
     used = sorted(set(tokenizer.get_vocab().values()))
     mask_token_id = _add_mask_token(tokenizer, mask_token)
@@ -127,7 +128,7 @@ def read_source_config(
     Raises:
         OSError, ImportError, ValueError: as [`convert`].
     """
-    folder, gguf_file, name = _split(source, gguf_file)
+    folder, gguf_file, name = split_source(source, gguf_file)
     if gguf_file is not None:
         return read_family(load_gguf_config_dict(folder, gguf_file, revision), name)
     config_dict = load_config_dict(folder, revision=revision)
@@ -135,22 +136,6 @@ def read_source_config(
         if config_dict.get("model_type") == WeDLMConfig.model_type:
             return WeDLMConfig.from_dict(config_dict)
         return read_family(config_dict, name)
-
-
-def read_source_tokenizer(
-    source: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint that [`read_source_config`] reads.
-
-    Raises:
-        OSError, ValueError: as [`convert`].
-    """
-    folder, gguf_file, _ = _split(source, gguf_file)
-    if gguf_file is None:
-        return load_tokenizer(folder, revision=revision)
-    tokenizer = load_tokenizer(folder, revision=revision, gguf_file=gguf_file)
-    complete_tokenizer(tokenizer)
-    return tokenizer
 
 
 def check_new_folder(folder: Path) -> None:
@@ -199,18 +184,6 @@ def _require_space(folder: Path, model: WeDLMForCausalLM) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"The weights need {needed / 1e9:,.3f} GB, and {str(folder)!r} has {free / 1e9:,.3f} GB free.")
-
-
-def _split(source: str | os.PathLike[str], gguf_file: str | None) -> tuple[str, str | None, str]:
-    """Folder or Hub id, the GGUF file in it if it is one, and the source's name for messages."""
-    path = Path(source)
-    if gguf_file is None and path.suffix.lower() == ".gguf" and not path.is_dir():
-        return str(path.absolute().parent), path.name, str(path)
-    files = sorted(file.name for file in path.glob("*.gguf")) if path.is_dir() else []
-    if gguf_file is None and files and not (path / "config.json").exists():
-        raise FileNotFoundError(f"{str(source)!r} has no config.json: pass a GGUF file of it, {', '.join(files)}.")
-    name = os.fspath(source)
-    return name, gguf_file, name if gguf_file is None else os.path.join(name, gguf_file)
 
 
 def _add_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) -> int:

@@ -139,9 +139,10 @@ def load_model(
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    model_class: Any = WeDLMForCausalLM,
     **options: Any,
 ) -> Any:
-    """The model of a WeDLM checkpoint.
+    """The model of a checkpoint.
 
     Args:
         source: folder or Hub id.
@@ -149,15 +150,15 @@ def load_model(
         dtype: of the weights. `"auto"` is the checkpoint's own; `"packed"` is 16-bit weights and float32 rows, on a
             CPU ([`pack`]); `"fastest"` is what this CPU computes fastest ([`use_fastest`]), elsewhere as `"auto"`.
         device: where the model is put.
-        options: further arguments of `WeDLMForCausalLM.from_pretrained`.
+        model_class: whose `from_pretrained` loads it.
+        options: further arguments of `from_pretrained`.
 
     Raises:
         OSError: as [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors.
         ValueError: for a checkpoint of another model type, a damaged config, weights that do not fit, and packed
             ones elsewhere than on a CPU.
     """
-    on_cpu = torch.device(device).type == "cpu"
-    if dtype == PACKED and not on_cpu:
+    if dtype == PACKED and torch.device(device).type != "cpu":
         raise ValueError(f"`dtype={PACKED!r}` is for CPUs, and the model is to be on {str(device)!r}.")
     is_ours = dtype in (PACKED, FASTEST)
     subfolder, file = options.pop("subfolder", ""), options.get("gguf_file") or CONFIG_FILE
@@ -166,14 +167,19 @@ def load_model(
     _check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
     with reading(f"The checkpoint {os.fspath(source)!r}"):
         options = found | {"use_safetensors": True} | options
-        loaded = WeDLMForCausalLM.from_pretrained(source, dtype="auto" if is_ours else dtype, **options)
+        loaded = model_class.from_pretrained(source, dtype="auto" if is_ours else dtype, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             _check_token_ids(name, getattr(model.generation_config, name))
-    if is_ours and on_cpu:
+    set_format(model, dtype, device)
+    return loaded
+
+
+def set_format(model: Any, dtype: str | torch.dtype, device: str | torch.device) -> None:
+    """Packs the weights where `dtype` asks for it (see [`load_model`]), and puts the model on the device."""
+    if dtype in (PACKED, FASTEST) and torch.device(device).type == "cpu":
         pack(model) if dtype == PACKED else use_fastest(model)
     model.to(device)
-    return loaded
 
 
 def fetch_card(source: str, *, revision: str | None = None) -> None:

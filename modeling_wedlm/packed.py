@@ -27,8 +27,13 @@ PACKED = "packed"
 LARGEST = 65504
 """The largest float16: a layer with larger weights stays as it is."""
 
-_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_HOOKS += ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 # Numbers of rows that are looked at one by one, and the largest step by which larger numbers are rounded up.
 _LOOKED, _LARGEST_STEP = 48, 16
 # Weights, in entries, that no cache holds: of smaller models the format makes no difference, larger ones are sampled.
@@ -108,7 +113,7 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedLinear":
         _refuse_change(fn)
-        return super()._apply(fn, recurse)  # type: ignore[return-value]
+        return super()._apply(fn, recurse)
 
 
 class PackedEmbedding(nn.Embedding):
@@ -262,7 +267,7 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
         del layers, sample[:]  # so that each is freed when it is packed
         pack(model)
     elif choice != own:
-        model.to(choice)  # type: ignore[arg-type]
+        model.to(choice)
     return choice
 
 
@@ -284,7 +289,7 @@ def _cast(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
 
 
 @torch.no_grad()
-def _seconds(formats: Mapping[Any, Sequence[nn.Module]]) -> dict[Any, float]:
+def _seconds(formats: Mapping[Any, Sequence[Any]]) -> dict[Any, float]:
     """The least time of each format's layers for one row and for eight."""
     best: dict[Any, dict[int, float]] = {name: {1: float("inf"), 8: float("inf")} for name in formats}
     for _ in range(3):
@@ -364,7 +369,7 @@ def _fitting_rows() -> tuple[tuple[int, ...], int]:
 def _look_at_rows() -> tuple[tuple[int, ...], int]:
     # Two blocks of inner dimension, and an output that is no multiple of any kernel's width.
     generator = torch.Generator().manual_seed(0)
-    shape = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    shape: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
     weight, row = _pack(torch.randn(43, 600, **shape)), torch.randn(1, 600, **shape)
     found = [_multiply(row.repeat(count, 1), weight) for count in range(1, _LOOKED + 1)]
     choices = []

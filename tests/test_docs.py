@@ -53,7 +53,7 @@ def test_a_page_says_first_what_its_reader_can_do_then(page):
 def messages() -> list[re.Pattern[str]]:
     """Every text literal of the package, with what is filled in at run time as a wildcard."""
     patterns = []
-    for folder in ("generation", "modeling_wedlm", "training"):
+    for folder in ("generation", "modeling_wedlm", "adapters", "training"):
         for file in (ROOT / folder).glob("*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call):

@@ -22,7 +22,7 @@ import torch
 from vllm.config import VllmConfig
 
 from ...generation.mixin import SLOT_COSTS
-from ...generation.planner import Draft, Outlook, Plan, Planner, StepTimes, step_clock
+from ...generation.planner import Draft, FixedPlan, Outlook, Plan, Planner, StepTimes, step_clock
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
 
 
@@ -74,7 +74,7 @@ class Proposer:
         architecture = vllm_config.model_config.architecture
         if not options.is_drafting or architecture != ARCHITECTURE:
             raise ValueError(f"This proposer is for WeDLM checkpoints, got one of {architecture}.")
-        self.most = spec.num_speculative_tokens
+        self.most, self.always_draft = spec.num_speculative_tokens, options.always_draft
         self.max_model_len = vllm_config.model_config.max_model_len
         self.mask_token_id = vllm_config.model_config.hf_config.mask_token_id
         # Processes of a tensor-parallel group must decide alike: no clock of their own there.
@@ -92,7 +92,9 @@ class Proposer:
         """Takes the model, whose own masks draft: there is no other."""
         self.model = target_model
         lost = self._unused_masks
-        self.planner = Planner(self.times, max(1, (self.most - lost) // 2), is_chain=True, lost=lost)
+        depth = max(1, (self.most - lost) // 2)
+        planned: Any = FixedPlan(depth, is_chain=True, lost=lost)
+        self.planner = planned if self.always_draft else Planner(self.times, depth, is_chain=True, lost=lost)
 
     def see(self, runner: Any, scheduler_output: Any, hidden: torch.Tensor, metadata: Any) -> None:
         """Takes in a step, just before `propose` is called for it."""
@@ -140,8 +142,8 @@ class Proposer:
         return proposed
 
     def _finish(self, step: Step, sampled: list[list[int]]) -> None:
-        """Takes in what became of drafts, and the time of steps that follow each other without a pause. Forgets requests
-        that are gone."""
+        """Takes in what became of drafts, and the time of steps that follow each other without a pause. Forgets
+        requests that are gone."""
         for name, tokens, spec_tokens in zip(step.requests, sampled, step.spec_tokens, strict=True):
             state = self.states.get(name)
             if state is not None and tokens:

@@ -10,7 +10,6 @@ import torch
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.prompts import Prompt
@@ -135,46 +134,23 @@ def test_without_vllm_the_error_says_how_to_get_it(model):
         vllm_baseline.VllmDecoder(model, None, max_new_tokens=2, longest=64)
 
 
-@pytest.mark.parametrize("method", ["all-weights", "adapter"])
-def test_both_ways_of_training_are_measured_alike(tmp_path, method, monkeypatch, capsys):
+@pytest.mark.parametrize("way", ["cross-entropy", "variation", "acceptance", "four-masks"])
+def test_ways_to_train_a_mask_adapter_are_measured_alike(tmp_path, way, capsys):
     tiny_model().save_pretrained(tmp_path / "base")
-    tiny_tokenizer().save_pretrained(tmp_path / "base")
-    answers = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], EOS]} for prompt in PROMPTS]
+    answers = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], *prompt], "greedy": True} for prompt in PROMPTS]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-    paths = [tmp_path / name for name in ("answers.jsonl", "answers.jsonl", "out")]
-    how = {"minutes": 0.01, "max_new_tokens": 6}
-    training_methods.train(training_methods.Method(method), str(tmp_path / "base"), *paths, **how)
-    monkeypatch.setattr(training_methods, "train_all_weights", None)  # a second call only measures
-    monkeypatch.setattr(training_methods, "train_adapter", None)
-    training_methods.train(training_methods.Method(method), str(tmp_path / "base"), *paths, **how)
+    where = str(tmp_path / "base"), tmp_path / "answers.jsonl", tmp_path / "out"
+    training_methods.train(way, *where, mask_rows=200)
     found = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert set(found["verified"].values()) == {len(PROMPTS)}
-    assert all(rate > 0.8 for rate in found["tokens_per_forward"].values())
-    is_changed = found["loss_after"] != pytest.approx(found["loss_before"], abs=1e-6)
-    assert is_changed == (method == "all-weights")
-    assert found["answers_of_the_base"] == len(PROMPTS) or is_changed
-    assert capsys.readouterr().out.count(f"| {method} | 0.01 |") == 2
+    assert found["mask_rows"] >= 200 and len(found["tokens_per_forward"]) == 4
+    assert all(rate >= 1 for rate in found["tokens_per_forward"])
+    assert f"| {way} | " in capsys.readouterr().out
 
 
-def test_the_cost_of_mask_training_is_compared_with_a_dense_forward_that_gives_the_same_loss(tmp_path, capsys):
-    model = tiny_model()
-    adapter = model.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=0))
-    for parameter in adapter.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    answers = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], *prompt]} for prompt in PROMPTS]
-    batch = mask_training_cost.DataCollatorForMaskRuns(0, mask_training_cost.NUM_MASKS, 3)([answers])
-    dense = mask_training_cost.dense_loss(model, batch, mask_training_cost.dense_inputs(model, batch))
-    all_tokens = MaskDistillation(model, mask_training_cost.NUM_MASKS, depth_decay=1.0, top_tokens=318)
-    assert float(all_tokens(**batch)["loss"].detach()) == pytest.approx(
-        float(dense.detach()), rel=1e-3
-    )  # without MASK
-
-    tiny_model().save_pretrained(tmp_path / "base")
-    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-    mask_training_cost.main(str(tmp_path / "base"), tmp_path / "answers.jsonl", repeats=1, pairs=2)
-    shown = capsys.readouterr().out
-    for part in ("mask adapter: ", "dense dual stream: ", " mask rows/s", "ratio: ", "ratio "):
-        assert part in shown
+def test_the_cost_of_mask_training_is_that_of_parts_of_a_model(capsys):
+    mask_training_cost.main("tiny")
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny |"))
+    assert all(float(cell) >= 0 for cell in line.split("|")[2:-1])
 
 
 def test_the_parts_of_a_step_add_up(model, tmp_path, capsys):

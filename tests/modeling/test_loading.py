@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import MASK, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
+from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.modeling_wedlm import loading
 from wedlm_hf.modeling_wedlm.loading import find_checkpoint, load_config_dict, load_model, load_tokenizer
 
@@ -130,6 +133,16 @@ def test_pickled_weights_are_never_read(checkpoint):
     torch.save(tiny_model().state_dict(), checkpoint / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         load_model(checkpoint)
+
+
+@pytest.mark.parametrize("cls", [WeDLMForCausalLM, AutoModelForCausalLM])
+def test_the_folder_of_a_mask_adapter_is_refused_as_a_model_and_the_right_call_named(original, tmp_path, cls):
+    model = WeDLMForCausalLM.from_pretrained(original)
+    model.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=8))
+    model.save_mask_adapter(tmp_path)
+    message = rf"Load its base, '{original}', then call `wedlm_hf\.load_mask_adapter\(model, FOLDER\)`"
+    with pytest.raises(ValueError, match=message):
+        cls.from_pretrained(tmp_path)
 
 
 def test_every_other_module_loads_through_this_one():

@@ -219,17 +219,17 @@ def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for(server):
 def test_concurrent_requests_share_calls_and_are_all_answered(server, log):
     answers = {}
 
-    def ask(last, **options):
-        question = [{"role": "user", "content": f"Count from 5 to {int(last)} by 5."}]
-        answers[last] = server.text(messages=question, extra_body={"verification": "exact"}, **options)
+    def ask(last, name=None, **options):
+        question = [{"role": "user", "content": f"Count from 5 to {last} by 5."}]
+        answers[name or last] = server.text(messages=question, extra_body={"verification": "exact"}, **options)
 
     threads = [threading.Thread(target=ask, args=(last,)) for last in range(20, 60, 5)]
-    threads += [threading.Thread(target=ask, args=(30.0,), kwargs={"max_tokens": 4})]  # a limit of its own
+    threads += [threading.Thread(target=ask, args=(30, "cut"), kwargs={"max_tokens": 4})]  # a limit of its own
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers.pop(30.0) == "5, 10"
+    assert answers.pop("cut") == "5, 10"
     assert {last: text.split(", ")[-1] for last, text in answers.items()} == {n: str(n) for n in range(20, 60, 5)}
     log(r"beside \d others")
 

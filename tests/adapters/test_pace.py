@@ -1,0 +1,160 @@
+"""The minutes of `wedlm adapt` on machines of any speed, simulated by a clock that forwards and saves move."""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from test_adapt import SMALL, write_base
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers.models.llama.modeling_llama import LlamaModel
+
+from wedlm_hf.adapters import adapt as adapting
+from wedlm_hf.adapters.adapt import AdaptConfig, adapt
+from wedlm_hf.adapters.pace import FEW_ROWS, Pace, plan
+from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
+
+
+class Machine:
+    """A clock: seconds pass by forwards, three times as many where there is a backward pass to come, and by saves.
+
+    Args:
+        forward: seconds of a forward.
+        row: seconds of each row of it.
+        save: seconds of a checkpoint.
+    """
+
+    def __init__(self, forward: float, row: float, save: float = 0.0):
+        self.forward, self.row, self.save, self.now = forward, row, save, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    @contextmanager
+    def running(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        def pass_time(module: Any, args: Any) -> None:
+            if isinstance(module, LlamaModel):
+                self.now += self.forward * (3 if torch.is_grad_enabled() else 1)
+
+        def pass_rows(module: Any, args: Any) -> None:
+            if isinstance(module, torch.nn.Embedding):
+                self.now += self.row * args[0].numel() * (3 if torch.is_grad_enabled() else 1)
+
+        def save(trainer: Any, *args: Any) -> None:
+            self.now += self.save
+            write(trainer, *args)
+
+        write = AtomicSaveTrainer._save_checkpoint
+        monkeypatch.setattr(AtomicSaveTrainer, "_save_checkpoint", save)
+        hooks = [register_module_forward_pre_hook(hook) for hook in (pass_time, pass_rows)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def answer_all(model: Any, tokenizer: Any, prompts: Any, max_new_tokens: int) -> dict[str, Any]:
+    """A table as `wedlm adapt` makes it: three decoders, and one prompt more to warm up."""
+    for prompt in [prompts[0], *prompts]:
+        for strategy in ("ar", "ar", "wedlm"):
+            options = {"verification": "exact"} if strategy == "wedlm" else {}
+            model.generate(
+                torch.tensor([prompt]), strategy=strategy, max_new_tokens=max_new_tokens, do_sample=False, **options
+            )
+    return {"caption": f"{len(prompts)} prompts.", "columns": ["decoder"], "rows": [["AR"]]}
+
+
+@pytest.mark.parametrize(
+    ("minutes", "machine"),
+    [
+        (2.0, Machine(0.05, 0.004, save=0.5)),
+        (10.0, Machine(0.5, 0.04, save=5.0)),  # ten times slower
+        (10.0, Machine(0.02, 0.06, save=0.5)),
+        pytest.param(30.0, Machine(0.5, 0.02, save=0.5), marks=pytest.mark.slow),  # few rows cost as many do
+        pytest.param(60.0, Machine(0.02, 0.04, save=20.0), marks=pytest.mark.slow),
+    ],
+)
+def test_the_minutes_go_into_learning_and_the_time_left_is_true(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, machine: Machine
+) -> None:
+    base, seen = write_base(tmp_path / "llama"), {}
+
+    @contextmanager
+    def stage(console: Any, title: str) -> Iterator[Any]:
+        progress = Progress(console=console, get_time=machine, speed_estimate_period=120, auto_refresh=False)
+        task, shown = progress.add_task(title, total=1.0), seen.setdefault(title[:5], [])
+
+        def show(share: float, note: str) -> None:
+            progress.update(task, completed=min(share, 1.0))
+            shown.append((machine.now, progress.tasks[0].time_remaining))
+
+        yield show
+
+    monkeypatch.setattr(adapting, "stage", stage)
+    config = AdaptConfig(minutes=minutes, prompts=tmp_path / "prompts.txt", **SMALL)
+    with machine.running(monkeypatch):
+        made = adapt(base, tmp_path / "out", config, measure=answer_all, clock=machine)
+    total = 60 * minutes
+    assert machine.now <= 1.25 * total + 60
+    learning = made["answer_seconds"] + made["training_seconds"]
+    assert 0.85 * total <= learning <= 1.05 * total  # the machine was measured, too
+    assert made["training_seconds"] >= total / 2
+    checkpoint = newest_complete_checkpoint(tmp_path / "out" / "work" / "training")
+    spent = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["Budget"]["attributes"][
+        "spent"
+    ]
+    assert spent["evaluation"] <= 0.05 * total
+    assert spent["saving"] <= 0.03 * total + 2 * machine.save
+    assert seen.keys() == {"[1/3]", "[2/3]"}
+    for shown in seen.values():
+        began, ended = shown[0][0], shown[-1][0]
+        told = [(now, left) for now, left in shown if left is not None and now > began + 0.1 * (ended - began)]
+        assert told
+        step = max(after - before for (before, _), (after, _) in pairwise(shown))  # nothing is told meanwhile
+        for now, left in told:
+            assert abs(left - (ended - now)) <= 0.15 * (ended - began) + step
+
+
+def test_a_plan_follows_from_the_pace() -> None:
+    steps = {1: 0.06, 8: 0.12, 48: 0.28}
+    here = Pace(steps, 0.011, 0.03)
+    slow = Pace({size: 10 * step for size, step in steps.items()}, 0.11, 0.3)
+    for minutes in (5, 30, 300):
+        plans = [plan(60 * minutes, pace, False, False) for pace in (here, slow)]
+        assert plans[0].mask_rows > 9 * plans[1].mask_rows
+        assert all(0.1 <= one.answer_seconds / 60 / minutes <= 0.5 for one in plans)
+        assert plans[0].batch_size >= plans[1].batch_size and plans[0].batch_slots >= plans[1].batch_slots
+    assert plan(18_000, here, False, False).batch_size == 48
+    assert plan(600, here, False, True).answer_seconds == 0
+    assert plan(60, slow, False, False).positions == 0 == plan(60, slow, False, False).table[0]
+    assert Pace.read(json.loads(json.dumps(vars(here)))) == here
+
+
+def test_a_budget_that_gives_next_to_nothing_is_said_before_any_answer_is_written(tmp_path, monkeypatch) -> None:
+    machine, lines = Machine(0.05, 0.01), Console(file=io.StringIO(), width=300)
+    monkeypatch.setattr(adapting, "write_answers", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    config = AdaptConfig(minutes=5, prompts=None, **SMALL)
+    with machine.running(monkeypatch), pytest.raises(KeyboardInterrupt):
+        adapt(write_base(tmp_path / "llama"), tmp_path / "out", config, console=lines, clock=machine)
+    text = lines.file.getvalue()
+    found = re.search(r"about ([\d,]+) mask rows\.\nThat gives next to nothing: .* `--minutes (\d+)` trains", text)
+    assert found is not None and int(found[1].replace(",", "")) < FEW_ROWS and int(found[2]) > 5
+
+
+def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goes_on(tmp_path, monkeypatch) -> None:
+    machine, base = Machine(2.0, 0.1), write_base(tmp_path / "llama")
+    settings = {"prompts": tmp_path / "prompts.txt", **SMALL}
+    with machine.running(monkeypatch):
+        with pytest.raises(ValueError, match=r"^0\.1 minutes are too few for a batch of answers .* `--minutes (\d+)`"):
+            adapt(base, tmp_path / "out", AdaptConfig(minutes=0.1, **settings), clock=machine)
+        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=40, **settings), clock=machine)
+    assert made["answers"] > 0
