@@ -14,7 +14,8 @@ from random import Random
 import pandas as pd
 import typer
 
-from wedlm_hf.generation.planner import Draft, Outlook, Plan, Planner, StepTimes
+from wedlm_hf.generation.planner import Draft, Outlook, Plan, Planner
+from wedlm_hf.generation.step_times import StepTimes
 
 DEPTH, ROOM = 5, 10**6
 # Milliseconds of SmolLM2-135M's matrices on two cores with AVX2 (ALGORITHM.md §7).

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .lookup import TextLookup
-from .planner import MOST_DRAFTS, Draft, Outlook
+from .planner import DRAFT_COUNTS, Draft, Outlook
 from .rules import SlotStates
 from .sampling import SHORTLIST, TokenSampler
 from .selection import token_entropy
@@ -119,7 +119,7 @@ class TreeDrafter(Drafter):
         lookup = self._lookups.setdefault(one.index, TextLookup())
         parent, drafts = -1, list(drafts)
         first = [draft.token for draft in drafts[:1]]
-        for depth, token in enumerate(lookup.drafts(one.tokens, first, MOST_DRAFTS), 1):
+        for depth, token in enumerate(lookup.drafts(one.tokens, first, DRAFT_COUNTS[-1]), 1):
             same = [place for place, draft in enumerate(drafts) if draft.parent == parent and draft.token == token]
             if not same:
                 is_sibling = any(draft.parent == parent for draft in drafts)

@@ -18,15 +18,16 @@ from .attention import DENSE_MASK_ATTENTION
 from .cache import WindowCache
 from .decoding import ParallelDecoder
 from .drafter import CHILDREN, Drafter, TreeDrafter
-from .planner import FixedPlan, Planner, StepTimes, step_clock
+from .planner import Planner
 from .request import DecodingRequest, decoding_request, mask_length
 from .rules import BlockRule, FillRule
 from .sampling import TokenSampler
 from .scores import ScoreRecorder
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
 from .stats import StatsRecorder, TraceRecorder, WeDLMGenerateOutput
+from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
-from .verify import VerifyRule
+from .verify import FixedPlan, VerifyRule
 
 # Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
 REFUSED_OPTIONS = {
@@ -337,7 +338,7 @@ def _rule(
     else:
         drafter = Drafter(sampler, request.end_tokens, settings.entropy_threshold)
     is_chain = not (model.has_mask_adapter and _takes_any_mask(model))
-    planner: Planner | FixedPlan = FixedPlan(size, is_chain, drafter.lost)
+    planner: Planner = FixedPlan(size, is_chain, drafter.lost)
     if is_planned:
         planner = _planner(model, settings, sampler, size - drafter.lost, is_chain, drafter.lost)
     return VerifyRule(settings, sampler, request.end_tokens, drafter, planner, size)

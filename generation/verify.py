@@ -20,11 +20,33 @@ from dataclasses import dataclass, field
 import torch
 
 from .drafter import Drafter, Winner
-from .planner import FixedPlan, Outlook, Planner
+from .planner import Draft, Outlook, Plan, Planner
 from .rules import Cut, Selection, SlotStates
 from .sampling import Choice, TokenSampler, is_typical
 from .settings import WeDLMGenerationSettings
+from .step_times import StepTimes
 from .window import PhysicalOrder, SequenceOutcome, SequenceState, physical_order
+
+
+class FixedPlan(Planner):
+    """Every step checks the first run of drafts, and has `size` masks behind each real row, or behind the last one."""
+
+    def __init__(self, size: int, is_chain: bool, lost: int):
+        super().__init__(StepTimes(0.0), size, is_chain, lost)
+
+    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
+        """See [`Planner.plan`]."""
+        plans = []
+        for outlook in outlooks:
+            drafts = outlook.drafts[: max(0, min(self.depth, outlook.room - 1 + self.lost))]
+            masks = [min(self.depth, outlook.room - depth - 1 + self.lost) for depth in range(len(drafts) + 1)]
+            if self.is_chain:
+                masks[:-1] = [0] * len(drafts)
+            plans.append(Plan(drafts, [count if count > self.lost else 0 for count in masks]))
+        return plans
+
+    def learn(self, draft: Draft, has_passed: bool) -> None:
+        """Nothing."""
 
 
 @dataclass
@@ -44,7 +66,7 @@ class VerifyRule:
     sampler: TokenSampler
     end_tokens: frozenset[int]
     drafter: Drafter
-    planner: Planner | FixedPlan
+    planner: Planner
     size: int
     _is_prefill: bool = field(default=True, init=False)
 

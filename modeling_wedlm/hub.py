@@ -34,6 +34,7 @@ SHIPPED = (
     "generation/selection.py",
     "generation/settings.py",
     "generation/stats.py",
+    "generation/step_times.py",
     "generation/streaming.py",
     "generation/verify.py",
     "generation/window.py",

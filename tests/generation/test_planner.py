@@ -7,7 +7,9 @@ from random import Random
 
 import pytest
 
-from wedlm_hf.generation.planner import Draft, FixedPlan, Outlook, Planner, StepTimes
+from wedlm_hf.generation.planner import Draft, Outlook, Planner
+from wedlm_hf.generation.step_times import StepTimes
+from wedlm_hf.generation.verify import FixedPlan
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "plans.py"
 SPEC = importlib.util.spec_from_file_location("plans", PATH)

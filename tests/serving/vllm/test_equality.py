@@ -7,7 +7,7 @@ import torch
 from vllm import SamplingParams
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.generation.planner import StepTimes
+from wedlm_hf.generation.step_times import StepTimes
 
 
 def tokens_of(outputs):
