@@ -114,7 +114,9 @@ class Conversation:
         """
         messages = [*self.all_messages, {"role": "user", "content": text}]
         prompt = self._encode(messages)
-        cached = self._keep_beginning_of(prompt)
+        stored_strategy = getattr(self.model.generation_config, "strategy", None)
+        is_ar = (self.options.get("strategy") or stored_strategy or "ar") == "ar"  # AR decoding takes no window cache
+        cached = 0 if is_ar else self._keep_beginning_of(prompt)
         stored = self.model.generation_config.max_new_tokens
         limit = self.options.get("max_new_tokens") or stored or LONGEST_ANSWER
         limit = answer_limit(self.model, len(prompt), limit)
@@ -130,7 +132,7 @@ class Conversation:
             try:
                 output = untyped.generate(
                     **inputs,
-                    past_key_values=self.cache,
+                    past_key_values=None if is_ar else self.cache,
                     streamer=streamer,
                     stopping_criteria=[self._is_stopped],
                     **options,

@@ -122,7 +122,7 @@ class WindowCache(Cache):
     parallel decoding announces where it writes ([`plan`]), forwards, and commits a prefix of what it wrote
     ([`commit`]): nothing is concatenated or cropped, and buffers that are full are doubled. Rows that finish are
     swapped behind those still in use ([`retire`]) and cost nothing from then on; [`close`] puts all rows back in
-    order. Outside of such a step it appends like `DynamicCache`, which needs rows of equal length.
+    order. It takes no forwards outside of such steps.
 
     Args:
         capacity: slots to make room for at once. Forwards then attend to all of it, whatever is in use, so that their
@@ -140,11 +140,8 @@ class WindowCache(Cache):
         self.lengths: list[int] = []
         self.token_ids = torch.empty(0, 0, dtype=torch.int64)
         self._write: CacheWrite | None = None
-        self._appended: CacheWrite | None = None
-        self._last_layer = -1  # that has stored what was appended
         self._rows: list[int] = []  # the caller's row that each buffer row holds
         self._in_use = 0
-        self._opened: list[int] = []  # `lengths` when the call began
 
     @property
     def is_compileable(self) -> bool:
@@ -158,22 +155,19 @@ class WindowCache(Cache):
         """The caller's row that each buffer row in use holds."""
         return self._rows[: self._in_use]
 
-    def open(self, prompts: list[list[int]] | None, device: torch.device) -> None:
-        """Gets ready for a call: each row keeps what is known to be the beginning of its prompt, and not the prompt's
-        last token, whose AR row may be needed. What was cached without saying which tokens is computed anew.
+    def open(self, prompts: list[list[int]], device: torch.device) -> None:
+        """Gets ready for a call: each sequence keeps what is known to be the beginning of its prompt, and not the
+        prompt's last token, whose AR row may be needed. What embeddings left is computed anew.
 
         Args:
-            prompts: the tokens of each row; -1 behind embeddings. `None` where they are unknown: then all is kept.
+            prompts: the tokens of each sequence; -1 behind embeddings.
             device: of the tokens.
 
         Raises:
-            ValueError: if the cache holds another number of rows, or tokens that are not the first ones of a prompt.
+            ValueError: if the cache holds another number of sequences, or tokens that are not the first of a prompt.
         """
-        if prompts is not None:
-            self._set_up(len(prompts), device)
-            self.lengths = self._known_lengths(prompts)
-            self._appended = None
-        self._opened = list(self.lengths)
+        self._set_up(len(prompts), device)
+        self.lengths = self._known_lengths(prompts)
 
     def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
         lengths = []
@@ -261,47 +255,21 @@ class WindowCache(Cache):
         self._in_use = len(self._rows)
 
     @contextmanager
-    def rolled_back(self) -> Iterator[None]:
-        """A call decodes within it. If it fails, wherever it is, the cache holds what it held of the prompts, so the
-        call can be made again."""
-        self._opened = list(self.lengths)
-        try:
-            yield
-        except BaseException:
-            self._roll_back()
-            raise
-
-    def _roll_back(self) -> None:
-        if not self.lengths or not any(self._opened):
-            self.reset()  # it held nothing, or was interrupted while rows moved
-            return
-        with self._moving_rows():
-            self.close()
-            self.lengths = list(self._opened)
-            # The forward may have left NaN behind the committed slots, and masked attention still multiplies it by 0.
-            for layer in self.layers:
-                if layer.is_initialized:
-                    for row, length in enumerate(self.lengths):
-                        layer._keys[row, :, length:] = 0
-                        layer._values[row, :, length:] = 0
-
-    def _swap(self, row: int, other: int) -> None:
-        with self._moving_rows():
-            for layer in self.layers:
-                layer.swap(row, other)
-            self.token_ids[[row, other]] = self.token_ids[[other, row]]
-            for per_row in (self.lengths, self._rows):
-                per_row[row], per_row[other] = per_row[other], per_row[row]
-
-    @contextmanager
-    def _moving_rows(self) -> Iterator[None]:
-        """Rows move layer by layer: an exception in between (no memory, Ctrl-C) leaves an empty cache, not a mixed
-        one."""
+    def emptied_on_failure(self) -> Iterator[None]:
+        """Within this context, an exception leaves an empty cache: neither part of a forward, nor mixed sequences."""
         try:
             yield
         except BaseException:
             self.reset()
             raise
+
+    def _swap(self, row: int, other: int) -> None:
+        with self.emptied_on_failure():
+            for layer in self.layers:
+                layer.swap(row, other)
+            self.token_ids[[row, other]] = self.token_ids[[other, row]]
+            for per_row in (self.lengths, self._rows):
+                per_row[row], per_row[other] = per_row[other], per_row[row]
 
     # --- the interface of transformers -------------------------------------------------------------------------------
 
@@ -309,46 +277,17 @@ class WindowCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores a layer's new states where the step planned, or at the end; returns what they may attend to."""
-        write = self._write or self._append(key_states, layer_idx)
+        if self._write is None:
+            raise ValueError(
+                "A `WindowCache` takes the steps of `generate(strategy='wedlm')` and no other forward: pass a "
+                "`DynamicCache`, or none."
+            )
         while len(self.layers) <= layer_idx:
             self.layers.append(WindowLayer(self))
-        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(key_states, value_states, write)
-        self._last_layer = layer_idx
+        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(
+            key_states, value_states, self._write
+        )
         return states
-
-    def _append(self, key_states: torch.Tensor, layer_idx: int) -> CacheWrite:
-        """Outside of a step: all of a forward is kept at once. The first layer to see it updates the lengths."""
-        self._check_appended(layer_idx)
-        if layer_idx == 0:
-            batch_size, _, width, _ = key_states.shape
-            self._set_up(batch_size, key_states.device)
-            if min(self.lengths) != max(self.lengths):
-                raise ValueError(
-                    f"Only `strategy='wedlm'` can go on from a cache whose rows differ in length, got {self.lengths}."
-                )
-            start = self.lengths[0]
-            slots = torch.arange(start, start + width, device=key_states.device).expand(batch_size, -1)
-            self._appended = CacheWrite(start, slots, start + width)
-            self._last_layer = -1
-            self.token_ids = F.pad(self.token_ids[:, :start], (0, width), value=-1)
-            self.lengths = [start + width] * batch_size
-        assert self._appended is not None
-        return self._appended
-
-    def _check_appended(self, layer_idx: int) -> None:
-        """Raises `ValueError` if the last layers lack what the first ones hold, as after Ctrl-C."""
-        if self._appended is None or self._appended.start is None or not any(self.lengths):
-            return
-        if layer_idx == 0:
-            is_cut_off = self._last_layer < len(self.layers) - 1 and self.lengths[0] > self._appended.start
-        else:
-            is_new = layer_idx >= len(self.layers) or not self.layers[layer_idx].is_initialized
-            is_cut_off = is_new and self._appended.start > 0
-        if is_cut_off:
-            raise ValueError(
-                "A forward on this cache was cut off before its last layer: call `reset()` on the cache, or `crop` "
-                "what that forward added."
-            )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` slots of every row (negative, as everywhere in transformers)."""
@@ -358,7 +297,7 @@ class WindowCache(Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order."""
-        with self._moving_rows():
+        with self.emptied_on_failure():
             super().batch_select_indices(indices)
             self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
             self.lengths = [self.lengths[index] for index in indices.tolist()]
@@ -374,10 +313,5 @@ class WindowCache(Cache):
     def reset(self) -> None:
         """Forgets everything, the number of rows too."""
         self.lengths = []  # first: an exception in between must leave nothing that counts
-        self._write = self._appended = None
+        self._write = None
         self.layers.clear()
-
-    def remember(self, token_ids: torch.Tensor) -> None:
-        """Notes the `(B, L)` int64 tokens behind the first slots, where forwards appended without saying which."""
-        width = min(token_ids.shape[1], self.token_ids.shape[1])
-        self.token_ids[:, :width] = token_ids[:, :width]

@@ -1,7 +1,6 @@
 """`model.generate(..., strategy="wedlm")`: how parallel decoding plugs into transformers' `generate`."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from .cache import WindowCache
 from .decoding import ParallelDecoder
 from .drafter import CHILDREN, Drafter, TreeDrafter
 from .planner import Planner
-from .request import DecodingRequest, decoding_request, mask_length
+from .request import DecodingRequest, decoding_request
 from .rules import BlockRule, FillRule
 from .sampling import TokenSampler
 from .scores import ScoreRecorder
@@ -96,7 +95,13 @@ class WeDLMGenerationMixin(GenerationMixin):
         settings = WeDLMGenerationSettings.from_generation_config(
             generation_config, self.config, needs_mask_token=not self.has_mask_adapter
         )
+        cache = model_kwargs.get("past_key_values")
         if settings.strategy == "ar":
+            if isinstance(cache, WindowCache):
+                raise ValueError(
+                    "A `WindowCache` needs `strategy='wedlm'` or `'block'`, got `strategy='ar'`: leave "
+                    "`past_key_values` out, or pass a `DynamicCache`."
+                )
             for name in ours.keys() - {"strategy", "mask_token_id"}:
                 if ours[name] not in (None, "none", False):
                     raise ValueError(
@@ -109,7 +114,6 @@ class WeDLMGenerationMixin(GenerationMixin):
                     "their size, `window_size`."
                 )
             _check_options(settings.strategy, generation_config)
-            cache = model_kwargs.get("past_key_values")
             if cache is not None and not isinstance(cache, WindowCache):
                 raise ValueError(
                     "Parallel decoding needs a `WindowCache`: pass the `past_key_values` that an earlier call "
@@ -129,22 +133,6 @@ class WeDLMGenerationMixin(GenerationMixin):
                 "Leave them out or use `strategy='ar'`."
             )
 
-    def _prepare_cache_for_generation(
-        self: Any,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        generation_mode: GenerationMode,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if generation_mode not in LOOP_MODES and isinstance(model_kwargs.get("past_key_values"), WindowCache):
-            raise ValueError(
-                "Greedy decoding and sampling can use a `WindowCache`, but the options ask for "
-                f"{generation_mode.value.replace('_', ' ')}, which would not ask whose tokens it holds: leave "
-                "`past_key_values` out."
-            )
-        return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)  # type: ignore[misc]
-
     def _sample(
         self: Any,
         input_ids: torch.LongTensor,
@@ -160,8 +148,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         )
         if settings.strategy == "ar":
             inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-            with _ar_call(input_ids, generation_config, model_kwargs) as remember:
-                return remember(super()._sample(*inputs, **model_kwargs))  # type: ignore[misc]
+            return super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
         cache = model_kwargs.get("past_key_values")
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
@@ -172,19 +159,19 @@ class WeDLMGenerationMixin(GenerationMixin):
         if is_static:
             compiled = self._fixed_shape_forward(cache, request, settings, generation_config, model_kwargs)
         rule = _rule(self, settings, logits_processor, generation_config, request, is_static)
-        with cache.rolled_back():
-            decoder = ParallelDecoder(
-                model=self,
-                request=request,
-                rule=rule,
-                cache=cache,
-                compiled=compiled,
-                go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
-            )
-            try:
+        decoder = ParallelDecoder(
+            model=self,
+            request=request,
+            rule=rule,
+            cache=cache,
+            compiled=compiled,
+            go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
+        )
+        try:
+            with cache.emptied_on_failure():
                 return _decode(decoder, settings, generation_config, streamer)
-            finally:
-                _give_back(self, rule)
+        finally:
+            _give_back(self, rule)
 
     def _fixed_shape_forward(
         self: Any,
@@ -228,40 +215,6 @@ def _check_options(strategy: str, generation_config: GenerationConfig) -> None:
                 f"`{option}={value!r}` is not supported with `strategy={strategy!r}`: "
                 f"pass `{option}={harmless[-1]!r}` or `strategy='ar'`."
             )
-
-
-@contextmanager
-def _ar_call(
-    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> Iterator[Callable[[Any], Any]]:
-    """AR decoding on a [`WindowCache`], if that is what it runs on: the cache must belong to the prompt, learns the
-    tokens that were appended (yields a function that tells it, and returns the call's output), and is rolled back if
-    the call fails. Raises `ValueError` for padded prompts, and for a mask of another length than cache and prompt."""
-    cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
-    if not isinstance(cache, WindowCache):
-        yield lambda output: output
-        return
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and not bool(mask.all()):
-        raise ValueError("AR decoding goes on from a `WindowCache` only without padding in the prompts.")
-    prompts = input_ids if embeds is None else input_ids.new_full(embeds.shape[:2], -1)
-    # The mask may say that only new tokens are handed on.
-    length, given, held = mask_length(generation_config, model_kwargs), prompts.shape[1], cache.get_seq_length()
-    is_whole = length in (None, given)
-    if not is_whole and length != held + given:
-        raise ValueError(
-            f"`attention_mask` is {length} tokens long, but there are {given} in the prompt and {held} in the cache: "
-            "it must cover the prompt, or both where the prompt is only what follows the cache."
-        )
-    with cache.rolled_back():
-        cache.open(prompts.tolist() if is_whole else None, input_ids.device)
-
-        def remember(output: Any) -> Any:
-            if embeds is None and is_whole:
-                cache.remember(output if isinstance(output, torch.Tensor) else output.sequences)
-            return output
-
-        yield remember
 
 
 def _check_inputs(

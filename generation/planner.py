@@ -71,7 +71,7 @@ class Draft(NamedTuple):
 
 
 class Outlook(NamedTuple):
-    """What a sequence can do next: drafts, parents first; how many depths of them are from masks; new tokens allowed."""
+    """What a sequence can do next: drafts, parents first; depths of them that masks drafted; new tokens allowed."""
 
     drafts: list[Draft]
     foreseen: int
@@ -79,14 +79,14 @@ class Outlook(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A sequence's rows of the next forward: drafts, parents first; numbers of masks behind the root and behind each."""
+    """A sequence's rows of the next forward: drafts, parents first; how many masks follow the root and each draft."""
 
     drafts: list[Draft]
     masks: list[int]
 
 
 class Choice(NamedTuple):
-    """What a plan nets, in tokens of all sequences; its drafts and masks; and what the best row left out would bring."""
+    """What a plan nets, in tokens of all sequences; its drafts and masks; what the best row left out would bring."""
 
     net: float
     drafts: int
@@ -216,8 +216,8 @@ class Planner:
         before: int,
         least: float | None = None,
     ) -> tuple[Choice, Choice]:
-        """The best plan without masks, and with masks: the best by optimistic times of those that net more than `least`,
-        if that is given."""
+        """The best plan without masks, and with masks: where `least` is given, the best by optimistic times of those
+        that net more."""
         costs: dict[tuple[int, bool, bool], float] = {}
 
         def cost(rows: int, has_masks: bool, is_optimistic: bool = False) -> float:

@@ -62,7 +62,7 @@ def test_every_answer_is_that_of_generate_and_only_new_tokens_are_computed(nano,
             turn = talk.ask(question, nothing)
         assert turn.text == expected
         first = counter.shapes[0][1]
-        if earlier is None:
+        if earlier is None or decoder == "ar":  # AR decoding takes no window cache
             assert turn.cached_tokens == 0
             assert first >= turn.prompt_tokens
         else:  # all of the turns before, but for the tokens of the answer that no forward has read
@@ -82,7 +82,7 @@ def test_the_cache_is_kept_where_the_decoder_or_the_system_message_changes(nano)
         talk.options = DECODERS[decoder]
         messages = [*talk.messages, {"role": "user", "content": QUESTIONS[1]}]
         turn = talk.ask(QUESTIONS[1], nothing)
-        assert turn.cached_tokens > turn.prompt_tokens / 2
+        assert (turn.cached_tokens > turn.prompt_tokens / 2) == (decoder != "ar")
         assert turn.text == cold(nano, messages, **DECODERS[decoder])
     talk.system = "Be brief."
     messages = [*talk.all_messages, {"role": "user", "content": QUESTIONS[1]}]
@@ -126,7 +126,7 @@ def test_a_stopped_answer_stays_as_far_as_it_came(nano, decoder, is_pressed_twic
         messages = [*talk.messages, {"role": "user", "content": question}]
         after = talk.ask(question, nothing)
         assert after.text == cold(nano, messages, **options)
-        assert (after.cached_tokens > turn.prompt_tokens) == (not is_pressed_twice)
+        assert (after.cached_tokens > turn.prompt_tokens) == (decoder != "ar" and not is_pressed_twice)
         turn = talk.ask("And now?", stop_after(1))
         assert turn.ended_by == "stop"
 

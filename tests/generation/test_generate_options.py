@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 from accelerate import disk_offload
-from oracle import causal_forward, decode_ar
+from oracle import decode_ar
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from transformers import (
@@ -149,16 +149,6 @@ def test_a_cache_beside_input_embeddings_must_be_empty(model):
     first = model.generate(inputs_embeds=embeds, **FAST, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="Nothing tells whether a cache belongs to `inputs_embeds`"):
         model.generate(inputs_embeds=embeds, **FAST, past_key_values=first.past_key_values)
-
-
-def test_ar_decoding_of_embeddings_leaves_the_caches_tokens_unknown(model):
-    """The first slots hold the prompt, not the new tokens that the call returned."""
-    cache = WindowCache()
-    embeds = model.get_input_embeddings()(PROMPT)
-    new = model.generate(inputs_embeds=embeds, max_new_tokens=6, past_key_values=cache)
-    turn = torch.cat([PROMPT, new, torch.tensor([[50, 51]])], dim=1)
-    warm = model.generate(turn, **FAST, past_key_values=cache)
-    assert warm.tolist() == model.generate(turn, **FAST).tolist()
 
 
 def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_path):
@@ -660,34 +650,6 @@ def test_a_cache_of_another_prompt_is_refused(model):
         model.generate(PROMPT.expand(2, -1), **FAST, past_key_values=cache)
 
 
-def test_a_cache_of_ragged_rows_is_refused_by_ar_decoding(model):
-    inputs = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
-    output = model.generate(inputs, attention_mask=(inputs != PAD).long(), **FAST, return_dict_in_generate=True)
-    assert len(set(output.past_key_values.lengths)) == 2
-    with pytest.raises(ValueError, match="rows differ in length"):
-        model(output.sequences[:, -1:], past_key_values=output.past_key_values, use_cache=True)
-
-
-def test_ar_decoding_on_a_window_cache_refuses_padding_and_remembers_its_tokens(model):
-    padded = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
-    mask = (padded != PAD).long()
-    with pytest.raises(ValueError, match="AR decoding goes on from a `WindowCache` only without padding"):
-        model.generate(padded, attention_mask=mask, max_new_tokens=3, past_key_values=WindowCache())
-    cache = WindowCache()
-    ar = model.generate(PROMPT, max_new_tokens=6, suppress_tokens=[MASK], past_key_values=cache)
-    turn = torch.cat([ar, torch.tensor([[50, 51]])], dim=1)
-    warm = model.generate(turn, **FAST, past_key_values=cache)
-    assert warm.tolist() == model.generate(turn, **FAST).tolist()
-    other = turn.clone()
-    other[0, 2] += 1
-    cache = WindowCache()
-    model.generate(PROMPT, max_new_tokens=6, past_key_values=cache)
-    with pytest.raises(ValueError, match="The cache does not belong to the prompt"):
-        model.generate(other, **FAST, past_key_values=cache)
-    with pytest.raises(ValueError, match="The cache holds 1 rows, but the prompt has 2"):
-        model(padded, past_key_values=cache, use_cache=True)
-
-
 def test_a_cache_that_is_reset_takes_any_batch(model):
     cache = model.generate(PROMPT, **FAST, return_dict_in_generate=True).past_key_values
     cache.reset()
@@ -695,107 +657,52 @@ def test_a_cache_that_is_reset_takes_any_batch(model):
     assert model.generate(batch, **FAST, past_key_values=cache).tolist() == model.generate(batch, **FAST).tolist()
 
 
-def test_the_cache_selects_repeats_and_crops_rows(model):
-    cache = WindowCache()
+def test_the_cache_selects_repeats_and_crops_sequences(model):
     prompts = torch.tensor([[20, 40, 9], [31, 77, 5]])
-    with torch.no_grad():
-        expected = model(prompts, past_key_values=cache, use_cache=True).logits[:, -1]
-        cache.crop(-1)
-        assert cache.lengths == [2, 2] and cache.get_seq_length() == 2
-        cache.batch_repeat_interleave(2)
-        cache.batch_select_indices(torch.tensor([3, 0]))
-        logits = model(prompts[[1, 0], 2:], past_key_values=cache, use_cache=True).logits[:, -1]
-    torch.testing.assert_close(logits, expected[[1, 0]])
+    options = FAST | {"eos_token_id": []}
+    expected = model.generate(prompts, **options)
+    cache = model.generate(prompts, **options, return_dict_in_generate=True).past_key_values
+    cache.crop(2 - min(cache.lengths))
+    assert min(cache.lengths) == 2 and cache.get_seq_length() == max(cache.lengths)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    for length in cache.lengths:
+        assert length >= 2
+    cache.crop(2 - max(cache.lengths))
+    found = model.generate(prompts[[1, 0]], **options, past_key_values=cache)
+    assert found.tolist() == expected[[1, 0]].tolist()
     with pytest.raises(ValueError, match="`crop` takes the negative number"):
         cache.crop(1)
-
-
-def test_a_window_forward_in_the_cache_equals_one_without(model):
-    """What the loop runs: masks behind a filled slot, at logical positions, on top of cached keys."""
-    prompt = PROMPT[0].tolist()
-    tokens, positions = [50, 60, MASK, MASK], [5, 8, 6, 7]
-    expected = causal_forward(model, prompt + tokens, list(range(5)) + positions)[5:]
-    cache = WindowCache()
-    with torch.no_grad():
-        model(PROMPT, past_key_values=cache, use_cache=True)
-        logits = model(
-            torch.tensor([tokens]), position_ids=torch.tensor([positions]), past_key_values=cache, use_cache=True
-        ).logits[0]
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 # --- caches whose tokens nobody knows, and calls that break off ------------------------------------------------------
 
 
-OTHER = torch.tensor([[86, 54, 31, 9, 12, 77, 60, 61, 62, 63, 64, 65, 66]])
+@pytest.mark.parametrize("strategy", [{}, {"strategy": "ar"}, {"num_beams": 2}])
+def test_a_window_cache_takes_parallel_decoding_alone(model, strategy):
+    with pytest.raises(ValueError, match="A `WindowCache` needs `strategy='wedlm'` or `'block'`, got `strategy='ar'`"):
+        model.generate(PROMPT, max_new_tokens=3, past_key_values=WindowCache(), **strategy)
+    with pytest.raises(ValueError, match="A `WindowCache` takes the steps of `generate"):
+        model(PROMPT, past_key_values=WindowCache(), use_cache=True)
 
 
-def interrupted_ar_call(model, cache):
-    class Interrupting(Recorder):
-        def put(self, value):
-            super().put(value)
-            if len(self.puts) == 4:
-                raise KeyboardInterrupt
+@pytest.mark.parametrize("options", [FAST, EXACT])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_call_that_fails_leaves_the_cache_empty(model, options, error):
+    first = model.generate(PROMPT, **options, return_dict_in_generate=True)
+    cache = first.past_key_values
+    turn = torch.cat([first.sequences, torch.tensor([[50, 51]])], dim=1)
 
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(PROMPT, max_new_tokens=20, past_key_values=cache, streamer=Interrupting())
-
-
-def plain_forward(model, cache):
-    with torch.no_grad():
-        model(PROMPT, past_key_values=cache, use_cache=True)
-
-
-def ar_call_on_embeddings(model, cache):
-    embeds = model.get_input_embeddings()(PROMPT)
-    model.generate(inputs_embeds=embeds, max_new_tokens=6, past_key_values=cache)
-
-
-def forward_that_broke_off(model, cache):
-    def fail(*args):
-        raise MemoryError
+    def fail(*arguments):
+        raise error
 
     handle = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(MemoryError):
-        plain_forward(model, cache)
+    with pytest.raises(error):
+        model.generate(turn, **options, past_key_values=cache)
     handle.remove()
-
-
-@pytest.mark.parametrize(
-    "fill",
-    [interrupted_ar_call, plain_forward, ar_call_on_embeddings, forward_that_broke_off],
-    ids=lambda f: f.__name__,
-)
-@pytest.mark.parametrize("options", [{"max_new_tokens": 20}, FAST, EXACT], ids=["ar", "wedlm", "exact"])
-def test_a_cache_of_unknown_tokens_takes_no_part_in_another_prompts_answer(model, fill, options):
-    cache = WindowCache()
-    fill(model, cache)
-    warm = model.generate(OTHER, **options, past_key_values=cache)
-    assert warm.tolist() == model.generate(OTHER, **options).tolist()
-
-
-def test_an_interrupted_ar_call_leaves_what_the_cache_held(model):
-    cache = WindowCache()
-    first = model.generate(PROMPT, max_new_tokens=3, past_key_values=cache)
-    turn = torch.cat([first, torch.tensor([[50, 51]])], dim=1)
-
-    def fail(*args):
-        raise MemoryError
-
-    handle = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(MemoryError):
-        model.generate(turn, max_new_tokens=5, past_key_values=cache)
-    handle.remove()
-    assert cache.lengths == [7]
-    warm = model.generate(turn, max_new_tokens=8, past_key_values=cache)
-    assert warm.tolist() == model.generate(turn, max_new_tokens=8).tolist()
-
-
-def test_ar_decoding_refuses_a_cache_of_another_prompt(model):
-    cache = WindowCache()
-    model.generate(PROMPT, max_new_tokens=3, past_key_values=cache)
-    with pytest.raises(ValueError, match="The cache does not belong to the prompt"):
-        model.generate(OTHER, max_new_tokens=3, past_key_values=cache)
+    assert not any(cache.lengths)
+    warm = model.generate(turn, **options, past_key_values=cache)
+    assert warm.tolist() == model.generate(turn, **options).tolist()
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])
