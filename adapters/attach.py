@@ -203,7 +203,7 @@ def unload_mask_adapter(model: Any) -> None:
     if methods == {PEFT_TYPE}:  # by transformers' `load_adapter`
         model._hf_peft_config_loaded = False
         del model.peft_config
-    for name in ("_keys_to_ignore_on_save", "draft_record"):
+    for name in ("_keys_to_ignore_on_save", "_planners"):
         model.__dict__.pop(name, None)
     model.__class__ = type(model).__bases__[1]
 

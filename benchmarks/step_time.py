@@ -24,8 +24,8 @@ PARTS = {
     "attention kernel": ("", "<built-in method torch._C._nn.scaled_dot_product_attention>"),
     "norms": ("modeling_qwen3", "forward"),
     "updates of the mask adapter": ("mask_adapter", "__call__"),
-    "choosing the next drafts": ("branches", "_with_drafts"),
-    "pacing": ("branch_pacing", "observe"),
+    "choosing the next drafts": ("drafter", "draft"),
+    "planning": ("planner", "plan"),
 }
 OF_FORWARD = 4  # of these, the first ones
 

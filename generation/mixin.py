@@ -180,7 +180,10 @@ class WeDLMGenerationMixin(GenerationMixin):
                 compiled=compiled,
                 go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
             )
-            return _decode(decoder, settings, generation_config, streamer)
+            try:
+                return _decode(decoder, settings, generation_config, streamer)
+            finally:
+                _give_back(self, rule)
 
     def _fixed_shape_forward(
         self: Any,
@@ -355,10 +358,18 @@ def _planner(
     if not is_timed:
         return Planner(StepTimes(slot_cost), depth, is_chain, lost)
     key = str(sampler.device), model.dtype, sampler.do_sample, depth, is_chain, lost
-    planners = model.__dict__.setdefault("_planners", {})
-    if key not in planners:
-        planners[key] = Planner(StepTimes(slot_cost, step_clock(device)), depth, is_chain, lost)
-    return planners[key]
+    # Taken while it is used: other threads decode with one of their own.
+    planner: Planner | None = model.__dict__.setdefault("_planners", {}).pop(key, None)
+    if planner is None:
+        planner = Planner(StepTimes(slot_cost, step_clock(device)), depth, is_chain, lost)
+    planner.key = key
+    return planner
+
+
+def _give_back(model: Any, rule: FillRule | VerifyRule) -> None:
+    planner = getattr(rule, "planner", None)
+    if isinstance(planner, Planner) and planner.key is not None:
+        model._planners[planner.key] = planner
 
 
 def _decode(

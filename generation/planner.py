@@ -50,6 +50,8 @@ MASK_CHANCE, TEXT_CHANCES = 0.65, (0.6, 0.9)
 # Share of the time that looking may cost, and the AR steps after which that share would have come to what it may at
 # once.
 LOOK_SHARE, LOOK_CREDIT = 0.015, 100
+# Tokens that masks behind a prompt may cost: they are a look that is repeated in every call.
+PROMPT_LOOK = 0.25
 # Times of a width that are remembered: their median forgets a busy moment of the machine.
 SAMPLES = 9
 # Drafts of a sequence that are checked, at most; deeper chains may have more.
@@ -212,6 +214,7 @@ class Planner:
 
     def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0):
         self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
+        self.key: Any = None  # of what it learned about, where that is kept
         self.speed = 1.0  # the rate, in tokens of a sequence per time of an AR step
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}  # passed and tried drafts of each bin
         self._gains = [(0.0, 0.0)] * depth  # sums, and how many
@@ -315,7 +318,9 @@ class Planner:
                     self._learn_gains(state, tree, worth)
         plain, best = self._options(states, trees, worth, before)
         choice = max(plain, best)
-        if not before:
+        if before:  # a look beside a prompt costs little
+            choice = best if best.net > plain.net - PROMPT_LOOK * count else plain
+        else:
             if best.masks + best.drafts:
                 rows = best.masks + best.drafts
                 secant = self._cost(count, before, rows, True) / rows
@@ -452,7 +457,7 @@ class FixedPlan:
         """See [`Planner.plan`]."""
         plans = []
         for outlook in outlooks:
-            drafts = outlook.drafts[: max(0, min(self.size, outlook.room - 1))]
+            drafts = outlook.drafts[: max(0, min(self.size, outlook.room - 1 + self.lost))]
             masks = [min(self.size, outlook.room - depth - 1 + self.lost) for depth in range(len(drafts) + 1)]
             if self.is_chain:
                 masks[:-1] = [0] * len(drafts)

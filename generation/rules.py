@@ -40,8 +40,7 @@ class Selection:
     Attributes:
         choice: a token for each row with logits, and what it was chosen from.
         marks: `(A, M)` bool. Filling: the masks that take their token. Under verification: the AR rows that find the
-            draft
-            right behind them plausible.
+            draft right behind them plausible.
         is_mask: `(A, M)` bool, rows that are masks.
         is_broken: `(A, M)` bool, where there is nothing to choose from: the logits are NaN, or no token is left.
     """

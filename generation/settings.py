@@ -51,8 +51,7 @@ class WeDLMGenerationSettings:
             time (see [`Planner`]), down to plain AR steps. Default: with `verification="exact"`, whose output does not
             depend on it. A static cache keeps the window's size, whatever this says.
         slot_cost: for `adaptive_window`: what one more row adds to the time of a forward of one row, or times of
-            forwards
-            by their number of rows, such as `{1: 18, 6: 23, 12: 35}`. Default: measured while decoding.
+            forwards by their number of rows, such as `{1: 18, 6: 23, 12: 35}`. Default: measured while decoding.
         mask_token_id: M; default: the model config's.
         output_trace: record every step (see [`TraceStep`]).
 

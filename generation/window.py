@@ -155,7 +155,8 @@ class PhysicalOrder:
         slot_mask: which of the last physical rows are masks, `(A, masks of the entry with the most)` bool; their
             number where that is the same for all entries, `None` where there are none.
         masks_behind: physical rows behind those that predict `slots`: masks, and padding where there are fewer of
-        them. mask_counts: how many of them are masks, per entry.
+            them.
+        mask_counts: how many of them are masks, per entry.
         visibility: for an order that is not plain causal, see [`Visibility`].
     """
 
@@ -207,8 +208,7 @@ def physical_order(
         filler: the token of masks.
         device: of the tensors.
         width, behind: the least numbers of rows in front of masks, and of masks; with a `width`, logits are computed
-        for
-            all rows.
+            for all rows.
         mask_offset: positions between a row and the first mask behind it.
     """
     size = max(1, width, *(len(one.drafts) + one.pending + len(one.window) for one in sequences))

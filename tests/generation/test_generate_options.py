@@ -65,6 +65,11 @@ def tail(sequences):
         ({"entropy_threshold": "0.4"}, "`entropy_threshold` must be a number of at least 0, got '0.4'"),
         ({"distance_penalty": -1}, "`distance_penalty` must be a number of at least 0, got -1"),
         ({"output_trace": 1}, "`output_trace` must be True or False, got 1"),
+        ({"adaptive_window": True}, "`adaptive_window=True` goes with `verification='exact'` or `'typical'`"),
+        ({"slot_cost": "low"}, "`slot_cost` must be a number of at least 0, or times by numbers of rows, got 'low'"),
+        ({"slot_cost": {1: 2.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers of rows"),
+        ({"slot_cost": {1: 2.0, "x": 3.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers"),
+        ({"slot_cost": {1: 2.0, 4: 0}}, "`slot_cost` must have a time above 0 for each of two or more numbers of rows"),
         ({"strategy": "block", "verification": "exact"}, "`verification='exact'` goes with `strategy='wedlm'`"),
         ({"mask_token_id": VOCAB_SIZE}, "`mask_token_id` must lie in the vocabulary \\(0 to 319\\), got 320"),
         ({"mask_token_id": 3.0}, "`mask_token_id` must be an integer, got 3.0"),
@@ -504,7 +509,7 @@ def test_logits_that_are_no_numbers_end_with_an_error(verification, do_sample):
     model = tiny_model()
     with torch.no_grad():
         model.lm_head.weight[5, 3] = float("nan")
-    with pytest.raises(ValueError, match="in forward 1, row 0: the model's logits are NaN or infinite"):
+    with pytest.raises(ValueError, match="in forward 1, sequence 0: the model's logits are NaN or infinite"):
         model.generate(PROMPT, **(FAST | {"verification": verification, "do_sample": do_sample}))
 
 
@@ -517,7 +522,7 @@ def test_logits_that_become_no_numbers_name_step_and_row():
     index = next(i for i in range(2, 19) if free[1][i] not in free[0] + free[1][:i])
     with torch.no_grad():
         model.get_input_embeddings().weight[free[1][index]] = float("nan")
-    message = f"in forward {index + 2}, row 1: the model's logits are NaN or infinite"
+    message = f"in forward {index + 2}, sequence 1: the model's logits are NaN or infinite"
     with pytest.raises(ValueError, match=message):
         model.generate(prompts, **options)
 

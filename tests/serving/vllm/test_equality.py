@@ -7,8 +7,7 @@ import torch
 from vllm import SamplingParams
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.generation.step_times import StepTimes
-from wedlm_hf.serving.vllm.pacing import StepCosts
+from wedlm_hf.generation.planner import StepTimes
 
 
 def tokens_of(outputs):
@@ -74,7 +73,7 @@ def test_a_limit_on_new_tokens_is_kept(ar, verified, prompts, complete, limit):
 
 def test_samples_are_distributed_as_ar_samples(ar, verified, prompts, metrics, monkeypatch):
     drafter = verified.llm_engine.model_executor.driver_worker.model_runner.drafter
-    monkeypatch.setattr(drafter, "costs", StepCosts(StepTimes(slot_cost=0.0)))  # always draft, whatever the load
+    monkeypatch.setattr(drafter.planner, "times", StepTimes(slot_cost=0.0))  # always draft, whatever the load
 
     before = metrics(verified)["num_accepted_tokens"]
     for sampling in ({"temperature": 1.3}, {"temperature": 1.8, "top_k": 5, "top_p": 0.9}):

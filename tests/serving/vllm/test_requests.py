@@ -134,18 +134,3 @@ def test_answers_stream_and_an_abort_leaves_nothing_behind(ar, verified, prompts
     assert len(runner.drafter.states) <= 1 and len(runner.requests) <= 1
     scheduler = engine.engine_core.engine_core.scheduler
     assert not scheduler.requests and scheduler.kv_cache_manager.usage == 0
-
-
-def test_a_busy_engine_shortens_its_windows():
-    from wedlm_hf.generation.step_times import StepTimes
-    from wedlm_hf.serving.vllm.pacing import Acceptance, StepCosts
-
-    costs = StepCosts(StepTimes(slot_cost=0.05))
-    good, bad = Acceptance(15), Acceptance(15)
-    for _ in range(50):
-        good.learn(15, None)
-        bad.learn(0, 0)
-    windows = [good.best_window(costs, requests) for requests in (1, 8, 64)]
-    assert windows[0] >= 12 and windows == sorted(windows, reverse=True)
-    assert bad.best_window(costs, 1) == 0
-    assert good.begin().best_window(costs, 1) >= 12
