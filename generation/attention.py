@@ -3,8 +3,10 @@
 `A` sequences in use, `Q` physical rows of each, `H` query heads, `G` of them share a key/value head, `D` head width.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +23,9 @@ DENSE_MASK_ATTENTION = ("sdpa", "eager")
 # Kinds of layers whose mask is known here, by the names of `config.layer_types`.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 GROUPED = "wedlm_grouped_sdpa"
+# Forwards under way that read grouped masks, by the identity of their config.
+_READING: Counter[int] = Counter()
+_LOCK = Lock()
 
 
 def layer_types(config: Any) -> list[str]:
@@ -91,11 +96,18 @@ class StepAttention:
         if masks is None or not self.groups:
             yield
             return
-        self.config._attn_implementation = GROUPED
+        key = id(self.config)
+        with _LOCK:  # several threads may decode with one model
+            _READING[key] += 1
+            self.config._attn_implementation = GROUPED
         try:
             yield
         finally:
-            self.config._attn_implementation = self.implementation
+            with _LOCK:
+                _READING[key] -= 1
+                if not _READING[key]:
+                    del _READING[key]
+                    self.config._attn_implementation = self.implementation
 
 
 def _near(kind: str, write: CacheWrite, queries: torch.Tensor, config: Any) -> torch.Tensor | None:

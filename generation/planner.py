@@ -112,7 +112,7 @@ class StepTimes:
         self._samples: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
         self._curves: list[list[tuple[int, float]]] = [[], []]
         self._load = 0.0
-        self._seen = set()
+        self._seen: set[tuple[int, bool]] = set()
 
     def record(self, rows: int, has_masks: bool, seconds: float) -> None:
         """Takes in a step."""
@@ -128,7 +128,7 @@ class StepTimes:
         ]
         self._curves[has_masks] = _monotone(samples)
 
-    def _met(self, rows, has_masks):
+    def _met(self, rows: int, has_masks: bool) -> bool:
         if (rows, has_masks) in self._seen:
             return False
         self._seen.add((rows, has_masks))

@@ -21,7 +21,6 @@ WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
 write_cards_on_save(WeDLMPreTrainedModel)
 
 
-
 def _later(name: str) -> Any:
     """A method of mask adapters, which are a layer above this one: looked up when it is called."""
 

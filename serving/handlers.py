@@ -238,7 +238,8 @@ async def _merged(calls: list[Call], responses: list[Any]) -> AsyncIterator[dict
     Raises:
         Exception: with which an answer failed.
     """
-    queue, ends = asyncio.Queue[Any](), []
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+    ends: list[Any] = []
 
     async def read_chunks(index: int, response: Any) -> None:
         async for text in response.body_iterator:

@@ -69,7 +69,10 @@ def tail(sequences):
         ({"slot_cost": "low"}, "`slot_cost` must be a number of at least 0, or times by numbers of rows, got 'low'"),
         ({"slot_cost": {1: 2.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers of rows"),
         ({"slot_cost": {1: 2.0, "x": 3.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers"),
-        ({"slot_cost": {1: 2.0, 4: 0}}, "`slot_cost` must have a time above 0 for each of two or more numbers of rows"),
+        (
+            {"slot_cost": {1: 2.0, 4: 0}},
+            "`slot_cost` must have a time above 0 for each of two or more numbers of rows",
+        ),
         ({"strategy": "block", "verification": "exact"}, "`verification='exact'` goes with `strategy='wedlm'`"),
         ({"mask_token_id": VOCAB_SIZE}, "`mask_token_id` must lie in the vocabulary \\(0 to 319\\), got 320"),
         ({"mask_token_id": 3.0}, "`mask_token_id` must be an integer, got 3.0"),
