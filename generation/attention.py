@@ -28,6 +28,12 @@ _READING: Counter[int] = Counter()
 _LOCK = Lock()
 
 
+def implementation_of(model: Any) -> str:
+    """The model's attention implementation, also while another thread's forward reads grouped masks."""
+    name: str = model.config.get_text_config(decoder=True)._attn_implementation
+    return "sdpa" if name == GROUPED else name
+
+
 def layer_types(config: Any) -> list[str]:
     """The kind of each decoder layer."""
     config = config.get_text_config(decoder=True)
@@ -51,9 +57,7 @@ class StepAttention:
     def __init__(self, model: Any) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
-        self.implementation = self.config._attn_implementation
-        if self.implementation == GROUPED:
-            self.implementation = "sdpa"  # another call is in its forward
+        self.implementation = implementation_of(model)
         self.kinds = sorted(set(layer_types(model.config)))
         groups = {getattr(module, "num_key_value_groups", None) for module in model.modules()} - {None}
         is_known = self.implementation == "sdpa" and getattr(model, "_supports_attention_backend", False)

@@ -361,7 +361,7 @@ def test_a_prompt_that_is_cached_whole_decodes_like_a_cold_one(qwen3):
 @pytest.mark.parametrize("slot_cost", [0.04, 10.0])
 def test_an_adaptive_window_starts_from_a_prompt_that_is_cached_whole(qwen3, slot_cost):
     prompts = [prompts_of([6])[0]] * 2
-    options = {"adaptive_window": True, "slot_cost": slot_cost}
+    options = {"verification": "exact", "slot_cost": slot_cost}
     cache = WindowCache()
     with torch.no_grad():
         qwen3(input_ids=torch.tensor(prompts), past_key_values=cache, use_cache=True)
