@@ -1,7 +1,7 @@
 """Mask adapters: any AR model writes its own text in fewer forwards (ALGORITHM.md §5, §8).
 
-Using one of the names below makes the method known to PEFT, where that is installed, and gives `WeDLMForCausalLM` the
-functions as methods. The import itself needs no torch: `wedlm --help` reads the settings of `wedlm adapt` from here.
+Using one of the names below makes the method known to PEFT, where that is installed. The import itself needs no torch:
+`wedlm --help` reads the settings of `wedlm adapt` from here.
 """
 
 from typing import Any

@@ -392,7 +392,7 @@ class _Run:
         if draw is not None and acceptance_table(entries)["rows"]:
             draw(entries, self.out)
             figure = "acceptance.png"
-        card = model_card(self.base, None, str(self.out), facts | {"is_chat": is_chat}, entries, table, figure)
+        card = model_card(self.base, str(self.out), facts | {"is_chat": is_chat}, entries, table, figure)
         if not write_card(self.out, card):
             self.say(f"{self.out / CARD_NAME} was edited: it stays as it is.")
         return (

@@ -58,7 +58,7 @@ def load_adapted(
     is_late = bool(loras) and dtype in (PACKED, FASTEST)
     # A model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model.
     load, read_tokenizer = (load_source, read_source_tokenizer) if masks else (load_model, load_tokenizer)
-    model, tokenizer_source = load(source, dtype="auto" if is_late else dtype, device=device), None
+    model, tokenizer_source = load(os.fspath(source), dtype="auto" if is_late else dtype, device=device), None
     for each in loras:
         with reading(f"The adapter {os.fspath(each)!r}"):
             model = _merged(model, each)

@@ -178,19 +178,17 @@ class MaskAdapter(nn.Module):
             What is known of the slots: `hidden` after the forward; `None` without slots.
         """
         if slots is None:
-            # Ctrl-C may have kept an earlier forward from leaving its context.
-            _SLOTS.set(None)
             yield None
             return
         mask, count = None, slots if isinstance(slots, int) else slots.shape[1]
         if isinstance(slots, torch.Tensor) and (slots.device.type != "cpu" or not bool(slots.all())):
             mask = slots[..., None]
         found = Slots(count, mask, self.mask_embedding, self._weights(dtype))
-        token = _SLOTS.set(found)
         try:
+            _SLOTS.set(found)
             yield found
         finally:
-            _SLOTS.reset(token)
+            _SLOTS.set(None)
 
     def _weights(self, dtype: torch.dtype) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
         """The matrices of the updates in `dtype`, ready to multiply rows with; made once where they do not train."""

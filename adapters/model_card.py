@@ -10,7 +10,6 @@ from ..modeling_wedlm.card import is_hub_id, provenance, render
 
 def model_card(
     base: str,
-    converted: str | None,
     adapter: str,
     facts: dict[str, Any],
     log: Sequence[dict[str, Any]],
@@ -21,7 +20,6 @@ def model_card(
 
     Args:
         base: what the adapter was trained for.
-        converted: folder of the WeDLM checkpoint made of it; `None` where the base is one.
         adapter: folder of the adapter.
         facts: what it was trained on and for how long, and `is_chat`, whether the base has a chat template.
         log: entries of the training log.
@@ -39,9 +37,7 @@ def model_card(
     name = base if is_hub_id(base) else Path(base).stem
     template = Path(__file__).with_suffix(".jinja")
     made: dict[str, Any] = {"curve": acceptance_table(log), "figure": figure, "table": table, **facts}
-    return render(
-        template, metadata, name=name, base=base, converted=converted, adapter=adapter, repr=json.dumps, **made
-    )
+    return render(template, metadata, name=name, base=base, adapter=adapter, repr=json.dumps, **made)
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:

@@ -24,7 +24,7 @@ TABLE_SHARE = 0.08
 EVALUATIONS = 4  # that fit into their share
 FEW_ROWS, ENOUGH_ROWS = 30_000, 100_000  # of masks: an adapter gives next to nothing, and clearly something
 
-_LARGEST_BATCH = 0.1  # of the time, for a batch of answers
+_LARGEST_BATCH = 0.15  # of the time, for a batch of answers
 _ANSWER_STEPS = 256  # forwards of a batch of answers: a prompt of the model's own and its answer
 _KEPT = 0.6  # of the tokens that are decoded: the others are prompts, or stand behind the end of an answer
 _STEPS = 300  # optimizer steps that a short training should have

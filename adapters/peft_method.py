@@ -43,7 +43,7 @@ class MaskAdapterConfig(PeftConfig):
 
 
 class MaskAdapterTuner(BaseTuner):
-    """Puts the mask adapter into a WeDLM model, which runs it; there is one at a time.
+    """Attaches the mask adapter to a model; there is one at a time.
 
     It acts on slots alone, so it may stand beside a LoRA on all rows, or be put on a `PeftModel` that has one.
     """
@@ -51,14 +51,6 @@ class MaskAdapterTuner(BaseTuner):
     prefix = "mask_adapter."
     tuner_layer_cls = BaseTunerLayer
     target_module_mapping: dict[str, list[str]] = {}
-
-    def __init__(self, model: nn.Module, peft_config: Any, *args: Any, **kwargs: Any):
-        if isinstance(peft_config, PeftConfig):  # `PeftModel` passes a dictionary
-            raise ValueError(
-                "`from_pretrained` and `load_adapter` of transformers cannot read a mask adapter. Load its base, "
-                f"{peft_config.base_model_name_or_path!r}, then call `wedlm_hf.load_mask_adapter(model, FOLDER)`."
-            )
-        super().__init__(model, peft_config, *args, **kwargs)
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Adds the adapter. Raises `ValueError` for a model that cannot carry it or is not the adapter's base."""

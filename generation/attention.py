@@ -3,8 +3,10 @@
 `A` sequences in use, `Q` physical rows of each, `H` query heads, `G` of them share a key/value head, `D` head width.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,6 +23,15 @@ DENSE_MASK_ATTENTION = ("sdpa", "eager")
 # Kinds of layers whose mask is known here, by the names of `config.layer_types`.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 GROUPED = "wedlm_grouped_sdpa"
+# Forwards under way that read grouped masks, by the identity of their config.
+_READING: Counter[int] = Counter()
+_LOCK = Lock()
+
+
+def implementation_of(model: Any) -> str:
+    """The model's attention implementation, also while another thread's forward reads grouped masks."""
+    name: str = model.config.get_text_config(decoder=True)._attn_implementation
+    return "sdpa" if name == GROUPED else name
 
 
 def layer_types(config: Any) -> list[str]:
@@ -46,9 +57,7 @@ class StepAttention:
     def __init__(self, model: Any) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
-        self.implementation = self.config._attn_implementation
-        if self.implementation == GROUPED:
-            self.implementation = "sdpa"  # another call is in its forward
+        self.implementation = implementation_of(model)
         self.kinds = sorted(set(layer_types(model.config)))
         groups = {getattr(module, "num_key_value_groups", None) for module in model.modules()} - {None}
         is_known = self.implementation == "sdpa" and getattr(model, "_supports_attention_backend", False)
@@ -91,11 +100,18 @@ class StepAttention:
         if masks is None or not self.groups:
             yield
             return
-        self.config._attn_implementation = GROUPED
+        key = id(self.config)
+        with _LOCK:  # several threads may decode with one model
+            _READING[key] += 1
+            self.config._attn_implementation = GROUPED
         try:
             yield
         finally:
-            self.config._attn_implementation = self.implementation
+            with _LOCK:
+                _READING[key] -= 1
+                if not _READING[key]:
+                    del _READING[key]
+                    self.config._attn_implementation = self.implementation
 
 
 def _near(kind: str, write: CacheWrite, queries: torch.Tensor, config: Any) -> torch.Tensor | None:

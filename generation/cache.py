@@ -232,8 +232,8 @@ class WindowCache(Cache):
                 layer.move(sources, targets)
             index = torch.arange(len(kept))[:, None].to(self.token_ids.device)
             self.token_ids[index, targets.to(index)] = self.token_ids[index, sources.to(index)]
-        for index, places in enumerate(kept):
-            self.lengths[index] += len(places)
+        for entry, places in enumerate(kept):
+            self.lengths[entry] += len(places)
         self._write = None
 
     def retire(self, finished: list[bool]) -> None:

@@ -16,7 +16,7 @@ loop knows nothing of the model but its `forward`.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,9 @@ class ParallelDecoder:
         if self.steps == 0 and self.request.prompt_embeds is not None:
             inputs = {"inputs_embeds": self._embeds(order)}
         has_slots = self.model.has_mask_adapter and order.slot_mask is not None
-        predicting = self.model.predicting(order.slot_mask) if has_slots else nullcontext()
+        predicting: AbstractContextManager[Any] = nullcontext()
+        if has_slots:
+            predicting = self.model.predicting(order.slot_mask)
         masks = self.attention.masks(write, order.position_ids, order.visibility)
         forward = self.compiled if self.compiled is not None and self.steps > 0 else self.model
         with predicting as states, self.attention.reading(masks):

@@ -13,7 +13,7 @@ from transformers.generation import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
-from .attention import DENSE_MASK_ATTENTION
+from .attention import DENSE_MASK_ATTENTION, implementation_of
 from .cache import WindowCache
 from .decoding import ParallelDecoder
 from .drafter import CHILDREN, Drafter, TreeDrafter
@@ -239,7 +239,7 @@ def _check_inputs(
             "A mask adapter decodes with masks of varying number, which a static cache has no room for: leave "
             "`cache_implementation='static'` out."
         )
-    implementation = model.config._attn_implementation
+    implementation = implementation_of(model)
     if (batch_size > 1 or is_static) and implementation not in DENSE_MASK_ATTENTION:
         raise ValueError(
             f"Attention implementation {implementation!r} cannot decode rows of different lengths together, nor with "
@@ -298,7 +298,7 @@ def _rule(
 
 
 def _takes_any_mask(model: Any) -> bool:
-    return model.config._attn_implementation in DENSE_MASK_ATTENTION
+    return implementation_of(model) in DENSE_MASK_ATTENTION
 
 
 def _planner(

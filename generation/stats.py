@@ -85,8 +85,8 @@ class StatsRecorder:
             for found in (self.drafted, self.accepted)
         )
         new_tokens = [one.new_count for one in self.sequences]
-        counts = map(torch.tensor, (new_tokens, self.forwards, self.token_instances))
-        return DecodingStats(*counts, drafted.sum(1), accepted.sum(1), drafted, accepted)
+        tokens, forwards, instances = map(torch.tensor, (new_tokens, self.forwards, self.token_instances))
+        return DecodingStats(tokens, forwards, instances, drafted.sum(1), accepted.sum(1), drafted, accepted)
 
 
 @dataclass
@@ -185,7 +185,8 @@ class TraceRecorder:
             logits[..., self.mask_token_id] = choice.mask_logits
         if outcome.slots is not None:
             logits = torch.cat([logits, outcome.slots.logits.float()], dim=1)
-        return token_entropy(logits).cpu(), *(found.cpu() for found in likeliest(logits))
+        tokens, probabilities = likeliest(logits)
+        return token_entropy(logits).cpu(), tokens.cpu(), probabilities.cpu()
 
     def step_map(self, new_tokens: torch.Tensor) -> torch.Tensor:
         """The step that decided each new token, `(B, longest)` int64, -1 after a row's end.

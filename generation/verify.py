@@ -169,4 +169,4 @@ def _child(one: SequenceState, place: int, token: int, is_plausible: bool) -> in
     the one right behind, if that is plausible."""
     children = [child for child, draft in enumerate(one.drafts) if draft.parent == place]
     same = [child for child in children if one.drafts[child].token == token]
-    return (same or (children if is_plausible else []) or [None])[0]
+    return next(iter(same or (children if is_plausible else [])), None)

@@ -130,7 +130,7 @@ class AnswerStreamer(DirectStreamer):
         self.call, self.request_id, self.prompt, self.config = call, request_id, prompt, config
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
-        self.limit: int = config.max_new_tokens  # type: ignore[assignment]
+        self.limit: int = config.max_new_tokens
         ends, stops = config.eos_token_id, config.stop_strings or []
         self.ends = set(ends) if isinstance(ends, list) else {ends}
         self.stops = [stops] if isinstance(stops, str) else stops
@@ -248,7 +248,7 @@ class CallManager(GenerateManager):
         self.submit(self._answer_next, model)
         return answer.queue, answer
 
-    async def generate_non_streaming(
+    async def generate_non_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
         """As [`generate_streaming`], to the end. Returns the text, the prompt's length and the new tokens.

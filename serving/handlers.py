@@ -181,7 +181,8 @@ class TextHandler(ParallelHandler, CompletionHandler):
         self._validate_request(body)
         name, model, tokenizer = self._resolve_model(body)
         config = self._build_generation_config(body, model.generation_config)
-        calls, answers = [], []
+        calls: list[Call] = []
+        answers: list[Any] = []
         for prompt in prompts_of(body["prompt"]):
             if not isinstance(prompt, str):
                 check_tokens("prompt", prompt, model.config.vocab_size)
@@ -189,7 +190,8 @@ class TextHandler(ParallelHandler, CompletionHandler):
             calls.append(replace(CURRENT_CALL.get()))
             CURRENT_CALL.set(calls[-1])
             inputs = {"input_ids": torch.tensor([tokens], dtype=torch.long)}
-            rest = (request_id, model, tokenizer, name, inputs, copy.deepcopy(config), self.generation_state.manager)
+            manager = self.generation_state.get_manager(name)
+            rest = (request_id, model, tokenizer, name, inputs, copy.deepcopy(config), manager)
             if body.get("stream"):
                 answers.append(self._streaming(*rest))
             else:  # a task has the call of the moment at which it is made
@@ -238,7 +240,8 @@ async def _merged(calls: list[Call], responses: list[Any]) -> AsyncIterator[dict
     Raises:
         Exception: with which an answer failed.
     """
-    queue, ends = asyncio.Queue[Any](), []
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+    ends: list[Any] = []
 
     async def read_chunks(index: int, response: Any) -> None:
         async for text in response.body_iterator:

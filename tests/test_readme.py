@@ -89,7 +89,7 @@ def models(tmp_path_factory) -> Path:
         stock_twin(tiny_model(style)).save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
     twin = tiny_model("qwen2.5")
-    for name in ("tencent/WeDLM-8B-Instruct", "my-adapter/base"):
+    for name in ("tencent/WeDLM-8B-Instruct", "my-model"):
         twin.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
     WeDLMForCausalLM.from_pretrained(NANO).save_pretrained(folder / "my-wedlm")
@@ -116,7 +116,12 @@ def workplace(tmp_path, monkeypatch, models, page, block):
     for name, source in (("my-adapter", models / "my-adapter"), ("my-wedlm", models / "my-wedlm"), ("my-chat", NANO)):
         if not re.search(rf"(adapt|convert) \S+ {name}|--output_dir {name}", block):
             shutil.copytree(source, tmp_path / name, ignore=ignored)
-    shutil.copytree(models / "my-task-lora", tmp_path / "my-task-lora")
+    for name in ("my-task-lora", "my-model"):
+        shutil.copytree(models / name, tmp_path / name)
+    (tmp_path / "my-adapter" / "work").mkdir(parents=True, exist_ok=True)
+    answer = {"prompt_ids": [5, 6, 7], "response_ids": [8, 9, 10, 11], "greedy": True, "batch": 0}
+    answers = "".join(json.dumps(answer | {"batch": batch}) + "\n" for batch in range(40))
+    (tmp_path / "my-adapter" / "work" / "answers.jsonl").write_text(answers)
     (chat,) = blocks("README.md", "json")
     (tmp_path / "chats.jsonl").write_text(chat * 20, encoding="utf-8")
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES * 4))
@@ -174,7 +179,8 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> str:
         return ""  # serves until it is stopped: tests/apps
     if program == "wedlm":
         app = cli.app
-        arguments += SHORTER.get(f"wedlm {arguments[0]}", [])
+        more = SHORTER.get(f"wedlm {arguments[0]}", [])
+        arguments += more[: more.index("--prompts")] if "--answers" in arguments else more
     elif program == "python":
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
         if module == "wedlm_hf.eval":

@@ -188,9 +188,11 @@ def slots_of(step: TraceStep, start: int, tokenizer: AutoTokenizer) -> list[tupl
 def mask_adapter() -> None:
     """Which rows the adapter acts on, and the branches of masks behind each real row."""
     words = ["sky", "is", "blue"]
-    drafts = [Draft(2, -1, 1, None), Draft(3, 0, 2, None)]
-    one = SequenceState(0, [0, 1], prompt_length=1, committed=1, limit=9, drafts=drafts, masks=[2, 2, 2])
-    order = physical_order([one], [[0, 1, 2]], 9, torch.device("cpu"), mask_offset=1)
+    drafts = [Draft(2, -1, 1, 0.9), Draft(3, 0, 2, 0.9)]
+    sequence = SequenceState(
+        index=0, tokens=[0, 1], prompt_length=1, committed=1, limit=9, drafts=drafts, masks=[2, 2, 2]
+    )
+    order = physical_order([sequence], [[0, 1, 2]], 9, torch.device("cpu"), mask_offset=2)
     until, start = order.visibility.until[0].tolist(), order.visibility.start[0].tolist()
     labels = [f"last final token: {words[0]}", f"draft 1: {words[1]}", f"draft 2: {words[2]}"]
     labels += [f"M for position {position}" for position in order.position_ids[0, 3:].tolist()]
@@ -202,7 +204,8 @@ def mask_adapter() -> None:
         y = 1.5 + i + 0.2 * (i >= 3)
         drawing.text(4.7, y + 0.5, label, "soft", "end")
         for j in range(len(labels)):
-            sees = one.committed + j <= until[i] or start[i] <= one.committed + j <= one.committed + i
+            slot = sequence.committed + j
+            sees = slot <= until[i] or start[i] <= slot <= sequence.committed + i
             drawing.cell(5 + j + 0.2 * (j >= 3), y, "none" if not sees else "seen" if j < 3 else "own")
     notes = {
         3.0: "real tokens see no mask: they are the base's, bit for bit",

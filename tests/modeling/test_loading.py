@@ -136,13 +136,14 @@ def test_pickled_weights_are_never_read(checkpoint):
 
 
 @pytest.mark.parametrize("cls", [WeDLMForCausalLM, AutoModelForCausalLM])
-def test_the_folder_of_a_mask_adapter_is_refused_as_a_model_and_the_right_call_named(original, tmp_path, cls):
+def test_the_folder_of_a_mask_adapter_loads_its_base_with_it(original, tmp_path, cls):
     model = WeDLMForCausalLM.from_pretrained(original)
-    model.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=8))
+    adapter = model.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=8))
     model.save_mask_adapter(tmp_path)
-    message = rf"Load its base, '{original}', then call `wedlm_hf\.load_mask_adapter\(model, FOLDER\)`"
-    with pytest.raises(ValueError, match=message):
-        cls.from_pretrained(tmp_path)
+    loaded = cls.from_pretrained(tmp_path)
+    assert loaded.has_mask_adapter
+    for name, weight in adapter.state_dict().items():
+        assert torch.equal(loaded.mask_adapter.state_dict()[name], weight)
 
 
 def test_every_other_module_loads_through_this_one():

@@ -67,7 +67,7 @@ def texts(results, task):
     ("options", "batch_size"),
     [
         ({"strategy": "ar"}, 3),
-        ({"strategy": "wedlm", "verification": "exact", "window_size": 12}, 1),
+        ({"strategy": "wedlm", "verification": "exact", "window_size": 12, "slot_cost": 0.04}, 1),
         ({"strategy": "wedlm", "entropy_threshold": 0.3, "distance_penalty": 0.02}, 2),
     ],
     ids=str,

@@ -49,6 +49,7 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
     model = tiny_model()
     model.generation_config.suppress_tokens = [MASK]
+    model.generation_config.slot_cost = 0.04  # no clock
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     (folder / "tasks.jsonl").write_text(DATA)
@@ -175,6 +176,7 @@ def test_it_writes_a_page_json_csv_and_figures(made):
 def test_counts_are_those_of_decoding_each_prompt_alone(made):
     model, tokenizer = tiny_model(), tiny_tokenizer()
     model.generation_config.suppress_tokens = [MASK]
+    model.generation_config.slot_cost = 0.04  # no clock
     _, prompts = split_prompts(read_prompts("data.jsonl", DATA), 1, 2)
     limits = {"max_new_tokens": 6, "do_sample": False}
     stored = {"strategy": "wedlm", **limits}
@@ -326,6 +328,7 @@ def test_partial_results_of_another_request_are_refused_unless_dropped(made, che
     assert "another grid" in refused(checkpoint, *arguments, "--windows", 5)
     other = tiny_model(seed=1)
     other.generation_config.suppress_tokens = [MASK]
+    other.generation_config.slot_cost = 0.04  # no clock
     other.save_pretrained(copied)
     message = refused(copied, *arguments)
     assert "another model" in message and "begin anew (--restart)" in message
@@ -424,6 +427,7 @@ def test_answers_of_a_file_decide_what_is_right(checkpoint, tmp_path):
     prompts = [f"Sort {i}, {9 - i}" for i in range(8)]
     model, tokenizer = tiny_model(), tiny_tokenizer()
     model.generation_config.suppress_tokens = [MASK]
+    model.generation_config.slot_cost = 0.04  # no clock
     limits = {"strategy": "ar", "max_new_tokens": 6, "do_sample": False}
     data = []
     for index, prompt in enumerate(prompts):
@@ -443,6 +447,7 @@ def test_answers_of_a_file_decide_what_is_right(checkpoint, tmp_path):
 def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_path):
     model = tiny_model(max_position_embeddings=40)
     model.generation_config.suppress_tokens = [MASK]
+    model.generation_config.slot_cost = 0.04  # no clock
     model.generation_config.eos_token_id = None
     model.save_pretrained(copied)
     tokenizer, path = tiny_tokenizer(), tmp_path / "prompts.txt"
