@@ -117,9 +117,6 @@ class ParallelDecoder:
     def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, SlotStates | None]:
         """Logits `(A, M, V)` float32, and what is known of the masks behind them."""
         write = self.cache.plan(order.counts, order.cache_slots, order.input_ids)
-        inputs: dict[str, Any] = {"input_ids": order.input_ids}
-        if self.steps == 0 and self.request.prompt_embeds is not None:
-            inputs = {"inputs_embeds": self._embeds(order)}
         has_slots = self.model.has_mask_adapter and order.slot_mask is not None
         predicting: AbstractContextManager[Any] = nullcontext()
         if has_slots:
@@ -127,6 +124,9 @@ class ParallelDecoder:
         masks = self.attention.masks(write, order.position_ids, order.visibility)
         forward = self.compiled if self.compiled is not None and self.steps > 0 else self.model
         with predicting as states, self.attention.reading(masks):
+            inputs: dict[str, Any] = {"input_ids": order.input_ids}
+            if self.steps == 0 and self.request.prompt_embeds is not None:
+                inputs = {"inputs_embeds": self._embeds(order)}
             outputs = forward(
                 **inputs,
                 attention_mask=masks,

@@ -82,7 +82,7 @@ def test_the_cache_is_kept_where_the_decoder_or_the_system_message_changes(nano)
         talk.options = DECODERS[decoder]
         messages = [*talk.messages, {"role": "user", "content": QUESTIONS[1]}]
         turn = talk.ask(QUESTIONS[1], nothing)
-        assert (turn.cached_tokens > turn.prompt_tokens / 2) == (decoder != "ar")
+        assert (turn.cached_tokens > 3) == (decoder != "ar")
         assert turn.text == cold(nano, messages, **DECODERS[decoder])
     talk.system = "Be brief."
     messages = [*talk.all_messages, {"role": "user", "content": QUESTIONS[1]}]

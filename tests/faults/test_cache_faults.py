@@ -7,7 +7,6 @@ from tiny import MASK
 
 TEXT = torch.tensor([[20, 31, 9, 111]])
 AR = {"max_new_tokens": 6, "suppress_tokens": [MASK]}
-EXACT = AR | {"strategy": "wedlm", "verification": "exact"}
 
 
 def test_slots_of_an_interrupted_forward_touch_no_other_forward():
@@ -25,8 +24,9 @@ def test_slots_of_an_interrupted_forward_touch_no_other_forward():
         assert torch.equal(model(TEXT).logits, expected)
 
 
-def test_embeddings_can_be_decoded_with_a_mask_adapter():
+@pytest.mark.parametrize("verification", ["none", "exact"])
+def test_embeddings_can_be_decoded_with_a_mask_adapter(verification):
     model = adapted()
-    embeds = model.get_input_embeddings()(TEXT)
-    given = model.generate(inputs_embeds=embeds, **EXACT)
-    assert given.tolist() == model.generate(TEXT, **AR)[:, 4:].tolist()
+    options = AR | {"strategy": "wedlm", "verification": verification}
+    given = model.generate(inputs_embeds=model.get_input_embeddings()(TEXT), **options)
+    assert given.tolist() == model.generate(TEXT, **options)[:, 4:].tolist()
