@@ -192,7 +192,7 @@ def mask_adapter() -> None:
     sequence = SequenceState(
         index=0, tokens=[0, 1], prompt_length=1, committed=1, limit=9, drafts=drafts, masks=[2, 2, 2]
     )
-    order = physical_order([sequence], [[0, 1, 2]], 9, torch.device("cpu"), mask_offset=2)
+    order = physical_order([sequence], [[0, 1, 2]], 9, torch.device("cpu"), mask_offset=1)
     until, start = order.visibility.until[0].tolist(), order.visibility.start[0].tolist()
     labels = [f"last final token: {words[0]}", f"draft 1: {words[1]}", f"draft 2: {words[2]}"]
     labels += [f"M for position {position}" for position in order.position_ids[0, 3:].tolist()]
