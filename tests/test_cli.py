@@ -124,7 +124,7 @@ def test_without_comparison_only_one_decoder_runs(wedlm):
 def test_each_setting_has_an_option(wedlm):
     short = ("generate", "1, 2, 3", "--max-new-tokens", 12, "--no-compare")
     wide = ("--window-size", 8, "--entropy-threshold", 0)
-    adapting = ("--set", "adaptive_window=true", "--set", "slot_cost=9")
+    adapting = ("--verification", "exact", "--set", "slot_cost=9")
     slow, adaptive = (
         int(table_of(wedlm(*short, *options)[1])["forwards"][0]) for options in (wide, (*wide, *adapting))
     )

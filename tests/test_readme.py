@@ -118,10 +118,6 @@ def workplace(tmp_path, monkeypatch, models, page, block):
             shutil.copytree(source, tmp_path / name, ignore=ignored)
     for name in ("my-task-lora", "my-model"):
         shutil.copytree(models / name, tmp_path / name)
-    (tmp_path / "my-adapter" / "work").mkdir(parents=True, exist_ok=True)
-    answer = {"prompt_ids": [5, 6, 7], "response_ids": [8, 9, 10, 11], "greedy": True, "batch": 0}
-    answers = "".join(json.dumps(answer | {"batch": batch}) + "\n" for batch in range(40))
-    (tmp_path / "my-adapter" / "work" / "answers.jsonl").write_text(answers)
     (chat,) = blocks("README.md", "json")
     (tmp_path / "chats.jsonl").write_text(chat * 20, encoding="utf-8")
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES * 4))
@@ -179,8 +175,7 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> str:
         return ""  # serves until it is stopped: tests/apps
     if program == "wedlm":
         app = cli.app
-        more = SHORTER.get(f"wedlm {arguments[0]}", [])
-        arguments += more[: more.index("--prompts")] if "--answers" in arguments else more
+        arguments += SHORTER.get(f"wedlm {arguments[0]}", [])
     elif program == "python":
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
         if module == "wedlm_hf.eval":

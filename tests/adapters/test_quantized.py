@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
 
 from wedlm_hf import add_mask_adapter
@@ -14,9 +13,17 @@ from wedlm_hf.adapters import MaskAdapterSettings
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 96}
+
+
+def torchao(name: str) -> TorchAoConfig:
+    """torchao is not among the pinned packages: PEFT would import it in every command."""
+    quantization = pytest.importorskip("torchao.quantization", reason="pip install torchao==0.18.0")
+    return TorchAoConfig(getattr(quantization, name)())
+
+
 QUANTIZED = {
-    "torchao int8 weights": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
-    "torchao int8 weights and activations": lambda: TorchAoConfig(Int8DynamicActivationInt8WeightConfig()),
+    "torchao int8 weights": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao int8 weights and activations": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
     "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
     "bitsandbytes nf4": lambda: BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
