@@ -29,9 +29,12 @@ one, so n and m are the same for all, and each sequence spends them on its own b
 where AR steps are best, and widths whose time is not known and would be best if it were that of the next narrower one.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate, takewhile, zip_longest
+from operator import neg
 from typing import Any, NamedTuple
 
 from .step_times import StepTimes
@@ -46,6 +49,8 @@ MEMORY = 0.98
 MASK_CHANCE, TEXT_CHANCES = 0.65, (0.6, 0.9)
 # Share of the tokens that looking may cost; and tokens that masks behind a prompt may cost, a look of every call.
 LOOK_SHARE, PROMPT_LOOK = 0.015, 0.25
+# Steps between two estimates of costs, and two thoughts about widths to measure: planning takes time.
+PAUSE = 4
 # Numbers of drafts that are compared, beside all there are.
 DRAFT_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12)
 
@@ -107,14 +112,16 @@ class Planner:
     def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0):
         self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
         self.key: Any = None  # of what it learned about, where that is kept
-        self.speed = 1.0  # the rate, in tokens of a sequence per time of an AR step
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}  # passed and tried drafts of each bin
         self._gains = [(0.0, 0.0)] * depth  # sums, and how many
         self._price = 0.0
-        self._reached = 0.0, 0.0  # tokens and time
+        # By the number of sequences: tokens of each, and the time that they took, in AR steps.
+        self._reached: dict[int, tuple[float, float]] = {}
         self._credit = 1.5  # tokens that looks may still cost
         self._looks = 0
         self._step = 0.0, 1, False, 1
+        self._steps = self._near = 0
+        self._cached: tuple[Any, Any] = None, None  # costs, and what they are of
 
     # --- what is known -----------------------------------------------------------------------------------------------
 
@@ -144,9 +151,10 @@ class Planner:
         if self.times.clock:
             self.times.record(rows, has_masks, self.times.clock() - began)
         time = self.times.of(rows, has_masks) / self.times.of(sequences, False)
-        self._reached = MEMORY * self._reached[0] + tokens / sequences, MEMORY * self._reached[1] + time
-        self.speed = max(1.0, self._reached[0] / self._reached[1])
+        reached, took = self._reached.get(sequences, (0.0, 0.0))
+        self._reached[sequences] = MEMORY * reached + tokens / sequences, MEMORY * took + time
         self._credit += LOOK_SHARE * tokens / sequences
+        self._steps += 1
 
     def _worth(self) -> list[float]:
         """mu of each depth. One that was never tried is as good as those before let it expect."""
@@ -155,14 +163,15 @@ class Planner:
             ratio = worth[-1] / worth[-2] if len(worth) > 1 and worth[-2] else MASK_CHANCE
             prior = ratio * worth[-1] if worth else MASK_CHANCE
             worth.append(min((total + PRIOR * prior) / (count + PRIOR), worth[-1] if worth else 1e9))
-        return worth
+        return [one if one > 0.005 else 0.0 for one in worth]
 
     def _learn_gains(self, outlook: Outlook, tree: Tree, worth: list[float]) -> None:
         """Takes in what the drafts of each depth net, if they are checked where they net something."""
-        price = self._price
+        price, sums = self._price, [0.0, *accumulate(worth)]
 
-        def invested(end: float) -> float:
-            return max(0.0, sum(max(0.0, end * one - price) for one in worth) - self.lost * price)
+        def invested(end: float) -> float:  # worth falls with depth
+            count = bisect_left(worth, -price / end, key=neg) if end > 0 else 0
+            return max(0.0, end * sums[count] - (count + self.lost) * price)
 
         ends, gains, net = {-1: 1.0}, [0.0] * self.depth, 0.0
         best = net, list(gains)
@@ -196,17 +205,28 @@ class Planner:
             choice = best if best.net > plain.net - PROMPT_LOOK * len(outlooks) else plain
         else:
             if rows := best.drafts + best.masks:
-                price = max(self._cost(len(outlooks), 0, rows, True) / rows, best.left_out * (choice is best))
+                price = max(self._cost(len(outlooks), 0)(rows, True) / rows, best.left_out * (choice is best))
                 self._price += 0.1 * (price / len(outlooks) - self._price)
             if min(outlook.room for outlook in outlooks) > 2 * self.depth:  # there is use for what is learned
                 choice = self._look(outlooks, trees, worth, choice, best)
+        self._near = bisect_left(DRAFT_COUNTS, choice.drafts)
         return [self._spend(each, tree, worth, choice) for each, tree in zip(outlooks, trees, strict=True)]
 
-    def _cost(self, count: int, before: int, rows: int, has_masks: bool, is_optimistic: bool = False) -> float:
-        """Of so many rows of each of `count` sequences behind its root, in tokens."""
+    def _cost(self, count: int, before: int) -> Callable[..., float]:
+        """The cost, in tokens, of rows of each of `count` sequences behind its root: of `(rows, has_masks)`."""
+        key = count, before, self._steps // PAUSE if self._steps > 8 * PAUSE else self._steps
+        if self._cached[0] == key:
+            return self._cached[1]
         base, times = count * (1 + before), self.times
-        time = times.of(base + count * rows, has_masks or before > 0, is_optimistic) - times.of(base, before > 0)
-        return self.speed * count * time / times.of(count, False)
+        reached, took = self._reached.get(count, (1.0, 1.0))
+        least, scale = times.of(base, before > 0), max(1.0, reached / took) * count / times.of(count, False)
+
+        @cache
+        def cost(rows: int, has_masks: bool, is_optimistic: bool = False) -> float:
+            return scale * (times.of(base + count * rows, has_masks or before > 0, is_optimistic) - least)
+
+        self._cached = key, cost
+        return cost
 
     def _options(
         self,
@@ -218,21 +238,17 @@ class Planner:
     ) -> tuple[Choice, Choice]:
         """The best plan without masks, and with masks: where `least` is given, the best by optimistic times of those
         that net more."""
-        costs: dict[tuple[int, bool, bool], float] = {}
-
-        def cost(rows: int, has_masks: bool, is_optimistic: bool = False) -> float:
-            key = rows, has_masks, is_optimistic
-            if key not in costs:
-                costs[key] = self._cost(len(outlooks), before, *key)
-            return costs[key]
-
+        cost = self._cost(len(outlooks), before)
         plain, best, most = Choice(0.0, 0, 0, 0.0), Choice(-1e9, 0, 0, 0.0), max(map(len, trees))
-        for drafts in [*(count for count in DRAFT_COUNTS if count < most), most]:
-            gain = sum(reach for tree in trees for reach, _ in tree[:drafts])
-            following = sum(tree[drafts][0] for tree in trees if len(tree) > drafts)
-            masks = [self._masks(each, tree[:drafts], worth) for each, tree in zip(outlooks, trees, strict=True)]
-            values = [sum(value for value, _ in column) for column in zip_longest(*masks, fillvalue=(0.0, 0))]
+        near = range(self._near - 1, self._near + 2)
+        counts = [count for place, count in enumerate(DRAFT_COUNTS) if not place or place in near or not self.is_chain]
+        for drafts in [*(count for count in counts if count < most), most]:
+            gain = sum([reach for tree in trees for reach, _ in tree[:drafts]])
+            following = sum([tree[drafts][0] for tree in trees if len(tree) > drafts])
             plain = max(plain, Choice(gain - cost(drafts, False), drafts, 0, following))
+            values = [
+                sum(column) for column in zip_longest(*self._values(outlooks, trees, worth, drafts), fillvalue=0.0)
+            ]
             for count, value in enumerate(values, 1):
                 gain += value
                 net = gain - cost(drafts + count, True)
@@ -241,6 +257,16 @@ class Planner:
                 if net > best.net:
                     best = Choice(net, drafts, count, max([following, *values[count : count + 1]]))
         return plain, best
+
+    def _values(
+        self, outlooks: Sequence[Outlook], trees: list[Tree], worth: list[float], drafts: int
+    ) -> list[list[float]]:
+        """What the masks of each sequence are worth, the best first."""
+        found = []
+        for outlook, tree in zip(outlooks, trees, strict=True):
+            values = [value for value, _ in self._masks(outlook, tree[:drafts], worth)]
+            found.append([*values[: self.lost], *takewhile(bool, values[self.lost :])])
+        return found
 
     def _masks(self, outlook: Outlook, tree: Tree, worth: list[float]) -> Tree:
         """What each mask is worth, and the place of the draft that it stands behind (-1: the root); the best first."""
@@ -264,7 +290,7 @@ class Planner:
         """Another plan than the one that is chosen, where that may be lost to measure it."""
         count, other = len(outlooks), best
         if choice is best:
-            if not self.times.clock:
+            if not self.times.clock or self._steps % PAUSE:
                 return choice
             other = Choice(0.0, 0, 0, 0.0)
             if self._looks % 2 and self.times.is_measured(count, False):
@@ -273,8 +299,8 @@ class Planner:
                 if self.times.is_measured(count * (1 + rows), True):
                     other = choice
                 else:
-                    change = self._cost(count, 0, rows, True, True) - self._cost(count, 0, rows, True)
-                    other = other._replace(net=other.net + change)
+                    cost = self._cost(count, 0)
+                    other = other._replace(net=other.net + cost(rows, True, True) - cost(rows, True))
         if choice.net - other.net > self._credit * count:
             return choice
         self._looks += 1
