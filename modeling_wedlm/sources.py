@@ -51,7 +51,8 @@ def load_source(
     else:
         load_gguf_config_dict(folder, gguf_file, revision)
         model, _ = load_gguf_model(folder, gguf_file, revision)
-        model.is_quantized = False  # its weights are dequantized: they can be cast and packed
+        # Its weights are dequantized: they can be cast, packed and saved.
+        model.is_quantized, model.hf_quantizer = False, None
         vars(model.config).pop("quantization_config", None)
         if not is_format:
             model.to(dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
