@@ -22,7 +22,9 @@ import torch
 from vllm.config import VllmConfig
 
 from ...generation.mixin import SLOT_COSTS
-from ...generation.planner import Draft, FixedPlan, Outlook, Plan, Planner, StepTimes, step_clock
+from ...generation.planner import Draft, Outlook, Plan, Planner
+from ...generation.step_times import StepTimes, step_clock
+from ...generation.verify import FixedPlan
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
 
 
