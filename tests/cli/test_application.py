@@ -17,7 +17,7 @@ from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from wedlm_hf import cli
+from wedlm_hf import __main__, cli
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.cli import application
@@ -346,3 +346,22 @@ def test_numbers_that_are_not_finite_are_null(capsys):
         "b": [1, None],
         "3": [True, None, "x"],
     }
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
+def test_waiting_threads_sleep_in_commands_unless_the_environment_says_otherwise(monkeypatch, given, expected):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "0")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(__main__.signal, "signal", lambda *_: None)
+    monkeypatch.setattr("wedlm_hf.cli.main", lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
+    __main__.main()
+    assert seen == [expected]
+
+
+def test_the_command_sets_its_environment_before_torch_is_there():
+    code = "import sys, wedlm_hf.__main__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
