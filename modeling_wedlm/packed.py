@@ -27,6 +27,8 @@ PACKED = "packed"
 LARGEST = 65504
 """The largest float16: a layer with larger weights stays as it is."""
 
+# Layers of one module that read the same rows, as nearly all architectures name them; others are multiplied alone.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -53,20 +55,22 @@ class PackedLinear(nn.Module):
     Args:
         layer: whose weights are rounded to float16; its hooks are kept.
         rows: `(out_features, in_features)`, the table of a tied embedding: where single rows can be read.
+        product: that gives the layer's outputs as its part number `part`. Default: one of the layer alone.
 
     Raises:
         RuntimeError: where torch lacks the kernels (see [`can_pack`]).
     """
 
-    def __init__(self, layer: nn.Linear, rows: torch.Tensor | None = None):
+    def __init__(
+        self, layer: nn.Linear, rows: torch.Tensor | None = None, product: "Product | None" = None, part: int = 0
+    ):
         super().__init__()
         self.in_features, self.out_features, self.rows = layer.in_features, layer.out_features, rows
         self.training = layer.training
-        for name in _HOOKS:
-            setattr(self, name, getattr(layer, name))
+        _take_hooks(self, layer)
         bias = layer.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
-        self._packed = _pack(layer.weight)
+        self.product, self.part = product or Product([layer.weight]), part
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`(..., in_features)` float32 to `(..., out_features)` float32.
@@ -81,19 +85,13 @@ class PackedLinear(nn.Module):
             raise RuntimeError(
                 "Packed layers have no gradients. To train, load the model with a dtype, such as torch.float32."
             )
-        shape = input.shape
-        rows = input.reshape(-1, shape[-1])
-        count = len(rows)
-        if extra := padded_rows(count) - count:
-            rows = torch.cat((rows, _zeros(extra, shape[-1])))
-        # The rows that were added are cut off where they are: a view would take longer, several hundred times a step.
-        output = _multiply(rows, self._packed).resize_(*shape[:-1], self.out_features)
+        output = self.product(input, self.part)
         return output if self.bias is None else output.add_(self.bias)
 
     def unpacked(self) -> torch.Tensor:
         """The weights, `(out_features, in_features)` float16: a copy."""
-        weights: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self._packed)[0]
-        return weights.half()
+        weights: torch.Tensor = torch.ops.quantized.linear_unpack_fp16(self.product.weights)[0]
+        return weights.split(self.product.sizes)[self.part].half()
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -114,6 +112,53 @@ class PackedLinear(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedLinear":
         _refuse_change(fn)
         return super()._apply(fn, recurse)
+
+
+class Product:
+    """The product of rows with the weights of one layer, or of several that read the same rows.
+
+    Small products take as long to start as to compute. So the first of several layers to get some rows computes for
+    all, and the others take what is theirs.
+
+    Args:
+        weights: `(out_features, in_features)` of each layer, with `in_features` in common.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]):
+        self.sizes = [len(weight) for weight in weights]
+        self.weights = _pack(weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))
+        self._left: tuple[torch.Tensor, int, dict[int, torch.Tensor]] | None = None  # of the last rows, to be taken
+
+    def __call__(self, rows: torch.Tensor, part: int) -> torch.Tensor:
+        """`(..., in_features)` float32 to the `(..., out_features)` of one layer."""
+        if len(self.sizes) == 1:
+            return self._of(rows)
+        version = 0 if rows.is_inference() else rows._version
+        left = self._left
+        if left is not None and left[0] is rows and left[1] == version:
+            found = left[2].pop(part, None)
+            if not left[2]:
+                self._left = None
+            if found is not None:
+                return found
+        outputs = dict(enumerate(self._of(rows).split(self.sizes, dim=-1)))
+        found = outputs.pop(part)
+        self._left = rows, version, outputs
+        return found
+
+    def _of(self, rows: torch.Tensor) -> torch.Tensor:
+        width, count = rows.shape[-1], rows.numel() // rows.shape[-1]
+        extra = padded_rows(count) - count
+        if not extra and rows.ndim > 1:
+            return _multiply(rows, self.weights)
+        flat = rows.reshape(-1, width)
+        if extra:
+            flat = torch.cat((flat, _zeros(extra, width)))
+        # The rows that were added are cut off where they are: a view would take longer, several hundred times a step.
+        return _multiply(flat, self.weights).resize_(*rows.shape[:-1], sum(self.sizes))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_left": None}
 
 
 class PackedEmbedding(nn.Embedding):
@@ -184,23 +229,30 @@ def pack(model: nn.Module) -> nn.Module:
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     _find(model, places)
 
-    def replacement(found: list[tuple[nn.Module, str]]) -> nn.Module | None:
+    def fits(found: list[tuple[nn.Module, str]]) -> bool:
         module = getattr(*found[0])
-        if type(module) is nn.Embedding:
-            return PackedEmbedding(module)
-        largest = float(module.weight.detach().abs().max())
-        table = tables.get(id(module.weight))
-        return PackedLinear(module, None if table is None else table.detach()) if largest <= LARGEST else None
+        return type(module) is nn.Embedding or bool(module.weight.detach().abs().max() <= LARGEST)
 
-    plain = []
+    def replacements(group: Sequence[list[tuple[nn.Module, str]]]) -> Sequence[nn.Module]:
+        modules = [getattr(*found[0]) for found in group]
+        if type(modules[0]) is nn.Embedding:
+            return [PackedEmbedding(modules[0])]
+        shared = [tables.get(id(module.weight)) for module in modules]
+        product = Product([module.weight for module in modules])
+        return [
+            PackedLinear(module, None if table is None else table.detach(), product, part)
+            for part, (module, table) in enumerate(zip(modules, shared, strict=True))
+        ]
+
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=_multiply_alone) as threads:
-        for found, packed in zip(places.values(), threads.map(replacement, places.values()), strict=True):
-            for parent, name in found:
-                if packed is None:
-                    plain.append(name)
-                else:
-                    setattr(parent, name, packed)
-    model.float().requires_grad_(False)
+        unfit = [key for key, is_fit in zip(places, threads.map(fits, places.values()), strict=True) if not is_fit]
+        plain = [name for key in unfit for _, name in places.pop(key)]
+        groups = _groups(places)
+        for group, packed in zip(groups, threads.map(replacements, groups), strict=True):
+            for found, module in zip(group, packed, strict=True):
+                for parent, name in found:
+                    setattr(parent, name, module)
+    _use_fused_norms(model.float().requires_grad_(False))
     if plain:
         listed = ", ".join(dict.fromkeys(plain))
         logger.warning("%d linear layers have weights beyond float16 and stay in float32: %s.", len(plain), listed)
@@ -217,6 +269,43 @@ def _find(module: nn.Module, places: dict[int, list[tuple[nn.Module, str]]]) -> 
             places.setdefault(id(child), []).append((module, name))
         elif child is not None:
             _find(child, places)
+
+
+def _groups(places: Mapping[int, list[tuple[nn.Module, str]]]) -> list[list[list[tuple[nn.Module, str]]]]:
+    """The places of layers that are multiplied together."""
+    alone = {(id(parent), name): found for found in places.values() if len(found) == 1 for parent, name in found}
+    groups: list[list[list[tuple[nn.Module, str]]]] = []
+    grouped: set[int] = set()
+    for parent, first in [found[0] for found in alone.values()]:
+        for names in _TOGETHER:
+            group = [alone.get((id(parent), name)) for name in names] if first == names[0] else [None]
+            found = [one for one in group if one is not None]
+            layers = [getattr(*one[0]) for one in found]
+            if len(found) == len(group) and len({layer.in_features for layer in layers}) == 1:
+                groups.append(found)
+                grouped.update(map(id, layers))
+    return groups + [[found] for key, found in places.items() if key not in grouped]
+
+
+@torch.no_grad()
+def _use_fused_norms(model: nn.Module) -> None:
+    """Gives a float32 model torch's own RMSNorm, one operation instead of six, where it has the very same bits."""
+    for module in list(model.modules()):
+        for name, norm in module.named_children():
+            weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+            if not type(norm).__name__.endswith("RMSNorm") or len(norm.state_dict()) != 1 or weight is None or not eps:
+                continue
+            fused = nn.RMSNorm(weight.shape, eps, device="meta")
+            fused.weight, fused.training = weight, norm.training
+            rows = torch.randn(8, *weight.shape)
+            if weight.ndim == 1 and norm.forward(rows).equal(fused.forward(rows)):
+                _take_hooks(fused, norm)
+                setattr(module, name, fused)
+
+
+def _take_hooks(module: nn.Module, other: nn.Module) -> None:
+    for name in _HOOKS:
+        setattr(module, name, getattr(other, name))
 
 
 def _linear_share(model: nn.Module) -> float:
@@ -324,7 +413,7 @@ def _in_one_thread(function: Callable[[], _Result]) -> _Result:
 
 # The kernels.
 
-_multiply = torch.ops.quantized.linear_dynamic_fp16
+_multiply: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic_fp16", None), "default", None)
 
 
 def _pack(weight: torch.Tensor) -> Any:

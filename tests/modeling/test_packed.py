@@ -138,12 +138,57 @@ def test_a_deleted_model_frees_its_memory_at_once():
         pack(model)
         assert weight() is None
         left = [weakref.ref(module) for module in model.modules()]
-        left += [weakref.ref(module._packed) for module in model.modules() if isinstance(module, PackedLinear)]
+        left += [weakref.ref(module.product.weights) for module in model.modules() if isinstance(module, PackedLinear)]
         logits_of(model)
         del model
         assert not any(reference() is not None for reference in left)
     finally:
         gc.enable()
+
+
+def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_each_gives_alone():
+    plain = stock_model().model.layers[0].self_attn
+    alone = [PackedLinear(layer) for layer in (plain.q_proj, plain.k_proj, plain.v_proj)]
+    attention = pack(stock_model()).model.layers[0].self_attn
+    together = [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert len({id(layer.product) for layer in together}) == 1 != len({id(layer.product) for layer in alone})
+    for one, other in zip(together, alone, strict=True):
+        assert one.unpacked().equal(other.unpacked())
+    rows, others = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
+    for order in ([0, 1, 2], [2, 0], [1, 1, 1], [0, 0, 2, 1]):
+        for place in order:
+            assert together[place](rows).equal(alone[place](rows))
+        together[0](rows).add_(1)  # as a hook does: nobody else sees it
+        assert together[1](others).equal(alone[1](others))
+    together[0](rows)
+    rows.mul_(2)
+    assert together[1](rows).equal(alone[1](rows))
+    together[1](rows.clone())
+    assert together[2](others).equal(alone[2](others))
+
+
+def test_nothing_is_kept_of_a_forward():
+    model = pack(stock_model())
+    logits_of(model)
+    assert all(module.product._left is None for module in model.modules() if isinstance(module, PackedLinear))
+
+
+def test_norms_are_torchs_own_where_they_have_the_same_bits():
+    class ScaledRMSNorm(nn.RMSNorm):
+        def forward(self, x):
+            return super().forward(x) * 1.5
+
+    model = stock_model()
+    model.model.layers[1].input_layernorm = other = ScaledRMSNorm(32, eps=1e-6)
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.5, 2)
+    plain = copy.deepcopy(model.model.norm)
+    pack(model)
+    assert model.model.layers[1].input_layernorm is other
+    assert type(model.model.norm) is nn.RMSNorm is type(model.model.layers[0].input_layernorm)
+    for count in (1, 2, 7, 300):
+        rows = torch.randn(1, count, 32) * 10
+        assert model.model.norm(rows).equal(plain(rows))
 
 
 @pytest.mark.parametrize("change", ["meta", torch.bfloat16, torch.float64])
