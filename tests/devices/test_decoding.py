@@ -1,0 +1,171 @@
+"""Decoding on a pretend accelerator: the CPU's answers, and no tensor on the wrong device."""
+
+import copy
+
+import pytest
+import torch
+from test_generation import ENDS, new_tokens, padded, prompts_of
+from test_mask_adapter import with_adapter
+from tiny import tiny_model, tiny_tokenizer
+
+LIMIT = 12
+EXACT = {"verification": "exact", "slot_cost": 0.04}
+DECODERS = {
+    "ar": {"strategy": "ar"},
+    "wedlm": {"entropy_threshold": 2.0},
+    "block": {"strategy": "block", "entropy_threshold": 2.0},
+    "verified": EXACT | {"entropy_threshold": 2.5},
+    "typical": {"verification": "typical", "adaptive_window": False, "entropy_threshold": 2.5},
+    "static": {"cache_implementation": "static", "entropy_threshold": 2.0},
+    "static verified": {"cache_implementation": "static", "verification": "exact", "entropy_threshold": 2.5},
+    "branches": EXACT | {"adaptive_window": False},
+    "trees": EXACT,
+}
+SAMPLING = {"do_sample": True, "temperature": 0.9}
+
+
+@pytest.fixture(scope="module")
+def models():
+    adapted = with_adapter(tiny_model())
+    return {name: adapted if name in ("branches", "trees") else tiny_model() for name in DECODERS}
+
+
+def on(device, model):
+    return copy.deepcopy(model).to(device)
+
+
+def generate(model, prompts, **options):
+    inputs = {name: values.to(model.device) for name, values in padded(prompts).items()}
+    torch.manual_seed(5)
+    defaults = {"strategy": "wedlm", "max_new_tokens": LIMIT, "eos_token_id": ENDS, "return_dict_in_generate": True}
+    output = model.generate(**inputs, **defaults | options)
+    assert output.sequences.device == model.device
+    return output, new_tokens(output.sequences.cpu(), inputs["input_ids"].shape[1], ENDS)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [[6], [5, 1, 12]], ids=["one", "batch"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_answers_are_the_cpus(pretend, models, name, lengths, sampling):
+    options = DECODERS[name] | sampling
+    _, expected = generate(models[name], prompts_of(lengths), **options)
+    _, rows = generate(on(pretend.device, models[name]), prompts_of(lengths), **options)
+    assert rows == expected
+
+
+@pytest.mark.parametrize("name", ["verified", "trees"])
+@pytest.mark.parametrize(
+    "processors",
+    [
+        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7, 8]]},
+        {"min_new_tokens": 4, "forced_eos_token_id": ENDS[0], "exponential_decay_length_penalty": (2, 1.1)},
+        {"suppress_tokens": [5], "begin_suppress_tokens": [6], "sequence_bias": [[[9], 1.5], [[9, 10], -2.0]]},
+        {"do_sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-3},
+        {"do_sample": True, "eta_cutoff": 1e-3, "renormalize_logits": True, "repetition_penalty": 1.1},
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_processors_choose_as_on_the_cpu(pretend, models, name, processors):
+    options = DECODERS[name] | processors
+    _, expected = generate(models[name], prompts_of([4, 7]), **options)
+    _, rows = generate(on(pretend.device, models[name]), prompts_of([4, 7]), **options)
+    assert rows == expected
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [
+        {"min_new_tokens": 4, "exponential_decay_length_penalty": (2, 1.1)},
+        {"do_sample": True, "top_k": 9, "top_p": 0.9},
+    ],
+    ids=["length", "top"],
+)
+def test_processors_fill_as_on_the_cpu(pretend, models, processors):
+    options = DECODERS["wedlm"] | processors
+    _, expected = generate(models["wedlm"], prompts_of([4, 7]), **options)
+    _, rows = generate(on(pretend.device, models["wedlm"]), prompts_of([4, 7]), **options)
+    assert rows == expected
+
+
+@pytest.mark.parametrize("name", ["wedlm", "static verified", "trees"])
+def test_scores_and_traces_are_the_cpus(pretend, models, name):
+    options = DECODERS[name] | {"output_scores": True, "output_logits": True, "output_trace": True}
+    expected, _ = generate(models[name], prompts_of([4, 7]), **options)
+    output, _ = generate(on(pretend.device, models[name]), prompts_of([4, 7]), **options)
+    for key in ("scores", "logits"):
+        for one, other in zip(output[key], expected[key], strict=True):
+            assert one.device == pretend.device
+            torch.testing.assert_close(one.cpu(), other, atol=1e-3, rtol=1e-3)
+    if output.log_probs is not None:
+        torch.testing.assert_close(output.log_probs.cpu(), expected.log_probs, atol=1e-4, rtol=1e-4)
+    assert torch.equal(output.step_map, expected.step_map)
+    assert output.stats.tokens_per_forward == expected.stats.tokens_per_forward
+    for step, other in zip(output.trace, expected.trace, strict=True):
+        assert torch.equal(step.input_ids, other.input_ids) and torch.equal(step.tokens, other.tokens)
+
+
+@pytest.mark.parametrize("name", ["wedlm", "static", "verified", "trees"])
+def test_a_cache_goes_on_over_turns(pretend, models, name):
+    model, options = on(pretend.device, models[name]), DECODERS[name]
+    first, rows = generate(model, prompts_of([5, 9]), **options)
+    turns = [a + b + c for a, b, c in zip(prompts_of([5, 9]), rows, prompts_of([4, 3], seed=7), strict=True)]
+    _, cold = generate(models[name], turns, **options)
+    options = {key: value for key, value in options.items() if key != "cache_implementation"}  # the cache says it
+    cache = first.past_key_values
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    cache.crop(-2)
+    _, warm = generate(model, [turns[1], turns[1], turns[0], turns[0]], **options, past_key_values=cache)
+    assert warm == [cold[1], cold[1], cold[0], cold[0]]
+
+
+class Received:
+    def __init__(self):
+        self.pieces, self.drafts = [], []
+
+    def put(self, value):
+        assert value.device.type == "cpu"  # as `generate` sends them
+        self.pieces += [value.tolist()]
+
+    def put_draft(self, value):
+        self.drafts += [value.tolist()]
+
+    def end(self):
+        self.pieces.append("end")
+
+
+@pytest.mark.parametrize("name", ["wedlm", "trees"])
+@pytest.mark.parametrize("lengths", [[6], [5, 9]], ids=["one", "batch"])
+def test_streamers_get_what_they_get_on_the_cpu(pretend, models, name, lengths):
+    found = []
+    for model in (models[name], on(pretend.device, models[name])):
+        found.append(Received())
+        generate(model, prompts_of(lengths), **DECODERS[name], streamer=found[-1])
+    assert found[0].pieces == found[1].pieces and found[0].drafts == found[1].drafts
+
+
+@pytest.mark.parametrize("name", ["wedlm", "verified", "trees"])
+def test_stop_strings_and_embeddings_do_as_on_the_cpu(pretend, models, name):
+    model, tokenizer = on(pretend.device, models[name]), tiny_tokenizer()
+    _, rows = generate(models[name], prompts_of([4, 7]), **DECODERS[name])
+    stop = next(text for token in rows[0][3:] if (text := tokenizer.decode(token)).isascii() and text.strip())
+    options = DECODERS[name] | {"stop_strings": [stop], "tokenizer": tokenizer}
+    _, expected = generate(models[name], prompts_of([4, 7]), **options)
+    assert generate(model, prompts_of([4, 7]), **options)[1] == expected
+    assert expected != rows
+    ids = padded(prompts_of([4, 7]))
+    embeds = model.get_input_embeddings()(ids["input_ids"].to(pretend.device))
+    output = model.generate(
+        inputs_embeds=embeds, attention_mask=ids["attention_mask"].to(pretend.device), strategy="wedlm",
+        max_new_tokens=LIMIT, eos_token_id=ENDS, **DECODERS[name],
+    )  # fmt: skip
+    assert new_tokens(output.cpu(), 0, ENDS) == rows
+
+
+@pytest.mark.parametrize("name", ["wedlm", "trees"])
+def test_several_answers_to_a_prompt_and_eager_attention_do_as_on_the_cpu(pretend, models, name):
+    options = DECODERS[name] | SAMPLING | {"num_return_sequences": 2}
+    expected = copy.deepcopy(models[name])
+    expected.set_attn_implementation("eager")
+    model = on(pretend.device, expected)
+    assert generate(model, prompts_of([4, 7]), **options)[1] == generate(expected, prompts_of([4, 7]), **options)[1]
