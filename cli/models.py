@@ -102,7 +102,7 @@ def adapt(
     import torch
 
     from ..adapters.adapt import adapt as train_adapter
-    from ..eval.acceptance_curve import draw_acceptance
+    from ..eval.report.figures import draw_acceptance
     from ..eval.speed_table import speed_table
 
     if threads is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from ..generation.settings import WeDLMGenerationSettings
 
 Options = Mapping[str, Any]
 """Keywords of `generate`."""
@@ -25,6 +28,9 @@ call."""
 COMPARED: dict[str, Options] = {**DECODERS, LOOKUP: {"strategy": "ar", "prompt_lookup_num_tokens": 4}}
 """The [`DECODERS`] and what else there is to compare them with."""
 
+FIELDS = ("window_size", "entropy_threshold", "distance_penalty")
+"""The settings that are tried."""
+
 
 def decoder_name(strategy: str, verification: str) -> str:
     """Of the [`DECODERS`], for these keywords of `generate`."""
@@ -42,3 +48,53 @@ def with_asked(settings: Options, asked: Options) -> dict[str, Any]:
     if any(asked.get(name, value) != value for name, value in decoder.items()):
         settings = {"strategy": settings["strategy"]}
     return {**settings, **asked}
+
+
+def candidates(
+    windows: Sequence[int],
+    thresholds: Sequence[float],
+    penalties: Sequence[float],
+    draft_thresholds: Sequence[float] = (),
+    decoders: Sequence[str] = tuple(DECODERS),
+) -> dict[str, dict[str, Any]]:
+    """Keywords of `generate` by name, for all combinations, AR first. They override whatever of them a checkpoint
+    stores.
+
+    Args:
+        windows: W, slots.
+        thresholds: τ, nats.
+        penalties: λ, nats per position; block-wise decoding is tried with the middle one.
+        draft_thresholds: τ of the drafts of verified decoding, which have no λ, nats.
+        decoders: among those [`COMPARED`]; AR is always there.
+
+    Raises:
+        ValueError: for an unknown decoder, and for a value that is no setting.
+    """
+    if unknown := [name for name in decoders if name not in COMPARED]:
+        raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(COMPARED)}.")
+    middle = sorted(penalties)[len(penalties) // 2]
+    values: dict[str, tuple[Sequence[float], Sequence[float | None]]] = {
+        BLOCK: (thresholds, [middle]),
+        WEDLM: (thresholds, penalties),
+        TYPICAL: (draft_thresholds, [None]),
+        EXACT: (draft_thresholds, [None]),
+    }
+    named = {name: dict(COMPARED[name]) for name in COMPARED if name == AR or (name == LOOKUP and name in decoders)}
+    for decoder in values:
+        for setting in itertools.product(windows, *values[decoder]) if decoder in decoders else ():
+            options = configured(decoder, *setting)
+            WeDLMGenerationSettings(**options)  # refuses what is out of range
+            named[setting_name(decoder, options)] = options
+    return named
+
+
+def configured(decoder: str, window: int, threshold: float, penalty: float | None = None) -> dict[str, Any]:
+    """Keywords of `generate` of a decoder other than AR."""
+    settings = dict(zip(FIELDS, (window, threshold, penalty), strict=True))
+    return {**DECODERS[decoder], **{name: value for name, value in settings.items() if value is not None}}
+
+
+def setting_name(decoder: str, options: Mapping[str, Any]) -> str:
+    """Such as `wedlm W=6 τ=0.4 λ=0.02`."""
+    symbols = zip(("W", "τ", "λ"), FIELDS, strict=True)
+    return " ".join([decoder, *(f"{symbol}={options[name]:g}" for symbol, name in symbols if name in options)])

@@ -29,10 +29,10 @@ from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.eval.decoders import FIELDS
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.eval.report.page import blocks_of, fill
-from wedlm_hf.eval.sweep import FIELDS
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"

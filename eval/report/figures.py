@@ -1,4 +1,4 @@
-"""Figures of a report."""
+"""Figures of a report, and of the training log of a mask adapter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
+from matplotlib.ticker import MaxNLocator
 
 from ..decoders import AR, BLOCK, EXACT, LOOKUP, TYPICAL, WEDLM
 from ..files import written_whole
@@ -39,6 +40,10 @@ LABELS = TITLES | {
     "distance_penalty": "λ, nats per position",
     "batch_size": "prompts decoded together",
 }
+
+ACCEPTANCE = "eval_tokens_per_forward_"
+DRAFTING = {"branch": ("branches", "-"), "chain": ("chain", "--")}
+"""Names and line styles of the ways to draft."""
 
 
 @dataclass(frozen=True)
@@ -206,3 +211,26 @@ def _legend(axis: Axes, columns: int) -> None:
 def _plain(task: object) -> str:
     """A label that is neither taken for mathematics nor, with `_` in front, left out."""
     return f"\u200b{task}".replace("$", r"\$")
+
+
+def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
+    """Draws `acceptance.png` of a training log's evaluations into a folder: branches at each number of drafts; of the
+    others, the largest number."""
+    table = pd.DataFrame(log).set_index("mask_rows").filter(like=ACCEPTANCE).dropna(how="all")
+    table = table[~table.index.duplicated(keep="last")].sort_index()
+    table.columns = pd.MultiIndex.from_tuples(name.removeprefix(ACCEPTANCE).rsplit("_", 1) for name in table)
+    with matplotlib.rc_context(STYLE):
+        drawing = Drawing(figsize=(7.2, 3.6), layout="constrained")
+        axis = drawing.subplots()
+        for kind, (name, style) in DRAFTING.items():
+            counts = sorted(table[kind], key=int) if kind in table else []
+            shades = matplotlib.colormaps["viridis"].resampled(len(counts) + 1)
+            for place, count in enumerate(counts if kind == "branch" else counts[-1:]):
+                color = shades(place) if kind == "branch" else "#6b7280"
+                label = f"{name}, {count} draft{'s' * (count != '1')}"
+                axis.plot(table[kind, count], style, marker="o", markersize=3, color=color, label=label)
+        axis.set(xlabel="mask rows trained", ylabel="tokens per forward", xlim=(0, None))
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+        axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    Figure("acceptance", "Acceptance curve", "", drawing).write_png(folder)

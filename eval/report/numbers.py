@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,8 @@ import torch
 
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..ar_head import ar_logits
-from ..decoders import AR, EXACT, LOOKUP, WEDLM
+from ..decoders import AR, EXACT, FIELDS, LOOKUP, WEDLM
 from ..prompts import Prompt
-from ..sweep import beaten
 from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summarise, summarise_tasks
 
 AREA_LOSS = 0.05
@@ -96,6 +95,26 @@ def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
     summary["loss"] = (100 * (by_task.loc[AR] - by_task)).max(axis=1).round(9)
     summary["on_front"] = ~beaten(summary[["quality", "speed"]])
     return summary
+
+
+def settings_table(named: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
+    """Columns `kind` (of those [`COMPARED`]) and the [`FIELDS`]; indexed by name."""
+    table = pd.DataFrame.from_dict(named, orient="index").reindex(columns=["kind", *FIELDS]).rename_axis("decoder")
+    return table.assign(kind=table.index.str.split().str[0])
+
+
+def beaten(points: pd.DataFrame) -> pd.Series:
+    """For each row, whether another is as good in every column and better in one."""
+    values = points.to_numpy()
+    dominates = (values[None] >= values[:, None]).all(-1) & (values[None] > values[:, None]).any(-1)
+    return pd.Series(dominates.any(1), index=points.index)
+
+
+def pick(summary: pd.DataFrame, max_loss: float, by: str) -> list[Any]:
+    """The one rule by which settings are chosen: names of those whose `loss` is at most `max_loss`, the greatest `by`
+    (another column of the summary) first."""
+    good = summary[summary["loss"] <= max_loss + 1e-9]  # but for rounding
+    return list(good.sort_values(by, ascending=False, kind="stable").index)
 
 
 def _alone(table: pd.DataFrame) -> pd.DataFrame:

@@ -14,9 +14,8 @@ import jinja2
 import pandas as pd
 from markdown_it import MarkdownIt
 
-from ..decoders import AR, EXACT, LOOKUP, WEDLM
+from ..decoders import AR, EXACT, FIELDS, LOOKUP, WEDLM
 from ..files import write_text
-from ..sweep import FIELDS
 from ..table import TITLES, cells
 from .figures import figures
 from .numbers import AREA_LOSS, Numbers
@@ -115,7 +114,8 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
         "entropy": cells(texts, texts.columns).reset_index(),
     }
     if len(sweep := numbers.sweep):
-        settings = sweep[[*FIELDS]].map("{:g}".format, "ignore").fillna("").set_axis(list("Wτλ"), axis=1)
+        settings = sweep[[*FIELDS]].astype(object).map("{:g}".format, "ignore").fillna("")
+        settings.columns = list("Wτλ")
         settings.insert(0, "decoder", sweep["kind"])
         settings = settings.join(cells(sweep, ["quality", "loss", *main[1:], "speed"], errors))
         made |= {

@@ -118,7 +118,7 @@ class ReportRequest:
 
     def candidates(self) -> dict[str, dict[str, Any]]:
         """Keywords of `generate` by name, for all combinations."""
-        from ..sweep import candidates
+        from ..decoders import candidates
 
         return candidates(self.windows, self.thresholds, self.penalties, self.draft_thresholds, self.decoders)
 

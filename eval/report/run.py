@@ -22,16 +22,15 @@ from transformers import PreTrainedTokenizerBase
 
 from ...generation.settings import WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..decoders import BLOCK, COMPARED, WEDLM
+from ..decoders import BLOCK, COMPARED, FIELDS, WEDLM, configured
+from ..files import write_text
 from ..fingerprint import fingerprint
 from ..measure import environment
 from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts
-from ..sweep import FIELDS, configured, pick, settings_table, write_settings
-from .numbers import Numbers, sweep_numbers
+from .numbers import Numbers, pick, settings_table, sweep_numbers
 from .page import write_report
-from .pieces import Measurement, Part
+from .pieces import Measurement, Part, opened
 from .request import MANAGED, ReportRequest
-from .store import opened
 
 
 def run(
@@ -153,3 +152,12 @@ def _data(
         )
     counts = {name: dict(Counter(prompt.task for prompt in some)) for name, some in parts.items()}
     return {"has_answers": bool(used[0].answers), "counts": counts, "notes": notes}
+
+
+def write_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
+    """Store settings in a checkpoint's generation_config.json, whole or not at all; which strategy is used stays the
+    caller's choice."""
+    path = checkpoint / "generation_config.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    stored.pop("_from_model_config", None)  # with this flag, loading would drop our fields
+    write_text(path, json.dumps(stored | dict(settings), indent=2, sort_keys=True) + "\n")

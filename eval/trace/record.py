@@ -7,15 +7,18 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from statistics import median
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation.streamers import BaseStreamer
 
 from ...console.progress import track
 from ...console.prompts import Turns
+from ...console.streaming import REPLACEMENT
 from ...generation.selection import token_entropy
 from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from ...generation.stats import TraceStep, likeliest
@@ -26,11 +29,12 @@ from ..measure import Decoding, ForwardCounter, decode_call, environment
 from ..prompts import Prompt, answer_limit, encode_prompt
 from ..speed import MOST_TURNS, in_turn, speed_of
 from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, RecordedForward, Recording, Run, Trace
-from .text import pieces_of, token_text
 
 Call = tuple[list[Decoding], Any, ForwardCounter]
 """What [`decode_call`] returns."""
 
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""Byte-level tokenizers write bytes as these letters."""
 LEAST_SHARE = 0.001
 """Tokens of a lower probability are not kept among the likeliest."""
 
@@ -289,3 +293,28 @@ def decodings(trace: Trace) -> dict[str, list[Decoding]]:
         counts = (run.stats["forwards"], run.stats["token_instances"])
         found.setdefault(run.name, []).append(Decoding(run.tokens, run.text, *counts, run.seconds, turns=run.turns))
     return found
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
+    """The part of the text that each token brings. Together they are the text without special tokens."""
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    pieces, written = [], 0
+    for count in range(1, len(tokens) + 1):
+        # A token may bring the first bytes of a character only, or change the end of what is there.
+        prefix = str(tokenizer.decode(tokens[:count], skip_special_tokens=True)) if count < len(tokens) else text
+        agreed = takewhile(lambda pair: pair[0] == pair[1], zip(prefix, text, strict=False))
+        known = max(written, sum(1 for _ in agreed))
+        pieces.append(text[written:known])
+        written = known
+    return pieces
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """How a token is shown by itself: its text, or its bytes where they are no whole characters."""
+    text = str(tokenizer.decode([token]))
+    piece = str(tokenizer.convert_ids_to_tokens(token))
+    if REPLACEMENT in text:
+        values = [_BYTES.get(letter) for letter in piece]
+        shown = piece if None in values else " ".join(f"{value:02X}" for value in values)
+        return f"⟨{shown.removeprefix('<0x').removesuffix('>')}⟩"
+    return f" {text}" if piece.startswith("▁") and not text.startswith(" ") else text

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from wedlm_hf.eval.sweep import candidates
+from wedlm_hf.eval.decoders import candidates
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "paper-findings" / "trends.py"
 SPEC = importlib.util.spec_from_file_location("trends", SCRIPT)

@@ -1,5 +1,6 @@
 """Fronts, areas, same answers and figures of a report, on made-up tables."""
 
+import json
 import random
 
 import numpy as np
@@ -8,13 +9,13 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from wedlm_hf.eval.decoders import DECODERS
+from wedlm_hf.adapters.model_card import acceptance_table, read_log
+from wedlm_hf.eval.decoders import DECODERS, candidates
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.eval.report.figures import figures
-from wedlm_hf.eval.report.numbers import Numbers, find_differences, staircase, sweep_numbers
+from wedlm_hf.eval.report.figures import draw_acceptance, figures
+from wedlm_hf.eval.report.numbers import Numbers, find_differences, pick, settings_table, staircase, sweep_numbers
 from wedlm_hf.eval.report.page import Words, as_markdown, fill, tables
-from wedlm_hf.eval.sweep import candidates, pick, settings_table
 from wedlm_hf.eval.table import mark_same
 
 PROMPTS = 24
@@ -211,3 +212,18 @@ def test_blocks_are_filled_by_name_and_text_around_them_stays():
     page = "a\n<!-- measured: one -->\nold\n<!-- /measured -->\nb\n<!-- measured: two -->\n<!-- /measured -->\nc\n"
     filled = fill(page, {"one": "| 1 |\n", "two": r"\2" + "\n", "three": "unused"})
     assert filled == page.replace("old", "| 1 |").replace("two -->\n", "two -->\n\\2\n")
+
+
+def test_the_curve_has_a_row_for_each_evaluation_and_is_drawn(tmp_path):
+    lines = [{"step": 1, "loss": 3.0, "mask_rows": 10}]
+    for rows in (1000, 5000):
+        rates = {f"eval_tokens_per_forward_{kind}_{count}": 1 + rows / 10_000 + count / 100
+                 for kind in ("branch", "chain") for count in (1, 2)}  # fmt: skip
+        lines.append({"step": rows, "mask_rows": rows} | rates)
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "los')
+    table = acceptance_table(read_log(path))
+    assert table["columns"] == ["mask rows", "1 draft", "2 drafts"]
+    assert table["rows"] == [["1,000", "1.11", "1.12"], ["5,000", "1.51", "1.52"]]
+    draw_acceptance(read_log(path), tmp_path)
+    assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")

@@ -7,8 +7,10 @@ import pytest
 from tiny import MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from wedlm_hf.eval.decoders import candidates, configured
 from wedlm_hf.eval.measure import decode
-from wedlm_hf.eval.sweep import candidates, configured, pick, settings_table, write_settings
+from wedlm_hf.eval.report.numbers import pick, settings_table
+from wedlm_hf.eval.report.run import write_settings
 from wedlm_hf.generation import WeDLMGenerationSettings
 
 SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
