@@ -125,10 +125,10 @@ class Models:
         source, adapter, dtype = choice.model, choice.adapter or None, choice.dtype or self.loading.dtype
         name = NANO.name if source == str(NANO) else source
         if source == "smollm2":
-            if not (smollm2.FOLDER / "wedlm").exists():
+            if not (smollm2.FOLDER / smollm2.GGUF_FILE).exists():
                 tell({"at": "fetching"})
             name, adapter = "SmolLM2-135M-Instruct", adapter or str(smollm2.ADAPTER)
-            source = str(smollm2.converted(smollm2.FOLDER))
+            source = str(smollm2.fetch(smollm2.FOLDER))
             tell({"at": "loading"})
         options: dict[str, Any] = {"adapter": adapter, "dtype": dtype}
         model, tokenizer = replace(self.loading, **options).load(source)

