@@ -1,8 +1,8 @@
-"""Makes the screenshots of docs/: the demo page, the replay and the chat.
+"""Makes the screenshots of docs/: the demo page, the replay the chat, and the race at the top of the README.
 
 python docs/figures/screenshots.py [NAME ...]     # names of FIGURES; by default all
 
-Needs Chromium or Chrome, and `pip install "wedlm-hf[demo]" playwright`.
+Needs Chromium or Chrome, and `pip install "wedlm-hf[demo]" playwright pillow`.
 """
 
 import io
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -26,7 +27,7 @@ from wedlm_hf.apps.demo import Demo, application
 from wedlm_hf.apps.demo_models import Choice, Models
 from wedlm_hf.eval.options import NANO, LoadingOptions
 from wedlm_hf.eval.trace.page import write_page
-from wedlm_hf.eval.trace.record import Request, record
+from wedlm_hf.eval.trace.record import DecodingRequest, record
 
 FOLDER = Path(__file__).parent
 # τ is far below the checkpoint's own, so that there is more to see than forwards that fill their whole window.
@@ -44,6 +45,9 @@ REPLAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
 }
 
+
+RACE = "Anna has 347 apples. Ben brings 85 more. Anna sells 218. How many apples does Anna have now?"
+FRAMES = 60
 
 CHAT = (
     "Count down from 97 to 61 by 4.",
@@ -75,12 +79,33 @@ def replay(browser: Browser, name: str, scheme: str) -> None:
     """A page of `wedlm trace`, after some forwards."""
     prompt, options, forward = REPLAYS[name]
     model, tokenizer = LoadingOptions(threads=1).load(None)
-    trace = record(model, tokenizer, Request([prompt], {"strategy": "wedlm", **options}), model_name=NANO.name)
+    trace = record(model, tokenizer, DecodingRequest([prompt], {"strategy": "wedlm", **options}), model_name=NANO.name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.html")
         write_page(trace, path)
         page = open_page(browser, f"{path.as_uri()}#forward={forward}", 1280, 900, scheme)
         page.screenshot(path=FOLDER / f"{name}.png")
+
+
+def race(browser: Browser, name: str) -> None:
+    """Both decoders on one clock, as a moving picture."""
+    model, tokenizer = LoadingOptions(threads=1).load(None)
+    trace = record(model, tokenizer, DecodingRequest([RACE], {"strategy": "wedlm"}), model_name=NANO.name)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.html")
+        write_page(trace, path)
+        page = open_page(browser, path.as_uri(), 800, 560, "light")
+        shots = []
+        for frame in range(FRAMES):
+            page.evaluate(f"seek(duration() * {frame / (FRAMES - 1)})")
+            shots.append(Image.open(io.BytesIO(page.screenshot(clip=page.locator("#panes").bounding_box()))))
+        first, *rest = [shot.convert("RGB").resize((800, round(800 * shot.height / shot.width))) for shot in shots]
+        palette = rest[-1].quantize(64)
+        frames = [shot.quantize(palette=palette, dither=Image.Dither.NONE) for shot in (first, *rest)]
+        pauses = [80] * (FRAMES - 1) + [2500]
+        frames[0].save(
+            FOLDER / f"{name}.gif", save_all=True, append_images=frames[1:], duration=pauses, loop=0, optimize=True
+        )
 
 
 def demo(browser: Browser, name: str, scheme: str, width: int = 1280, height: int = 1560) -> None:
@@ -135,6 +160,7 @@ def chat(browser: Browser, name: str) -> None:
 FIGURES: dict[str, Callable[[Browser], None]] = {
     "trace": lambda browser: replay(browser, "trace", "light"),
     "trace-exact": lambda browser: replay(browser, "trace-exact", "dark"),
+    "race": lambda browser: race(browser, "race"),
     "chat": lambda browser: chat(browser, "chat"),
     "demo": lambda browser: demo(browser, "demo", "light"),
     "demo-dark": lambda browser: demo(browser, "demo-dark", "dark"),
@@ -152,7 +178,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=path, args=["--disable-gpu", "--no-sandbox"])
         for name in names:
             FIGURES[name](browser)
-            print(FOLDER / f"{name}.png")
+            print(name)
         browser.close()
 
 
