@@ -103,7 +103,7 @@ def adapt(
 
     from ..adapters.adapt import adapt as train_adapter
     from ..eval.report.figures import draw_acceptance
-    from ..eval.speed_table import speed_table
+    from ..eval.table import speed_table
 
     if threads is not None:
         torch.set_num_threads(threads)

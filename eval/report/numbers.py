@@ -16,8 +16,8 @@ import pandas as pd
 import torch
 
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..ar_head import ar_logits
 from ..decoders import AR, EXACT, FIELDS, LOOKUP, WEDLM
+from ..measure import ar_logits
 from ..prompts import Prompt
 from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summarise, summarise_tasks
 

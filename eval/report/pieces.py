@@ -25,10 +25,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ...console.progress import LongProgress
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..ar_head import agreeing_tokens, answer_entropy
 from ..decoders import AR, EXACT, LOOKUP, Options
 from ..files import write_text
-from ..measure import Measured, batches_of, take_turns
+from ..measure import Measured, agreeing_tokens, answer_entropy, batches_of, take_turns
 from ..prompts import Prompt, answer_limit
 from .request import ReportRequest
 

@@ -24,7 +24,7 @@ from wedlm_hf.apps.smollm2 import FOLDER, fetch  # noqa: E402
 from wedlm_hf.eval.decoders import AR, EXACT  # noqa: E402
 from wedlm_hf.eval.measure import default_threads  # noqa: E402
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_prompts  # noqa: E402
-from wedlm_hf.eval.speed_table import speed_table  # noqa: E402
+from wedlm_hf.eval.table import speed_table  # noqa: E402
 from wedlm_hf.modeling_wedlm.loading import set_format  # noqa: E402
 from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer  # noqa: E402
 

@@ -11,6 +11,8 @@ from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.measure import (
     Decoding,
     ForwardCounter,
+    agreeing_tokens,
+    answer_entropy,
     decode,
     decode_call,
     default_threads,
@@ -182,3 +184,45 @@ def test_a_long_prompt_shortens_no_other_answer(tokenizer):
     options = {**AR, "max_new_tokens": 12, "eos_token_id": None}
     rows = measure(model, tokenizer, prompts, {"ar": options}, batch_size=3)
     assert {row["prompt"]: row["new_tokens"] for row in rows} == {0: 12, 1: 4, 2: 12}
+
+
+# --- what the AR head says of an answer ------------------------------------------------------------------------------
+
+
+def test_tokens_agree_where_ar_would_choose_them_after_the_same_prefix():
+    model = tiny_model()
+    model.generation_config.suppress_tokens = [MASK]
+    for options in ({"strategy": "ar"}, {"strategy": "wedlm", "entropy_threshold": 9.0, "window_size": 6}):
+        (answer,) = decode(model, None, PROMPTS[:1], {**options, "max_new_tokens": 12, "do_sample": False})
+        agreeing = 0
+        for index, token in enumerate(answer.tokens):  # one forward for each token, from scratch
+            logits = model(torch.tensor([PROMPTS[0] + answer.tokens[:index]])).logits[0, -1]
+            logits[MASK] = float("-inf")
+            agreeing += int(logits.argmax()) == token
+        assert agreeing_tokens(model, PROMPTS[0], answer.tokens) == agreeing
+        assert (agreeing == len(answer.tokens)) == (options["strategy"] == "ar")
+
+
+def test_a_difference_counts_once_and_not_for_what_follows_it(model):
+    def ar(prompt):
+        return decode(model, None, [prompt], {**AR, "max_new_tokens": 6})[0].tokens
+
+    answer = ar(PROMPTS[0])
+    other = [*answer[:2], answer[2] + 1]
+    other += ar(PROMPTS[0] + other)[:3]  # what AR goes on with after the difference
+    assert agreeing_tokens(model, PROMPTS[0], other) == 5
+
+
+def test_entropies_are_those_of_the_distributions_that_ar_chose_from(model):
+    prompt = [20, 40, 9, 31]
+    output = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=5,
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    rows = torch.cat(output.logits).log_softmax(-1)
+    wanted = -(rows.exp() * rows).sum(-1).mean()
+    assert answer_entropy(model, prompt, output.sequences[0, 4:].tolist()) == pytest.approx(float(wanted), rel=1e-4)

@@ -4,7 +4,7 @@ import pytest
 from tiny import tiny_model, tiny_tokenizer
 
 from wedlm_hf.adapters import MaskAdapterSettings
-from wedlm_hf.eval import speed_table as tables
+from wedlm_hf.eval import table as tables
 from wedlm_hf.eval.measure import Decoding
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.eval.speed import Speed, speed_of, speed_text
