@@ -124,8 +124,13 @@ def base_of(path: PurePosixPath) -> PurePosixPath:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Points links at where their files are on the site. Those that lead nowhere stay, for MkDocs to complain of."""
+    """Points links at where their files are on the site. Those that lead nowhere stay, for MkDocs to complain of. The
+    search leaves sources out."""
     path = ORIGIN.get(page.file.src_uri)
+    if page.file.src_uri.startswith("api/"):
+        page.meta["search"] = {"boost": 0.3}  # guides come first
+    if path is not None and path.suffix != ".md" and page.file.src_uri.startswith("source/"):
+        page.meta["search"] = {"exclude": True}  # sources
     if path is None:
         return markdown
 

@@ -94,13 +94,14 @@ def race(browser: Browser, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.html")
         write_page(trace, path)
-        page = open_page(browser, path.as_uri(), 800, 560, "light")
+        page = open_page(browser, path.as_uri(), 1000, 620, "light")
+        page.evaluate("document.querySelector('.controls').style.display = 'none'")
         shots = []
         for frame in range(FRAMES):
             page.evaluate(f"seek(duration() * {frame / (FRAMES - 1)})")
-            shots.append(Image.open(io.BytesIO(page.screenshot(clip=page.locator("#panes").bounding_box()))))
+            shots.append(Image.open(io.BytesIO(page.locator("#panes").screenshot())))
         first, *rest = [shot.convert("RGB").resize((800, round(800 * shot.height / shot.width))) for shot in shots]
-        palette = rest[-1].quantize(64)
+        palette = [first, *rest][FRAMES // 5].quantize(128)
         frames = [shot.quantize(palette=palette, dither=Image.Dither.NONE) for shot in (first, *rest)]
         pauses = [80] * (FRAMES - 1) + [2500]
         frames[0].save(
