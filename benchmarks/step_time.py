@@ -18,23 +18,25 @@ import typer
 from wedlm_hf.eval.prompts import encode_prompt, read_prompts
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
-# Of the profile's functions: a part of their file's name, their own name, and whether they are parts of the forward.
+# Of the profile's functions: a part of their file's name, their own names, and whether they are parts of the forward.
 PARTS = {
     "matrices of the base and its head": ("", "<built-in method torch._C._nn.linear>"),
     "attention kernel": ("", "<built-in method torch._C._nn.scaled_dot_product_attention>"),
     "norms": ("modeling_qwen3", "forward"),
     "updates of the mask adapter": ("mask_adapter", "__call__"),
-    "choosing the next drafts": ("drafter", "draft"),
+    "choosing the next drafts": ("drafter", "draft guess"),
     "planning": ("planner", "plan"),
 }
 OF_FORWARD = 4  # of these, the first ones
 
 
 def seconds_in(stats: pstats.Stats, file: str, name: str, line: int | None = None) -> float:
-    """Seconds in a function and in what it calls."""
+    """Seconds in a function, or in several, and in what they call."""
     found = stats.stats.items()  # type: ignore[attr-defined]
     return sum(
-        row[3] for (path, at, function), row in found if file in path and function == name and line in (None, at)
+        row[3]
+        for (path, at, function), row in found
+        if file in path and (function == name or function in name.split()) and line in (None, at)
     )
 
 

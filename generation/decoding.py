@@ -18,10 +18,12 @@ loop knows nothing of the model but its `forward`.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers.generation import MaxTimeCriteria, StopStringCriteria
 
 from .attention import StepAttention
 from .cache import WindowCache
@@ -29,6 +31,9 @@ from .request import DecodingRequest
 from .rules import FillRule, Selection, SlotStates
 from .verify import VerifyRule
 from .window import PhysicalOrder, SequenceOutcome, SequenceState
+
+# Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
+HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 
 @dataclass(frozen=True)
@@ -101,15 +106,21 @@ class ParallelDecoder:
         tokens = [torch.tensor(one.new_tokens, device=self.request.prompt_ids.device) for one in self.sequences]
         return pad_sequence(tokens, batch_first=True, padding_value=self.request.pad_token_id)
 
+    @cached_property
+    def prompts_on_host(self) -> torch.Tensor:
+        """`(B, P)` int64, the padded prompts on the CPU."""
+        return self.request.prompt_ids.cpu()
+
     def _step(self) -> StepOutcome:
         # In the order of the cache's buffers: those that decode, or all of them where shapes are fixed.
         sequences = [self.sequences[index] for index in self.cache.rows_in_use]
         order = self.rule.order(sequences, is_fixed=self.compiled is not None and self.steps > 0)
         logits, slots = self._forward(order)
         selection = self.rule.select(order, sequences, logits)
-        outcomes = self._settle(sequences, order, selection)
+        found, guesses = self._read(selection, self.rule.guess(order, sequences, selection, slots))
+        outcomes = self._settle(sequences, order, found)
         self.cache.commit([outcome.kept for outcome in outcomes])
-        self.rule.prepare(order, outcomes, slots)
+        self.rule.prepare(outcomes, guesses)
         if self.compiled is None:
             self.cache.retire([one.is_finished for one in sequences])
         return StepOutcome(order, logits, selection, slots, outcomes)
@@ -153,13 +164,22 @@ class ParallelDecoder:
         own = prompt.gather(1, columns[..., None].expand(-1, -1, embeds.shape[-1]))
         return torch.where((order.position_ids < lengths)[..., None], own.to(embeds), embeds)
 
-    def _settle(
-        self, sequences: list[SequenceState], order: PhysicalOrder, selection: Selection
-    ) -> list[SequenceOutcome]:
-        """What the selection means for each sequence."""
-        found = torch.stack([selection.marks.long(), selection.choice.tokens, selection.is_broken.long()], dim=1)
+    def _read(self, selection: Selection, guesses: torch.Tensor | None) -> tuple[Any, list[list[float]]]:
+        """What the host must know of a step, of each entry: marks, tokens, whether they are broken, and guesses. All
+        in one tensor: the host waits for the device here, and nowhere else in a step."""
+        found = torch.stack([selection.marks, selection.choice.tokens, selection.is_broken], dim=1)
+        if guesses is None:
+            return found.tolist(), []
+        # Tokens are below 2^24: float32 holds them exactly.
+        numbers = torch.cat([found.flatten(1).float(), guesses], dim=1).tolist()
+        count, width = found.shape[1:]
+        rows = [[list(map(int, row[at : at + width])) for at in range(0, count * width, width)] for row in numbers]
+        return rows, [row[count * width :] for row in numbers]
+
+    def _settle(self, sequences: list[SequenceState], order: PhysicalOrder, found: Any) -> list[SequenceOutcome]:
+        """What was read means this for each sequence."""
         outcomes = []
-        for one, slots, (marks, tokens, is_broken) in zip(sequences, order.slot_lists, found.tolist(), strict=True):
+        for one, slots, (marks, tokens, is_broken) in zip(sequences, order.slot_lists, found, strict=True):
             if any(is_broken):
                 raise ValueError(
                     f"There is nothing to choose from in forward {self.steps}, sequence {one.index}: the model's "
@@ -189,6 +209,8 @@ class ParallelDecoder:
             # A criterion may tell sequences apart by their index: it gets a batch in which this one is where it
             # should be.
             prompt = self.request.prompt_ids[one.index]
+            if all(isinstance(each, HOST_CRITERIA) for each in self.request.stopping_criteria):
+                prompt = self.prompts_on_host[one.index]  # else the host would wait for the answer to each token
             sequence = torch.cat([prompt, prompt.new_tensor([*one.new_tokens, *tokens])])
             sequences = sequence.expand(len(self.sequences), -1)
             for count in range(1, len(tokens) + 1):

@@ -5,6 +5,7 @@ hidden size, `V` vocabulary.
 """
 
 from collections.abc import Sequence
+from math import isnan
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,23 @@ from .window import SequenceState
 
 # Likeliest tokens of a position that become drafts, and likeliest paths of a length that are followed.
 CHILDREN, PATHS = 3, 4
+
+
+class Ends(NamedTuple):
+    """Where the steps of `A` sequences end, known to the device alone.
+
+    Attributes:
+        masks: `(A, K)` int64, the masks of the forward that draft what follows; where a sequence has fewer than K of
+            them, the last one again.
+        before: `(A, 2)` int64, the last two tokens.
+        offsets: `(A, 1)` int64, new tokens.
+        sequences: their places in the call.
+    """
+
+    masks: torch.Tensor
+    before: torch.Tensor
+    offsets: torch.Tensor
+    sequences: list[int]
 
 
 class Winner(NamedTuple):
@@ -46,53 +64,56 @@ class Drafter:
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], entropy_threshold: float):
         self.sampler, self.end_tokens, self.entropy_threshold = sampler, end_tokens, entropy_threshold
 
-    def draft(self, winners: Sequence[Winner], slots: SlotStates | None) -> list[Outlook]:
+    def guess(self, ends: Ends, slots: SlotStates) -> torch.Tensor:
+        """What masks predict, as numbers for [`draft`], `(A, numbers)` float32: the host reads them with what else it
+        must know of a step, and waits once.
+
+        Args:
+            ends: of all sequences, also of those that are found to be finished.
+            slots: the masks of the forward.
+        """
+        entries = torch.arange(len(ends.masks), device=ends.masks.device)[:, None]
+        hidden = None if slots.hidden is None else slots.hidden[entries, ends.masks]
+        return self._guess(slots.logits[entries, ends.masks].float(), hidden, ends).flatten(1)
+
+    def draft(self, winners: Sequence[Winner], guesses: list[list[float]]) -> list[Outlook]:
         """What may follow each sequence's final tokens.
 
         Args:
             winners: the sequences that go on.
-            slots: the masks of the forward.
+            guesses: what [`guess`] found, of each entry; empty without masks.
         """
-        count = max((len(winner.masks) for winner in winners), default=0)
-        drafts: list[list[Draft]] = [[] for _ in winners]
-        if slots is not None and count:
-            device = slots.logits.device
-            entries = torch.tensor([winner.entry for winner in winners], device=device)[:, None]
-            places = [[min(winner.masks.start + k, winner.masks.stop - 1) for k in range(count)] for winner in winners]
-            columns = torch.tensor(places, device=device).clamp(min=0)
-            logits = slots.logits[entries, columns]
-            hidden = None if slots.hidden is None else slots.hidden[entries, columns]
-            drafts = self._from_masks(logits, hidden, winners)
-        return [
-            self._outlook(winner, [draft for draft in each if draft.depth <= len(winner.masks)])
-            for winner, each in zip(winners, drafts, strict=True)
-        ]
+        found = []
+        for winner in winners:
+            drafts = self._drafts(winner, guesses[winner.entry]) if winner.masks else []
+            found.append(self._outlook(winner, [draft for draft in drafts if draft.depth <= len(winner.masks)]))
+        return found
 
     def _outlook(self, winner: Winner, drafts: list[Draft]) -> Outlook:
         return Outlook(drafts, len(winner.masks), winner.sequence.remaining)
 
-    def _from_masks(
-        self, logits: torch.Tensor, hidden: torch.Tensor | None, winners: Sequence[Winner]
-    ) -> list[list[Draft]]:
-        logits = logits.float()
+    def _guess(self, logits: torch.Tensor, hidden: torch.Tensor | None, ends: Ends) -> torch.Tensor:
+        """`(A, K, 3)`: tokens, their chances, and entropies; logits `(A, K, V)` float32, which change."""
         entropy = token_entropy(logits)
-        if bool(entropy.isnan().any()):
+        self.sampler.suppress(logits)
+        chances, tokens = logits.softmax(-1).max(-1)
+        return torch.stack([tokens, chances, entropy], -1)
+
+    def _drafts(self, winner: Winner, numbers: list[float]) -> list[Draft]:
+        """The drafts that an entry's numbers mean."""
+        run: list[Draft] = []
+        rows = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+        if any(isnan(entropy) for _, _, entropy in rows):
             raise ValueError(
                 "The logits of masks are NaN or infinite: the checkpoint is broken, or its dtype overflows."
             )
-        self.sampler.suppress(logits)
-        chances, tokens = logits.softmax(-1).max(-1)
-        found = []
-        for each in torch.stack([tokens, chances, entropy], -1).tolist():
-            run: list[Draft] = []
-            for depth, (token, chance, its_entropy) in enumerate(each, 1):
-                if its_entropy >= self.entropy_threshold:
-                    break
-                run.append(Draft(int(token), depth - 2, depth, chance))
-                if token in self.end_tokens:
-                    break
-            found.append(run)
-        return found
+        for depth, (token, chance, entropy) in enumerate(rows, 1):
+            if entropy >= self.entropy_threshold:
+                break
+            run.append(Draft(int(token), depth - 2, depth, chance))
+            if token in self.end_tokens:
+                break
+        return run
 
 
 class TreeDrafter(Drafter):
@@ -130,28 +151,22 @@ class TreeDrafter(Drafter):
             parent = same[0]
         return outlook._replace(drafts=drafts)
 
-    def _from_masks(
-        self, logits: torch.Tensor, hidden: torch.Tensor | None, winners: Sequence[Winner]
-    ) -> list[list[Draft]]:
+    def _guess(self, logits: torch.Tensor, hidden: torch.Tensor | None, ends: Ends) -> torch.Tensor:
+        """`(A, drafts, 5)`: parents, tokens, ranks, chances, depths."""
         assert hidden is not None
         device = logits.device
         self.sampler.suppress(logits)
         # A draft is one of the likeliest tokens by its mask's own logits: only their rows of the head are read.
         shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
-        # Behind embeddings no token is known: any will do, since it only makes drafts worse.
-        before = torch.tensor(
-            [[[max(token, 0) for token in one.sequence.tokens[-2:]]] for one in winners], device=device
-        )
-        if before.shape[-1] < 2:
-            before = torch.cat([before, before], -1)
+        before = ends.before[:, None]  # (A, B, 2)
         chances = torch.ones(before.shape[:2], device=device)  # (A, B), of the paths so far
         parents = torch.full(before.shape[:2], -1, device=device)
-        sequences = [one.sequence.index for one in winners]
-        first = torch.tensor([[one.sequence.new_count] for one in winners], device=device)
         levels, offset = [], 0
         for depth in range(shortlist.shape[1]):
             scores = self._scores(hidden[:, depth], shortlist[:, depth], before)  # (A, B, S)
-            tokens, found = self.sampler.draft(scores, shortlist[:, depth], first + depth, sequences, self.children)
+            tokens, found = self.sampler.draft(
+                scores, shortlist[:, depth], ends.offsets + depth, ends.sequences, self.children
+            )
             count = tokens.shape[1] * tokens.shape[2]
             ranks = torch.arange(tokens.shape[2], device=device).expand_as(tokens)
             joint = chances[..., None] * found
@@ -159,23 +174,24 @@ class TreeDrafter(Drafter):
                 joint.flatten(1).topk(min(count, self.children if self.children == 1 else 2 * self.children)).indices
             )
             pick = [each.expand_as(tokens).flatten(1).gather(1, kept) for each in (parents[..., None], tokens, ranks)]
-            levels.append(torch.stack([*pick, found.flatten(1).gather(1, kept)], -1))
+            level = torch.stack([*pick, found.flatten(1).gather(1, kept)], -1)
+            levels.append(torch.nn.functional.pad(level, (0, 1), value=depth + 1))
             followed = kept[:, : 1 if self.children == 1 else PATHS]
             chances = joint.flatten(1).gather(1, followed)
             last = before[..., 1:].expand_as(tokens).flatten(1).gather(1, followed)
             before = torch.stack([last, tokens.flatten(1).gather(1, followed)], -1)
             parents = torch.arange(followed.shape[1], device=device).expand_as(followed) + offset
             offset += kept.shape[1]
-        depths = [depth for depth, level in enumerate(levels, 1) for _ in range(level.shape[1])]
-        return [self._pruned(rows, depths) for rows in torch.cat(levels, 1).tolist()]
+        return torch.cat(levels, 1)
 
-    def _pruned(self, rows: list[list[float]], depths: list[int]) -> list[Draft]:
-        """Drafts of `(parent, token, rank, chance)`; nothing follows an end token."""
+    def _drafts(self, winner: Winner, numbers: list[float]) -> list[Draft]:
+        """The drafts that an entry's numbers mean; nothing follows an end token."""
         drafts: list[Draft] = []
         places = {-1: -1}
-        for row, ((parent, token, rank, chance), depth) in enumerate(zip(rows, depths, strict=True)):
+        columns = [numbers[column::5] for column in range(5)]
+        for row, (parent, token, rank, chance, depth) in enumerate(zip(*columns, strict=True)):
             if int(parent) in places:
-                drafts.append(Draft(int(token), places[int(parent)], depth, chance, rank > 0))
+                drafts.append(Draft(int(token), places[int(parent)], int(depth), chance, rank > 0))
                 if int(token) not in self.end_tokens:
                     places[row] = len(drafts) - 1
         return drafts

@@ -115,7 +115,13 @@ class FillRule:
         one.window = [] if one.is_finished else window[len(final) :]
         return outcome
 
-    def prepare(self, order: PhysicalOrder, outcomes: Sequence[SequenceOutcome], slots: SlotStates | None) -> None:
+    def guess(
+        self, order: PhysicalOrder, sequences: Sequence[SequenceState], selection: Selection, slots: SlotStates | None
+    ) -> torch.Tensor | None:
+        """`None`: what stands in the window is known from the selection."""
+        return None
+
+    def prepare(self, outcomes: Sequence[SequenceOutcome], guesses: list[list[float]]) -> None:
         """Gives each sequence masks for the next step."""
         for outcome in outcomes:
             if not outcome.sequence.is_finished:

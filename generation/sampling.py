@@ -30,6 +30,14 @@ LENGTH_PROCESSORS = (
 ).split()
 # Processors that need the tokens before the position they score, but not to know which row of the batch it is in.
 PREFIX_PROCESSORS = "NoBadWordsLogitsProcessor NoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor".split()
+# Processors that keep nothing from call to call.
+STATELESS_PROCESSORS = [
+    *SCORE_PROCESSORS,
+    *LENGTH_PROCESSORS,
+    *PREFIX_PROCESSORS,
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+]
 # Likeliest tokens that have noise of their own; what is behind them is rarely drawn.
 SHORTLIST = 64
 
@@ -161,12 +169,16 @@ class TokenSampler:
         if not self.need_length:
             scores = self.processors(order.offsets.new_empty(len(scores), 0), scores)
         else:
-            offsets = order.offsets.flatten()
+            by_offset: dict[int, list[int]] = {}  # known to the host: it need not wait for the tensor
+            for entry, (first, slots) in enumerate(zip(order.first, order.slot_lists, strict=True)):
+                start = (entry + 1) * order.logit_count - len(slots)
+                for place, slot in enumerate(slots, start):
+                    by_offset.setdefault(first + slot, []).append(place)
             scores = scores.clone()
-            for offset in offsets.unique().tolist():
-                slots = offsets == offset
-                length = self.prompt_ids.shape[1] + max(0, offset)
-                scores[slots] = self.processors(offsets.new_zeros(int(slots.sum()), length), scores[slots])
+            for offset, places in by_offset.items():
+                index = order.offsets.new_tensor(places)
+                prefix = index.new_zeros(len(places), self.prompt_ids.shape[1] + offset)
+                scores[index] = self.processors(prefix, scores[index])
         scores = scores.view_as(logits)
         return Choice(self._choose(scores, order.offsets, order.sequences), scores, mask_logits)
 
@@ -189,20 +201,29 @@ class TokenSampler:
             return self.choose(logits, order)
         mask_logits = self.suppress(logits)
         choice = Choice(torch.zeros_like(order.offsets), logits.clone(), mask_logits)
+        # To know which prefix is the true one, the host would wait: a GPU works on all of them in less time. Those
+        # that keep a state must see the true ones alone.
+        all_paths = not self.is_on_cpu and all(_is_any(p, STATELESS_PROCESSORS) for p in self.processors)
         for entry, (one, slots) in enumerate(zip(sequences, order.slot_lists, strict=True)):
             place: int | None = -1 if slots else None
-            new_tokens = one.new_tokens
             while place is not None:
                 column = order.logit_count - len(slots) + 1 + place
                 cell = slice(entry, entry + 1), slice(column, column + 1)
-                new_tokens = new_tokens + ([one.drafts[place].token] if place >= 0 else [])
+                new_tokens: list[int] = []
+                draft = place
+                while draft >= 0:
+                    new_tokens, draft = [one.drafts[draft].token, *new_tokens], one.drafts[draft].parent
+                new_tokens = one.new_tokens + new_tokens
                 prefix = torch.cat([self.prompt_ids[one.index], self.prompt_ids.new_tensor(new_tokens)])
                 # Some tell sequences apart by their index: they get a batch in which this one is where it should be.
                 copies, its_place = (len(self.prompt_ids), one.index) if self.need_row else (1, 0)
                 scores = logits[entry, column].expand(copies, -1).clone()
                 choice.scores[cell] = self.processors(prefix.expand(copies, -1), scores)[its_place]
                 choice.tokens[cell] = self._choose(choice.scores[cell], order.offsets[cell], [one.index])
-                place = follow(entry, place, choice)
+                if all_paths:
+                    place = place + 1 if place + 1 < len(one.drafts) else None
+                else:
+                    place = follow(entry, place, choice)
         return choice
 
     def draft(

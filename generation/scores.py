@@ -72,9 +72,10 @@ class ScoreRecorder:
 
     def _by_token(self, kept: list[torch.Tensor], new_tokens: torch.Tensor, value: float) -> torch.Tensor:
         """`(longest, B, …)`: what was kept for each token, `value` after a row's end."""
-        new_tokens = new_tokens.to(kept[0].device)
-        table = kept[0].new_full((int(new_tokens.max()), len(new_tokens), *kept[0].shape[1:]), value)
+        longest, device = int(new_tokens.max()), kept[0].device
+        new_tokens = new_tokens.to(device)
+        table = kept[0].new_full((longest + 1, len(new_tokens), *kept[0].shape[1:]), value)
         for (rows, offsets), values in zip(self._places, kept, strict=True):
-            is_kept = offsets < new_tokens[rows]  # what lies behind an end token is gone
-            table[offsets[is_kept], rows[is_kept]] = values[is_kept]
-        return table
+            # What lies behind an end token is gone: into the last line, which is dropped.
+            table[torch.where(offsets < new_tokens[rows], offsets, longest), rows] = values
+        return table[:longest]

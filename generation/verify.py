@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .drafter import Drafter, Winner
+from .drafter import Drafter, Ends, Winner
 from .planner import Draft, Outlook, Plan, Planner
 from .rules import Cut, Selection, SlotStates
 from .sampling import Choice, TokenSampler, is_typical
@@ -115,9 +115,7 @@ class VerifyRule:
             tokens, marks: of [`Selection`], from that column on.
             cut: how many of the tokens that could be final are.
         """
-        path = [-1]
-        while (child := _child(one, path[-1], tokens[path[-1] + 1], marks[path[-1] + 1])) is not None:
-            path.append(child)
+        path = _path(one, tokens, marks)
         for place, draft in enumerate(one.drafts):
             if draft.parent in path:
                 self.planner.learn(draft, place in path)
@@ -130,7 +128,7 @@ class VerifyRule:
             decided=[(first + place + 1, slot, settled[slot]) for slot, place in enumerate(path[:count])],
             checked=one.drafts,
             accepted=path[1 : count + 1],
-            drafting=range(sum(one.masks[: path[-1] + 1]) + self.drafter.lost, sum(one.masks[: path[-1] + 2])),
+            drafting=self._drafting(one, path[-1]),
         )
         one.committed += len(outcome.kept)
         one.tokens += outcome.new_tokens
@@ -138,8 +136,77 @@ class VerifyRule:
             one.drafts, one.masks = [], []
         return outcome
 
-    def prepare(self, order: PhysicalOrder, outcomes: Sequence[SequenceOutcome], slots: SlotStates | None) -> None:
-        """Drafts behind the new last tokens, and plans the next step."""
+    def guess(
+        self, order: PhysicalOrder, sequences: Sequence[SequenceState], selection: Selection, slots: SlotStates | None
+    ) -> torch.Tensor | None:
+        """What masks draft behind the path that the AR rows follow, see [`Drafter.guess`]; `None` without masks. The
+        path is found on the device: the host does not know it yet."""
+        if slots is None:
+            return None
+        ends = self._ends(order, sequences, selection)
+        return self.drafter.guess(ends, slots) if ends.masks.numel() else None
+
+    def _ends(self, order: PhysicalOrder, sequences: Sequence[SequenceState], selection: Selection) -> Ends:
+        chosen, indices = selection.choice.tokens, [one.index for one in sequences]
+        if chosen.device.type == "cpu":  # nothing waits there, and Python is faster than small tensors
+            ends = []
+            for one, tokens, marks in zip(sequences, chosen.tolist(), selection.marks.tolist(), strict=True):
+                first = order.logit_count - 1 - len(one.drafts)
+                path = _path(one, tokens[first:], marks[first:])
+                token = one.drafts[path[-1]].token if len(path) > 1 else one.tokens[-1]
+                ends.append((self._drafting(one, path[-1]), [token, tokens[first + 1 + path[-1]]], len(path)))
+            size = max(len(masks) for masks, _, _ in ends)
+            masks = torch.tensor(
+                [[masks.start + min(k, max(0, len(masks) - 1)) for k in range(size)] for masks, _, _ in ends]
+            )
+            before = torch.tensor([before for _, before, _ in ends]).clamp(min=0)
+            offsets = torch.tensor(
+                [[one.new_count + count] for one, (_, _, count) in zip(sequences, ends, strict=True)]
+            )
+            return Ends(masks.clamp(max=order.masks_behind - 1), before, offsets, indices)
+        most = 1 + max(len(one.drafts) for one in sequences)
+        rows = [self._real_rows(one, order.logit_count, most) for one in sequences]
+        table = torch.tensor(rows, device=chosen.device)
+        parents, tokens, depths, columns = table[..., :4].unbind(-1)
+        passed = (chosen.gather(1, parents) == tokens) | selection.marks.gather(1, parents)
+        # A draft is on the path where it and all in front of it pass; the deepest one is the path's end.
+        is_on_path = (passed[:, None] | (table[..., 6:] == 0)).all(-1) & (columns >= 0)
+        end = ((depths + 1) * is_on_path).argmax(1)[:, None, None].expand(-1, 1, 6)
+        _, token, _, column, start, count = table[..., :6].gather(1, end)[:, 0].split(1, dim=1)
+        places = torch.arange(max(row[5] for each in rows for row in each), device=chosen.device)
+        return Ends(
+            (start + torch.minimum(places, (count - 1).clamp(min=0))).clamp(max=order.masks_behind - 1),
+            torch.cat([token, chosen.gather(1, column)], 1).clamp(min=0),
+            order.offsets.gather(1, column) + 1,
+            indices,
+        )
+
+    def _real_rows(self, one: SequenceState, logit_count: int, count: int) -> list[list[int]]:
+        """Of a sequence's last final token and its drafts, `count` rows: the column of the logits that chooses there;
+        the token, its depth, the column that chooses behind it (-1: no row); the first mask that drafts what follows,
+        and how many do; and for each row, whether it is a draft on the path to this one, itself included."""
+        first = logit_count - 1 - len(one.drafts)
+        rows: list[list[int]] = []
+        for place, draft in enumerate([Draft(one.tokens[-1], -1, 0, None), *one.drafts], -1):
+            path = [0] * count
+            if place >= 0:
+                path = rows[1 + draft.parent][6:]
+                path[1 + place] = 1
+            masks, columns = self._drafting(one, place), [first + 1 + draft.parent, first + 1 + place]
+            rows.append([columns[0], draft.token, draft.depth, columns[1], masks.start, len(masks), *path])
+        return rows + [[0, 0, 0, -1, 0, 0, *[0] * count]] * (count - len(rows))
+
+    def _drafting(self, one: SequenceState, place: int) -> range:
+        """The masks, counted from the entry's first one, that draft what follows a draft; -1: the last final token."""
+        return range(sum(one.masks[: place + 1]) + self.drafter.lost, sum(one.masks[: place + 2]))
+
+    def prepare(self, outcomes: Sequence[SequenceOutcome], guesses: list[list[float]]) -> None:
+        """Drafts behind the new last tokens, and plans the next step.
+
+        Args:
+            outcomes: of all sequences.
+            guesses: the numbers that [`guess`] found, of each.
+        """
         if not self._is_prefill:
             self.planner.finish(sum(len(outcome.new_tokens) for outcome in outcomes))
         going = [
@@ -147,7 +214,7 @@ class VerifyRule:
             for entry, outcome in enumerate(outcomes)
             if not outcome.sequence.is_finished
         ]
-        self._plan([each.sequence for each in going], self.drafter.draft(going, slots))
+        self._plan([each.sequence for each in going], self.drafter.draft(going, guesses))
 
     def begin(self, sequences: Sequence[SequenceState]) -> None:
         """Plans the first step, on the prompts."""
@@ -162,6 +229,14 @@ class VerifyRule:
             for place, draft in enumerate(one.drafts, 1):
                 if draft.token in self.end_tokens:
                     one.masks[place] = 0  # nothing behind an end is worth a row
+
+
+def _path(one: SequenceState, tokens: list[int], marks: list[bool]) -> list[int]:
+    """The drafts that the AR rows follow, behind the last final token (-1)."""
+    path = [-1]
+    while (child := _child(one, path[-1], tokens[path[-1] + 1], marks[path[-1] + 1])) is not None:
+        path.append(child)
+    return path
 
 
 def _child(one: SequenceState, place: int, token: int, is_plausible: bool) -> int | None:

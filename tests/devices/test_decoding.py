@@ -1,12 +1,20 @@
 """Decoding on a pretend accelerator: the CPU's answers, and no tensor on the wrong device."""
 
 import copy
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_generation import ENDS, new_tokens, padded, prompts_of
 from test_mask_adapter import with_adapter
 from tiny import tiny_model, tiny_tokenizer
+
+from wedlm_hf.generation.planner import Draft
+from wedlm_hf.generation.rules import Selection
+from wedlm_hf.generation.sampling import Choice
+from wedlm_hf.generation.verify import FixedPlan, VerifyRule
+from wedlm_hf.generation.window import SequenceState, physical_order
 
 LIMIT = 12
 EXACT = {"verification": "exact", "slot_cost": 0.04}
@@ -44,7 +52,7 @@ def generate(model, prompts, **options):
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("lengths", [[6], [5, 1, 12]], ids=["one", "batch"])
+@pytest.mark.parametrize("lengths", [pytest.param([6], marks=pytest.mark.slow), [5, 1, 12]], ids=["one", "batch"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_answers_are_the_cpus(pretend, models, name, lengths, sampling):
     options = DECODERS[name] | sampling
@@ -169,3 +177,80 @@ def test_several_answers_to_a_prompt_and_eager_attention_do_as_on_the_cpu(preten
     expected.set_attn_implementation("eager")
     model = on(pretend.device, expected)
     assert generate(model, prompts_of([4, 7]), **options)[1] == generate(expected, prompts_of([4, 7]), **options)[1]
+
+
+def test_the_device_finds_the_ends_of_paths_that_the_host_finds(pretend):
+    random = Random(1)
+    for _ in range(40):
+        sequences, width = [], 1 + (most := random.randint(0, 5))
+        for index in range(3):
+            drafts = []
+            for place in range(random.randint(0, most)):
+                parent = random.randint(-1, place - 1)
+                token = 10 + sum(draft.parent == parent for draft in drafts)  # siblings differ
+                drafts.append(Draft(token, parent, 1 + (drafts[parent].depth if parent >= 0 else 0), 0.5))
+            one = SequenceState(index, [1, 2, 3, 4], 2, 3, 20, drafts=drafts)
+            one.masks = [random.randint(0, 3) for _ in range(1 + len(drafts))]
+            sequences.append(one)
+        slots = [[0, *(draft.depth for draft in one.drafts)] for one in sequences]
+        chosen = torch.tensor([[random.randint(9, 11) for _ in range(width)] for _ in sequences])
+        ends = []
+        for device in (torch.device("cpu"), pretend.device):
+            order = physical_order(sequences, slots, 0, device, width, behind=1)
+            marks = torch.zeros(3, width, dtype=torch.bool, device=device)
+            selection = Selection(Choice(chosen.to(device), marks, None), marks, marks, marks)
+            rule = VerifyRule(None, None, frozenset(), SimpleNamespace(lost=0), FixedPlan(4, False, 0), 4)
+            ends.append(rule._ends(order, sequences, selection))
+        assert torch.equal(ends[1].before.cpu(), ends[0].before)
+        assert torch.equal(ends[1].offsets.cpu(), ends[0].offsets)
+        known = ends[0].masks.shape[1]
+        assert torch.equal(ends[1].masks.cpu()[:, :known], ends[0].masks)
+
+
+# Nothing ends: how often the host waits per step is the difference of a longer and a shorter answer.
+ENDLESS = {"eos_token_id": None, "return_dict_in_generate": True, "strategy": "wedlm"}
+PROCESSED = {
+    "greedy": {},
+    "sampled": SAMPLING,
+    "top-k": {"do_sample": True, "top_k": 9},
+    "lengths": {"begin_suppress_tokens": [6]},
+    "prefixes": {"repetition_penalty": 1.2},
+}
+
+
+SOME = [*((name, "greedy") for name in DECODERS if name != "ar"), *(("trees", processed) for processed in PROCESSED)]
+ALL = [
+    (name, processed)
+    for name, options in DECODERS.items()
+    for processed in PROCESSED
+    if name != "ar" and (processed != "prefixes" or "verification" in options)  # unverified decoding refuses those
+]
+
+
+@pytest.mark.parametrize("lengths", [pytest.param([6], marks=pytest.mark.slow), [5, 1, 12]], ids=["one", "batch"])
+@pytest.mark.parametrize(
+    ("name", "processed"), [pytest.param(*each, marks=[] if each in SOME else pytest.mark.slow) for each in ALL]
+)
+def test_the_host_waits_once_a_step(pretend, models, name, processed, lengths):
+    model, options = on(pretend.device, models[name]), ENDLESS | DECODERS[name] | PROCESSED[processed]
+    inputs = {key: values.to(pretend.device) for key, values in padded(prompts_of(lengths)).items()}
+    waits, steps = [], []
+    for limit in (5, 14):
+        torch.manual_seed(5)
+        pretend.waits.clear()
+        output = model.generate(**inputs, max_new_tokens=limit, **options)
+        waits.append([lines[:3] for lines in pretend.waits])
+        steps.append(int(output.stats.forwards.max()))
+    assert len(waits[1]) - len(waits[0]) == steps[1] - steps[0], waits[1]
+
+
+@pytest.mark.parametrize("name", ["wedlm", "trees"])
+def test_stop_strings_make_the_host_wait_no_more(pretend, models, name):
+    model, ids = on(pretend.device, models[name]), torch.tensor([prompts_of([6])[0]], device=pretend.device)
+    waits = []
+    for limit in (5, 14):
+        pretend.waits.clear()
+        options = ENDLESS | DECODERS[name] | {"stop_strings": ["never said"], "tokenizer": tiny_tokenizer()}
+        output = model.generate(ids, max_new_tokens=limit, **options)
+        waits.append(len(pretend.waits) - int(output.stats.forwards.max()))
+    assert waits[0] == waits[1]

@@ -58,29 +58,25 @@ def foreseeing(monkeypatch):
     """
 
     def install(answers, errors=0.3, seed=0, siblings=0):
-        def from_masks(drafter, logits, hidden, winners):
-            random = Random(seed)
-            found = []
-            for winner in winners:
-                one, drafts = winner.sequence, []
-                answer, parent = answers[one.index], -1
-                for depth, offset in enumerate(range(one.new_count, one.new_count + logits.shape[1]), 1):
-                    is_wrong = random.random() < errors or offset >= len(answer)
-                    tokens = [9 if is_wrong else answer[offset]]
-                    if siblings and offset < len(answer):
-                        tokens += [answer[offset] if is_wrong else 9, 11][:siblings]
-                    for rank, token in enumerate(tokens):
-                        drafts.append(Draft(token, parent, depth, (1 - errors) / (1 + rank), rank > 0))
-                    right = [
-                        place for place, draft in enumerate(drafts) if draft.parent == parent and draft.token != 9
-                    ]
-                    if tokens[0] in ENDS or not right:
-                        break
-                    parent = right[0] if siblings else len(drafts) - 1
-                found.append(drafts)
-            return found
+        random = Random(seed)
 
-        monkeypatch.setattr(TreeDrafter, "_from_masks", from_masks)
+        def drafts_of(drafter, winner, numbers):
+            one, drafts = winner.sequence, []
+            answer, parent = answers[one.index], -1
+            for depth, offset in enumerate(range(one.new_count, one.new_count + len(winner.masks)), 1):
+                is_wrong = random.random() < errors or offset >= len(answer)
+                tokens = [9 if is_wrong else answer[offset]]
+                if siblings and offset < len(answer):
+                    tokens += [answer[offset] if is_wrong else 9, 11][:siblings]
+                for rank, token in enumerate(tokens):
+                    drafts.append(Draft(token, parent, depth, (1 - errors) / (1 + rank), rank > 0))
+                right = [place for place, draft in enumerate(drafts) if draft.parent == parent and draft.token != 9]
+                if tokens[0] in ENDS or not right:
+                    break
+                parent = right[0] if siblings else len(drafts) - 1
+            return drafts
+
+        monkeypatch.setattr(TreeDrafter, "_drafts", drafts_of)
 
     return install
 
@@ -150,17 +146,17 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
 
     shortlist = torch.tensor([[token for token in range(320) if token != MASK]])
 
-    def from_masks(drafter, logits, hidden, winners):
-        first, drafts = winners[0].sequence.new_count, []
-        for depth in range(1, logits.shape[1] + 1):
+    def drafts_of(drafter, winner, numbers):
+        first, drafts = winner.sequence.new_count, []
+        for depth in range(1, len(winner.masks) + 1):
             sequence = prompts[0] + expected[: first + depth - 1]
             scores = causal_forward(qwen3, sequence, list(range(len(sequence))))[-1:][:, shortlist[0]]
             offset = torch.tensor([[first + depth - 1]])
             token, _ = drafter.sampler.draft(scores[:, None], shortlist, offset, [0], 1)
             drafts.append(Draft(token.item(), depth - 2, depth, 1.0))
-        return [drafts]
+        return drafts
 
-    monkeypatch.setattr(TreeDrafter, "_from_masks", from_masks)
+    monkeypatch.setattr(TreeDrafter, "_drafts", drafts_of)
     torch.manual_seed(3)
     output, (row,) = generate(qwen3, prompts, verification="exact", do_sample=True, **FIXED)
     assert row == expected
