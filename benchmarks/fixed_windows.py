@@ -15,10 +15,10 @@ import pandas as pd
 import torch
 import typer
 
+from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
 from wedlm_hf.eval.measure import default_threads, environment, measure
 from wedlm_hf.eval.prompts import encode_prompt, read_prompts
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 
 def compare(
@@ -51,11 +51,8 @@ def main(
     threads: int | None = None,
 ) -> None:
     """Print a table for each batch size, and how the default compares with the best fixed window."""
-    model = load_model(base, dtype=getattr(torch, dtype)).eval()
-    torch.set_num_threads(threads or default_threads(model))
-    if adapter:
-        model.load_mask_adapter(adapter)
-    tokenizer = load_tokenizer(base)
+    model, tokenizer = load_adapted(base, adapter, dtype=getattr(torch, dtype))
+    torch.set_num_threads(threads or default_threads(model.eval()))
     questions = read_prompts(prompts.name, prompts.read_text(encoding="utf-8"))
     questions = questions[:: max(1, len(questions) // count)][:count]
     mixed = [replace(question, task="all") for question in questions]  # or batches would be of one task each

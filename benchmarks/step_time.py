@@ -15,8 +15,8 @@ from typing import Annotated
 import torch
 import typer
 
+from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.eval.prompts import encode_prompt, read_prompts
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 # Of the profile's functions: a part of their file's name, their own names, and whether they are parts of the forward.
 PARTS = {
@@ -51,9 +51,8 @@ def main(
 ) -> None:
     """Print a table."""
     torch.set_num_threads(1)
-    model = load_model(base, dtype=getattr(torch, dtype)).eval()
-    model.load_mask_adapter(adapter)
-    tokenizer = load_tokenizer(base)
+    model, tokenizer = load_adapted(base, adapter, dtype=getattr(torch, dtype))
+    model.eval()
     questions = read_prompts(prompts.name, prompts.read_text(encoding="utf-8"))
     questions = questions[:: max(1, len(questions) // count)][:count]
     settings = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": drafts}

@@ -223,14 +223,9 @@ def test_what_a_run_cannot_help_is_told_in_one_line(monkeypatch, error):
 # The documentation.
 
 
-def test_what_the_documentation_shows_runs(tmp_path, monkeypatch):
+def test_the_documentation_names_every_recipe():
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     assert {ROOT / path for path in re.findall(r"examples/recipes/\w+\.yaml", text)} == {*RECIPES.values()}
-    (code,) = [each for each in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "greetings" in each]
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, "training.md", "exec"), {})
-    assert (tmp_path / "build" / "greetings" / "model.safetensors").exists()
 
 
 def test_each_setting_and_default_of_the_documentation_is_the_configs():
