@@ -6,9 +6,9 @@ before the masks and never attend to them, so their logits, keys and values are 
 `B` sequences of a batch, `T` physical rows of a forward, `M` slots among them (the last ones), `H` hidden size.
 """
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,11 @@ class Slots:
     hidden: torch.Tensor | None = None
 
 
-_SLOTS: ContextVar[Slots | None] = ContextVar("wedlm_slots", default=None)
+class _UnderWay(threading.local):  # torch.compile can follow it, unlike a context variable
+    slots: Slots | None = None
+
+
+_UNDER_WAY = _UnderWay()
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Update:
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         """What the layer gives."""
-        slots = _SLOTS.get()
+        slots = _UNDER_WAY.slots
         if slots is None:
             return None
         down, up = slots.weights[self.target][self.layer]
@@ -72,7 +76,7 @@ class EmbedSlots:
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         """What the layer gives."""
-        slots = _SLOTS.get()
+        slots = _UNDER_WAY.slots
         return None if slots is None else embed_slots(output, slots)
 
 
@@ -82,7 +86,7 @@ class CatchSlots:
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """What the head gets."""
-        slots = _SLOTS.get()
+        slots = _UNDER_WAY.slots
         if slots is None or args[0].ndim != 3:
             return None
         hidden = args[0].contiguous()  # for a slice of a batch, torch copies the head's weights
@@ -181,14 +185,14 @@ class MaskAdapter(nn.Module):
             yield None
             return
         mask, count = None, slots if isinstance(slots, int) else slots.shape[1]
-        if isinstance(slots, torch.Tensor) and (slots.device.type != "cpu" or not bool(slots.all())):
+        if isinstance(slots, torch.Tensor):
             mask = slots[..., None]
         found = Slots(count, mask, self.mask_embedding, self._weights(dtype))
         try:
-            _SLOTS.set(found)
+            _UNDER_WAY.slots = found
             yield found
         finally:
-            _SLOTS.set(None)
+            _UNDER_WAY.slots = None
 
     def _weights(self, dtype: torch.dtype) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
         """The matrices of the updates in `dtype`, ready to multiply rows with; made once where they do not train."""

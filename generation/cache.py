@@ -70,6 +70,9 @@ class WindowLayer(CacheLayerMixin):
             capacity = max(write.end, 2 * self._keys.shape[2], self.cache.capacity or SMALLEST_CAPACITY)
             room = (0, 0, 0, capacity - self._keys.shape[2])
             self._keys, self._values = F.pad(self._keys, room), F.pad(self._values, room)
+            if self.cache.capacity is not None:  # else a CUDA graph would not write into them
+                torch._dynamo.mark_static_address(self._keys)
+                torch._dynamo.mark_static_address(self._values)
         rows = key_states.shape[0]
         keys, values = self._keys[:rows, :, : write.end], self._values[:rows, :, : write.end]
         if write.start is not None:

@@ -234,11 +234,6 @@ def _check_inputs(
             "The model's `prepare_inputs_for_generation` was replaced (PEFT does so for prompt and prefix tuning), "
             f"but `strategy={strategy!r}` prepares its inputs by itself: use `strategy='ar'`."
         )
-    if is_static and model.has_mask_adapter:
-        raise ValueError(
-            "A mask adapter decodes with masks of varying number, which a static cache has no room for: leave "
-            "`cache_implementation='static'` out."
-        )
     implementation = implementation_of(model)
     if (batch_size > 1 or is_static) and implementation not in DENSE_MASK_ATTENTION:
         raise ValueError(
@@ -290,7 +285,8 @@ def _rule(
         drafter = TreeDrafter(sampler, request.end_tokens, model, children, looks_up=is_planned and is_exact)
     else:
         drafter = Drafter(sampler, request.end_tokens, settings.entropy_threshold)
-    is_chain = not (model.has_mask_adapter and _takes_any_mask(model))
+    # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.
+    is_chain = is_static or not (model.has_mask_adapter and _takes_any_mask(model))
     planner: Planner = FixedPlan(size, is_chain, drafter.lost)
     if is_planned:
         planner = _planner(model, settings, sampler, size - drafter.lost, is_chain, drafter.lost)

@@ -73,10 +73,9 @@ class VerifyRule:
     def order(self, sequences: Sequence[SequenceState], is_fixed: bool) -> PhysicalOrder:
         """The rows of a forward, whose time begins; `is_fixed`: always the same number."""
         slots = [[] if one.is_finished else [0, *(draft.depth for draft in one.drafts)] for one in sequences]
-        size = self.size if is_fixed else 0
-        order = physical_order(
-            sequences, slots, self.sampler.filler, self.sampler.device, size, size, 1 - self.drafter.lost
-        )
+        size, depth = self.size if is_fixed else 0, 1 - self.drafter.lost
+        width = size + depth if is_fixed else 0
+        order = physical_order(sequences, slots, self.sampler.filler, self.sampler.device, width, size, depth)
         self._is_prefill = any(not one.new_count for one in sequences)
         self.planner.begin(order.input_ids.numel(), order.masks_behind > 0, len(sequences))
         return order

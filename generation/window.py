@@ -229,9 +229,9 @@ def physical_order(
             path = torch.tensor(padded, device=device)
         visibility = Visibility(until, start, path)
     masks = [one.window.count(None) + sum(one.masks) for one in sequences]
-    most = max(masks)
+    most = (behind or width) if width else max(masks)
     slot_mask: int | torch.Tensor | None = most or None
-    if min(masks) < most:
+    if width or min(masks) < most:
         places, counts = torch.arange(most, device=device), torch.tensor(masks, device=device)[:, None]
         slot_mask = places < counts if behind else places >= most - counts
     first = [one.new_count for one in sequences]

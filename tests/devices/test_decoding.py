@@ -26,6 +26,7 @@ DECODERS = {
     "typical": {"verification": "typical", "adaptive_window": False, "entropy_threshold": 2.5},
     "static": {"cache_implementation": "static", "entropy_threshold": 2.0},
     "static verified": {"cache_implementation": "static", "verification": "exact", "entropy_threshold": 2.5},
+    "static adapter": {"cache_implementation": "static", "verification": "exact", "window_size": 4},
     "branches": EXACT | {"adaptive_window": False},
     "trees": EXACT,
 }
@@ -35,7 +36,7 @@ SAMPLING = {"do_sample": True, "temperature": 0.9}
 @pytest.fixture(scope="module")
 def models():
     adapted = with_adapter(tiny_model())
-    return {name: adapted if name in ("branches", "trees") else tiny_model() for name in DECODERS}
+    return {name: adapted if name in ("static adapter", "branches", "trees") else tiny_model() for name in DECODERS}
 
 
 def on(device, model):

@@ -415,11 +415,6 @@ def test_a_cache_that_is_returned_goes_on_with_the_next_turn(qwen3, foreseeing):
     assert generate(qwen3, following, **options)[1] == expected
 
 
-def test_a_static_cache_is_refused(qwen3):
-    with pytest.raises(ValueError, match="static"):
-        generate(qwen3, prompts_of([5]), verification="exact", cache_implementation="static")
-
-
 # --- trees -----------------------------------------------------------------------------------------------------------
 
 

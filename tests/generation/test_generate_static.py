@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_generation import generate, prompts_of
+from test_mask_adapter import with_adapter
 from tiny import tiny_model
 from transformers import CompileConfig
 
@@ -20,6 +21,11 @@ STRATEGIES = [
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def adapted():
+    return with_adapter(tiny_model())
 
 
 def compiled(backend):
@@ -76,11 +82,71 @@ def test_steps_compile_once_and_not_again(model, strategy):
     assert len(compiles) == 1
 
 
-@pytest.mark.slow
-def test_aot_eager_compiles_too(model):
+@pytest.mark.parametrize("verification", ["exact", "typical"])
+@pytest.mark.parametrize("lengths", [[6], [5, 1, 12, 7]])
+def test_a_mask_adapter_decodes_in_fixed_shapes(adapted, lengths, verification):
+    options = {"verification": verification, "window_size": 3}
+    _, expected = generate(tiny_model(), prompts_of(lengths), verification="exact")
+    shapes = []
+    handle = adapted.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    output, rows = generate(adapted, prompts_of(lengths), **options, **STATIC)
+    handle.remove()
+    assert verification == "typical" or rows == expected
+    assert set(shapes[1:]) == {(len(lengths), 1 + 3 + 3)}
+    assert output.stats.drafted.sum() > 0
+
+
+def test_steps_of_a_mask_adapter_compile_once_and_not_again(adapted):
     torch._dynamo.reset()
-    _, expected = generate(model, prompts_of([5, 2]), verification="exact")
-    assert generate(model, prompts_of([5, 2]), verification="exact", **compiled("aot_eager"))[1] == expected
+    compiles = []
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        return graph.forward
+
+    for lengths in ([5, 2], [3, 8]):
+        _, expected = generate(tiny_model(), prompts_of(lengths), verification="exact")
+        with torch._dynamo.config.patch(error_on_recompile=len(compiles) > 0):
+            options = {"verification": "exact", "window_size": 4, "max_cache_len": 64} | compiled(backend)
+            output, rows = generate(adapted, prompts_of(lengths), **options)
+        assert rows == expected
+        assert output.stats.drafted.sum() > 0
+    assert len(compiles) == 1
+
+
+def test_what_a_graph_reads_and_writes_stays_where_it_is(model):
+    """CUDA graphs replay on addresses: the cache's are marked, and the same from the first compiled step on."""
+    places = []
+
+    def note(module, args, kwargs, output):
+        layers = kwargs["past_key_values"].layers
+        places.append([(buffer.data_ptr(), buffer.shape) for one in layers for buffer in (one._keys, one._values)])
+        assert all(
+            hasattr(buffer, "_dynamo_static_input_type") for one in layers for buffer in (one._keys, one._values)
+        )
+
+    handle = model.register_forward_hook(note, with_kwargs=True)
+    generate(model, prompts_of([5, 9]), verification="exact", **STATIC)
+    handle.remove()
+    assert len(places) > 3 and all(each == places[0] for each in places)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{"entropy_threshold": 2.0}, {"verification": "exact"}, "adapter"], ids=str)
+def test_inductor_compiles_whole_steps_once(model, adapted, strategy):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    chosen, options = (adapted, {"verification": "exact"}) if strategy == "adapter" else (model, strategy)
+    options = options | {"window_size": 4}
+    for lengths in ([5, 2], [3, 8]):
+        _, expected = generate(chosen, prompts_of(lengths), **options, adaptive_window=None)
+        assert (
+            generate(chosen, prompts_of(lengths), **options, max_cache_len=64, **compiled("inductor"))[1] == expected
+        )
+        counters = torch._dynamo.utils.counters
+        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_a_cache_that_is_made_with_a_capacity_says_at_once_that_it_compiles():
