@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
+from ..modeling_wedlm.gguf import parsed_once
 from ..modeling_wedlm.loading import (
     ADAPTER_FILE,
     FASTEST,
@@ -27,6 +28,7 @@ from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
 from .registered import load_mask_adapter
 
 
+@parsed_once()
 def load_adapted(
     source: str | os.PathLike[str],
     adapter: str | os.PathLike[str] | None = None,

@@ -1,6 +1,10 @@
 """Reading GGUF files by transformers, and refusing those of which it would ignore a part without saying so."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -20,6 +24,21 @@ _TENSORS_OF = {
     "qwen3": re.compile(r"blk\.\d+\.attn_(q|k)_norm\.weight"),
 }
 _PADDING = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<unk>")
+
+
+@contextmanager
+def parsed_once() -> Iterator[None]:
+    """Within it a GGUF file is parsed once. transformers does so for config, tokenizer and weights, seconds each time,
+    and lists the names of tensors anew for every module."""
+    gguf: Any = import_module("gguf") if find_spec("gguf") is not None else None
+    found = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map") if gguf is not None}
+    for name, read in found.items():
+        setattr(gguf, name, read if hasattr(read, "cache_info") else lru_cache(read))  # an outer context has its own
+    try:
+        yield
+    finally:
+        for name, read in found.items():
+            setattr(gguf, name, read)
 
 
 def load_gguf_config_dict(source: str, gguf_file: str, revision: str | None) -> dict[str, Any]:

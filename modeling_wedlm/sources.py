@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model
+from .gguf import complete_tokenizer, end_token_ids, load_gguf_config_dict, load_gguf_model, parsed_once
 from .loading import FASTEST, load_config_dict, load_model, load_tokenizer, set_format
 from .packed import PACKED
 
@@ -21,6 +21,7 @@ def check_source(source: str, revision: str | None = None, gguf_file: str | None
         load_gguf_config_dict(folder, gguf_file, revision)
 
 
+@parsed_once()
 def load_source(
     source: str,
     *,
@@ -64,6 +65,7 @@ def load_source(
     return model.eval()
 
 
+@parsed_once()
 def read_source_tokenizer(
     source: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None
 ) -> PreTrainedTokenizerBase:

@@ -29,7 +29,13 @@ from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 
 PROMPT = torch.tensor([[20, 40, 9, 31, 77]])
 FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, "max_new_tokens": 20}
-EXACT = {"strategy": "wedlm", "verification": "exact", "entropy_threshold": 2.0, "slot_cost": 0.04, "max_new_tokens": 20}
+EXACT = {
+    "strategy": "wedlm",
+    "verification": "exact",
+    "entropy_threshold": 2.0,
+    "slot_cost": 0.04,
+    "max_new_tokens": 20,
+}
 
 
 @pytest.fixture(scope="module")

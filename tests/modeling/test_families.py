@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -25,7 +26,8 @@ from transformers import (
 )
 
 from wedlm_hf import WeDLMForCausalLM, convert
-from wedlm_hf.modeling_wedlm.gguf import complete_tokenizer, end_token_ids
+from wedlm_hf.modeling_wedlm.gguf import complete_tokenizer, end_token_ids, parsed_once
+from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -289,6 +291,29 @@ def test_a_gguf_file_becomes_the_stock_models_twin(tmp_path, kind, quantized):
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     for other in (convert(file.parent, gguf_file=file.name), convert(str(file))):
         assert torch.equal(other.model.lm_head.weight, loaded.lm_head.weight)
+
+
+def test_a_gguf_file_is_parsed_once_for_a_model_and_its_tokenizer(tmp_path, monkeypatch):
+    file, _ = gguf_source(tmp_path)
+    parsed, names = [], []
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, path):
+            super().__init__(path)
+            parsed.append(path)
+
+    def tensor_names(*arguments, find=gguf.get_tensor_name_map):
+        names.append(arguments)
+        return find(*arguments)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    monkeypatch.setattr(gguf, "get_tensor_name_map", tensor_names)
+    with parsed_once():
+        model, tokenizer = load_source(str(file), dtype=torch.float32), read_source_tokenizer(file)
+    assert len(parsed) == len(set(names)) == len(names) == 1
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (Reader, tensor_names)
+    assert torch.equal(model.lm_head.weight, convert(str(file)).model.lm_head.weight)
+    assert tokenizer.get_vocab() == convert(str(file)).tokenizer.get_vocab()
 
 
 def test_the_tokenizer_of_a_gguf_file_knows_its_template_its_ends_and_a_padding_of_its_own(tmp_path):
