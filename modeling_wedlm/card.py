@@ -120,8 +120,10 @@ def is_hub_id(name: str) -> bool:
 
 def metadata_of(card: str | None) -> dict[str, Any]:
     """The metadata of a card; nothing where there is none or it cannot be read."""
+    if card is None or not card.lstrip().startswith("---"):  # for which huggingface_hub warns
+        return {}
     try:
-        return dict(ModelCard(card or "", ignore_metadata_errors=True).data.to_dict())
+        return dict(ModelCard(card, ignore_metadata_errors=True).data.to_dict())
     except Exception:  # YAML's own kinds, and values of a wrong type
         return {}
 

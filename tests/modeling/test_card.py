@@ -32,6 +32,12 @@ def test_the_card_of_a_saved_model_states_its_metadata_and_shows_code_that_runs(
     assert capsys.readouterr().out
 
 
+def test_text_without_metadata_is_read_without_a_word(caplog):
+    for text in (None, "", "# A card"):
+        assert card.metadata_of(text) == {}
+    assert not caplog.records
+
+
 def test_a_card_names_the_base_and_its_licence_over_conversion_and_training(tmp_path):
     stock = tmp_path / "stock"
     stock_twin(tiny_model()).save_pretrained(stock)
