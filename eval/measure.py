@@ -408,6 +408,6 @@ def agreeing_tokens(model: WeDLMForCausalLM, prompt: Sequence[int], answer: Sequ
     The mask token and the tokens that the generation config suppresses count as impossible.
     """
     logits = ar_logits(model, prompt, answer)
-    impossible = [model.config.mask_token_id, *(model.generation_config.suppress_tokens or ())]
+    impossible = [getattr(model.config, "mask_token_id", None), *(model.generation_config.suppress_tokens or ())]
     logits[:, [token for token in impossible if token is not None]] = float("-inf")
     return int((logits.argmax(-1) == torch.tensor(answer, device=model.device)).sum())

@@ -69,10 +69,7 @@ class WeDLMConfig(Qwen3Config):
         """Like the parent's, but refuses another model's dictionary, and assumes no RoPE base where none is stated."""
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
-            raise ValueError(
-                f"Expected a checkpoint of model type {cls.model_type!r}, got {model_type!r}. "
-                "Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 checkpoints can be converted with `wedlm_hf.convert`."
-            )
+            raise not_wedlm("This", f"model of type {model_type!r}")
         if rope_base(config_dict) is None:
             raise ValueError(
                 "The WeDLM config states no RoPE base: expected `rope_theta`, at the top level or in "
@@ -93,6 +90,15 @@ class WeDLMConfig(Qwen3Config):
         # `save_pretrained` uploads what has changed since it asked for these, and the bundle is written before that.
         timestamps = super()._get_files_timestamps(working_dir)
         return {name: time for name, time in timestamps.items() if not name.endswith("_wedlm.py")}
+
+
+def not_wedlm(name: str, kind: str) -> ValueError:
+    """For a stock model where a WeDLM checkpoint is expected: the error that says what helps."""
+    return ValueError(
+        f"{name} is a {kind}, not a WeDLM checkpoint: pass its mask adapter (`--adapter`, in Python "
+        "`load_mask_adapter`), train one (`wedlm adapt MODEL OUT`), or make a WeDLM checkpoint of it (`wedlm convert "
+        "MODEL OUT`) and train that."
+    )
 
 
 def rope_base(config_dict: dict[str, Any]) -> float | None:

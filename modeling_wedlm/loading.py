@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import cached_file
 
 from .card import CARD_NAME
+from .configuration_wedlm import WeDLMConfig, not_wedlm
 from .modeling_wedlm import WeDLMForCausalLM
 from .packed import PACKED, pack, use_fastest
 
@@ -51,20 +52,27 @@ def find_checkpoint(
         OSError: for a folder that is not there or lacks `file`, and for a Hub id that is neither cached nor reachable.
         ValueError: for a name that cannot be a folder nor a Hub id.
     """
-    name = os.fspath(source)
+    name, kind = os.fspath(source), "adapter" if file == ADAPTER_FILE else "checkpoint"
     options: dict[str, Any] = {"trust_remote_code": False, "revision": revision, "local_files_only": False}
     options |= {"subfolder": subfolder} if subfolder else {}
     file = os.path.join(subfolder, file)
     if not name.strip():
-        raise ValueError(f"A checkpoint is a folder or a Hub id, got {name!r}.")
+        raise ValueError(f"The {kind} must be a folder or a Hub id, got {name!r}.")
     if os.path.isdir(name):
         if not Path(name, file).is_file():
-            raise FileNotFoundError(f"There is no checkpoint in {name!r}: it has no {file}.")
+            is_other = file == CONFIG_FILE and is_adapter(name)
+            why = "it holds an adapter, not a model" if is_other else f"it has no {file}"
+            raise FileNotFoundError(f"There is no {kind} in {name!r}: {why}.")
         return options | {"local_files_only": True}
+    is_gguf = name.lower().endswith(".gguf")
     if os.path.exists(name):
-        raise NotADirectoryError(f"A checkpoint is a folder or a Hub id, and {name!r} is a file.")
+        if is_gguf and kind == "checkpoint":
+            raise not_wedlm(repr(name), "GGUF file")
+        raise NotADirectoryError(f"The {kind} must be a folder or a Hub id, got the file {name!r}.")
+    if is_gguf:
+        raise FileNotFoundError(f"There is no GGUF file {name!r}.")
     if name.startswith((".", "~")) or os.path.isabs(name) or name.count("/") > 1:
-        raise FileNotFoundError(f"There is no checkpoint folder {name!r}.")
+        raise FileNotFoundError(f"There is no {kind} folder {name!r}.")
     validate_repo_id(name)
     if is_hub_reachable():
         return options
@@ -97,6 +105,20 @@ def load_config_dict(source: str | os.PathLike[str], *, revision: str | None = N
     with reading(f"The config of {os.fspath(source)!r}"):
         config_dict: dict[str, Any] = PreTrainedConfig.get_config_dict(source, **options)[0]
     return config_dict
+
+
+def require_wedlm(source: str | os.PathLike[str], **options: Any) -> None:
+    """Raises `ValueError` for the checkpoint of a model of another type.
+
+    Args:
+        source: folder or Hub id.
+        options: what [`find_checkpoint`] returned, where it was called already.
+    """
+    with reading(f"The config of {os.fspath(source)!r}"):
+        config_dict = PreTrainedConfig.get_config_dict(source, **options or find_checkpoint(source))[0]
+    kind = config_dict.get("model_type", WeDLMConfig.model_type)
+    if kind != WeDLMConfig.model_type:
+        raise not_wedlm(repr(os.fspath(source)), f"model of type {kind!r}")
 
 
 def load_tokenizer(
@@ -166,6 +188,8 @@ def load_model(
     # transformers takes a generation config that is no JSON for a missing one.
     _check_json(Path(source, subfolder), CONFIG_FILE, "generation_config.json", "model.safetensors.index.json")
     with reading(f"The checkpoint {os.fspath(source)!r}"):
+        if model_class is WeDLMForCausalLM and "config" not in options:
+            require_wedlm(source, **found)
         options = found | {"use_safetensors": True} | options
         loaded = model_class.from_pretrained(source, dtype="auto" if is_ours else dtype, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded

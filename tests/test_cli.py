@@ -452,7 +452,7 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
         (["hi", "--device", "abacus"], "`--device abacus` is not available: "),
         (["hi", "3 " * 600], "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 "),
         (["hi", " "], "A prompt must not be empty."),
-        (["hi", "--model", ""], "A checkpoint is a folder or a Hub id, got ''."),
+        (["hi", "--model", ""], "The checkpoint must be a folder or a Hub id, got ''."),
         (["hi", "--threads", "0"], "`threads` must be at least 1, got 0."),
         (["hi", "--set", "window"], "`--set` takes NAME=VALUE, got 'window'."),
         (["hi", "--set", "windw_size=3"], "`--set windw_size=…`: `generate` has no setting of this name."),

@@ -18,7 +18,15 @@ from ...adapters.adapter_files import PEFT_TYPE
 from ...adapters.loading import load_adapted
 from ...modeling_wedlm.card import CARD_NAME, is_written_by_a_person, model_card, read_card, signed
 from ...modeling_wedlm.hub import hub_files
-from ...modeling_wedlm.loading import ADAPTER_FILE, CONFIG_FILE, base_path, is_adapter, is_hub_reachable, load_model
+from ...modeling_wedlm.loading import (
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    base_path,
+    is_adapter,
+    is_hub_reachable,
+    load_model,
+    require_wedlm,
+)
 from .request import PushRequest
 
 # What a training leaves in its folder and a user of the model does not need; pickles can run code when they are read.
@@ -58,6 +66,7 @@ def check(request: PushRequest) -> str:
         inputs: Any = tokenizer("Count from 1 to 20:", return_tensors="pt")
         output = adapted.generate(**inputs, max_new_tokens=24, strategy="wedlm", verification="exact")
         return f"{output.shape[1] - inputs['input_ids'].shape[1]} tokens on {model}."
+    require_wedlm(model)
     model = os.path.abspath(model) if os.path.isdir(model) else model
     job = {"model": model, "adapter": None if is_model else str(folder.absolute()), "calls": CALLS}
     with tempfile.TemporaryDirectory(prefix="wedlm-push-") as place:

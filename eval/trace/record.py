@@ -159,7 +159,9 @@ def _run(
         counts = (len(decoding.tokens), decoding.forwards, decoding.token_instances, 0, 0)
     else:
         config = model._prepare_generation_config(None, **options)[0]  # as `generate` does
-        settings = WeDLMGenerationSettings.from_generation_config(config, model.config)
+        settings = WeDLMGenerationSettings.from_generation_config(
+            config, model.config, needs_mask_token=not model.has_mask_adapter
+        )
         shown |= {name: value for name, value in vars(settings).items() if name != "output_trace"}
         steps = _parallel_steps(prompt, decoding.tokens, starts, output.trace, settings)
         counts = tuple(getattr(output.stats, name).item() for name in COUNTS)
@@ -222,15 +224,17 @@ def _parallel_steps(
     settled: set[int] = set()  # positions
     end = len(prompt)  # where final tokens end
 
-    def kind_of(position: int, token: int) -> str:
+    def kind_of(position: int, is_mask: bool) -> str:
         if position < end:
             return PROMPT if position < len(prompt) else PENDING
-        return MASK if token == settings.mask_token_id else FILLED  # a mask is never emitted
+        return MASK if is_mask else FILLED
 
     for step, start in zip(trace, starts, strict=True):
         count = step.counts[0]
         read, positions = step.input_ids[0, -count:].tolist(), step.position_ids[0, -count:].tolist()
-        kinds = "".join(map(kind_of, positions, read))
+        # Not by their token: where an adapter embeds the masks, there may be none.
+        are_masks = [False] * (count - step.is_mask.shape[1]) + step.is_mask[0, -count:].tolist()
+        kinds = "".join(map(kind_of, positions, are_masks))
         decided = {len(prompt) + offset: sequence.get(len(prompt) + offset) for offset in step.decided[0]}
         predictions = _predictions(
             step, dict(zip(positions, kinds, strict=True)), decided, end - 1 if is_verified else None

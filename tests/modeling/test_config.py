@@ -129,7 +129,8 @@ def test_a_config_of_another_model_type_is_refused(tmp_path):
     read(tmp_path)
     text = (tmp_path / "config.json").read_text().replace('"wedlm"', '"qwen3"')
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"model type 'wedlm', got 'qwen3'\. .* converted with `wedlm_hf\.convert`"):
+    message = r"type 'qwen3', not a WeDLM checkpoint: .*--adapter.*wedlm adapt.*wedlm convert"
+    with pytest.raises(ValueError, match=message):
         WeDLMConfig.from_pretrained(tmp_path)
 
 

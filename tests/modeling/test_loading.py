@@ -102,10 +102,10 @@ except OSError as error:
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("", ValueError, "A checkpoint is a folder or a Hub id, got ''"),
+        ("", ValueError, "The checkpoint must be a folder or a Hub id, got ''"),
         ("./missing", FileNotFoundError, r"There is no checkpoint folder './missing'\."),
         ("a/b/c", FileNotFoundError, r"There is no checkpoint folder 'a/b/c'\."),
-        (__file__, NotADirectoryError, "is a file"),
+        (__file__, NotADirectoryError, "got the file"),
         ("a b", ValueError, "a b"),
     ],
 )

@@ -333,7 +333,7 @@ def test_a_sharded_checkpoint_with_a_bad_shard_is_refused(tmp_path, harm):
 
 def test_a_checkpoint_of_another_model_type_is_refused(tmp_path):
     stock_twin(tiny_model()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Expected a checkpoint of model type 'wedlm', got 'qwen3'"):
+    with pytest.raises(ValueError, match="This is a model of type 'qwen3', not a WeDLM checkpoint"):
         WeDLMForCausalLM.from_pretrained(tmp_path)
 
 

@@ -135,7 +135,7 @@ def said(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model_name_or_path=", "A checkpoint is a folder or a Hub id, got ''."),
+        ("--model_name_or_path=", "The checkpoint must be a folder or a Hub id, got ''."),
         ("--dataset no.jsonl --model_name_or_path NANO", "There is no file 'no.jsonl'."),
         ("--dataset SCRIPT --model_name_or_path NANO", "A file of examples must end in .jsonl, .json, .parquet"),
         ("--streaming true", "`streaming` needs `max_steps`"),
