@@ -5,7 +5,6 @@ the embeddings gives slots their own, and one on the head notes their hidden sta
 subclass of its own class, whose `generate` knows `strategy="wedlm"`; [`unload_mask_adapter`] gives it back as it was.
 """
 
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,7 +18,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 
-from ..generation.attention import ATTENTION_KINDS, StepAttention, layer_types
+from ..generation.attention import (
+    ATTENTION_KINDS,
+    DENSE_MASK_ATTENTION,
+    StepAttention,
+    implementation_of,
+    layer_types,
+)
 from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.window import Visibility
@@ -34,7 +39,8 @@ from .adapter_files import (
 )
 from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
 
-logger = logging.getLogger(__name__)
+# Kinds of layers that keep a state, by the names of `config.layer_types`.
+STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 
 
 class AttachedModel(WeDLMGenerationMixin):
@@ -55,6 +61,8 @@ class AttachedModel(WeDLMGenerationMixin):
         """
         if self.training and getattr(self, "is_activation_checkpointing", False):
             raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
+        if slots is not None:
+            _watch_ends(self)
         found: AbstractContextManager[Slots | None] = self.mask_adapter.predicting(slots, self.dtype)
         return found
 
@@ -88,7 +96,7 @@ class AttachedModel(WeDLMGenerationMixin):
     ) -> Any:
         """What transformers' `load_adapter` calls, which does not know how the weights of this method are named."""
         keys = state_dict or safe_open(checkpoint_files[0], "pt").keys()
-        if any(key.startswith(KEY_PREFIX) for key in keys):
+        if is_ours := any(key.startswith(KEY_PREFIX) for key in keys):
             load_config = replace(load_config, weight_mapping=[WeightRenaming(KEY_PREFIX, "mask_adapter.")])
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         info = PreTrainedModel._load_pretrained_model(
@@ -96,6 +104,13 @@ class AttachedModel(WeDLMGenerationMixin):
         )
         for name, parameter in model.named_parameters():  # the loaded ones are new
             parameter.requires_grad_(name in trained)
+        if is_ours:  # it would look for layers of PEFT, to save them in place of the model
+            names = [name for name, config in model.peft_config.items() if config.peft_type.value == PEFT_TYPE]
+            for name in names:
+                del model.peft_config[name]
+            if not model.peft_config:
+                del model.peft_config
+                model._hf_peft_config_loaded = False
         return info
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -199,10 +214,6 @@ def unload_mask_adapter(model: Any) -> None:
                 if isinstance(hook, HOOKS):
                     del hooks[key]
     del model.mask_adapter
-    methods = {config.peft_type.value for config in getattr(model, "peft_config", {}).values()}
-    if methods == {PEFT_TYPE}:  # by transformers' `load_adapter`
-        model._hf_peft_config_loaded = False
-        del model.peft_config
     for name in ("_keys_to_ignore_on_save", "_planners"):
         model.__dict__.pop(name, None)
     model.__class__ = type(model).__bases__[1]
@@ -244,8 +255,7 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     for target, modules in targets.items():
         for index, module in enumerate(modules):
             module.register_forward_hook(Update(target, index))
-    embeddings.register_forward_hook(EmbedSlots())
-    _base_layer(model.get_output_embeddings()).register_forward_pre_hook(CatchSlots())
+    _watch_ends(model)
     ignored = model._keys_to_ignore_on_save
     base: Any = type(model)
     model.__class__ = _attached(base)
@@ -253,6 +263,15 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     # The base's own checkpoint stays the base's.
     model._keys_to_ignore_on_save = {*(ignored or ()), *(f"mask_adapter.{name}" for name in adapter.state_dict())}
     return adapter
+
+
+def _watch_ends(model: Any) -> None:
+    """Hooks on embeddings and head, which may be others than before: resized, say."""
+    embeddings, head = model.get_input_embeddings(), _base_layer(model.get_output_embeddings())
+    if EmbedSlots() not in embeddings._forward_hooks.values():
+        embeddings.register_forward_hook(EmbedSlots())
+    if CatchSlots() not in head._forward_pre_hooks.values():
+        head.register_forward_pre_hook(CatchSlots())
 
 
 def check_attachable(model: Any) -> None:
@@ -285,13 +304,16 @@ def _unfit(model: Any) -> str | None:
         return "it is an encoder-decoder, and masks stand behind the tokens of a decoder alone"
     if model.get_output_embeddings() is None or not hasattr(model, "generate"):
         return "it has no language modelling head"
-    odd = sorted(set(layer_types(config)) - set(ATTENTION_KINDS))
-    if getattr(model, "_is_stateful", False) or odd:
-        state = f" ({', '.join(odd)} layers)" if odd else ""
+    kinds = set(layer_types(config))
+    if getattr(model, "_is_stateful", False) or kinds & STATES:
+        state = f" ({', '.join(sorted(kinds & STATES))} layers)" if kinds & STATES else ""
         return f"it keeps a recurrent state{state}, which cannot forget the masks of a step"
+    if odd := sorted(kinds - set(ATTENTION_KINDS)):
+        return f"its layers choose what a row sees in a way of their own ({', '.join(odd)})"
     if getattr(config.get_text_config(decoder=True), "alibi", False):
         return "its positions are ALiBi's, which count keys instead of logical positions"
-    if not any("Rotary" in type(module).__name__ for module in model.modules()):
+    is_rotary = any("Rotary" in type(module).__name__ for module in model.modules())
+    if not is_rotary and not hasattr(config, "rotary_dim"):
         return "it has no rotary position embeddings, which alone let a token lie anywhere"
     return None
 
@@ -302,7 +324,8 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(f"{type(model).__name__} has no list of its {count} decoder layers.")
+    name = type(model).__name__
+    raise ValueError(f"{name} cannot carry a mask adapter: it has no list of its {count} decoder layers.")
 
 
 def output_projections(model: Any) -> tuple[str, ...]:
@@ -337,7 +360,8 @@ def output_projections(model: Any) -> tuple[str, ...]:
     if not names:
         raise ValueError(f"The layers of {type(model).__name__} have no linear layer alike that gives hidden states.")
     short = [name.rpartition(".")[2] for name in names]
-    return tuple(short if len(set(short)) == len(short) else names)
+    is_clear = len(set(short)) == len(short) and all(_has_one_size(model, name) for name in short)
+    return tuple(short if is_clear else names)
 
 
 def _has_one_size(model: Any, target: str) -> bool:
@@ -348,24 +372,29 @@ def _has_one_size(model: Any, target: str) -> bool:
 
 
 def check_masks(model: Any) -> None:
-    """Raises `ValueError` for a model that does not attend by the masks of a step: two tokens in the cache, two more,
-    and a mask behind each of them, must give the logits of the four tokens alone."""
+    """Raises `ValueError` for a model that does not attend by the masks of a step.
+
+    Two tokens in the cache, then a token, a wrong draft and a right one, and masks, must give at the right draft what
+    four tokens alone give. Where attention takes no masks as tensors, there is no wrong draft.
+    """
     device, name = model.device, type(model).__name__
-    tokens, cache, attention = torch.tensor([[1, 2, 3, 4, 0, 0]], device=device), WindowCache(), StepAttention(model)
-    slots = torch.arange(6, device=device)[None]
-    # Real rows see themselves and what is before; the masks see the cache, their own row and themselves.
-    visibility = Visibility(torch.tensor([[2, 3, 2, 3]], device=device), torch.tensor([[2, 3, 4, 5]], device=device))
-    parts = (slice(0, 2), None, [2]), (slice(2, 6), visibility, [4])
+    tokens, positions, right, visibility = [1, 2, 3, 4, 0, 0], list(range(6)), 1, None
+    if implementation_of(model) in DENSE_MASK_ATTENTION:
+        tokens, positions, right = [1, 2, 3, 2, 4, 0, 0], [0, 1, 2, 3, 3, 4, 5], 2
+        parts = [2, 3, 2, 2, 2], [2, 3, 4, 5, 6], [[2], [3], [4], [5], [4]]
+        visibility = Visibility(*(torch.tensor([part], device=device) for part in parts))
+    ids, places = torch.tensor([tokens], device=device), torch.tensor([positions], device=device)
+    slots, cache, attention = torch.arange(len(tokens), device=device)[None], WindowCache(), StepAttention(model)
     try:
         with torch.no_grad(), evaluating(model):
-            expected = model(input_ids=tokens[:, :4], use_cache=False).logits[:, -1]
-            cache.open(tokens[:, :4].tolist(), device)
-            for part, visible, counts in parts:
-                write = cache.plan(counts, slots[:, part], tokens[:, part])
-                masks = attention.masks(write, slots[:, part], visible)
+            expected = model(input_ids=torch.tensor([[1, 2, 3, 4]], device=device), use_cache=False).logits[:, -1]
+            cache.open([tokens], device)
+            for part, visible in ((slice(0, 2), None), (slice(2, None), visibility)):
+                write = cache.plan([slots[:, part].shape[1]], slots[:, part], ids[:, part])
+                masks = attention.masks(write, places[:, part], visible)
                 with attention.reading(masks):
                     logits = model(
-                        input_ids=tokens[:, part], attention_mask=masks, position_ids=slots[:, part],
+                        input_ids=ids[:, part], attention_mask=masks, position_ids=places[:, part],
                         past_key_values=cache, use_cache=True,
                     ).logits  # fmt: skip
                 cache.commit([[0, 1]])
@@ -374,7 +403,7 @@ def check_masks(model: Any) -> None:
     # Matrices of other shapes round differently, another expert may be chosen and activations may be quantized; a mask
     # that is not followed makes a difference of another order.
     is_exact = model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False)
-    difference, size = (logits[:, 1] - expected).abs().max(), expected.abs().max()
+    difference, size = (logits[:, right] - expected).abs().max(), expected.abs().max()
     if not bool(difference <= (1e-3 if is_exact else 0.25) * size):
         raise ValueError(
             f"{name} cannot carry a mask adapter: its attention does not follow the masks of a step (its logits "

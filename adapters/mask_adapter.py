@@ -198,7 +198,8 @@ class MaskAdapter(nn.Module):
         """The matrices of the updates in `dtype`, ready to multiply rows with; made once where they do not train."""
         parameters = [*self.down.values(), *self.up.values()]
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
-        key = dtype, tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
+        versions = (0 if parameter.is_inference() else parameter._version for parameter in parameters)
+        key = dtype, *zip(versions, (parameter.data_ptr() for parameter in parameters), strict=True)
         prepared = self._prepared
         if not trains and prepared is not None and prepared[0] == key:
             return prepared[1]

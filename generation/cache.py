@@ -171,6 +171,9 @@ class WindowCache(Cache):
         """
         self._set_up(len(prompts), device)
         self.lengths = self._known_lengths(prompts)
+        held = [self.token_ids, *(layer._keys for layer in self.layers)]
+        if any(tensor.is_inference() for tensor in held) and not torch.is_inference_mode_enabled():
+            self.batch_select_indices(torch.arange(len(prompts)))  # copies, which can be written
 
     def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
         lengths = []

@@ -123,6 +123,9 @@ class Planner:
         self._steps = self._near = 0
         self._cached: tuple[Any, Any] = None, None  # costs, and what they are of
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_cached": (None, None)}  # functions of their own cannot be pickled
+
     # --- what is known -----------------------------------------------------------------------------------------------
 
     def reaches(self, drafts: Sequence[Draft]) -> list[float]:

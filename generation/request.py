@@ -58,9 +58,12 @@ def decoding_request(
         else:
             others.append(criterion)
     pad_token = generation_config._pad_token_tensor
+    prompts = _prompts(input_ids, generation_config, model_kwargs, _longest(model.config))
+    limit = max(1, min(limits) - input_ids.shape[1])
+    _check_positions(model.config, list(map(len, prompts)), limit, model_kwargs.get("past_key_values"))
     return DecodingRequest(
-        prompts=_prompts(input_ids, generation_config, model_kwargs, _longest(model.config)),
-        limit=max(1, min(limits) - input_ids.shape[1]),
+        prompts=prompts,
+        limit=limit,
         end_tokens=frozenset(ends),
         mask_token_id=settings.mask_token_id,
         pad_token_id=0 if pad_token is None else int(pad_token),
@@ -73,6 +76,35 @@ def decoding_request(
 def _longest(config: Any) -> int:
     """Tokens that the model's context holds."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
+
+
+def _check_positions(config: Any, lengths: list[int], limit: int, cache: Any) -> None:
+    """Raises `ValueError` for a call in which a row depends on what else its forward holds, not on its position alone.
+
+    Rotary embeddings of the types "dynamic" and "longrope" are another function once the largest position of a forward
+    is beyond a point, and masks stand further on than the tokens of AR decoding. Llama 4 scales queries by their place
+    among the physical rows: by 1 up to `floor_scale`.
+    """
+    config, longest = config.get_text_config(decoder=True), max(lengths) + limit
+    rope = getattr(config, "rope_parameters", None) or {}
+    for kind in (rope, *(each for each in rope.values() if isinstance(each, dict))):
+        name = str(kind.get("rope_type"))
+        if name != "longrope" and "dynamic" not in name:
+            continue
+        point = kind["original_max_position_embeddings"] if name == "longrope" else config.max_position_embeddings
+        cached = [length for length in getattr(cache, "lengths", ()) if length]
+        if longest > point and min(lengths + cached) <= point:
+            raise ValueError(
+                f"Rotary embeddings of the type {name!r} change for all tokens at once behind token {point}, and "
+                f"parallel decoding cannot cross that point, got up to {longest} tokens: pass a smaller "
+                "`max_new_tokens`, a longer prompt without a cache, or `strategy='ar'`."
+            )
+    if getattr(config, "attn_temperature_tuning", False) and 2 * longest > config.floor_scale:
+        raise ValueError(
+            f"This model scales attention by steps of {config.floor_scale} physical rows (`attn_temperature_tuning`), "
+            f"which parallel decoding reorders: prompt and answer may have {config.floor_scale // 2} tokens, got "
+            f"{longest}. Pass a smaller `max_new_tokens` or `strategy='ar'`."
+        )
 
 
 def mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> int | None:

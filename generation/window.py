@@ -298,7 +298,7 @@ class _Columns:
         tokens += [filler] * (len(positions) - len(tokens))
         return cls(
             tokens=[filler] * len(front) + tokens + [filler] * len(back),
-            positions=[*front, *positions, *back],
+            positions=[*[0] * padding, *positions, *[0] * len(back)],  # rotary embeddings may depend on the largest
             slots=[*front, *range(begin, stop), *back],
             until=[*front, *until, *back],
             start=[*front, *start, *back],

@@ -107,6 +107,7 @@ def test_a_lora_may_come_after_the_mask_adapter(tmp_path: Path) -> None:
 
 def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path: Path) -> None:
     model = attached(llama())
+    model.generate(PROMPT, **VERIFIED | {"slot_cost": None})  # what it learned of times stays with it
     twin = copy.deepcopy(model)
     for parameter in twin.mask_adapter.parameters():
         nn.init.zeros_(parameter)
@@ -120,6 +121,43 @@ def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(plain) is LlamaForCausalLM
     assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
+
+
+def test_what_transformers_loaded_is_saved_as_any_model(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path / "adapter")
+    model = llama()
+    model.load_adapter(str(tmp_path / "adapter"))
+    model.save_pretrained(tmp_path / "base")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **VERIFIED))
+    with pytest.raises(ValueError, match="No adapter loaded"):  # of those that transformers can switch off
+        model.disable_adapters()
+
+
+@pytest.mark.parametrize("how", ["resized", "replaced"])
+def test_embeddings_and_head_may_be_replaced_while_an_adapter_sits_on_the_model(how: str) -> None:
+    model = attached(llama())
+    if how == "resized":
+        model.resize_token_embeddings(104)
+    else:
+        for name, new in (("embed_tokens", nn.Embedding(104, 32)), ("lm_head", nn.Linear(32, 104, bias=False))):
+            setattr(model.model if name == "embed_tokens" else model, name, new)
+    fixed = VERIFIED | {"adaptive_window": False, "window_size": 3, "return_dict_in_generate": True}
+    before = model.generate(PROMPT, **fixed)
+    assert torch.equal(before.sequences, model.generate(PROMPT, **GREEDY)) and before.stats.drafted.sum() > 0
+    unload_mask_adapter(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_was_made_in_inference_mode_is_used_outside(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    model = llama()
+    with torch.inference_mode():
+        load_mask_adapter(model, tmp_path)
+        first = model.generate(PROMPT, **VERIFIED, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, PROMPT], dim=1)
+    second = model.generate(longer, past_key_values=first.past_key_values, **VERIFIED)
+    assert torch.equal(second, llama().generate(longer, **GREEDY))
 
 
 def test_a_deleted_model_frees_its_memory_at_once() -> None:

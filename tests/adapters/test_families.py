@@ -178,6 +178,33 @@ def test_a_family_that_cannot_carry_a_mask_adapter_is_refused_with_the_reason(na
     assert f"`{name}`" in PAGE.read_text(encoding="utf-8")
 
 
+ROPE = {"rope_theta": 1e4, "factor": 4.0}
+LONG = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+TURNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "longrope": ("Phi3", {"original_max_position_embeddings": 40, "rope_parameters": LONG}),
+    "dynamic": ("Llama", {"max_position_embeddings": 40, "rope_parameters": ROPE | {"rope_type": "dynamic"}}),
+    "attn_temperature_tuning": ("Llama4", {"floor_scale": 80, "no_rope_layers": [1, 0, 0, 0]} | EXPERTS),
+}
+
+
+@pytest.mark.parametrize("kind", TURNS)
+def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None:
+    name, own = TURNS[kind]
+    model, _ = with_adapter(build(name, own))
+    exact: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 6}
+    greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": 96}
+    up_to = greedy | {"max_length": 40}
+    assert torch.equal(model.generate(prompt(20), **up_to, **exact), model.generate(prompt(20), **up_to))
+    with pytest.raises(ValueError, match=f"{kind}.* 40"):
+        model.generate(prompt(20), **greedy, **exact, max_length=41)
+    if kind == "longrope":  # all of the call lies behind that point
+        behind = greedy | {"max_new_tokens": 12}
+        first = model.generate(prompt(41), **behind, **exact, return_dict_in_generate=True)
+        assert torch.equal(first.sequences, model.generate(prompt(41), **behind))
+        again = model.generate(first.sequences, **behind, **exact, past_key_values=first.past_key_values)
+        assert torch.equal(again, model.generate(first.sequences, **behind))
+
+
 def test_an_encoder_decoder_is_refused() -> None:
     config = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=50)
     with pytest.raises(ValueError, match="it is an encoder-decoder"):
