@@ -280,7 +280,9 @@ class _Run:
             return float(before + self.clock() - began)
 
         def is_over() -> bool:
-            used = seconds() / plan.answer_seconds if plan.answer_seconds else 0.0
+            # The first batch may take longer than was measured, on a machine with other work: without it, all is lost.
+            most = plan.answer_seconds if note else max(plan.answer_seconds, 30 * (self.config.minutes or 0.0))
+            used = seconds() / most if most else 0.0
             show(max(used, written), note)
             return used >= 1
 
@@ -289,14 +291,15 @@ class _Run:
             for count in write_answers(self.decoder, self.tokenizer, self.answers, self.prompts, config, is_over):
                 self.save_state(answer_seconds=seconds())
                 written = count.tokens / self.config.tokens if self.config.tokens else 0.0
-                note = f"{count.answers:,} answers, {count.tokens:,} tokens"
+                note = f"{count.answers:,} answers, {count.tokens:,} tokens" if count.answers else ""
                 if written >= 1 and count.answers:
                     break
             show(1.0, note)
         if not count.answers:
+            least = max(least_minutes(Pace.read(self.state["pace"])), math.ceil(2 * (self.config.minutes or 0)))
             raise ValueError(
                 f"{self.config.minutes:g} minutes are too few for a batch of answers on this machine. The same call "
-                f"with `--minutes {least_minutes(Pace.read(self.state['pace']))}` or more goes on."
+                f"with `--minutes {least}` or more goes on."
             )
         if not count.ended:
             self.say(

@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from wedlm_hf.adapters import adapt as adapting
+from wedlm_hf.adapters import answers
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.pace import FEW_ROWS, Pace, plan
 from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
@@ -154,3 +155,17 @@ def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goe
             adapt(base, tmp_path / "out", AdaptConfig(minutes=0.1, **settings), clock=machine)
         made = adapt(base, tmp_path / "out", AdaptConfig(minutes=40, **settings), clock=machine)
     assert made["answers"] > 0
+
+
+def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(tmp_path, monkeypatch) -> None:
+    machine, base = Machine(0.05, 0.004), write_base(tmp_path / "llama")
+
+    def draw(writer: Any, rng: Any) -> list[tuple[int, ...]]:
+        machine.now += 50
+        return [writer.template.prompt(f"Sort {number}") for number in range(10, 14)]
+
+    monkeypatch.setattr(answers._Writer, "draw", draw)
+    with machine.running(monkeypatch):
+        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=2, **SMALL), clock=machine)
+    assert made["answers"] > 0 and made["training_seconds"] >= 60
+    assert machine.now <= 1.25 * 120 + 60
