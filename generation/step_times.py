@@ -9,6 +9,9 @@ from time import perf_counter, thread_time
 SAMPLES = 9
 # How fast the machine's load is followed: the exponent of a step's deviation, which counts up to a factor of 2.
 LOAD_RATE = 0.3
+# How much longer than believed a step may take, and be believed. A width that once took a hundred times as long, since
+# kernels were prepared, would not be tried again for thousands of tokens.
+DOUBT = 1.5
 # Widths that differ by this factor tell what others take beyond them.
 SPAN = 8
 
@@ -41,19 +44,17 @@ class StepTimes:
 
     def record(self, rows: int, has_masks: bool, seconds: float) -> None:
         """Takes in a step."""
-        samples, usual = self._samples[has_masks], self.of(rows, has_masks)
+        samples, usual, key = self._samples[has_masks], self.of(rows, has_masks), (rows, has_masks)
         self._load = self._load or seconds / usual
-        if (
-            rows,
-            has_masks,
-        ) in self._met:  # a first step prepares kernels: it counts until there is another
-            self._met.remove((rows, has_masks))
-            samples[rows] = []
-        elif rows not in samples:
-            self._met.add((rows, has_masks))
+        kept = samples.get(rows, [])[1 - SAMPLES :]
+        if not kept:
+            self._met.add(key)
+        elif key in self._met:  # a first step prepares kernels: it counts until there is another
+            self._met.remove(key)
+            kept = []
         else:
             self._load *= min(max(seconds / self._load / usual, 0.5), 2.0) ** LOAD_RATE
-        samples[rows] = [*samples.get(rows, [])[1 - SAMPLES :], seconds / self._load]
+        samples[rows] = [*kept, min(seconds / self._load, DOUBT * usual)]
         self._curves[has_masks] = _monotone(samples)
 
     def is_measured(self, rows: int, has_masks: bool) -> bool:
