@@ -31,6 +31,7 @@ def parser(description: str | None, under_way: str, counts: list[int], requests:
     found.add_argument("--max-tokens", type=int, default=160)
     found.add_argument("--max-model-len", type=int, default=512)
     found.add_argument("--num-speculative-tokens", type=int, default=16)
+    found.add_argument("--kv-cache-memory-bytes", type=int, help="of each engine: two share a GPU")
     return found
 
 
@@ -44,6 +45,8 @@ def engine_options(options: argparse.Namespace, is_verified: bool) -> dict[str, 
         "enforce_eager": True,
         "enable_prefix_caching": False,  # the same prompts come again
     }
+    if options.kv_cache_memory_bytes:
+        found["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
     if is_verified:
         proposer = "wedlm_hf.serving.vllm.Proposer"
         tokens = options.num_speculative_tokens

@@ -83,6 +83,7 @@ class StepAttention:
         visible = window_visibility(write, self.implementation, visibility, is_needed=is_local)
         if visible is None:
             return None
+        assert is_dense, self.implementation  # others would take a tensor for something else
         masks = {}
         for kind in self.kinds:
             near = _near(kind, write, position_ids, self.config)

@@ -280,9 +280,10 @@ def _rule(
     drafter: Drafter
     if model.has_mask_adapter:
         size = min(size, DEEPEST)
-        is_exact = settings.verification == "exact"
-        children = CHILDREN if is_planned and is_exact and _takes_any_mask(model) else 1
-        drafter = TreeDrafter(sampler, request.end_tokens, model, children, looks_up=is_planned and is_exact)
+        # What the text says is a branch beside what masks say.
+        has_branches = is_planned and settings.verification == "exact" and _takes_any_mask(model)
+        children = CHILDREN if has_branches else 1
+        drafter = TreeDrafter(sampler, request.end_tokens, model, children, looks_up=has_branches)
     else:
         drafter = Drafter(sampler, request.end_tokens, settings.entropy_threshold)
     # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.

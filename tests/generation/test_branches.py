@@ -15,6 +15,7 @@ from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import WindowCache, mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
 from wedlm_hf.generation.drafter import TreeDrafter
+from wedlm_hf.generation.lookup import TextLookup
 from wedlm_hf.generation.planner import Draft, Plan, Planner
 from wedlm_hf.generation.sampling import SHORTLIST
 from wedlm_hf.generation.verify import VerifyRule
@@ -487,3 +488,20 @@ def test_masks_behind_siblings_see_their_own_path(qwen3, foreseeing, bushy, monk
     foreseeing(ar_outputs(qwen3, prompts), 0.4, siblings=2)
     checked = check_masks_of(qwen3, prompts, monkeypatch, **COUNTED)
     assert max(checked) > 4
+
+
+def test_attention_that_takes_no_mask_is_given_none_where_the_text_knows_better_than_masks(monkeypatch):
+    options = {"verification": "exact", "slot_cost": 0.001, "max_new_tokens": 24, "eos_token_id": None}
+    flex, (prompt,) = adapted(), prompts_of([6])
+    _, (expected,) = generate(flex, [prompt], **options)
+    known = prompt + expected
+    monkeypatch.setattr(TextLookup, "drafts", lambda self, text, drafts, count: known[len(text) : len(text) + count])
+    masks, handle = [], lambda _, args, kwargs: masks.append(kwargs["attention_mask"])
+    flex.register_forward_pre_hook(handle, with_kwargs=True)
+    assert generate(flex, [prompt], **options)[1] == [expected]
+    assert any(mask is not None for mask in masks)  # of branches
+    masks.clear()
+    flex.set_attn_implementation("flex_attention")
+    with torch.compiler.set_stance("force_eager"):  # flex attention as plain Python
+        assert generate(flex, [prompt], **options)[1] == [expected]
+    assert len(masks) > 2 and all(mask is None for mask in masks)

@@ -1,0 +1,142 @@
+"""What a training step costs, next to a plain implementation of the same loss: dense mask, all blocks, all logits.
+
+    python benchmarks/training_cost.py
+    python benchmarks/training_cost.py --shape qwen3-0.6b --dtype bfloat16 --attention flex_attention --device cuda
+
+Times both in turn on half-supervised samples of 1,024 random tokens, and prints clean tokens/s and, on CUDA, memory.
+"""
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+import typer
+from random_weights import SHAPES, random_model
+from torch.nn import functional as F
+
+from wedlm_hf.eval.measure import now
+from wedlm_hf.eval.options import NANO
+from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
+from wedlm_hf.modeling_wedlm.loading import load_tokenizer
+from wedlm_hf.training import DataCollatorForDualStreamMasking
+
+LENGTH = 1024
+BLOCK = 32
+Batch = dict[str, torch.Tensor]
+# Tiny, but for its vocabulary.
+SMALL: dict[str, Any] = {"vocab_size": 32_768, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+
+
+def samples(count: int, vocabulary: int) -> list[dict[str, list[int]]]:
+    """`count` samples of random tokens; the second half of each is an answer."""
+    generator = torch.Generator().manual_seed(0)
+    end = load_tokenizer(NANO).eos_token_id
+    result = []
+    for _ in range(count):
+        tokens = [*torch.randint(4, vocabulary, (LENGTH - 1,), generator=generator).tolist(), end]
+        result.append({"input_ids": tokens, "labels": [-100] * (LENGTH // 2) + tokens[LENGTH // 2 :]})
+    return result
+
+
+def collate(examples: list[dict[str, list[int]]]) -> Batch:
+    """Ours. The tokenizer only says which tokens are special."""
+    return DataCollatorForDualStreamMasking(load_tokenizer(NANO), block_size=BLOCK, num_eos=1)(examples)
+
+
+def dense_batch(examples: list[dict[str, list[int]]], batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
+    """The same masks as in `batch`, as two whole streams of `LENGTH` slots under one additive 4D mask."""
+    mask_token, rows = load_tokenizer(NANO).mask_token_id, list[Batch]()
+    for row, example in enumerate(examples):
+        tokens, supervised = torch.tensor(example["input_ids"]), torch.tensor(example["labels"]) != -100
+        is_mask = (batch["stream_ids"][row] > 0) & (batch["targets"][row] != -100)
+        masked = torch.zeros(LENGTH, dtype=torch.bool)
+        masked[batch["position_ids"][row][is_mask]] = True
+        order = (torch.arange(LENGTH) // BLOCK * 2 + masked).argsort(stable=True)  # observed first within each block
+        counts = [flags.view(-1, BLOCK).sum(-1).repeat_interleave(BLOCK) for flags in (supervised, masked)]
+        next_token = torch.where(supervised, tokens, -100).roll(-1)
+        next_token[-1] = -100
+        rows.append(
+            {
+                "input_ids": torch.cat([tokens, tokens.masked_fill(masked, mask_token)[order]]),
+                "position_ids": torch.cat([torch.arange(LENGTH), order]),
+                "targets": torch.cat([next_token, torch.where(masked, tokens, -100)[order]]),
+                "weights": torch.cat([torch.ones(LENGTH), (counts[0] / counts[1].clamp(min=1))[order]]) / 2,
+            }
+        )
+    index = torch.arange(LENGTH)
+    causal, block = index[:, None] >= index, index // BLOCK
+    to_memory, to_prediction = block[:, None] > block, (block[:, None] == block) & causal
+    visible = torch.cat(
+        [torch.cat([causal, torch.zeros_like(causal)], dim=1), torch.cat([to_memory, to_prediction], dim=1)]
+    )
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
+    stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return stacked | {"attention_mask": mask.expand(len(rows), 1, -1, -1).contiguous()}
+
+
+def our_loss(model: WeDLMForCausalLM, batch: Batch) -> torch.Tensor:
+    """The model's own."""
+    return model(**batch).loss
+
+
+def dense_loss(model: WeDLMForCausalLM, batch: Batch) -> torch.Tensor:
+    """All logits, then the weighted sum."""
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask")}
+    logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
+    nll = F.cross_entropy(logits.float(), batch["targets"].flatten(), ignore_index=-100, reduction="none")
+    supervised = len(batch["input_ids"]) * LENGTH // 2
+    return (nll * batch["weights"].flatten()).sum() / supervised
+
+
+def compare(model: WeDLMForCausalLM, rows: int, repeats: int, attention: str = "sdpa") -> dict[str, dict[str, float]]:
+    """`tokens_per_second`, `loss` and, on CUDA, `peak_bytes` of `ours` under that attention, and of `dense` under
+    sdpa; forward and backward, after a warm-up."""
+    examples = samples(rows, model.config.vocab_size)
+    batch = collate(examples)
+    ways: dict[str, tuple[str, Callable[..., torch.Tensor], Batch]] = {
+        "ours": (attention, our_loss, batch),
+        "dense": ("sdpa", dense_loss, dense_batch(examples, batch, model.dtype)),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    found: dict[str, dict[str, float]] = {}
+    for _ in range(repeats + 1):
+        for name, (implementation, loss_of, inputs) in ways.items():
+            model.set_attn_implementation(implementation)
+            inputs = {key: values.to(model.device) for key, values in inputs.items()}
+            if is_cuda := model.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(model.device)
+            began = now(model)
+            loss = loss_of(model, inputs)
+            loss.backward()
+            seconds[name].append(now(model) - began)
+            found[name] = {"loss": float(loss.detach())}
+            found[name] |= {"peak_bytes": torch.cuda.max_memory_allocated(model.device)} if is_cuda else {}
+            del loss
+            model.zero_grad()
+    for name, times in seconds.items():
+        found[name]["tokens_per_second"] = rows * LENGTH / median(times[1:])
+    return found
+
+
+def main(
+    shape: str = "",
+    rows: int = 2,
+    repeats: int = 5,
+    dtype: str = "float32",
+    attention: str = "sdpa",
+    device: str = "cuda" if torch.cuda.is_available() else "cpu",
+) -> None:
+    """Measure and print; `--shape` is one of random_weights.py, by default a tiny one with a vocabulary of 32,768."""
+    model = random_model(SHAPES[shape] if shape else SMALL).to(device=device, dtype=getattr(torch, dtype)).train()
+    found = compare(model, rows, repeats, attention)
+    print("| form | " + " | ".join(name.replace("_", " ") for name in found["ours"]) + " |")
+    print("|---|" + "---:|" * len(found["ours"]))
+    for name, numbers in found.items():
+        print(f"| {name} | " + " | ".join(f"{value:,.4g}" for value in numbers.values()) + " |")
+    print(f"{dtype}, {attention}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,137 @@
+"""`benchmarks/gpu_hour.py` on this CPU, tiny: each piece may be stopped after any of its parts, and fills the page."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_hour
+import gpu_results
+import pytest
+import torch
+from gpu_hour import NANO, PIECES, Job
+from typer import BadParameter
+
+from wedlm_hf.eval.report.page import blocks_of
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "gpu.md"
+JOB = Job(str(NANO), "cpu", True, None)
+COUNTS = {"adapt": 1, "parity": 2, "forwards": 2, "attention": 4, "static": 8, "batches": 4, "training": 1, "fsdp": 2}
+# What no CPU can do, in the words that the page would show.
+REFUSED = {"flash_attention_2": "the package for FlashAttention2"}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in PIECES if name not in ("forwards", "vllm")]
+
+
+class Stopped(BaseException):
+    """As by Ctrl-C."""
+
+
+def main(out: Path, **options):
+    """The command in this process."""
+    defaults = {"model": str(NANO), "adapter": None, "device": "cpu", "tiny": True, "minutes": 25.0, "page": None}
+    gpu_hour.main(out, **defaults | {"pieces": ",".join(PIECES), "one": ""} | options)
+
+
+@pytest.mark.parametrize("piece", ["forwards", "vllm", *SLOW])
+def test_a_piece_that_is_stopped_after_each_part_goes_on(tmp_path, monkeypatch, piece):
+    written, write, threads = [], gpu_results.write_text, torch.get_num_threads()
+
+    def write_and_stop(path, text):
+        write(path, text)
+        written.append(json.loads(text)["parts"])
+        if len(written) % 2 == 0:  # the first says that a part has begun
+            raise Stopped
+
+    monkeypatch.setattr(gpu_results, "write_text", write_and_stop)
+    for number in range(COUNTS.get(piece, 1)):
+        with pytest.raises(Stopped):
+            main(tmp_path, one=piece)
+        assert len(written) == 2 * (number + 1)
+    monkeypatch.setattr(gpu_results, "write_text", write)
+    main(tmp_path, one=piece)  # what failed, once more
+    torch.set_num_threads(threads)
+    written.append(gpu_results.read(tmp_path, piece)["parts"])
+    parts = [name for name, part in written[-1].items() if "error" not in part]
+    for name, part in written[-1].items():
+        assert name in parts or any(key in name and words in part["error"] for key, words in REFUSED.items()), part
+        first = next(state[name] for state in written if "part_seconds" in state.get(name, {}))
+        assert "error" in part or part == first  # and was not done again
+    table = gpu_results.tables({piece: gpu_results.read(tmp_path, piece)})[piece]
+    assert table.count("\n|") >= 2 and "tiny: no measurement" in table
+    if piece == "parity":
+        assert table.count("100 %") == 4
+    if piece == "static":
+        assert table.count("of 8") == 4 and all(part["graph_breaks"] == 0 for part in written[-1].values())
+        assert all(part["tokens"] for part in written[-1].values())
+    if piece == "fsdp":
+        assert all(float(line.split("|")[-2]) < 1e-4 for line in table.splitlines()[2:4])
+
+
+def test_a_crash_or_a_failure_leaves_the_other_parts_and_is_tried_again(tmp_path):
+    tried = []
+
+    def fail():
+        tried.append("fails")
+        if len(tried) < 5:
+            raise RuntimeError("no such kernel")
+        return {"output": "done"}
+
+    def crash():
+        tried.append("crashes")
+        if len(tried) == 1:
+            raise SystemExit
+        return {"output": "at last"}
+
+    def todo():
+        yield "crashes", crash
+        yield "fails", fail
+        yield "works", lambda: {"output": "one line"}
+
+    with pytest.raises(SystemExit):
+        gpu_results.do_parts(tmp_path, "vllm", {"model": "m", "device": "cuda", "tiny": False}, todo())
+    for _ in range(2):
+        gpu_results.do_parts(tmp_path, "vllm", {"model": "m", "device": "cuda", "tiny": False}, todo())
+    assert tried == ["crashes", "fails", "crashes", "fails"]
+    stored = gpu_results.read(tmp_path, "vllm")
+    assert stored["is_complete"] is False and [*stored["parts"]] == ["crashes", "fails", "works"]
+    table = gpu_results.tables({"vllm": stored})["vllm"]
+    assert "**not whole**" in table and "- fails: RuntimeError: no such kernel" in table and "at last" in table
+    with pytest.raises(ValueError, match=r"holds results of .*'cuda'.* not .*'cpu'.*: choose another `--out`"):
+        gpu_results.do_parts(tmp_path, "vllm", {"model": "m", "device": "cpu", "tiny": False}, todo())
+
+
+def test_the_page_has_a_place_for_each_piece_and_says_that_nothing_was_run(tmp_path):
+    text = PAGE.read_text(encoding="utf-8")
+    assert blocks_of(text) == gpu_results.tables({piece: {} for piece in PIECES})
+    assert "Nothing of this project was run on a GPU yet" in text
+    copy = tmp_path / "gpu.md"
+    copy.write_text(text, encoding="utf-8")
+    main(tmp_path, one="vllm")
+    main(tmp_path, page=copy)
+    assert blocks_of(copy.read_text(encoding="utf-8"))["vllm"].startswith("| ")
+    assert re.sub("(?s)<!-- measured: vllm.*", "", copy.read_text()) == re.sub("(?s)<!-- measured: vllm.*", "", text)
+
+
+def test_a_model_that_is_no_folder_is_refused(tmp_path):
+    with pytest.raises(BadParameter, match=r"`--model` takes a folder, got 'Qwen/Qwen3-0.6B': nothing is downloaded"):
+        main(tmp_path, model="Qwen/Qwen3-0.6B")
+
+
+@pytest.mark.slow
+def test_the_command_gives_each_piece_a_process_and_does_none_twice(tmp_path):
+    words = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu_hour.py"),
+        "--out",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--tiny",
+    ]
+    words += ["--pieces", "forwards,vllm"]
+    for minutes, shown in (("0.02", "vllm: no time is left"), ("9", "vllm: vllm: done"), ("9", "vllm: done before")):
+        done = subprocess.run([*words, "--minutes", minutes], capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0 and shown in done.stdout, done
+    assert gpu_results.read(tmp_path, "forwards")["is_complete"]
