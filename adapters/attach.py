@@ -41,6 +41,7 @@ from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Upd
 
 # Kinds of layers that keep a state, by the names of `config.layer_types`.
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+SHARDED = "Drafting calls the embeddings and the head by themselves, which FSDP does not allow"
 
 
 class AttachedModel(WeDLMGenerationMixin):
@@ -62,6 +63,8 @@ class AttachedModel(WeDLMGenerationMixin):
         if self.training and getattr(self, "is_activation_checkpointing", False):
             raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
         if slots is not None:
+            if hasattr(self.mask_adapter.mask_embedding, "full_tensor"):  # a DTensor
+                raise ValueError(f"{SHARDED}: leave the adapter and these out of `fully_shard`, or decode as AR.")
             _watch_ends(self)
         found: AbstractContextManager[Slots | None] = self.mask_adapter.predicting(slots, self.dtype)
         return found
@@ -214,8 +217,10 @@ def unload_mask_adapter(model: Any) -> None:
                 if isinstance(hook, HOOKS):
                     del hooks[key]
     del model.mask_adapter
-    for name in ("_keys_to_ignore_on_save", "_planners"):
-        model.__dict__.pop(name, None)
+    model._keys_to_ignore_on_save = {
+        key for key in model._keys_to_ignore_on_save if not key.startswith("mask_adapter.")
+    }
+    model.__dict__.pop("_planners", None)
     model.__class__ = type(model).__bases__[1]
 
 
@@ -278,7 +283,8 @@ def check_attachable(model: Any) -> None:
     """Raises `TypeError` or `ValueError`, with the reason, for a model that cannot carry a mask adapter."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        inner = "a compiled" if name == "OptimizedModule" else "a wrapped" if hasattr(model, "module") else "no"
+        is_wrapped = hasattr(model, "module") or hasattr(model, "get_base_model")
+        inner = "a compiled" if name == "OptimizedModule" else "a wrapped" if is_wrapped else "no"
         raise TypeError(
             f"A mask adapter sits on a causal language model of transformers; {name} is {inner} one. Attach the "
             "adapter first, to the plain model, and compile or wrap it then."
@@ -293,6 +299,8 @@ def check_attachable(model: Any) -> None:
             f"{len(away)} weights of {name} are on the device 'meta' (offloaded, or not loaded yet), {away[0]} among "
             "them: load the whole model into memory first."
         )
+    if any(type(module).__name__.startswith("FSDP") for module in model.modules()):
+        raise ValueError(f"{name} is sharded. {SHARDED}.")
     if why := _unfit(model):
         raise ValueError(f"{name} cannot carry a mask adapter: {why}.")
 
@@ -302,6 +310,8 @@ def _unfit(model: Any) -> str | None:
     config = model.config
     if config.is_encoder_decoder:
         return "it is an encoder-decoder, and masks stand behind the tokens of a decoder alone"
+    if config.model_type == "moshi":
+        return "its prompts see further back than the sliding window of its cache"
     if model.get_output_embeddings() is None or not hasattr(model, "generate"):
         return "it has no language modelling head"
     kinds = set(layer_types(config))

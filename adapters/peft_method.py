@@ -42,6 +42,12 @@ class MaskAdapterConfig(PeftConfig):
         self.task_type = "CAUSAL_LM"
 
 
+class _Layer(nn.Module, BaseTunerLayer):
+    """What `PeftModel.disable_adapter` looks for."""
+
+    merged_adapters: list[str] = []
+
+
 class MaskAdapterTuner(BaseTuner):
     """Attaches the mask adapter to a model; there is one at a time.
 
@@ -65,6 +71,7 @@ class MaskAdapterTuner(BaseTuner):
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
         adapter = add_mask_adapter(owner, settings)
         config.target_modules = list(adapter.settings.target_modules)
+        adapter.layer = _Layer()
         if config.inference_mode:
             adapter.to(owner.dtype).requires_grad_(False)
         if any("lora" in name for name in trained):  # beside an adapter in training, which goes on
@@ -75,6 +82,8 @@ class MaskAdapterTuner(BaseTuner):
     def unload(self) -> nn.Module:
         """Takes the adapter away and returns the base."""
         unload_mask_adapter(_owner(self.model))
+        if isinstance(self.model, PreTrainedModel):
+            vars(self.model).pop("peft_config", None)
         return self.model
 
     def delete_adapter(self, adapter_name: str) -> None:
@@ -89,11 +98,16 @@ class MaskAdapterTuner(BaseTuner):
 
     def enable_adapter_layers(self) -> None:
         """Lets the model use the adapter again."""
-        _owner(self.model).mask_adapter.is_enabled = True
+        self._enable(True)
 
     def disable_adapter_layers(self) -> None:
         """The model decodes as if it had no adapter."""
-        _owner(self.model).mask_adapter.is_enabled = False
+        self._enable(False)
+
+    def _enable(self, is_enabled: bool) -> None:
+        adapter = _owner(self.model).mask_adapter
+        adapter.is_enabled = is_enabled
+        adapter.layer.enable_adapters(is_enabled)
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Raises `ValueError`: see [`merge_and_unload`]."""

@@ -226,7 +226,8 @@ def _check_inputs(
     model_kwargs: dict[str, Any],
 ) -> None:
     """Raises `ValueError` for what parallel decoding cannot do with this model and these inputs."""
-    unused = {name for name, value in model_kwargs.items() if value is not None} - USED_INPUTS
+    # A model that takes images has an empty `mm_encoder_outputs` where there are none.
+    unused = {name for name, value in model_kwargs.items() if value is not None and value != {}} - USED_INPUTS
     if unused:
         raise ValueError(f"`strategy={strategy!r}` has no use for the inputs {sorted(unused)}: leave them out.")
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
@@ -320,7 +321,7 @@ def _planner(
 def _give_back(model: Any, rule: FillRule | VerifyRule) -> None:
     planner = getattr(rule, "planner", None)
     if isinstance(planner, Planner) and planner.key is not None:
-        model._planners[planner.key] = planner
+        model.__dict__.get("_planners", {})[planner.key] = planner  # unless the adapter was taken away meanwhile
 
 
 def _decode(

@@ -12,6 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
@@ -184,8 +186,25 @@ def test_another_base_is_named(tmp_path: Path) -> None:
     assert torch.equal(other.generate(PROMPT, **VERIFIED), other.generate(PROMPT, **GREEDY))
 
 
+def test_sharded_weights_are_refused_before_and_after(tmp_path: Path) -> None:
+    file = (tmp_path / "store").as_uri()
+    torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
+    try:
+        sharded, adapted = llama(), attached(llama())
+        for model in (sharded, adapted):
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(ValueError, match="is sharded"):
+            attached(sharded)
+        with pytest.raises(ValueError, match="which FSDP does not allow"):
+            adapted.generate(PROMPT, **VERIFIED)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def refused(kind: str) -> Any:
     model = llama()
+    if kind == "PEFT":
+        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
     if kind == "torch.compile":
         return torch.compile(model)
     if kind == "compiled in place":
@@ -205,6 +224,7 @@ def refused(kind: str) -> Any:
         ("torch.compile", "OptimizedModule is a compiled one. Attach the adapter first"),
         ("compiled in place", r"attach the mask adapter before `model.compile\(\)`"),
         ("DataParallel", "DataParallel is a wrapped one"),
+        ("PEFT", "PeftModelForCausalLM is a wrapped one"),
         ("meta", "weights of LlamaForCausalLM are on the device 'meta'"),
         ("partly offloaded", "3 weights of LlamaForCausalLM are on the device 'meta'"),
         ("a module", "Linear is no one"),

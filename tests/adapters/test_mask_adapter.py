@@ -348,6 +348,16 @@ def test_peft_loads_and_saves_it(tmp_path: Path) -> None:
         torch.testing.assert_close(predict(again, IDS, 2), expected)
 
 
+def test_peft_switches_it_off_and_takes_it_away(tmp_path: Path) -> None:
+    model = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path)))
+    base = model.base_model.model
+    with model.disable_adapter():
+        assert not base.has_mask_adapter
+    assert base.has_mask_adapter and model.get_model_status().enabled
+    assert model.unload() is base and type(base) is type(tiny_model())
+    assert vars(base).keys() == vars(tiny_model()).keys()
+
+
 def test_peft_makes_a_new_one_to_train(tmp_path: Path) -> None:
     saved_adapter(tmp_path)
     config = PeftConfig.from_pretrained(str(tmp_path))
