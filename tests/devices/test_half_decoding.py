@@ -1,0 +1,197 @@
+"""Sixteen bits: decoding and the training of mask adapters against float64, under autocast, and with scaled losses."""
+
+import copy
+
+import pytest
+import torch
+from test_generation import generate, prompts_of
+from test_mask_adapter import with_adapter
+from test_mask_trainer import adapted_model, answers, batch_of
+from tiny import MASK, tiny_model
+
+from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.generation.selection import token_entropy
+
+HALVES = [torch.bfloat16, torch.float16]
+SLOW = pytest.mark.slow
+ATTENTIONS = ["sdpa", pytest.param("eager", marks=SLOW)]
+EXACT = {"verification": "exact", "slot_cost": 0.04}
+DECODERS = {
+    "ar": {"strategy": "ar", "suppress_tokens": [MASK]},
+    "verified": EXACT | {"entropy_threshold": 2.5},
+    "static": {"verification": "exact", "cache_implementation": "static", "entropy_threshold": 2.5},
+    "trees": EXACT,
+    "branches": EXACT | {"adaptive_window": False},
+    "static adapter": {"verification": "exact", "cache_implementation": "static", "window_size": 4},
+}
+# Of the largest logit, that a token may lie below the best one: what rounding weights and states does to two logits.
+ROUNDINGS = 4
+
+
+def sharpened(model, sharpness):
+    for layer in model.model.layers:
+        layer.self_attn.q_norm.weight.data *= sharpness
+    return model
+
+
+def pair_of(dtype, attention="sdpa", has_adapter=False, sharpness=1.0):
+    """A model in sixteen bits, and one with the very same weights in float64."""
+    model = sharpened(tiny_model(attn_implementation=attention), sharpness)
+    model = (with_adapter(model) if has_adapter else model).to(dtype)
+    return model, copy.deepcopy(model).to(torch.float64)
+
+
+def shortfall(exact, prompt, answer):
+    """How far below the best token of float64 a token of an answer lies, at most, as a share of the largest logit."""
+    with torch.no_grad():
+        logits = exact(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+    logits[:, MASK] = float("-inf")
+    found = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    return ((logits.max(-1).values - found) / logits[logits.isfinite()].abs().max()).max()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("lengths", [pytest.param([6], marks=SLOW), [5, 1, 12]], ids=["one", "batch"])
+def test_each_token_is_that_of_float64_or_nearly_tied_with_it(name, dtype, attention, lengths):
+    model, exact = pair_of(dtype, attention, has_adapter=name in ("trees", "branches", "static adapter"))
+    drafted = 0
+    for seed in range(3):
+        prompts = prompts_of(lengths, seed)
+        output, rows = generate(model, prompts, **DECODERS[name])
+        for prompt, row in zip(prompts, rows, strict=True):
+            assert shortfall(exact, prompt, row) <= ROUNDINGS * torch.finfo(dtype).eps
+        drafted += 0 if name == "ar" else int(output.stats.drafted.sum())
+    assert drafted > 0 or name == "ar"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_verified_answers_are_ars_where_no_two_tokens_are_nearly_tied(dtype, has_adapter):
+    model, exact = pair_of(dtype, has_adapter=has_adapter)
+    equal = 0
+    for seed in range(12):
+        (prompt,) = prompts_of([7], seed)
+        _, (expected,) = generate(model, [prompt], **DECODERS["ar"])
+        _, (row,) = generate(model, [prompt], **EXACT)
+        equal += row == expected
+        if row != expected:  # both say a likeliest token, but for rounding, where they part
+            place = next(at for at, two in enumerate(zip(row, expected, strict=False)) if two[0] != two[1])
+            for answer in (row, expected):
+                assert shortfall(exact, prompt, answer[: place + 1]) <= ROUNDINGS * torch.finfo(dtype).eps
+    assert equal >= 10
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=SLOW), torch.float16])
+@pytest.mark.parametrize("name", ["wedlm", *DECODERS])
+def test_scores_that_a_mask_drives_beyond_the_type_leave_no_row_without_a_number(name, dtype, attention):
+    # `finfo.min` plus a negative score is -inf in float16, and scores of 400 times their size come near its end.
+    model, _ = pair_of(dtype, attention, name in ("trees", "branches", "static adapter"), sharpness=400.0)
+    options = DECODERS.get(name, {"entropy_threshold": 2.0}) | {"output_logits": True, "eos_token_id": None}
+    output, rows = generate(model, prompts_of([5, 1, 12]), **options)
+    assert all(logits.isfinite().all() for logits in output.logits) and all(len(row) == 24 for row in rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", ["wedlm", *DECODERS])
+def test_autocast_decodes_as_sixteen_bits_do_and_a_cache_goes_on_behind_it(name, dtype, attention):
+    has_adapter = name in ("trees", "branches", "static adapter")
+    model, exact = pair_of(torch.float32, attention, has_adapter)
+    options, prompts = DECODERS.get(name, {"entropy_threshold": 2.0}), prompts_of([5, 1, 12])
+    with torch.autocast("cpu", dtype):
+        first, rows = generate(model, prompts, **options)
+    if name != "wedlm":  # which chooses by its own window
+        for prompt, row in zip(prompts, rows, strict=True):
+            assert shortfall(exact, prompt, row) <= ROUNDINGS * torch.finfo(dtype).eps
+    if name == "ar":
+        return
+    turns = [prompt + row + [9, 8] for prompt, row in zip(prompts, rows, strict=True)]
+    options = {key: value for key, value in options.items() if key != "cache_implementation"}
+    _, warm = generate(model, turns, **options, past_key_values=first.past_key_values)
+    assert all(len(row) for row in warm)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_entropies_of_logits_at_the_end_of_the_type_are_those_of_float64(dtype):
+    largest = torch.finfo(dtype).max
+    logits = torch.tensor([[largest, -largest, 0.0], [largest, largest, 0.0], [-largest] * 3, [0.1, 0.2, 0.3]])
+    logits = logits.to(dtype)
+    chances = logits.double().softmax(-1)
+    expected = torch.special.entr(chances).sum(-1)
+    torch.testing.assert_close(token_entropy(logits).double(), expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("verification", ["none", "exact"])
+def test_logits_beyond_the_type_are_an_error_that_says_so(verification):
+    model, _ = pair_of(torch.float16, has_adapter=verification == "exact")
+    model.lm_head.weight.data *= 2.0**14
+    assert not model(torch.tensor([[5, 6]])).logits.isfinite().all()
+    with pytest.raises(ValueError, match="dtype overflows"):
+        generate(model, prompts_of([5]), verification=verification)
+
+
+def distilled(model, scale=1.0):
+    """The loss and the gradient of the adapter, as one vector."""
+    distillation = MaskDistillation(model, num_masks=4, top_tokens=320, sampled_tokens=1)
+    loss = distillation(**batch_of(answers()))["loss"]
+    (loss * scale).backward()
+    gradients = [parameter.grad for parameter in model.mask_adapter.parameters()]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
+    return loss.item(), torch.cat([gradient.double().flatten() for gradient in gradients]) / scale
+
+
+def base_in(dtype, rounded_to, sharpness=1.0):
+    """A frozen base whose weights a type has rounded, and an adapter in float32, as it trains."""
+    model = sharpened(adapted_model(), sharpness)
+    adapter = model.mask_adapter
+    for parameter in model.parameters():
+        if not any(parameter is one for one in adapter.parameters()):
+            parameter.data = parameter.data.to(rounded_to).to(dtype)
+    if dtype == torch.float64:
+        adapter.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("kind", ["weights", "autocast"])
+def test_mask_adapters_learn_what_float64_teaches_but_for_rounding(kind, dtype):
+    expected, direction = distilled(base_in(torch.float64, dtype if kind == "weights" else torch.float32))
+    if kind == "weights":
+        found, gradient = distilled(base_in(dtype, dtype))
+    else:
+        with torch.autocast("cpu", dtype):
+            found, gradient = distilled(base_in(torch.float32, torch.float32))
+    epsilon = torch.finfo(dtype).eps
+    assert found == pytest.approx(expected, rel=4 * epsilon)
+    assert (gradient - direction).norm() <= 16 * epsilon * direction.norm()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_mask_adapters_learn_from_scores_at_the_end_of_the_type(dtype):
+    found, gradient = distilled(base_in(dtype, dtype, sharpness=400.0))
+    assert found == pytest.approx(distilled(base_in(torch.float64, dtype, sharpness=400.0))[0], rel=0.1)
+    assert gradient.norm() > 0
+
+
+def test_a_scaled_loss_teaches_the_same_and_training_goes_on_after_a_skipped_step():
+    _, direction = distilled(base_in(torch.float64, torch.float16))
+    _, gradient = distilled(base_in(torch.float16, torch.float16), scale=2.0**8)
+    assert (gradient - direction).norm() <= 16 * torch.finfo(torch.float16).eps * direction.norm()
+    model = base_in(torch.float16, torch.float16)
+    distillation = MaskDistillation(model, num_masks=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)  # too much: the first steps are skipped
+    optimizer = torch.optim.AdamW(model.mask_adapter.parameters(), 1e-2)
+    losses, scales = [], []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = distillation(**batch_of(answers()))["loss"]
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+        scales.append(scaler.get_scale())
+    assert losses[0] == losses[1] and scales[0] < 2.0**26  # skipped
+    assert scales[-1] == scales[-5] and losses[-1] < 0.9 * losses[0]
