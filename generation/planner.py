@@ -112,6 +112,7 @@ class Planner:
     def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0):
         self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
         self.key: Any = None  # of what it learned about, where that is kept
+        self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}  # passed and tried drafts of each bin
         self._gains = [(0.0, 0.0)] * depth  # sums, and how many
         self._price = 0.0
@@ -204,6 +205,8 @@ class Planner:
                 self._learn_gains(outlook, trees[-1], worth)
         plain, best = self._options(outlooks, trees, worth, before)
         choice = max(plain, best)
+        if best.masks:
+            self.gain = best.net - plain.net
         if before:
             choice = best if best.net > plain.net - PROMPT_LOOK * len(outlooks) else plain
         else:

@@ -233,15 +233,7 @@ def is_adapter(source: str | os.PathLike[str]) -> bool:
 
 
 def base_path(adapter: str | os.PathLike[str]) -> str:
-    """Folder or Hub id of the model that an adapter belongs to: the one beside it, if there is one (`wedlm adapt` puts
-    it there), or else what its config names.
-
-    Raises:
-        ValueError: for an adapter that names none.
-    """
-    beside = Path(adapter, "base")
-    if (beside / CONFIG_FILE).is_file():
-        return str(beside)
+    """Folder or Hub id of the model that an adapter's config names. Raises `ValueError` for one that names none."""
     _check_json(Path(adapter), ADAPTER_FILE)
     base = json.loads(Path(adapter, ADAPTER_FILE).read_bytes()).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:

@@ -30,7 +30,7 @@ from ...modeling_wedlm.loading import (
 from .request import PushRequest
 
 # What a training leaves in its folder and a user of the model does not need; pickles can run code when they are read.
-LEFT_OUT = [".*", "_*", "checkpoint-*", "runs/*", "base/*", "work/*", "trainer_state.json", "optimizer*", "scheduler*"]
+LEFT_OUT = [".*", "_*", "checkpoint-*", "runs/*", "work/*", "trainer_state.json", "optimizer*", "scheduler*"]
 LEFT_OUT += ["rng_state*", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle", "*/.*", "*/_*"]
 # Deleted from the repository where the folder has no file of that name: of an earlier upload.
 STALE = ["*.safetensors", "*.safetensors.index.json", "*_wedlm.py"]

@@ -35,7 +35,7 @@ class EngineOptions:
         is_drafting: verified parallel decoding (`speculative_config`).
         mask_adapter: folder or Hub id of a mask adapter.
         any_base: take the mask adapter also where the weights are not those that it was trained for.
-        always_draft: every step has drafts, whatever they gain: for tests of equality.
+        always_draft: every step has drafts or masks, whatever they gain: for tests of equality.
         verification: `"none"`: the paper's decoder. Without either decoding is AR.
         window_size, entropy_threshold, distance_penalty: of the paper's decoder, for requests that do not state their
             own; default: the checkpoint's, else [`WeDLMGenerationSettings`]'.
@@ -131,7 +131,8 @@ class EngineOptions:
         try:
             compare_bases(own, base if isinstance(base, dict) else {}, any_base=self.any_base)
         except ValueError as error:
-            raise ValueError(f"'mask_adapter' {name!r}: {error} On vLLM pass it as 'any_base': true.") from None
+            hint = " On vLLM that is 'any_base': true." if "any_base" in str(error) else ""
+            raise ValueError(f"'mask_adapter' {name!r}: {error}{hint}") from None
 
 
 def base_of_checkpoint(name: str, config: Any, revision: str | None = None) -> dict[str, Any]:

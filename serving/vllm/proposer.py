@@ -26,6 +26,7 @@ from ...generation.planner import Draft, Outlook, Plan, Planner
 from ...generation.step_times import StepTimes, step_clock
 from ...generation.verify import FixedPlan
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
+from .stats import PlanInForce
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Proposer:
         slot_cost = SLOT_COSTS.get(device, SLOT_COSTS["cuda"])
         self.times = StepTimes(slot_cost, step_clock(device) if is_alone else None)
         self.planner: Any = None  # once the model is there
+        self.in_force = PlanInForce()
         self.states: dict[str, RequestState] = {}
         self.model: Any = None
         self._step: Step | None = None
@@ -138,9 +140,11 @@ class Proposer:
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for index, plan in zip(active, self.planner.plan(outlooks), strict=True):
             proposed[index] = self._proposal(step.requests[index], plan)
-        requests = len(active)
-        rows = requests + sum(map(len, proposed))
-        self.planner.begin(rows, rows > requests, requests)
+        requests, speculative = len(active), sum(map(len, proposed))
+        self.planner.begin(requests + speculative, speculative > 0, requests)
+        if not self.always_draft:
+            drafts = sum(len(self.states[step.requests[index]].drafts) for index in active)
+            self.in_force.note(drafts / requests, (speculative - drafts) / requests, self.planner.gain / requests)
         return proposed
 
     def _finish(self, step: Step, sampled: list[list[int]]) -> None:

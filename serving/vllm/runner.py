@@ -21,7 +21,14 @@ def prepare_runner() -> None:
     if hasattr(GPUModelRunner, "wedlm_originals"):
         return
     GPUModelRunner.wedlm_originals = {}
-    for wrapper in (_calc_spec_decode_metadata, _sample, _input_fits_in_drafter, propose_draft_token_ids):
+    wrappers = (
+        _calc_spec_decode_metadata,
+        _sample,
+        _input_fits_in_drafter,
+        propose_draft_token_ids,
+        take_draft_token_ids,
+    )
+    for wrapper in wrappers:
         name = wrapper.__name__
         original = getattr(GPUModelRunner, name)
         GPUModelRunner.wedlm_originals[name] = original
@@ -93,6 +100,14 @@ def propose_draft_token_ids(
         spec_decode_metadata,
         *args,
     )
+
+
+def take_draft_token_ids(self: Any) -> Any:
+    """Sends the plan in force along, to the process of the scheduler."""
+    found = self.wedlm_originals["take_draft_token_ids"](self)
+    if found is not None and _model_that_drafts(self) is not None:
+        found.plan = self.drafter.in_force.numbers
+    return found
 
 
 # Speculative sampling on CPU. vLLM's kernel there fills a copy of its result, which stays uninitialised

@@ -72,12 +72,13 @@ def test_a_mask_adapter_drafts_as_in_transformers_and_leaves_the_answers_as_they
     slots, first = hidden.shape[1], output.token_ids[0]
     ids = torch.tensor([[*prompt, first, *[3] * slots]])
     positions = torch.tensor([[*range(len(prompt) + 1), *range(len(prompt) + 2, len(prompt) + 2 + slots)]])
-    expected = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), slot_mask=slots, use_cache=True)
-    assert torch.allclose(hidden, expected.slot_hidden, atol=1e-3)
+    with model.predicting(slots) as caught:
+        expected = model(ids, position_ids=positions, attention_mask=torch.ones_like(ids), use_cache=True)
+    assert torch.allclose(hidden, caught.hidden, atol=1e-3)
     keep = torch.arange(logits.shape[-1]) != 3
     assert torch.allclose(logits[..., keep], expected.logits[:, -slots:][..., keep], atol=1e-3)
     assert before.tolist() == [list(output.token_ids[:2])]
-    scores = model.lm_head(model.draft_hidden(expected.slot_hidden[:, 0], before))
+    scores = model.lm_head(model.draft_hidden(caught.hidden[:, 0], before))
     assert drafts[0, 0] == scores[:, keep].argmax() + (scores[:, keep].argmax() >= 3)
     adapter.draft = draft
     expected_tokens = [list(each.token_ids) for each in complete(ar, prompts[:12])]
