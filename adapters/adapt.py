@@ -142,7 +142,12 @@ class _Run:
 
     def check(self) -> None:
         """Raises for what would otherwise end the run after hours of work."""
-        config = self.config
+        config, processes = self.config, os.environ.get("WORLD_SIZE", "1")
+        if processes != "1":
+            raise ValueError(
+                f"`wedlm adapt` is one process, got WORLD_SIZE={processes}: call it without a launcher. "
+                "`MaskAdapterTrainer` trains on several."
+            )
         self.prompts = None if config.prompts is None else read_prompts(config.prompts)
         self.budget: dict[str, Any] = {"minutes": config.minutes, "tokens": config.tokens}
         if config.answers is not None:

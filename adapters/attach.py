@@ -301,6 +301,11 @@ def check_attachable(model: Any) -> None:
         )
     if any(type(module).__name__.startswith("FSDP") for module in model.modules()):
         raise ValueError(f"{name} is sharded. {SHARDED}.")
+    if any(type(parameter.data).__name__ == "DTensor" for parameter in model.parameters()):
+        raise ValueError(
+            f"{name} is split over processes by tensor parallelism, and a mask adapter needs whole rows: load it "
+            "without `tp_plan` and `tp_size`."
+        )
     if why := _unfit(model):
         raise ValueError(f"{name} cannot carry a mask adapter: {why}.")
 

@@ -13,7 +13,10 @@ _HUB_CODE = tempfile.TemporaryDirectory(prefix="hub-code-")  # one for each test
 
 # Worker processes find the shared helpers where pytest does (`pythonpath` in setup.cfg).
 TESTS = Path(__file__).parent
-FOLDERS = [TESTS, *(TESTS / name for name in ("oracles", "generation", "training", "../examples/wedlm-nano"))]
+FOLDERS = [
+    TESTS,
+    *(TESTS / name for name in ("adapters", "oracles", "generation", "training", "../examples/wedlm-nano")),
+]
 os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_MODULES_CACHE"] = _HUB_CODE.name
