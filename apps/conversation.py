@@ -16,6 +16,7 @@ from ..eval.decoders import Options
 from ..eval.measure import ForwardCounter, pad_left
 from ..eval.prompts import answer_limit, encode
 from ..generation.cache import WindowCache
+from ..generation.request import context_length
 from ..modeling_wedlm import WeDLMForCausalLM
 
 LONGEST_ANSWER = 1024
@@ -167,7 +168,7 @@ class Conversation:
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         prompt = encode(self.tokenizer, messages)
-        context = self.model.config.max_position_embeddings
+        context = context_length(self.model.config)
         if len(prompt) >= context:
             raise ValueError(
                 f"The conversation has {len(prompt)} tokens now, but the model's context is {context}: it has no room "

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..console.prompts import PromptRow, Turns, read_rows
 from ..console.prompts import encode as encode  # belongs to these names, too
+from ..generation.request import context_length
 
 LONGEST_ANSWER = 256
 """New tokens of an answer at most, where nothing else is asked for (transformers' own default is 20)."""
@@ -175,7 +176,7 @@ def encode_prompt(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
     if raw and len(prompt.messages) > 1:
         raise ValueError(f"Without a chat template, a row holds one turn, got {len(prompt.messages)}.")
     tokens = list(tokenizer(prompt.text, verbose=False)["input_ids"]) if raw else encode(tokenizer, prompt.messages)
-    context = model.config.max_position_embeddings
+    context = context_length(model.config)
     if not 1 <= len(tokens) < context:
         shown = prompt.text if len(prompt.text) <= 40 else f"{prompt.text[:40]}…"
         raise ValueError(f"A prompt needs 1 to {context - 1} tokens for this model, got {len(tokens)}: {shown!r}.")
@@ -184,4 +185,4 @@ def encode_prompt(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Prompt
 
 def answer_limit(model: Any, prompt_length: int, wanted: int | None = None) -> int:
     """New tokens that a prompt may get: those wanted (default: [`LONGEST_ANSWER`]), at most what fits the context."""
-    return max(1, min(wanted or LONGEST_ANSWER, model.config.max_position_embeddings - prompt_length))
+    return max(1, min(wanted or LONGEST_ANSWER, context_length(model.config) - prompt_length))

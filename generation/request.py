@@ -58,7 +58,7 @@ def decoding_request(
         else:
             others.append(criterion)
     pad_token = generation_config._pad_token_tensor
-    prompts = _prompts(input_ids, generation_config, model_kwargs, _longest(model.config))
+    prompts = _prompts(input_ids, generation_config, model_kwargs, context_length(model.config))
     limit = max(1, min(limits) - input_ids.shape[1])
     _check_positions(model.config, list(map(len, prompts)), limit, model_kwargs.get("past_key_values"))
     return DecodingRequest(
@@ -73,7 +73,7 @@ def decoding_request(
     )
 
 
-def _longest(config: Any) -> int:
+def context_length(config: Any) -> int:
     """Tokens that the model's context holds."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 

@@ -23,6 +23,7 @@ from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _Gen
 from transformers.generation.streamers import BaseStreamer
 
 from ..eval.measure import pad_left
+from ..generation.request import context_length
 
 log = logging.getLogger("wedlm_hf.serving")
 
@@ -361,7 +362,7 @@ def fit_into_context(call: Call, model: Any, length: int, config: GenerationConf
         RequestError: for a prompt that is empty or leaves no room in the context, and for a limit that does not fit
             or lies below `min_new_tokens`.
     """
-    context, code = model.config.max_position_embeddings, "context_length_exceeded"
+    context, code = context_length(model.config), "context_length_exceeded"
     if not 0 < length < context:
         message = f"The prompt must have 1 to {context - 1} tokens for this model's context, got {length}."
         raise RequestError(message, code=code if length else None)

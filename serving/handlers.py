@@ -46,6 +46,7 @@ class LoadedModel(ModelManager):
         self.model = model
         self.tokenizer = tokenizer
         self.settings = settings
+        self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
@@ -131,7 +132,7 @@ class ParallelHandler(BaseHandler):
 
     def _check(self, request: Any) -> None:
         """Raises `RequestError` for what this model cannot do."""
-        size = self.model_manager.model.config.vocab_size
+        size = self.model_manager.vocab_size
         for name in ("suppress_tokens", "logit_bias"):
             check_tokens(name, getattr(request, name) or [], size)
 
@@ -185,7 +186,7 @@ class TextHandler(ParallelHandler, CompletionHandler):
         answers: list[Any] = []
         for prompt in prompts_of(body["prompt"]):
             if not isinstance(prompt, str):
-                check_tokens("prompt", prompt, model.config.vocab_size)
+                check_tokens("prompt", prompt, self.model_manager.vocab_size)
             tokens = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
             calls.append(replace(CURRENT_CALL.get()))
             CURRENT_CALL.set(calls[-1])

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from uvicorn.config import LOGGING_CONFIG
 
+from ..generation.request import context_length
 from ..generation.settings import SETTING_NAMES
 from .calls import CURRENT_CALL, Call, RequestError, log
 from .handlers import ChatHandler, LoadedModel, OneThread, TextHandler
@@ -104,7 +105,7 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
         return await text.handle_request(body, f"cmpl-{uuid.uuid4().hex}")
 
     entry = {"id": name, "object": "model", "created": 0, "owned_by": ""}
-    entry["max_model_len"] = model.config.max_position_embeddings
+    entry["max_model_len"] = context_length(model.config)
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:

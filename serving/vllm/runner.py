@@ -75,31 +75,12 @@ def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
     return bool(self.wedlm_originals["_input_fits_in_drafter"](self, common_attn_metadata))
 
 
-def propose_draft_token_ids(
-    self: Any,
-    scheduler_output: Any,
-    sampled_token_ids: Any,
-    sampling_metadata: Any,
-    hidden_states: Any,
-    sample_hidden_states: Any,
-    aux_hidden_states: Any,
-    spec_decode_metadata: Any,
-    *args: Any,
-) -> Any:
+def propose_draft_token_ids(self: Any, *args: Any) -> Any:
     """Shows the proposer the step before it is asked for drafts."""
     if _model_that_drafts(self) is not None:
-        self.drafter.see(self, scheduler_output, sample_hidden_states, spec_decode_metadata)
-    return self.wedlm_originals["propose_draft_token_ids"](
-        self,
-        scheduler_output,
-        sampled_token_ids,
-        sampling_metadata,
-        hidden_states,
-        sample_hidden_states,
-        aux_hidden_states,
-        spec_decode_metadata,
-        *args,
-    )
+        scheduler_output, _, _, _, sampled_hidden, _, metadata, *_ = args
+        self.drafter.see(self, scheduler_output, sampled_hidden, metadata)
+    return self.wedlm_originals["propose_draft_token_ids"](self, *args)
 
 
 def take_draft_token_ids(self: Any) -> Any:

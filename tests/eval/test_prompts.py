@@ -1,9 +1,11 @@
 """Prompts: rows of files, tokens, and when a reply is right."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tiny import tiny_model, tiny_tokenizer
+from transformers import LlamaConfig, LlavaConfig
 
 from wedlm_hf.console.prompts import STANDARD_INPUT, read_rows
 from wedlm_hf.eval.prompts import Prompt, answer_limit, encode, encode_prompt, read_prompts
@@ -138,3 +140,8 @@ def test_prompts_get_their_tokens_by_the_chat_template_or_as_they_are():
 def test_an_answer_is_as_long_as_wanted_or_as_the_context_allows():
     model = tiny_model(max_position_embeddings=300)
     assert [answer_limit(model, 10), answer_limit(model, 100), answer_limit(model, 100, 7)] == [256, 200, 7]
+
+
+def test_the_context_of_a_model_that_takes_images_is_its_texts():
+    config = LlavaConfig(text_config=LlamaConfig(max_position_embeddings=32))
+    assert answer_limit(SimpleNamespace(config=config), prompt_length=20, wanted=100) == 12
