@@ -14,7 +14,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
@@ -233,6 +240,21 @@ def refused(kind: str) -> Any:
 def test_a_model_that_cannot_carry_one_now_is_refused(kind: str, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         add_mask_adapter(refused(kind), SMALL)
+
+
+def test_attention_that_takes_no_masks_as_tensors_decodes_one_prompt_at_a_time() -> None:
+    def maskless(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        assert attention_mask is None
+        ends = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
+        visible = torch.zeros(query.shape[2], key.shape[2]).masked_fill(torch.arange(key.shape[2]) > ends, -torch.inf)
+        return sdpa_attention_forward(module, query, key, value, visible[None, None], **kwargs)
+
+    AttentionInterface.register("maskless", maskless)
+    AttentionMaskInterface.register("maskless", lambda *args, **kwargs: None)
+    model = attached(llama(attn_implementation="maskless"))
+    assert torch.equal(model.generate(PROMPT, **VERIFIED), model.generate(PROMPT, **GREEDY))
+    with pytest.raises(ValueError, match="cannot decode rows of different lengths together"):
+        model.generate(PROMPT.expand(2, -1), **VERIFIED)
 
 
 def test_a_model_in_training_mode_decodes_after_a_hint() -> None:
