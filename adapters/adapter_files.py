@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,22 +160,20 @@ def base_of(model: Any) -> dict[str, Any]:
     """
     config, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
     with torch.no_grad():
-        first = embeddings(torch.arange(64, device=model.device))
-    sizes = {name: getattr(config, name, None) for name in BASE_FIELDS}
-    return sizes | {"weights": digest(final_norm(model).weight, first)}
+        is_scaled = hasattr(embeddings, "embed_scale")  # by a number that is rounded to the dtype
+        first = embeddings.weight[:64] if is_scaled else embeddings(torch.arange(64, device=model.device))
+    sizes = {}
+    for name in BASE_FIELDS:
+        with suppress(RuntimeError):  # one that differs from layer to layer
+            sizes[name] = getattr(config, name, None)
+    return sizes | {"weights": digest(*_norm_weights(model), first)}
 
 
-def final_norm(model: Any) -> Any:
-    """The norm before the head: the backbone's own last module with a vector for its weight."""
-    hidden_size = model.get_input_embeddings().embedding_dim
-    norms = [
-        module
-        for module in model.base_model.children()
-        if getattr(module, "weight", None) is not None and module.weight.shape == (hidden_size,)
-    ]
-    if not norms:
-        raise ValueError(f"{type(model).__name__} has no norm behind its decoder layers.")
-    return norms[-1]
+def _norm_weights(model: Any) -> list[torch.Tensor]:
+    """The weight of the norm before the head: the decoder's own last vector. Some norms have none."""
+    shape = (model.get_input_embeddings().embedding_dim,)
+    weights = [getattr(module, "weight", None) for module in model.get_decoder().children()]
+    return [weight for weight in weights if weight is not None and weight.shape == shape][-1:]
 
 
 def digest(*weights: torch.Tensor) -> str:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from wedlm_hf import add_mask_adapter
+from wedlm_hf import add_mask_adapter, load_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -195,9 +195,11 @@ RARE = set(
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES])
-def test_verified_decoding_is_plain_generate(name: str) -> None:
+def test_verified_decoding_is_plain_generate(name: str, tmp_path: Path) -> None:
     model, targets = with_adapter(build(name, FAMILIES[name][0]))
     assert tuple(equal_parts(model)) == WHAT
+    model.save_mask_adapter(tmp_path)
+    load_mask_adapter(build(name, FAMILIES[name][0]).bfloat16(), tmp_path)
     assert row(name, targets) in PAGE.read_text(encoding="utf-8"), f"python {Path(__file__).name} writes {PAGE.name}"
 
 
@@ -237,15 +239,24 @@ def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None
         assert torch.equal(again, model.generate(first.sequences, **behind))
 
 
-def test_a_model_that_takes_images_writes_text_behind_text_alone() -> None:
+def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path: Path) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     images = {"vision_config": vision | {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}
     config = transformers.Gemma3Config(text_config=SIZES | GEMMA, image_token_index=95, **images)
     torch.manual_seed(0)
     model, _ = with_adapter(transformers.Gemma3ForConditionalGeneration(config).eval())
     assert tuple(equal_parts(model)) == WHAT
+    model.save_mask_adapter(tmp_path)
+    load_mask_adapter(transformers.Gemma3ForConditionalGeneration(config), tmp_path, any_base=True)
     with pytest.raises(ValueError, match="no use for the inputs"):
         model.generate(prompt(5), pixel_values=torch.zeros(1, 3, 28, 28), strategy="wedlm", verification="exact")
+
+
+def test_layers_without_a_cache_of_their_own_decode_in_fixed_shapes() -> None:
+    model, _ = with_adapter(build("Gemma4", FAMILIES["Gemma4"][0]))
+    greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
+    exact = {"strategy": "wedlm", "verification": "exact", "disable_compile": True}
+    assert torch.equal(model.generate(prompt(5), **greedy, **exact), model.generate(prompt(5), **greedy))
 
 
 def test_an_encoder_decoder_is_refused() -> None:
