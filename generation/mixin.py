@@ -187,7 +187,9 @@ class WeDLMGenerationMixin(GenerationMixin):
         prepared = model_kwargs["past_key_values"]
         if prepared is not cache:
             # Transformers' own is as long as the longest call so far, or as `max_cache_len` asks: one shape for all.
-            length = max(length, 1 + max(getattr(layer, "max_cache_len", 0) for layer in prepared.layers))
+            # Its sliding layers are no longer than their windows.
+            lengths = [getattr(layer, "max_cache_len", 0) for layer in prepared.layers]
+            length = max(length, 1 + max(generation_config.max_cache_len or 0, *lengths))
         cache.capacity = max(length + 2 * min(settings.window_size, request.limit), cache.capacity or 0)
         if self._valid_auto_compile_criteria(model_kwargs, generation_config):
             return self.get_compiled_call(generation_config.compile_config)
