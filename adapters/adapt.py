@@ -287,9 +287,9 @@ class _Run:
         def is_over() -> bool:
             # The first batch may take longer than was measured, on a machine with other work: without it, all is lost.
             most = plan.answer_seconds if note else max(plan.answer_seconds, 30 * (self.config.minutes or 0.0))
-            used = seconds() / most if most else 0.0
-            show(max(used, written), note)
-            return used >= 1
+            used = seconds()
+            show(max(used / plan.answer_seconds if most else 0.0, written), note)
+            return most > 0 and used >= most
 
         with stage(self.console, "[1/3] The model's own answers") as show:
             config = AnswerConfig(batch_size=size, seed=self.config.seed)

@@ -26,7 +26,7 @@ FEW_ROWS, ENOUGH_ROWS = 30_000, 100_000  # of masks: an adapter gives next to no
 
 _LARGEST_BATCH = 0.15  # of the time, for a batch of answers
 _ANSWER_STEPS = 256  # forwards of a batch of answers: a prompt of the model's own and its answer
-_KEPT = 0.6  # of the tokens that are decoded: the others are prompts, or stand behind the end of an answer
+_KEPT = 0.35  # of the tokens that steps without a past give: others are prompts, or stand behind an end
 _STEPS = 300  # optimizer steps that a short training should have
 _LEAST_SLOTS = 120
 _LEAST_POSITIONS, _MOST_POSITIONS = 64, 4000
