@@ -25,12 +25,8 @@ _SPECIAL: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "start": (("--from",), {}),
 }
 _MODEL = "model_by_option"
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model", "-m", help="Folder or Hub id of a checkpoint, or folder of an adapter; default: wedlm-nano."
-    ),
-]
+MODEL_HELP = "Folder or Hub id of a model; folder of an adapter; with --adapter also a GGUF file. Default: wedlm-nano."
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
 
 
 def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:

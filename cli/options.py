@@ -11,13 +11,9 @@ import typer
 
 from ..console.prompts import Turns, is_unicode, read_rows, read_text
 from ..eval.options import DEMO_PROMPTS, NANO
+from .groups import MODEL_HELP
 
-CheckpointArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL", help="Folder or Hub id of a checkpoint, or folder of an adapter. Default: wedlm-nano."
-    ),
-]
+CheckpointArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 CompareOption = Annotated[bool, typer.Option(help="Decode each prompt with AR too, right after.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the results as one JSON object and nothing else.")]
 

@@ -164,9 +164,7 @@ class VllmMaskAdapter(nn.Module):
         Returns:
             `(A, K)` int64, the drafts; `(A, K)`, their probabilities over a shortlist of tokens.
         """
-        if self.head is None:
-            best, tokens = logits.float().max(-1)
-            return tokens, (best - logits.float().logsumexp(-1)).exp()
+        assert self.head is not None
         shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices
         weight = getattr(model.lm_head, "weight", None)
         is_plain = get_tensor_model_parallel_world_size() == 1 and getattr(weight, "shape", ())[:1] >= (

@@ -74,6 +74,15 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
             inputs_embeds = self.adapter.embed(self.embed_input_ids(input_ids))
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
 
+    def draft(
+        self, hidden: torch.Tensor, logits: torch.Tensor, before: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the masks of each request say, see [`VllmMaskAdapter.draft`]; without its head, each for itself."""
+        if self.adapter is not None and self.adapter.head is not None:
+            return self.adapter.draft(self, hidden, logits, before)
+        best, tokens = logits.float().max(-1)
+        return tokens, (best - logits.float().logsumexp(-1)).exp()
+
     def compute_logits(self, hidden_states: torch.Tensor) -> Any:
         """`(R, V)` logits, in which the mask token has no chance (the paper's decoder, which needs its
         probability, excludes it later); `None` where another process has them."""

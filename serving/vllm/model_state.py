@@ -123,13 +123,9 @@ class VerifyingSampler(WrappedSampler):
         found = torch.where(accepted == checked, is_mask.sum(1) - unused, 0)
         depths = self.columns[: max(1, self.most // 2)]
         row = index.gather(1, ((checked + 1 + unused)[:, None] + depths).clamp(max=self.most))
-        if self.model.adapter is None:
-            best, drafts = logits[row].float().max(-1)
-            chances = (best - logits[row].float().logsumexp(-1)).exp()
-        else:
-            new = torch.cat([ids[:, :1], output.sampled_token_ids.long()], dim=1)
-            before = new.gather(1, torch.stack([accepted, accepted + 1], dim=1).clamp(min=0))
-            drafts, chances = self.model.adapter.draft(self.model, self.model.sampled_hidden[row], logits[row], before)
+        new = torch.cat([ids[:, :1], output.sampled_token_ids.long()], dim=1)
+        before = new.gather(1, torch.stack([accepted, accepted + 1], dim=1).clamp(min=0))
+        drafts, chances = self.model.draft(self.model.sampled_hidden[row], logits[row], before)
         extra = self.extra[places]
         is_worth_it = (depths < found[:, None]) & (chances >= (1 - chances) * extra[:, None])
         count = is_worth_it.long().cumprod(1).sum(1)

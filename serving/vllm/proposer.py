@@ -186,14 +186,8 @@ class Proposer:
             return {}
         most, device = max(map(len, masks.values())), logits.device
         rows = torch.tensor([each + each[-1:] * (most - len(each)) for each in masks.values()], device=device)
-        scores = logits[rows]  # (A, K, V)
-        if self.model.adapter is None:
-            best, drafted = scores.float().max(-1)
-            chances = (best - scores.float().logsumexp(-1)).exp()
-        else:
-            before = [texts[index, lengths[index] - 2 : lengths[index]].tolist() for index in masks]
-            before_ids = torch.tensor(before, device=device)
-            drafted, chances = self.model.adapter.draft(self.model, step.hidden[rows], scores, before_ids)
+        before = [texts[index, lengths[index] - 2 : lengths[index]].tolist() for index in masks]
+        drafted, chances = self.model.draft(step.hidden[rows], logits[rows], torch.tensor(before, device=device))
         return {
             index: (tokens[: len(each)], its_chances[: len(each)])
             for (index, each), tokens, its_chances in zip(
