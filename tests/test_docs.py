@@ -77,6 +77,14 @@ def test_every_message_in_troubleshooting_is_in_the_code():
         assert any(pattern.fullmatch(message) for pattern in known), message
 
 
+def test_every_refusal_in_the_table_of_devices_is_in_the_code():
+    text, known = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8"), messages()
+    refusals = re.findall('"([^"\n]+)"', text.partition("| path |")[2].partition("\n\n")[0])
+    assert len(refusals) == 4
+    for words in refusals:
+        assert any(re.escape(words) in pattern.pattern for pattern in known), words
+
+
 def test_the_drawings_are_what_the_code_draws(tmp_path, monkeypatch):
     figures = ROOT / "docs" / "figures"
     spec = importlib.util.spec_from_file_location("draw", figures / "draw.py")

@@ -86,25 +86,28 @@ def test_verified_answers_are_ars_where_no_two_tokens_are_nearly_tied(dtype, has
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=SLOW), torch.float16])
-@pytest.mark.parametrize("name", ["wedlm", *DECODERS])
+@pytest.mark.parametrize("name", ["wedlm", "block", *DECODERS])
 def test_scores_that_a_mask_drives_beyond_the_type_leave_no_row_without_a_number(name, dtype, attention):
     # `finfo.min` plus a negative score is -inf in float16, and scores of 400 times their size come near its end.
     model, _ = pair_of(dtype, attention, name in ("trees", "branches", "static adapter"), sharpness=400.0)
-    options = DECODERS.get(name, {"entropy_threshold": 2.0}) | {"output_logits": True, "eos_token_id": None}
+    options = DECODERS.get(name, {"strategy": name, "entropy_threshold": 2.0}) | {
+        "output_logits": True,
+        "eos_token_id": None,
+    }
     output, rows = generate(model, prompts_of([5, 1, 12]), **options)
     assert all(logits.isfinite().all() for logits in output.logits) and all(len(row) == 24 for row in rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", ["wedlm", *DECODERS])
+@pytest.mark.parametrize("name", ["wedlm", "block", *DECODERS])
 def test_autocast_decodes_as_sixteen_bits_do_and_a_cache_goes_on_behind_it(name, dtype, attention):
     has_adapter = name in ("trees", "branches", "static adapter")
     model, exact = pair_of(torch.float32, attention, has_adapter)
-    options, prompts = DECODERS.get(name, {"entropy_threshold": 2.0}), prompts_of([5, 1, 12])
+    options, prompts = DECODERS.get(name, {"strategy": name, "entropy_threshold": 2.0}), prompts_of([5, 1, 12])
     with torch.autocast("cpu", dtype):
         first, rows = generate(model, prompts, **options)
-    if name != "wedlm":  # which chooses by its own window
+    if name in DECODERS:  # others choose by their own window
         for prompt, row in zip(prompts, rows, strict=True):
             assert is_nearly_best(exact, prompt, row, dtype)
     if name == "ar":

@@ -93,3 +93,14 @@ def test_accepted_drafts_are_counted_as_on_the_cpu(pretend):
     other = copy.deepcopy(model).to(pretend.device)
     expected = measure_acceptance(MaskDistillation(model, num_masks=3), ANSWERS)
     assert measure_acceptance(MaskDistillation(other, num_masks=3).to(pretend.device), ANSWERS) == expected
+
+
+@pytest.mark.slow
+def test_a_model_that_inductor_compiles_learns_the_same():
+    model, batch = tiny_model(), batch_of()
+    other = copy.deepcopy(model)
+    model(**batch).loss.backward()
+    torch._dynamo.reset()
+    output = torch.compile(other)(**batch)
+    output.loss.backward()
+    assert_close(gradients_of(other), gradients_of(model))
