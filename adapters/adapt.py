@@ -279,15 +279,16 @@ class _Run:
             return {}
         plan, before = self.plan, self.state["answer_seconds"]
         size = self.state.setdefault("batch_size", plan.batch_size)
-        began, note, written = self.clock(), "", 0.0
+        began, note, written, tokens = self.clock(), "", 0.0, 0
 
         def seconds() -> float:
             return float(before + self.clock() - began)
 
         def is_over() -> bool:
-            # The first batch may take longer than was measured, on a machine with other work: without it, all is lost.
-            most = plan.answer_seconds if note else max(plan.answer_seconds, 30 * (self.config.minutes or 0.0))
-            used = seconds()
+            used, most = seconds(), plan.answer_seconds
+            # On a machine with other work, answers may take longer than was measured: few teach little.
+            if tokens < plan.answer_tokens / 2:
+                most = max(most, 30 * (self.config.minutes or 0.0))
             show(max(used / plan.answer_seconds if most else 0.0, written), note)
             return most > 0 and used >= most
 
@@ -295,8 +296,9 @@ class _Run:
             config = AnswerConfig(batch_size=size, seed=self.config.seed)
             for count in write_answers(self.decoder, self.tokenizer, self.answers, self.prompts, config, is_over):
                 self.save_state(answer_seconds=seconds())
+                tokens = count.tokens
                 written = count.tokens / self.config.tokens if self.config.tokens else 0.0
-                note = f"{count.answers:,} answers, {count.tokens:,} tokens" if count.answers else ""
+                note = f"{count.answers:,} answers, {count.tokens:,} tokens"
                 if written >= 1 and count.answers:
                     break
             show(1.0, note)

@@ -67,6 +67,7 @@ class Plan:
         evaluation_seconds: that this takes, about; 0 where that is not known.
         table: prompts and tokens of each answer in the last table; zeros for no table.
         answer_seconds: of the time; 0 where the answers are there.
+        answer_tokens: that are written in it, about.
     """
 
     batch_size: int
@@ -76,6 +77,7 @@ class Plan:
     positions: int
     table: tuple[int, int]
     answer_seconds: float = 0.0
+    answer_tokens: int = 0
     evaluation_seconds: float = 0.0
 
 
@@ -101,9 +103,8 @@ def plan(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Plan:
     # The size with the most tokens a second, of those that leave time for more than one batch.
     sizes = [size for size, step in pace.steps.items() if _ANSWER_STEPS * step <= seconds * _LARGEST_BATCH]
     size = max(sizes, key=lambda size: size / pace.steps[size], default=min(pace.steps))
-    share = 0.0
+    share, tokens_per_second = 0.0, _KEPT * size / pace.steps[size]
     if not has_answers:
-        tokens_per_second = _KEPT * size / pace.steps[size]
         share = 1 / (1 + ROWS_PER_TOKEN * pace.mask_row * tokens_per_second)
         share = min(max(share, 0.1, 2 * _ANSWER_STEPS * pace.steps[size] / seconds), 0.5)
     rows = int(seconds * (1 - share) / pace.mask_row)
@@ -119,6 +120,7 @@ def plan(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Plan:
         evaluation_seconds=positions * pace.position,
         table=_table(seconds, pace),
         answer_seconds=seconds * share,
+        answer_tokens=int(seconds * share * tokens_per_second),
     )
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters import answers
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
-from wedlm_hf.adapters.pace import FEW_ROWS, Pace, plan
+from wedlm_hf.adapters.pace import FEW_ROWS, Pace, measure_pace, plan
 from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
 
 
@@ -155,6 +156,23 @@ def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goe
             adapt(base, tmp_path / "out", AdaptConfig(minutes=0.1, **settings), clock=machine)
         made = adapt(base, tmp_path / "out", AdaptConfig(minutes=40, **settings), clock=machine)
     assert made["answers"] > 0
+
+
+def test_answers_get_more_time_where_they_take_longer_than_was_measured(tmp_path, monkeypatch) -> None:
+    machine, base = Machine(0.05, 0.004), write_base(tmp_path / "llama")
+
+    def measure(*args: Any, **kwargs: Any) -> Pace:
+        found = measure_pace(*args, **kwargs)
+        return replace(found, steps={size: step / 10 for size, step in found.steps.items()})
+
+    monkeypatch.setattr(adapting, "measure_pace", measure)
+    with machine.running(monkeypatch):
+        made = adapt(
+            base, tmp_path / "out", AdaptConfig(minutes=4, prompts=tmp_path / "prompts.txt", **SMALL), clock=machine
+        )
+    assert 30 < made["answer_seconds"] <= 125
+    assert made["training_seconds"] >= 115
+    assert machine.now <= 1.25 * 240 + 60
 
 
 def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(tmp_path, monkeypatch) -> None:
