@@ -107,7 +107,8 @@ def answers(job: Job, out: Path, lots: list[tuple[str, str, int, int, int]]) -> 
         pairs = zip(rows[: len(batch)], rows[len(batch) :], strict=True)
         gaps = [gap(model, list(prompts[ar["prompt"]].tokens), ar["tokens"], own["tokens"]) for ar, own in pairs]
         kept = [{name: row[name] for name in KEPT} for row in rows]
-        return {"rows": kept, "gaps": gaps, "environment": environment(model)}
+        adapter = job.adapter_in(out) or "untrained"
+        return {"rows": kept, "gaps": gaps, "adapter": adapter, "environment": environment(model)}
 
     for lot in lots:
         lot = (*lot[:3], lot[2], 8) if job.tiny else lot
@@ -147,7 +148,7 @@ def forwards(job: Job, out: Path) -> Parts:
         model, *_ = job.load(out, dtype)
         ids = torch.randint(model.config.vocab_size, (1, 256), device=model.device)
         cache, counts = DynamicCache(), ROWS[:4] if job.tiny else ROWS
-        with torch.inference_mode():
+        with torch.no_grad():
             model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             with ForwardCounter(model) as counter:
                 for count in counts * (3 if job.tiny else 12):
