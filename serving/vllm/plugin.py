@@ -67,8 +67,6 @@ class StartUpChecks:
         Raises:
             ValueError: for a checkpoint without a mask token, and options that cannot be honoured.
         """
-        if fault := version_fault():
-            raise ValueError(fault)
         options = EngineOptions.of(vllm_config)
         options.check(vllm_config)
         scheduler = vllm_config.scheduler_config

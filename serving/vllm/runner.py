@@ -33,7 +33,7 @@ def prepare_runner() -> None:
         original = getattr(GPUModelRunner, name)
         GPUModelRunner.wedlm_originals[name] = original
         setattr(GPUModelRunner, name, wraps(original)(wrapper))
-    if current_platform.is_cpu() and not _expands_rightly():
+    if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
@@ -91,26 +91,13 @@ def take_draft_token_ids(self: Any) -> Any:
     return found
 
 
-# Speculative sampling on CPU. vLLM's kernel there fills a copy of its result, which stays uninitialised
-# (https://github.com/vllm-project/vllm/issues/55005): temperatures, top-k and top-p of drafts are then random.
-
-
-def _expands_rightly() -> bool:
-    """Whether vLLM's own function works here, tried on one example."""
-    x, counts = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2, 2, 5], dtype=torch.int32)
-    expected = torch.tensor([0.5, 0.5, 2.0, 2.0, 2.0])
-    return all(
-        torch.equal(rejection_sampler.expand_batch_to_tokens(x, counts, 5), expected) for _ in range(3)
-    ) and torch.equal(
-        rejection_sampler.expand_batch_to_tokens(x.int(), torch.tensor([1, 3, 3], dtype=torch.int32), 3, 0, 7),
-        torch.tensor([7, 7, 7], dtype=torch.int32),
-    )
-
-
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
     """A value of each request, repeated for each of its tokens.
+
+    In place of vLLM's own on CPUs, which fills a copy of its result that nobody reads
+    (https://github.com/vllm-project/vllm/issues/55005): temperatures, top-k and top-p of drafts are random there.
 
     Args:
         x: `(requests,)`.

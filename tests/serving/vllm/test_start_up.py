@@ -136,7 +136,7 @@ def test_another_version_of_vllm_is_named_at_start_up(monkeypatch, start):
     register()  # other models are served as ever
 
 
-def test_drafts_on_a_cpu_have_the_temperature_of_their_request():
+def test_drafts_on_a_cpu_have_the_temperature_of_their_request(verified):  # which replaces the function
     counts = torch.tensor([2, 2, 5], dtype=torch.int32)
     for expand in (rejection_sampler.expand_batch_to_tokens, expand_batch_to_tokens):
         values = expand(torch.tensor([0.5, 0.0, 2.0]), counts, 5, 0, 1)
