@@ -55,6 +55,8 @@ def load_adapted(
     while is_adapter(source) and source not in adapters[:-1]:
         adapters.insert(0, source)
         source = base_path(source)
+        if not os.path.exists(source):
+            _check_base(source, adapters[0])
     masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
     loras = [each for each in adapters if each not in masks]
     is_late = bool(loras) and dtype in (PACKED, FASTEST)
@@ -74,6 +76,17 @@ def load_adapted(
         if any(Path(each, name).is_file() for name in TOKENIZER_FILES):
             tokenizer_source = each
     return model, read_tokenizer(source) if tokenizer_source is None else load_tokenizer(tokenizer_source)
+
+
+def _check_base(base: str, adapter: str | os.PathLike[str]) -> None:
+    """Raises `OSError` or `ValueError` for the base of an adapter that cannot be found."""
+    try:
+        find_checkpoint(base)
+    except (OSError, ValueError) as error:
+        how = f"`--model BASE --adapter {os.fspath(adapter)}` names another place"
+        raise type(error)(
+            f"The base of the adapter {os.fspath(adapter)!r}: {str(error).rstrip('.')}; {how}."
+        ) from None
 
 
 def _peft_type(adapter: str | os.PathLike[str]) -> Any:

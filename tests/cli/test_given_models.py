@@ -51,6 +51,9 @@ def folders(tmp_path_factory):
             base.name_or_path = "stock" if "stock" in name else "wedlm"
             config = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
             get_peft_model(base, config).save_pretrained(name)
+        shutil.copytree("mask", "moved")
+        config = Path("moved", "adapter_config.json")
+        config.write_text(config.read_text().replace('"stock"', '"gone.gguf"'))
         Path("empty").mkdir()
         Path("notes.txt").write_text("These are notes.\n")
         shutil.copy("notes.txt", "model.gguf")
@@ -86,6 +89,10 @@ def test_models_adapters_and_both_are_served(given):
         (("stock",), f"'stock' is {STOCK}"),
         (("model.gguf",), "'model.gguf' is a GGUF file, not a WeDLM checkpoint: pass its mask adapter (`--adapter`, "),
         (("stock-lora",), f"'stock' is {STOCK}"),
+        (
+            ("moved",),
+            "The base of the adapter 'moved': There is no GGUF file 'gone.gguf'; `--model BASE --adapter moved` ",
+        ),
         (("stock", "stock-lora"), f"'stock' is {STOCK}"),
         (("stock", "stock"), "There is no adapter in 'stock': it has no adapter_config.json."),
         (("stock", "./none"), "There is no adapter folder './none'."),
