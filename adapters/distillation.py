@@ -118,12 +118,6 @@ def soft_cross_entropy(predicted: Predicted) -> torch.Tensor:
     return predicted.log_sums * targets.sum(-1) - (targets * predicted.logits).sum(-1)
 
 
-def total_variation(predicted: Predicted) -> torch.Tensor:
-    """`(N,)`, 0 to 1: the chance that a sampled draft is rejected, 1 − Σ min(p, q), over the likely candidates."""
-    chances = (predicted.logits - predicted.log_sums[:, None]).exp()
-    return 1 - torch.minimum(predicted.targets, chances)[:, predicted.shares == 0].sum(-1)
-
-
 class MaskDistillation(nn.Module):
     """A frozen base and its mask adapter as one trainable module.
 

@@ -22,7 +22,7 @@ import typer
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.budget import MaskTrainingConfig
-from wedlm_hf.adapters.distillation import Predicted, soft_cross_entropy, total_variation
+from wedlm_hf.adapters.distillation import Predicted, soft_cross_entropy
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.modeling_wedlm.files import write_text
@@ -39,6 +39,12 @@ class Way:
     training: dict[str, Any] = field(default_factory=dict)
     loss: Callable[[Predicted], torch.Tensor] = soft_cross_entropy
     answers: int | None = None
+
+
+def total_variation(predicted: Predicted) -> torch.Tensor:
+    """`(N,)`, 0 to 1: the chance that a sampled draft is rejected, 1 − Σ min(p, q), over the likely candidates."""
+    chances = (predicted.logits - predicted.log_sums[:, None]).exp()
+    return 1 - torch.minimum(predicted.targets, chances)[:, predicted.shares == 0].sum(-1)
 
 
 def mixed(predicted: Predicted) -> torch.Tensor:
