@@ -128,12 +128,8 @@ def _fsdp(parts: Result) -> Lines:
     for name, part in parts.items():
         losses = part["losses"]
         apart = max(abs(one - other) / other for one, other in zip(losses, reference, strict=True))
-        yield {
-            "way": name,
-            "first loss": losses[0],
-            "last loss": losses[-1],
-            "largest relative difference": f"{apart:.1g}",
-        }
+        ends = {f"{which} loss": f"{losses[place]:.6g}" for which, place in (("first", 0), ("last", -1))}
+        yield {"way": name} | ends | {"largest relative difference": f"{apart:.1g}"}
 
 
 def _vllm(parts: Result) -> Lines:
