@@ -174,7 +174,7 @@ class _Run:
                 "room, or choose a folder on another disk."
             )
         if self.state["done"].get("train") != self.budget:
-            _ = self.model  # which may be one that cannot carry an adapter
+            MaskDistillation(self.model)  # it may be one that cannot carry an adapter, or not train one
 
     def _check_earlier(self, before: dict[str, Any]) -> None:
         """Raises `ValueError` unless this run can go on with an earlier one."""

@@ -14,8 +14,10 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from ..generation.attention import layer_types
+from ..generation.attention import StepAttention, layer_types
+from ..generation.cache import WindowCache
 from ..training.streams import IGNORE_INDEX
+from .attach import evaluating, is_close
 
 MASK_RUNS = "wedlm_mask_runs"  # the attention function of this module
 
@@ -71,11 +73,11 @@ def attend_in_runs(
     kv_heads = key.shape[1]
     query = query * (width**-0.5 if scaling is None else scaling)
     # (B, kv heads, G, M, D): the queries of a group share their keys.
-    grouped = query.view(batch, kv_heads, -1, slots, width)
+    grouped = query.reshape(batch, kv_heads, -1, slots, width)
     to_memory = (grouped.flatten(2, 3) @ layer.keys.transpose(-1, -2)).view(*grouped.shape[:-1], -1)
     in_runs = grouped.reshape(batch, kv_heads, -1, slots // length, length, width)
     shape = (batch, kv_heads, 1, slots // length, length)
-    to_run = in_runs @ key.view(*shape, width).transpose(-1, -2)
+    to_run = in_runs @ key.reshape(*shape, width).transpose(-1, -2)
     if softcap is not None and runs.has_softcap:
         to_memory, to_run = (softcap * (scores / softcap).tanh() for scores in (to_memory, to_run))
     later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
@@ -87,8 +89,8 @@ def attend_in_runs(
     seen = layer.keys.shape[2]
     on_memory, on_run = weights[..., :seen], weights[..., seen : seen + length]
     output = (on_memory.flatten(2, 3) @ layer.values).view(*grouped.shape[:-1], -1)
-    output = output + (on_run.unflatten(3, (-1, length)) @ value.view(*shape, -1)).flatten(3, 4)
-    return output.flatten(1, 2).transpose(1, 2), None
+    output = output + (on_run.unflatten(3, (-1, length)) @ value.reshape(*shape, value.shape[-1])).flatten(3, 4)
+    return output.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(MASK_RUNS, attend_in_runs)
@@ -136,6 +138,9 @@ class MaskDistillation(nn.Module):
         top_tokens: likeliest tokens of the base at each position that are candidates.
         sampled_tokens: of all others, how many stand for them.
         loss: of each slot, `(N,)`.
+
+    Raises:
+        ValueError: for a model whose masks cannot be run behind many cuts at once.
     """
 
     accepts_loss_kwargs = True
@@ -162,6 +167,42 @@ class MaskDistillation(nn.Module):
         self.top_tokens, self.sampled_tokens = top_tokens, sampled_tokens
         weights = torch.tensor([depth_decay**depth for depth in range(num_masks)])
         self.register_buffer("depth_weights", weights, persistent=False)
+        self._check()
+
+    @property
+    def _decoder(self) -> Any:
+        """The model without its head. Llama 4 keeps it under another name than its class says."""
+        base = self.model.base_model
+        return base if base is not self.model else self.model.model
+
+    @torch.no_grad()
+    def _check(self) -> None:
+        """Raises `ValueError` where training would be on other states, or other targets, than decoding has."""
+        name, device, cache = type(self.model).__name__, self.model.device, WindowCache()
+        tokens, attention = [1, 2, 3, *[0] * self.num_masks], StepAttention(self.model)
+        ids, slots = torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device)[None]
+        positions = slots + (slots >= 3)
+        try:
+            with evaluating(self.model):
+                states = self.masks(self.memory(ids[:, :3])[1], torch.tensor([[2]], device=device))[0, 0]
+                cache.open([tokens], device)
+                for part, count in ((slice(0, 3), None), (slice(3, None), self.num_masks)):
+                    write = cache.plan([slots[:, part].shape[1]], slots[:, part], ids[:, part])
+                    masks = attention.masks(write, positions[:, part], None)
+                    with self.model.predicting(count) as decoding, attention.reading(masks):
+                        logits = self.model(
+                            input_ids=ids[:, part], attention_mask=masks, position_ids=positions[:, part],
+                            past_key_values=cache, use_cache=True,
+                        ).logits  # fmt: skip
+                    cache.commit([[0, 1, 2]])
+                expected, targets = decoding.hidden[0], self._scaled(self.model.get_output_embeddings()(states))
+        except Exception as error:
+            raise ValueError(f"{name} cannot train a mask adapter: masks in runs fail: {error!r}.") from error
+        if not (is_close(states, expected, self.model) and is_close(targets, logits[0].float(), self.model)):
+            raise ValueError(
+                f"{name} cannot train a mask adapter: its attention, or its head, computes in a way of its own, and "
+                "masks would learn from other states than decoding has."
+            )
 
     def train(self, mode: bool = True) -> "MaskDistillation":
         """The base stays in evaluation mode: its distributions are the targets."""
@@ -235,7 +276,7 @@ class MaskDistillation(nn.Module):
             Last hidden states `(B, L, H)`, and keys and values for [`masks`].
         """
         memory = DynamicCache()  # made with the config, it would forget what sliding layers no longer see
-        hidden = self.model.base_model(input_ids=input_ids, past_key_values=memory, use_cache=True).last_hidden_state
+        hidden = self._decoder(input_ids=input_ids, past_key_values=memory, use_cache=True).last_hidden_state
         return hidden, memory
 
     def masks(self, memory: DynamicCache, cuts: torch.Tensor) -> torch.Tensor:
@@ -265,7 +306,7 @@ class MaskDistillation(nn.Module):
         self._text._attn_implementation = MASK_RUNS
         try:
             with self.model.predicting(positions.shape[1]):
-                hidden: torch.Tensor = self.model.base_model(
+                hidden: torch.Tensor = self._decoder(
                     input_ids=torch.zeros_like(positions),  # slots have an embedding of their own
                     attention_mask=visible if len(visible) > 1 else visible[self._kinds[0]],
                     position_ids=positions,

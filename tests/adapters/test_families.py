@@ -5,6 +5,7 @@ python tests/adapters/test_families.py        writes the table of docs/families.
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
+from wedlm_hf.adapters.distillation import MaskDistillation
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 SIZES = {
@@ -32,33 +34,35 @@ GPTJ = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "n_positions": 5
 EACH = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 2}
 EACH |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
+UNTRAINED = "decodes only"
+
 # The name in transformers, what its config has beside the sizes, and kinds of layers that are worth a word.
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "Afmoe": ({}, "experts"),
     "Apertus": ({}, ""),
     "Arcee": ({}, ""),
     "BitNet": ({}, ""),
-    "CodeGen": (GPTJ, "parallel attention and MLP"),
+    "CodeGen": (GPTJ, "parallel attention and MLP; " + UNTRAINED),
     "Cohere": ({}, ""),
     "Cohere2": (WINDOW, "sliding and full attention"),
     "Cwm": (WINDOW, "sliding and full attention"),
-    "DeepseekV2": (DEEPSEEK, "experts; latent attention"),
-    "DeepseekV3": (DEEPSEEK, "experts; latent attention"),
-    "DiffLlama": ({}, ""),
+    "DeepseekV2": (DEEPSEEK, "experts; latent attention; " + UNTRAINED),
+    "DeepseekV3": (DEEPSEEK, "experts; latent attention; " + UNTRAINED),
+    "DiffLlama": ({}, UNTRAINED),
     "Dots1": (DEEPSEEK | {"n_shared_experts": 1, "num_key_value_heads": 2}, "experts"),
     "Ernie4_5": (HEADS, ""),
     "Ernie4_5_Moe": ({}, "experts"),
     "Exaone4": (WINDOW | {"sliding_window_pattern": 4}, "sliding and full attention"),
     "ExaoneMoe": (EXPERTS | WINDOW | {"n_group": 1, "topk_group": 1}, "experts; sliding and full attention"),
-    "Falcon": ({"alibi": False}, "rotary models; attention of its own"),
+    "Falcon": ({"alibi": False}, "rotary models; attention of its own; " + UNTRAINED),
     "FlexOlmo": (EXPERTS, "experts"),
-    "GPTJ": (GPTJ, "parallel attention and MLP"),
+    "GPTJ": (GPTJ, "parallel attention and MLP; " + UNTRAINED),
     "GPTNeoX": ({}, "parallel attention and MLP"),
     "Gemma": (HEADS, ""),
     "Gemma2": (GEMMA, "sliding and full attention, eager"),
     "Gemma3": (GEMMA, "sliding and full attention"),
-    "Gemma3n": (GEMMA | EACH, "sliding and full attention"),
-    "Gemma4": (GEMMA | EACH | {"global_head_dim": 16}, "sliding and full attention"),
+    "Gemma3n": (GEMMA | EACH, "sliding and full attention; " + UNTRAINED),
+    "Gemma4": (GEMMA | EACH | {"global_head_dim": 16}, "sliding and full attention; " + UNTRAINED),
     "Glm": (HEADS, ""),
     "Glm4": (HEADS, ""),
     "Glm4Moe": (EXPERTS, "experts"),
@@ -71,16 +75,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "HunYuanMoEV1": (EXPERTS, "experts"),
     "HyperCLOVAX": ({}, ""),
     "Jais2": ({}, ""),
-    "JetMoe": ({"kv_channels": 8, "num_key_value_heads": 2}, "experts"),
+    "JetMoe": ({"kv_channels": 8, "num_key_value_heads": 2}, "experts; " + UNTRAINED),
     "Llama": ({}, ""),
     "Llama4": ({"attention_chunk_size": 16} | EXPERTS, "experts; chunked and full attention"),
-    "MiniCPM3": (LATENT, "latent attention"),
+    "MiniCPM3": (LATENT, "latent attention; " + UNTRAINED),
     "MiniMaxM2": (EXPERTS, "experts"),
     "Ministral": (HEADS | WINDOW, "sliding attention"),
     "Ministral3": (HEADS | WINDOW, "sliding attention"),
     "Mistral": (WINDOW, "sliding attention"),
     "Mixtral": (EXPERTS, "experts"),
-    "ModernBertDecoder": ({"local_attention": 16}, "sliding and full attention"),
+    "ModernBertDecoder": ({"local_attention": 16}, "sliding and full attention; " + UNTRAINED),
     "NanoChat": ({}, ""),
     "Nemotron": ({}, ""),
     "Olmo": ({}, ""),
@@ -200,6 +204,8 @@ def test_verified_decoding_is_plain_generate(name: str, tmp_path: Path) -> None:
     assert tuple(equal_parts(model)) == WHAT
     model.save_mask_adapter(tmp_path)
     load_mask_adapter(build(name, FAMILIES[name][0]).bfloat16(), tmp_path)
+    with pytest.raises(ValueError, match="cannot train") if UNTRAINED in FAMILIES[name][1] else nullcontext():
+        MaskDistillation(model)
     assert row(name, targets) in PAGE.read_text(encoding="utf-8"), f"python {Path(__file__).name} writes {PAGE.name}"
 
 
@@ -248,6 +254,7 @@ def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path: Path)
     assert tuple(equal_parts(model)) == WHAT
     model.save_mask_adapter(tmp_path)
     load_mask_adapter(transformers.Gemma3ForConditionalGeneration(config), tmp_path, any_base=True)
+    MaskDistillation(model)
     with pytest.raises(ValueError, match="no use for the inputs"):
         model.generate(prompt(5), pixel_values=torch.zeros(1, 3, 28, 28), strategy="wedlm", verification="exact")
 
