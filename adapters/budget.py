@@ -44,7 +44,7 @@ class MaskTrainingConfig(TrainingArguments):
     minutes: float | None = field(default=None, metadata={"help": "Budget: minutes of training, over all resumes."})
     mask_rows: int | None = field(default=None, metadata={"help": "Budget: masks with a target that are trained."})
     save_minutes: float = field(default=0.8, metadata={"help": "Minutes between checkpoints, or more if they slow."})
-    num_masks: int = field(default=5, metadata={"help": "K, masks after each cut."})
+    num_masks: int = field(default=4, metadata={"help": "K, masks after each cut."})
     cut_stride: int = field(default=3, metadata={"help": "Response tokens for each cut."})
     batch_slots: int = field(default=640, metadata={"help": "Masks in a batch of one device, about."})
     final_learning_rate: float = field(default=0.05, metadata={"help": "Share of the peak at the end."})

@@ -150,7 +150,7 @@ class MaskDistillation(nn.Module):
     def __init__(
         self,
         model: Any,
-        num_masks: int = 5,
+        num_masks: int = 4,
         depth_decay: float = 0.85,
         plain_weight: float = 0.5,
         top_tokens: int = 16,

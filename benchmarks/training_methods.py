@@ -61,7 +61,7 @@ WAYS = {
     "cross-entropy": Way(),
     "variation": Way(loss=mixed),
     "acceptance": Way(loss=acceptance),
-    "four-masks": Way(training={"num_masks": 4}),
+    "five-masks": Way(training={"num_masks": 5}),
     "rank-128": Way(settings={"rank": 128}),
     "all-targets": Way(settings={"rank": 16, "target_modules": ALL_SEVEN}),
     "small-steps": Way(training={"batch_slots": 200}),

@@ -104,7 +104,7 @@ def test_the_minutes_go_into_learning_and_the_time_left_is_true(
     total = 60 * minutes
     assert machine.now <= 1.25 * total + 60
     learning = made["answer_seconds"] + made["training_seconds"]
-    assert 0.85 * total <= learning <= 1.05 * total  # the machine was measured, too
+    assert 0.8 * total <= learning <= 1.05 * total  # the machine was measured, too
     assert made["training_seconds"] >= total / 2
     checkpoint = newest_complete_checkpoint(tmp_path / "out" / "work" / "training")
     spent = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["Budget"]["attributes"][

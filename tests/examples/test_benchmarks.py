@@ -134,7 +134,7 @@ def test_without_vllm_the_error_says_how_to_get_it(model):
         vllm_baseline.VllmDecoder(model, None, max_new_tokens=2, longest=64)
 
 
-@pytest.mark.parametrize("way", ["cross-entropy", "variation", "acceptance", "four-masks"])
+@pytest.mark.parametrize("way", ["cross-entropy", "variation", "acceptance", "five-masks"])
 def test_ways_to_train_a_mask_adapter_are_measured_alike(tmp_path, way, capsys):
     tiny_model().save_pretrained(tmp_path / "base")
     answers = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], *prompt], "greedy": True} for prompt in PROMPTS]
