@@ -183,7 +183,8 @@ class MaskDistillation(nn.Module):
         ids, slots = torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device)[None]
         positions = slots + (slots >= 3)
         try:
-            with evaluating(self.model):
+            autocast = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
+            with evaluating(self.model), torch.autocast(autocast, enabled=False):
                 states = self.masks(self.memory(ids[:, :3])[1], torch.tensor([[2]], device=device))[0, 0]
                 cache.open([tokens], device)
                 for part, count in ((slice(0, 3), None), (slice(3, None), self.num_masks)):

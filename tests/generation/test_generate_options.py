@@ -578,7 +578,7 @@ def test_typical_acceptance_never_keeps_what_a_processor_forbids(model):
 
 def test_no_empty_drafts_are_streamed(model):
     recorder = Recorder()
-    model.generate(PROMPT, **EXACT, slot_cost=10.0, streamer=recorder)
+    model.generate(PROMPT, **(EXACT | {"slot_cost": 10.0}), streamer=recorder)
     assert recorder.ended and not recorder.drafts
 
 
