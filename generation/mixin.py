@@ -305,8 +305,10 @@ def _planner(
     model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, is_chain: bool, lost: int
 ) -> Planner:
     """What was learned of a model stays with it, where times are measured."""
-    # "typical" keeps other drafts if others are checked: nothing there may depend on a clock.
-    is_timed = settings.verification == "exact" and settings.slot_cost is None
+    # "typical" keeps other drafts if others are checked, and the processes of tensor parallelism must plan alike:
+    # nothing there may depend on a clock.
+    is_alone = (getattr(model, "tp_size", None) or 1) == 1
+    is_timed = settings.verification == "exact" and settings.slot_cost is None and is_alone
     device = sampler.device.type
     slot_cost = SLOT_COSTS.get(device, SLOT_COSTS["cuda"]) if settings.slot_cost is None else settings.slot_cost
     if not is_timed:
