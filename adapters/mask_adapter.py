@@ -84,13 +84,13 @@ class EmbedSlots:
 class CatchSlots:
     """Forward pre-hook of the head: notes the hidden states of the slots."""
 
-    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """What the head gets."""
         slots = _UNDER_WAY.slots
-        if slots is None or args[0].ndim != 3:
-            return None
-        hidden = args[0].contiguous()  # for a slice of a batch, torch copies the head's weights
-        slots.hidden = hidden[:, max(0, hidden.shape[1] - slots.count) :]
+        # For a slice of a batch, torch copies the head's weights once for each sequence, which takes seconds.
+        hidden = args[0].contiguous()
+        if slots is not None and hidden.ndim == 3:
+            slots.hidden = hidden[:, max(0, hidden.shape[1] - slots.count) :]
         return hidden, *args[1:]
 
 

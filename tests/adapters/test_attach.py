@@ -25,6 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
+from wedlm_hf.adapters.attach import is_close
 
 SMALL = MaskAdapterSettings(rank=4, head_width=8)
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -267,3 +268,23 @@ def test_a_model_in_training_mode_decodes_after_a_hint() -> None:
 def test_an_unverified_call_needs_no_mask_token_either() -> None:
     out = attached(llama()).generate(PROMPT, strategy="wedlm", **GREEDY, return_dict_in_generate=True, window_size=4)
     assert out.sequences.shape == (1, 25)
+
+
+def test_the_head_of_a_batch_reads_whole_rows_alone() -> None:
+    # For a slice of a batch, torch's 16-bit product copies the head's weights once for each sequence.
+    model, seen = attached(llama()), []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].is_contiguous()))
+    model.generate(PROMPT.repeat(3, 1), **VERIFIED)
+    model.generate(PROMPT.repeat(3, 1), **GREEDY)
+    assert len(seen) > 20 and all(seen)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wrong", "is_same"), [("bfloat16", 1, True), ("bfloat16", 3, False), ("float32", 1, False)]
+)
+def test_in_sixteen_bits_single_rows_may_differ(dtype: str, wrong: int, is_same: bool) -> None:
+    model = llama().to(getattr(torch, dtype))
+    expected = torch.randn(4, 32, dtype=model.dtype)
+    found = expected.clone()
+    found[:wrong] = -found[:wrong]
+    assert is_close(found, expected, model) == is_same
