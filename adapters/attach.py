@@ -27,6 +27,7 @@ from ..generation.attention import (
 )
 from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
+from ..generation.sampling import TokenSampler
 from ..generation.window import Visibility
 from .adapter_files import (
     CONFIG_NAME,
@@ -37,6 +38,7 @@ from .adapter_files import (
     base_of,
     check_base,
 )
+from .drafter import TreeDrafter
 from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
 
 # Kinds of layers that keep a state, by the names of `config.layer_types`.
@@ -84,6 +86,10 @@ class AttachedModel(WeDLMGenerationMixin):
         if head is not None:
             hidden = head(hidden, self.get_input_embeddings()(previous_ids))
         return hidden
+
+    def make_drafter(self, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> TreeDrafter:
+        """See [`TreeDrafter`]."""
+        return TreeDrafter(sampler, end_tokens, self, has_branches)
 
     def save_mask_adapter(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """See [`save_mask_adapter`]."""

@@ -3,7 +3,10 @@
 from .cache import WindowCache
 from .mixin import WeDLMGenerationMixin
 from .settings import WeDLMGenerationSettings
-from .stats import DecodingStats, TraceStep, WeDLMGenerateOutput
+from .stats import DecodingStats, WeDLMGenerateOutput
+from .trace import TraceRecorder, TraceStep
+
+WeDLMGenerationMixin.trace_recorder = TraceRecorder
 
 __all__ = [
     "DecodingStats",

@@ -16,14 +16,14 @@ from transformers.generation import (
 from .attention import DENSE_MASK_ATTENTION, implementation_of
 from .cache import WindowCache
 from .decoding import ParallelDecoder
-from .drafter import CHILDREN, Drafter, TreeDrafter
+from .drafter import Drafter
 from .planner import Planner
 from .request import DecodingRequest, decoding_request
 from .rules import BlockRule, FillRule
 from .sampling import TokenSampler
 from .scores import ScoreRecorder
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
-from .stats import StatsRecorder, TraceRecorder, WeDLMGenerateOutput
+from .stats import StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
 from .verify import FixedPlan, VerifyRule
@@ -65,6 +65,7 @@ class WeDLMGenerationMixin(GenerationMixin):
     """
 
     has_mask_adapter = False  # a class with a mask adapter says otherwise
+    trace_recorder: Any = None  # set where the package is installed; absent in the files that travel with a checkpoint
 
     def _extract_generation_mode_kwargs(
         self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
@@ -114,6 +115,8 @@ class WeDLMGenerationMixin(GenerationMixin):
                     "their size, `window_size`."
                 )
             _check_options(settings.strategy, generation_config)
+            if settings.output_trace and self.trace_recorder is None:
+                raise ValueError("`output_trace=True` needs the package `wedlm-hf`, which is not installed.")
             if cache is not None and not isinstance(cache, WindowCache):
                 raise ValueError(
                     "Parallel decoding needs a `WindowCache`: pass the `past_key_values` that an earlier call "
@@ -285,8 +288,7 @@ def _rule(
         size = min(size, DEEPEST)
         # What the text says is a branch beside what masks say.
         has_branches = is_planned and settings.verification == "exact" and _takes_any_mask(model)
-        children = CHILDREN if has_branches else 1
-        drafter = TreeDrafter(sampler, request.end_tokens, model, children, looks_up=has_branches)
+        drafter = model.make_drafter(sampler, request.end_tokens, has_branches)
     else:
         drafter = Drafter(sampler, request.end_tokens, settings.entropy_threshold)
     # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.
@@ -340,9 +342,9 @@ def _decode(
     }
     stats = StatsRecorder(decoder.sequences)
     scores = ScoreRecorder(request.mask_token_id, [name for name in is_kept if is_kept[name] and is_dict])
-    trace = TraceRecorder(request.mask_token_id)
     observers = [stats.observe, scores.observe]
-    if settings.output_trace:
+    trace = decoder.model.trace_recorder(request.mask_token_id) if settings.output_trace else None
+    if trace is not None:
         observers.append(trace.observe)
     if streamer is not None:
         stream = TokenStream(streamer, decoder.sequences, request.pad_token_id, request.mask_token_id)
@@ -359,6 +361,6 @@ def _decode(
         stats=counts,
         **scores.output(counts.new_tokens, request.pad_token_id),
     )
-    if settings.output_trace:
+    if trace is not None:
         output.trace, output.step_map = trace.steps, trace.step_map(counts.new_tokens)
     return output

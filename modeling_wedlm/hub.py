@@ -24,7 +24,6 @@ SHIPPED = (
     "generation/drafter.py",
     "generation/cache.py",
     "generation/decoding.py",
-    "generation/lookup.py",
     "generation/mixin.py",
     "generation/planner.py",
     "generation/request.py",

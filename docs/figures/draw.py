@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM
 from wedlm_hf.generation.planner import Draft
-from wedlm_hf.generation.stats import TraceStep
+from wedlm_hf.generation.trace import TraceStep
 from wedlm_hf.generation.window import SequenceState, physical_order
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
 from wedlm_hf.training.masking import reorder_blocks

@@ -21,7 +21,7 @@ from ...console.prompts import Turns
 from ...console.streaming import REPLACEMENT
 from ...generation.selection import token_entropy
 from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
-from ...generation.stats import TraceStep, likeliest
+from ...generation.trace import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, Options
 from ..fingerprint import fingerprint

@@ -11,11 +11,11 @@ from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import DynamicCache
 
 from wedlm_hf.adapters.attach import add_mask_adapter
+from wedlm_hf.adapters.drafter import TreeDrafter
+from wedlm_hf.adapters.lookup import TextLookup
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import WindowCache, mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
-from wedlm_hf.generation.drafter import TreeDrafter
-from wedlm_hf.generation.lookup import TextLookup
 from wedlm_hf.generation.planner import Draft, Plan, Planner
 from wedlm_hf.generation.sampling import SHORTLIST
 from wedlm_hf.generation.verify import VerifyRule
