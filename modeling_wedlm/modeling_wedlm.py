@@ -257,6 +257,10 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             return self._forward_with_targets(inputs, targets, loss_weights, labels, num_items_in_batch)
         if labels is not None:
             inputs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
+        if isinstance(logits_to_keep, int) and logits_to_keep:
+            # As rows of their own: for a slice of a batch, torch copies the head's weights once for each sequence.
+            given = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+            logits_to_keep = torch.arange(given.shape[1], device=given.device)[-logits_to_keep:]
         return super().forward(logits_to_keep=logits_to_keep, **inputs)
 
     def _forward_with_targets(

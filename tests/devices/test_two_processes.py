@@ -40,7 +40,7 @@ def two_processes(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     save_start(folder)
     launch = [*TORCHRUN, WORKER, str(folder), *(name for name in SCENARIOS if name != "long")]
-    result = subprocess.run(launch, env=ONE_THREAD, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(launch, env=ONE_THREAD, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-5000:]
     return folder
 
@@ -96,7 +96,7 @@ def test_a_run_that_loses_a_process_goes_on_as_if_uninterrupted(one_process, tmp
             time.sleep(0.01)
         psutil.Process(launched.pid).children()[-1].kill()
     assert launched.returncode != 0 and not (run / "log.json").exists()
-    subprocess.run(launch, env=ONE_THREAD, check=True, timeout=200)
+    subprocess.run(launch, env=ONE_THREAD, check=True, timeout=400)
     losses = [
         [entry["loss"] for entry in log_of(folder, "long") if "loss" in entry] for folder in (one_process, tmp_path)
     ]

@@ -134,13 +134,13 @@ def test_without_vllm_the_error_says_how_to_get_it(model):
         vllm_baseline.VllmDecoder(model, None, max_new_tokens=2, longest=64)
 
 
-@pytest.mark.parametrize("way", ["cross-entropy", "variation", "acceptance", "five-masks"])
+@pytest.mark.parametrize("way", ["acceptance", "by-confidence", "second", "gated-head"])
 def test_ways_to_train_a_mask_adapter_are_measured_alike(tmp_path, way, capsys):
     tiny_model().save_pretrained(tmp_path / "base")
     answers = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], *prompt], "greedy": True} for prompt in PROMPTS]
     (tmp_path / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
     where = str(tmp_path / "base"), tmp_path / "answers.jsonl", tmp_path / "out"
-    training_methods.train(way, *where, mask_rows=200)
+    training_methods.train(way, *where, mask_rows=200, also=tmp_path / "answers.jsonl")
     found = json.loads((tmp_path / "out" / "result.json").read_text())
     assert found["mask_rows"] >= 200 and len(found["tokens_per_forward"]) == 4
     assert all(rate >= 1 for rate in found["tokens_per_forward"])
