@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ..apps import smollm2
-from ..eval.fingerprint import fingerprint
-from ..eval.measure import decode
+from ..eval.measure import decode, fingerprint
 from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
 from ..modeling_wedlm.packed import count_weights
 

@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from ..console.prompts import Turns
 from ..console.streaming import GROUP_STYLES, AnswerStreamer, printable
 from ..eval.decoders import AR
-from ..eval.measure import Decoding, decode, rates
+from ..eval.measure import MOST_TURNS, Decoding, Speed, decode, in_turn, rates
 from ..eval.prompts import Prompt
-from ..eval.speed import MOST_TURNS, in_turn, speed_of
 from ..eval.trace.record import DecodingRequest
 from ..modeling_wedlm import WeDLMForCausalLM
 
@@ -66,7 +65,7 @@ def compare(
             seconds = decoding.seconds - (streamer.seconds if streamer else 0.0)
             turns[name] = [replace(decoding, seconds=seconds)]
         own, *others = turns.values()
-        while others and len(own) < MOST_TURNS and not speed_of([in_turn(others[0])], [in_turn(own)]).is_known:
+        while others and len(own) < MOST_TURNS and not Speed.of([in_turn(others[0])], [in_turn(own)]).is_possible:
             for name, options in decoders.items():
                 turns[name] += decode(model, tokenizer, [tokens], options, seed=request.seed)
         for name, taken in turns.items():
@@ -103,9 +102,9 @@ def totals(decodings: Mapping[str, Sequence[Decoding]]) -> dict[str, dict[str, A
         sums = {"new_tokens": sum(len(answer.tokens) for answer in answers)}
         sums |= {field: sum(getattr(answer, field) for answer in answers) for field in fields}
         made[name] = sums | {rate: float(value) for rate, value in rates(sums).items()}
-    for name, own in made.items() if AR in made else ():
+    for own in made.values() if AR in made else ():
         own["speed_against_ar"] = own["tokens_per_second"] / made[AR]["tokens_per_second"]
-        own["speed"] = str(replace(speed_of(decodings[AR], decodings[name]), ratio=own["speed_against_ar"]))
+        own["speed"] = str(Speed(own["speed_against_ar"], own["tokens_per_forward"]))
     return made
 
 

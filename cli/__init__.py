@@ -3,7 +3,7 @@
 Imports of torch and of what needs it stand inside the functions: they take seconds, and `wedlm --help` needs none.
 """
 
-from . import decoding, models, servers  # adds their commands
+from . import decoding, models  # adds their commands
 from .application import app, main
 
-__all__ = ["app", "decoding", "main", "models", "servers"]
+__all__ = ["app", "decoding", "main", "models"]

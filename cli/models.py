@@ -14,7 +14,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..adapters.adapt_config import AdaptConfig
-from ..apps.push.request import PushRequest
 from .application import STOPPED, app, command, console, need, print_json
 from .options import JsonOption
 
@@ -164,21 +163,38 @@ def merge(
     "wedlm push my-wedlm you/my-wedlm --license apache-2.0 --private",
     "wedlm push my-adapter you/my-adapter",
 )
-def push(request: PushRequest, as_json: JsonOption = False) -> None:
+def push(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="Of a model, or of an adapter that `wedlm adapt` or PEFT has saved."),
+    ],
+    repo: Annotated[
+        str, typer.Argument(metavar="REPO", help="Where to: NAME or OWNER/NAME on the Hub; made if it is not there.")
+    ],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check alone, upload nothing.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to upload to; default: main.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead of a commit.")] = False,
+    message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload by wedlm push",
+    license: Annotated[str | None, typer.Option(help="For the model card, such as apache-2.0.")] = None,
+    base: Annotated[str | None, typer.Option(help="Model to check an adapter on; default: its own.")] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Check a model or an adapter, then upload it to the Hub.
 
     It must load and generate in a process without this package.
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from ..apps.push.push import card, check, upload
+    from ..apps.push import card, check, upload
 
     disable_progress_bar()
     out = console(quiet=as_json)
-    text, found = card(request), check(request)
+    text, found = card(folder, repo, license), check(folder, base)
     out.print(f"Checked: {found}", highlight=False, soft_wrap=True)
-    address = None if request.dry_run else upload(request, text)
-    if address is not None:
+    address = None
+    if not dry_run:
+        address = upload(folder, repo, text, private=private, revision=revision, create_pr=create_pr, message=message)
         out.print(f"Uploaded: {address}", highlight=False, soft_wrap=True)
     if as_json:
         print_json({"checked": found, "uploaded_to": address})

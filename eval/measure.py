@@ -9,12 +9,15 @@ decode each prompt one right after the other, in one process, so that whatever e
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import os
 import platform
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,9 @@ from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 WORK_PER_THREAD = 300_000_000
 """Multiplications of a forward, about 10 ms of a core: with less to do, a thread is not worth waiting for."""
 WINDOW_ROWS = 16  # of a forward, a decoder's window
+
+MOST_TURNS = 5
+"""Turns after which decoding goes on no longer to find a possible speed."""
 
 _COUNTED = ("forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")  # by `generate` itself
 
@@ -132,7 +138,6 @@ class Decoding:
             that is not known.
         drafted_by_depth, accepted_by_depth: drafts that were checked and that passed, by their place in their run.
         peak_bytes: most CUDA memory that `generate` took beyond what was held before; 0 on other devices.
-        turns: seconds of each call where the prompt was decoded several times; `seconds` is their median then.
     """
 
     tokens: list[int]
@@ -145,7 +150,40 @@ class Decoding:
     drafted_by_depth: Sequence[int] = ()
     accepted_by_depth: Sequence[int] = ()
     peak_bytes: int = 0
-    turns: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Speed:
+    """AR's time to a decoder's own, for as many tokens.
+
+    A forward of several rows takes at least as long as AR's forward of one. So a ratio above `limit`, the tokens per
+    forward, shows a machine that was busy with something else during AR's turn.
+    """
+
+    ratio: float
+    limit: float
+
+    @classmethod
+    def of(cls, ar: Sequence[Decoding], own: Sequence[Decoding]) -> Speed:
+        """From answers to the same prompts. Where they differ, AR's seconds count for as many tokens as the decoder
+        has."""
+        pairs = list(zip(ar, own, strict=True))
+        seconds = sum(its.seconds * len(mine.tokens) / len(its.tokens) for its, mine in pairs)
+        tokens, forwards = sum(len(one.tokens) for one in own), sum(one.forwards for one in own)
+        return cls(seconds / sum(one.seconds for one in own), tokens / forwards)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it is not above its limit, but for rounding."""
+        return not self.ratio > self.limit + 0.005
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f}×" + ("" if self.is_possible else " (busy machine)")
+
+
+def in_turn(turns: Sequence[Decoding]) -> Decoding:
+    """The first of several equal answers, with the median of their times."""
+    return replace(turns[0], seconds=median(one.seconds for one in turns))
 
 
 def pad_left(
@@ -341,6 +379,28 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
         "dtype": PACKED if is_packed(model) else str(model.dtype).removeprefix("torch."),
         "attention": model.config._attn_implementation,
     }
+
+
+_WITHOUT_EFFECT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
+
+
+def fingerprint(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Of `weights`, `config` and `tokenizer`, each 16 hexadecimal digits: what decides a model's answers."""
+    weights, parameters = hashlib.sha256(), dict(model.named_parameters())
+    if is_packed(model):  # nor is a table in 16 bits a parameter
+        parameters |= {name: weight for name, weight in model.state_dict().items() if name.endswith(".weight")}
+    for name, parameter in sorted(parameters.items()):
+        weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        weights.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    texts = {
+        "config": json.dumps(config, sort_keys=True, default=str),
+        "tokenizer": f"{vocabulary}\n{tokenizer.chat_template}",
+    }
+    digests = {"weights": weights} | {name: hashlib.sha256(text.encode()) for name, text in texts.items()}
+    return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
 
 def cpu_kernels() -> str:

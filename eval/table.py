@@ -22,10 +22,10 @@ from transformers import PreTrainedTokenizerBase
 
 from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import AR, COMPARED, EXACT, LOOKUP
-from .measure import Measured, environment, measure, rates
+from .measure import MOST_TURNS, Measured, Speed, environment, measure, rates
 from .prompts import Prompt
-from .speed import MOST_TURNS, RANGE, RESAMPLES, speed_text
 
+RESAMPLES = 1000
 LEAST_PROMPTS = 6
 """Fewer give no standard error."""
 
@@ -107,17 +107,12 @@ def standard_error(resampled: pd.DataFrame | pd.Series, count: int) -> Any:
 
 
 def summarise(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    """A line for each decoder: the metrics of these names, their standard errors (`…_error`), and of the speed the
-    range of 90 % of the resamples (`speed_low`, `speed_high`), those of the repeats where there is one prompt."""
+    """A line for each decoder: the metrics of these names, and their standard errors (`…_error`)."""
     count, made = table["prompt"].nunique(), resample(table)
     columns: dict[str, Any] = {}
     for name in names:
         if name in made:
             columns |= {name: made[name].iloc[0], f"{name}_error": standard_error(made[name], count)}
-    if "speed" in columns:
-        drawn = made["speed"] if count > 1 else resample(table.assign(prompt=table["repeat"]))["speed"]
-        ends = drawn.iloc[1:].quantile(RANGE)
-        columns |= {"speed_low": ends.iloc[0], "speed_high": ends.iloc[1]}
     return pd.DataFrame(columns).rename_axis("decoder")
 
 
@@ -128,7 +123,7 @@ def summarise_tasks(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
 
 
 def cells(lines: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] = ()) -> pd.DataFrame:
-    """Values as texts, some with their standard errors. A speed above the tokens per forward has its range instead."""
+    """Values as texts, some with their standard errors. A speed above the tokens per forward says so instead."""
     blank = pd.Series(np.nan, index=lines.index)
 
     def cell(name: str, value: float, error: float) -> str:
@@ -140,12 +135,10 @@ def cells(lines: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] 
     for name in names:
         errors = lines[f"{name}_error"] if name in with_errors else blank
         made[name] = [cell(name, *pair) for pair in zip(lines[name], errors, strict=True)]
-        if name == "speed" and "tokens_per_forward" in lines:
-            ranges = zip(
-                *(lines[key] for key in ("speed", "speed_low", "speed_high", "tokens_per_forward")), strict=True
-            )
-            texts = (speed_text(*each) for each in ranges)
-            made[name] = [text if "(" in text else old for text, old in zip(texts, made[name], strict=True)]
+    if "speed" in made and "tokens_per_forward" in lines:
+        speeds = map(Speed, lines["speed"], lines["tokens_per_forward"])
+        pairs = zip(speeds, made["speed"], strict=True)
+        made["speed"] = [text if speed.is_possible else str(speed) for speed, text in pairs]
     return pd.DataFrame(made, index=lines.index)
 
 

@@ -15,15 +15,14 @@ import torch
 import typer
 from nano_tasks import TASKS
 from rich.console import Console
-from tiny import MASK, tiny_model, tiny_tokenizer
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, __version__, cli
 from wedlm_hf.apps import generate as answers
 from wedlm_hf.apps.generate import compare, comparison_table
 from wedlm_hf.cli.application import console
-from wedlm_hf.cli.groups import with_options
+from wedlm_hf.cli.groups import ModelCommand, with_options
 from wedlm_hf.console.streaming import AnswerStreamer, printable
 from wedlm_hf.eval import options
 from wedlm_hf.eval import prompts as prompting
@@ -121,21 +120,6 @@ def test_without_comparison_only_one_decoder_runs(wedlm):
         assert table_of(output)["strategy"] == names
 
 
-def test_each_setting_has_an_option(wedlm):
-    short = ("generate", "1, 2, 3", "--max-new-tokens", 12, "--no-compare")
-    wide = ("--window-size", 8, "--entropy-threshold", 0)
-    adapting = ("--verification", "exact", "--set", "slot_cost=9")
-    slow, adaptive = (
-        int(table_of(wedlm(*short, *options)[1])["forwards"][0]) for options in (wide, (*wide, *adapting))
-    )
-    assert adaptive >= slow
-    accepted = ("--verification", "typical", "--set", "acceptance_epsilon=0", "--set", "acceptance_delta=0")
-    typical = int(table_of(wedlm(*short, *accepted, "--window-size", 8, "--entropy-threshold", 100)[1])["forwards"][0])
-    assert typical < slow
-    for name in ("acceptance_epsilon", "slot_cost"):
-        assert wedlm(*short, "--set", f"{name}=-1")[0] == 2
-
-
 def test_answers_end_at_the_context_where_no_limit_is_given(checkpoint, wedlm, monkeypatch):
     monkeypatch.setattr(prompting, "LONGEST_ANSWER", 20)
     assert table_of(wedlm("generate", "1, 2, 3", "--no-compare")[1])["new tokens"] == ["20"]
@@ -162,16 +146,6 @@ def test_prompts_come_from_the_command_line_a_file_or_standard_input(wedlm, tmp_
     assert prompts_of(wedlm("generate", *short, "--file", path, "given")[1]) == ["given", "first", "second"]
     assert prompts_of(wedlm("generate", *short, stdin="third\nfourth")[1]) == ["third", "fourth"]
     assert prompts_of(wedlm("generate", *short, "--file", "-", "given", stdin="third")[1]) == ["given", "third"]
-
-
-def test_only_line_feeds_end_a_prompt_and_a_byte_order_mark_belongs_to_none(wedlm, tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufefffirst\u2028line\r\nse\u0085cond\x1c3\n".encode())
-    _, output, _ = wedlm("generate", "--max-new-tokens", 1, "--no-compare", "--file", path)
-    assert [line for line in output.split("\n") if line.startswith("› ")] == [
-        "› first\u2028line",
-        f"› se{printable(chr(0x85))}cond{printable(chr(0x1C))}3",
-    ]
 
 
 def test_rows_of_a_file_are_prompts_and_conversations(wedlm, tmp_path):
@@ -280,7 +254,7 @@ def ranges():
     """The output of a command with the options of [`Range`], and what it got."""
     app, taken = typer.Typer(), []
 
-    @app.command()
+    @app.command(cls=ModelCommand)
     @with_options
     def show(span: Range, output_dir: Annotated[Path, typer.Argument()] = Path("out")) -> None:
         taken.append((span, output_dir))
@@ -300,6 +274,7 @@ def ranges():
         ("y", Range("y"), "out"),
         ("y z", Range("y"), "z"),
         ("--model y", Range("y"), "out"),
+        ("z --model=y", Range("y"), "z"),
         ("-m y z --to 4 --loud", Range("y", loud=True, last=4), "z"),
         ("--numbers 4,2,4 --set top_k=1", Range(numbers=(2, 4), settings={"top_k": 1}), "out"),
     ],
@@ -312,7 +287,8 @@ def test_a_command_gets_the_dataclasses_that_its_options_fill(ranges, words, spa
 
 
 def test_a_model_that_is_named_twice_and_a_list_that_is_none_are_refused(ranges):
-    assert "The model is named twice" in ranges("y", "z", "--model", "x")[0].output
+    assert "unexpected extra argument" in ranges("y", "z", "--model", "x")[0].output
+    assert "expected one argument" in ranges("y", "--model")[0].output
     assert "numbers with commas between them are needed, got 'x'" in ranges("--numbers", "x")[0].output
 
 
@@ -389,26 +365,14 @@ def test_the_table_fits_a_narrow_terminal():
 
 
 @pytest.fixture
-def qwen(tmp_path):
-    folder = tmp_path / "qwen"
-    config = Qwen3Config(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+def stock(tmp_path):
+    stock_twin(tiny_model()).save_pretrained(tmp_path / "stock")
+    tiny_tokenizer().save_pretrained(tmp_path / "stock")
+    return tmp_path / "stock"
 
 
-def test_a_converted_checkpoint_decodes_in_parallel(wedlm, qwen, tmp_path):
-    code, output, errors = wedlm("convert", qwen, tmp_path / "out")
+def test_a_converted_checkpoint_decodes_in_parallel(wedlm, stock, tmp_path):
+    code, output, errors = wedlm("convert", stock, tmp_path / "out")
     assert (code, errors) == (0, "")
     assert output.startswith(f"{tmp_path / 'out'}: 14 weights copied, 0 missing, 0 unexpected; mask token '<|mask|>'")
     assert isinstance(WeDLMForCausalLM.from_pretrained(tmp_path / "out"), WeDLMForCausalLM)
@@ -449,11 +413,9 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
         (["hi", "--strategy", "block", "--verification", "exact"], "`verification='exact'` goes with"),
         (["hi", "--max-new-tokens", "0"], "`max_new_tokens` must be greater than 0, but is 0."),
         (["hi", "--temperature", "0"], "`temperature` (=0.0) has to be a strictly positive float"),
-        (["hi", "--device", "abacus"], "`--device abacus` is not available: "),
         (["hi", "3 " * 600], "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 "),
         (["hi", " "], "A prompt must not be empty."),
         (["hi", "--model", ""], "The checkpoint must be a folder or a Hub id, got ''."),
-        (["hi", "--threads", "0"], "`threads` must be at least 1, got 0."),
         (["hi", "--set", "window"], "`--set` takes NAME=VALUE, got 'window'."),
         (["hi", "--set", "windw_size=3"], "`--set windw_size=…`: `generate` has no setting of this name."),
         (["hi", "--set", "top_k=3", "--set", "top-k=4"], "`--set top_k=…` was given twice."),
@@ -463,8 +425,6 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
         (["--file", "missing.txt"], "No such file or directory: 'missing.txt'"),
         (["--file", "-"], "There is no prompt in standard input."),
         (["--file", "latin.txt"], "The text of 'latin.txt' is not UTF-8: "),
-        (["hi", "--model", "./missing"], "There is no checkpoint folder './missing'."),
-        (["hi", "--model", "/missing"], "There is no checkpoint folder '/missing'."),
         (["hi", "--model", "no/such"], "'no/such' is no folder here and cannot be loaded as a Hub id: "),
     ],
 )
@@ -479,11 +439,11 @@ def test_what_is_wrong_is_said_in_one_line(wedlm, arguments, message, tmp_path, 
     assert errors.count("\n") == 1
 
 
-def test_conversion_errors_are_said_in_one_line(wedlm, qwen, checkpoint, tmp_path):
+def test_conversion_errors_are_said_in_one_line(wedlm, stock, checkpoint, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for source, output, message in (
-        (qwen, tmp_path / "full", "The output folder must be new or empty"),
+        (stock, tmp_path / "full", "The output folder must be new or empty"),
         (tmp_path / "missing", tmp_path / "out", "There is no checkpoint folder"),
         (checkpoint, tmp_path / "out", "is a WeDLM checkpoint already: there is nothing to convert."),
     ):
@@ -491,18 +451,3 @@ def test_conversion_errors_are_said_in_one_line(wedlm, qwen, checkpoint, tmp_pat
         assert (code, errors.count("\n")) == (2, 1), errors
         assert message in errors
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_the_demo_answers_every_built_in_prompt_in_fewer_forwards_than_ar():
-    result = subprocess.run(
-        [sys.executable, "-m", "wedlm_hf", "generate"], capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "97, 93, 89, 85, 81, 77, 73, 69, 65, 61\n" in result.stdout
-    assert "Answer: 214\n" in result.stdout
-    assert "86, 54, 31, 23, 12, 7\n" in result.stdout
-    record = next(json.loads(line) for line in result.stdout.splitlines() if line.startswith("{"))
-    assert record["name"] == "Clara"
-    assert "Emma lives in Paris.\n" in result.stdout
-    assert float(table_of(result.stdout)["tokens per forward"][0]) > 1.5

@@ -45,7 +45,7 @@ class Words:
         self.facts = {
             "report": report,
             "speeds": speeds,
-            "is_busy": any("(" in text for text in speeds.values()),  # with the range of an impossible speed
+            "is_busy": any("(" in text for text in speeds.values()),  # an impossible one says so
             "headline": numbers.headline.to_dict("index"),
             "is_compared": bool(numbers.headline["same"].notna().all()),  # with AR's answers, token for token
             "steps": pd.DataFrame(numbers.differences, columns=["gap", "spacing"]).eval("gap / spacing"),

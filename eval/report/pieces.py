@@ -212,7 +212,7 @@ class Measurement:
         # What is sampled again is the same, and other prompts draw other numbers.
         torch.manual_seed(int(piece.key(part)[-16:], 16))
         return [
-            {name: value for name, value in row.items() if name not in ("text", "turns")}
+            {name: value for name, value in row.items() if name != "text"}
             for call in piece.calls
             for row in take_turns(self.model, self.tokenizer, part.prompts, decoders, call)
         ]

@@ -24,8 +24,7 @@ from ...generation.settings import WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import BLOCK, COMPARED, FIELDS, WEDLM, configured
 from ..files import write_text
-from ..fingerprint import fingerprint
-from ..measure import environment
+from ..measure import environment, fingerprint
 from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts
 from .numbers import Numbers, pick, settings_table, sweep_numbers
 from .page import write_report

@@ -24,10 +24,17 @@ from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from ...generation.trace import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, Options
-from ..fingerprint import fingerprint
-from ..measure import Decoding, ForwardCounter, decode_call, environment
+from ..measure import (
+    MOST_TURNS,
+    Decoding,
+    ForwardCounter,
+    Speed,
+    decode_call,
+    environment,
+    fingerprint,
+    in_turn,
+)
 from ..prompts import Prompt, answer_limit, encode_prompt
-from ..speed import MOST_TURNS, in_turn, speed_of
 from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, RecordedForward, Recording, Run, Trace
 
 Call = tuple[list[Decoding], Any, ForwardCounter]
@@ -114,7 +121,7 @@ def record(
         decoders = request.decoders(model, len(tokens))
         calls: dict[str, list[Call]] = {name: [] for name in decoders}
         for turn in itertools.count():
-            if turn > repeats and (turn > MOST_TURNS or _is_speed_known(list(calls.values()))):
+            if turn > repeats and (turn > MOST_TURNS or _is_speed_possible(list(calls.values()))):
                 break
             for name, options in decoders.items():
                 kept = {} if turn else {"output_logits" if name == AR else "output_trace": True}
@@ -135,10 +142,10 @@ def record(
     )
 
 
-def _is_speed_known(calls: Sequence[Sequence[Call]]) -> bool:
-    """Whether the speed is possible. Recorded calls count only where there are no others."""
-    own, *ar = ([call[0][0] for call in (some[1:] or some)] for some in calls)
-    return not ar or speed_of([in_turn(ar[0])], [in_turn(own)]).is_known
+def _is_speed_possible(calls: Sequence[Sequence[Call]]) -> bool:
+    """Recorded calls count only where there are no others."""
+    own, *ar = (in_turn([call[0][0] for call in (some[1:] or some)]) for some in calls)
+    return not ar or Speed.of(ar, [own]).is_possible
 
 
 def _run(
@@ -295,7 +302,7 @@ def decodings(trace: Trace) -> dict[str, list[Decoding]]:
     found: dict[str, list[Decoding]] = {}
     for run in (run for recording in trace.recordings for run in recording.runs):
         counts = (run.stats["forwards"], run.stats["token_instances"])
-        found.setdefault(run.name, []).append(Decoding(run.tokens, run.text, *counts, run.seconds, turns=run.turns))
+        found.setdefault(run.name, []).append(Decoding(run.tokens, run.text, *counts, run.seconds))
     return found
 
 

@@ -48,9 +48,7 @@ class Run:
     text: str  # without special tokens
     steps: list[RecordedForward]  # one for each forward
     seconds: float  # of the whole call
-    turns: list[
-        float
-    ]  # seconds of the calls that recorded nothing; `start` and `seconds` are medians over them, if any
+    turns: list[float]  # seconds of the calls without a record; `start` and `seconds` are medians over them, if any
     stats: dict[str, int]  # as `generate` counts them, see COUNTS
 
 
@@ -80,7 +78,7 @@ class Trace:
     format: Literal["wedlm-trace"] = "wedlm-trace"
     version: Literal[2] = 2
     model: str  # folder or Hub id
-    fingerprint: dict[str, str]  # see `eval.fingerprint`
+    fingerprint: dict[str, str]  # see `eval.measure.fingerprint`
     environment: dict[str, Any]  # versions and machine
     seed: int  # of sampling
     vocabulary: dict[str, str]  # text of every token that occurs, by id; lone bytes of a character as ⟨E2 82⟩

@@ -262,21 +262,6 @@ def test_bad_input_is_said_and_the_page_goes_on(tab, tmp_path):
     assert text_of(page, "ar") is not None
 
 
-def test_two_tabs_at_once_do_not_mix(tab):
-    first, second = tab(), tab()
-    for page, prompt in ((first, DEMO_PROMPTS[3]), (second, DEMO_PROMPTS[2])):
-        page.locator("#ask-prompt").fill(prompt)
-        page.locator("#decode").click()
-    for page, prompt in ((second, DEMO_PROMPTS[2]), (first, DEMO_PROMPTS[3])):
-        until(page, f"asked.current?.form.prompt === {json.dumps(prompt)}")
-        finished(page, 1)
-        recording = trace_of(page).recordings[0]
-        assert recording.prompt == prompt
-        page.locator("#last").click()
-        assert text_of(page, "wedlm") == recording.runs[0].text
-        assert text_of(page, "ar") == recording.runs[1].text
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_and_every_control_has_a_name(tab, scheme):
     page = tab(color_scheme=scheme)

@@ -216,21 +216,6 @@ def test_an_option_of_loading_that_is_wrong_is_one_error_of_every_command(refuse
     assert message in refused(command, "model", *option.split())
 
 
-LORA = {  # words of each command that takes a LoRA
-    "generate": "hi MODEL --max-new-tokens 4 --no-compare",
-    "trace": "hi MODEL --max-new-tokens 4 --repeats 1 --output OUT/page.html",
-    "report": "MODEL --file prompts.txt --output OUT --decoders ar --sweep-count 0 --max-new-tokens 2 --repeats 1",
-}
-
-
-@pytest.mark.parametrize("command", LORA)
-@pytest.mark.parametrize("named", ["--model lora", "--model model --adapter lora"])
-def test_a_lora_is_merged_wherever_a_model_is_named(folder, tmp_path, monkeypatch, command, named):
-    monkeypatch.chdir(folder)
-    result = invoke(command, *LORA[command].replace("MODEL", named).replace("OUT", str(tmp_path)).split())
-    assert result.exit_code == 0, result.output
-
-
 def test_a_lora_is_written_into_a_checkpoint(folder, tmp_path):
     for words in ((folder / "model", folder / "lora"), ("--model", folder / "model", folder / "lora")):
         out = tmp_path / str(len(words))
@@ -311,14 +296,11 @@ def test_answers_and_what_they_took_are_printed_as_json(folder):
     assert results["decoders"]["ar"]["speed_against_ar"] == 1
 
 
-def test_a_trace_names_its_files_as_json(folder, tmp_path):
+def test_a_trace_names_its_files_and_a_conversion_its_keys_as_json(folder, tmp_path):
     short = ("--model", folder / "model", "--max-new-tokens", 4, "--repeats", 1)
     results = results_of("trace", "1, 2", *short, "--output", tmp_path / "a.html")
     assert results["files"] == [str(tmp_path / "a.html")]
     assert results["decoders"]["wedlm"]["new_tokens"] == 4
-
-
-def test_a_conversion_is_reported_as_json(folder, tmp_path):
     results = results_of("convert", folder / "stock", tmp_path / "out")
     assert results["missing_keys"] == results["unexpected_keys"] == []
     assert results["output_dir"] == str(tmp_path / "out")

@@ -45,25 +45,18 @@ def test_a_file_keeps_its_permissions(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_device_is_written_to(tmp_path):
-    before = os.stat("/dev/null")
-    write_text("/dev/null", "lost")
-    link = tmp_path / "link"
+def test_devices_and_fifos_are_written_to(tmp_path):
+    link, fifo, read = tmp_path / "link", tmp_path / "fifo", []
     link.symlink_to("/dev/null")
-    write_text(link, "lost too")
-    assert os.stat("/dev/null").st_rdev == before.st_rdev
-    assert link.is_symlink() and list(tmp_path.iterdir()) == [link]
-
-
-def test_a_fifo_is_written_to(tmp_path):
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    read = []
-    reader = threading.Thread(target=lambda: read.append(path.read_text()))
+    device = os.stat("/dev/null").st_rdev
+    write_text(link, "lost")
+    assert link.is_symlink() and os.stat("/dev/null").st_rdev == device
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: read.append(fifo.read_text()))
     reader.start()
-    write_text(path, "text")
+    write_text(fifo, "text")
     reader.join(10)
-    assert read == ["text"] and path.is_fifo() and list(tmp_path.iterdir()) == [path]
+    assert read == ["text"] and fifo.is_fifo() and {*tmp_path.iterdir()} == {link, fifo}
 
 
 def test_an_output_that_would_replace_another_file_of_the_command_is_refused(tmp_path):

@@ -82,7 +82,7 @@ def test_the_end_of_its_name_says_whether_a_file_holds_json_rows():
 
 
 def test_lines_end_as_in_any_text_file():
-    found = read_rows("d.txt", "a\r\nb\r\n\rc\x0b\x85\u2029d\n \ne")
+    found = read_rows("d.txt", "\ufeffa\r\nb\r\n\rc\x0b\x85\u2029d\n \ne")
     assert [(row.line, row.prompt) for row in found] == [(1, "a"), (2, "b"), (4, "c\x0b\x85\u2029d"), (6, "e")]
     found = read_rows("d.jsonl", '{"prompt": "a\u2028\x85"}\r{"prompt": "\\r\\n b"}\r\n')
     assert [row.prompt for row in found] == ["a\u2028\x85", "\r\n b"]
@@ -93,11 +93,6 @@ def test_a_chat_template_that_refuses_messages_is_named():
     tokenizer.chat_template = "{{ raise_exception('no system, please') }}"
     with pytest.raises(ValueError, match="The chat template refuses these messages: no system, please"):
         encode(tokenizer, SYSTEM)
-
-
-def test_other_files_have_a_prompt_a_line_and_only_a_line_feed_ends_it():
-    prompts = read_prompts("d.txt", "\ufeff one\u2028still one \r\n\n two\n")
-    assert [prompt.text for prompt in prompts] == ["one\u2028still one", "two"]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +115,6 @@ def test_the_rule_of_a_prompt_decides_what_is_right(match, answer, reply, right)
     assert Prompt.of("p", answers=("other", answer), match=match).is_right(reply) is right
 
 
-def test_nobody_knows_what_is_right_without_an_answer():
-    assert Prompt.of("p").is_right("anything") is None
-
-
 def test_prompts_get_their_tokens_by_the_chat_template_or_as_they_are():
     model, tokenizer = tiny_model(), tiny_tokenizer()
     prompt = Prompt.of("Sort 3, 1")
@@ -140,8 +131,5 @@ def test_prompts_get_their_tokens_by_the_chat_template_or_as_they_are():
 def test_an_answer_is_as_long_as_wanted_or_as_the_context_allows():
     model = tiny_model(max_position_embeddings=300)
     assert [answer_limit(model, 10), answer_limit(model, 100), answer_limit(model, 100, 7)] == [256, 200, 7]
-
-
-def test_the_context_of_a_model_that_takes_images_is_its_texts():
-    config = LlavaConfig(text_config=LlamaConfig(max_position_embeddings=32))
-    assert answer_limit(SimpleNamespace(config=config), prompt_length=20, wanted=100) == 12
+    with_images = LlavaConfig(text_config=LlamaConfig(max_position_embeddings=32))
+    assert answer_limit(SimpleNamespace(config=with_images), prompt_length=20, wanted=100) == 12

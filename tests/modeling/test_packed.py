@@ -16,8 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from wedlm_hf import add_mask_adapter
-from wedlm_hf.eval.fingerprint import fingerprint
-from wedlm_hf.eval.measure import environment
+from wedlm_hf.eval.measure import environment, fingerprint
 from wedlm_hf.modeling_wedlm import packed
 from wedlm_hf.modeling_wedlm.loading import load_model
 from wedlm_hf.modeling_wedlm.packed import (

@@ -1,4 +1,4 @@
-"""Fronts, areas, same answers and figures of a report, on made-up tables."""
+"""The grid of settings, fronts, areas, same answers and figures of a report, on made-up tables."""
 
 import json
 import random
@@ -53,12 +53,8 @@ def rows(decoder, *, prompts=PROMPTS, quality=1.0, tokens=20, forwards=20, secon
         shared |= {"seconds": got[3], "forward_seconds": 0.8 * got[3], "tokens": [index], "repeat": 0}
         shared |= {"drafted_by_depth": [3, 2], "accepted_by_depth": [2, 1]}
         made += [shared | {"kind": "quality", "quality": got[0], "entropy": index + 0.5}]
-        made += [shared | {"kind": "speed", "first_token_seconds": 0.1}]
+        made += [shared | {"kind": "speed", "first_token_seconds": 0.1, "peak_bytes": 2**20}]
     return made
-
-
-def extra(decoder):
-    return [{"decoder": decoder, "batch_size": 1, "kind": "memory", "peak_bytes": 2**20}]
 
 
 def swept(make, **options):
@@ -71,12 +67,30 @@ def swept(make, **options):
     return pd.DataFrame(table), settings_table(GRID)
 
 
-def made(make=lambda *setting: {}, decoders=("ar", "wedlm", "wedlm+exact"), **options):
-    """All numbers of a report."""
+def made(make=lambda *setting: {}, timed="even|odd|.*", **options):
+    """All numbers of a report whose headline times prompts of tasks that match `timed`."""
     table, settings = swept(make, **options)
-    headline = pd.DataFrame([row for name in decoders for row in rows(name, **options) + extra(name)])
+    headline = pd.DataFrame([row for name in ("ar", "wedlm", "wedlm+exact") for row in rows(name, **options)])
+    headline = headline[(headline["kind"] != "speed") | headline["task"].str.fullmatch(timed)]
     prompts = [Prompt.of(str(index)) for index in range(PROMPTS)]
     return Numbers.of(table, sweep_numbers(table, settings), headline, prompts, model=None)
+
+
+def test_all_combinations_are_tried_and_block_with_the_middle_penalty():
+    penalties = (0.0, 0.02, 0.1)
+    found = candidates(windows=(4, 8), thresholds=(0.1, 0.2), penalties=penalties, draft_thresholds=(0.4,))
+    assert len(found) == len({json.dumps(options) for options in found.values()}) == 1 + 4 + 12 + 2 + 2
+    assert {options["distance_penalty"] for options in found.values() if options["strategy"] == "block"} == {0.02}
+    table = settings_table(found)
+    assert list(table["kind"].unique()) == ["ar", "block", "wedlm", "wedlm+typical", "wedlm+exact"]
+    assert table.loc["wedlm W=8 τ=0.1 λ=0.02", ["window_size", "entropy_threshold"]].tolist() == [8, 0.1]
+    assert pd.isna(table.loc["wedlm+exact W=4 τ=0.4", "distance_penalty"])
+
+
+def test_the_fastest_within_the_allowed_loss_come_first():
+    numbers = {"speed": [1.0, 3.0, 2.0, 3.0], "loss": [0.0, 2.0, 1.0 + 1e-12, 1.0]}
+    summary = pd.DataFrame(numbers, index=list("abcd"))
+    assert (pick(summary, 1.0, "speed"), pick(summary, -1.0, "speed")) == (["d", "c", "a"], [])
 
 
 def test_the_front_is_what_brute_force_finds():
@@ -125,20 +139,13 @@ def test_the_area_of_a_decoder_that_loses_nothing_is_its_tokens_per_forward():
     assert areas["area_error"]["ar"] == 0 < areas["area_error"]["wedlm"]
 
 
-def test_the_area_is_undefined_where_ar_has_no_right_answer():
-    assert made(quality=0.0).areas["area"].isna().all()
-
-
 def test_the_loss_of_a_setting_is_that_of_the_task_that_loses_most():
     def make(strategy, tau, lam):
         return {"quality": lambda index: float(tau < 0.4 or index % 2 == 0), "forwards": round(2 / tau)}
 
-    table, settings = swept(lambda *setting: make(*setting))
-    summary = sweep_numbers(table, settings)
+    summary = sweep_numbers(*swept(make))
     assert summary.loc["wedlm W=4 τ=0.4 λ=0", "loss"] == 100
     assert summary.loc["wedlm W=4 τ=0.2 λ=0", "loss"] == 0
-    picked = pick(summary[summary["kind"] == "wedlm"], 1.0, "tokens_per_forward")
-    assert picked[0] == "wedlm W=4 τ=0.2 λ=0"
 
 
 def test_answers_are_the_same_token_for_token():
@@ -193,12 +200,7 @@ def test_tasks_may_have_any_name():
 
 
 def test_a_task_without_timed_prompts_has_no_speed():
-    table, settings = swept(lambda *setting: {})
-    headline = pd.DataFrame([row for name in ("ar", "wedlm") for row in rows(name) + extra(name)])
-    headline = headline[(headline["kind"] != "speed") | (headline["task"] == "even")]
-    prompts = [Prompt.of(str(index)) for index in range(PROMPTS)]
-    numbers = Numbers.of(table, sweep_numbers(table, settings), headline, prompts, model=None)
-    cells = tables(numbers, "right answers")["tasks"].set_index("task")["wedlm: speed against AR"]
+    cells = tables(made(timed="even"), "right answers")["tasks"].set_index("task")["wedlm: speed against AR"]
     assert (cells["odd"], cells["even"], cells["all tasks"]) == ("–", "1.00×", "1.00×")
 
 

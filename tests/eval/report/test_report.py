@@ -5,18 +5,17 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from tiny import MASK, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
 from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.decoders import DECODERS
-from wedlm_hf.eval.fingerprint import fingerprint
-from wedlm_hf.eval.measure import decode
+from wedlm_hf.eval.measure import decode, fingerprint
 from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.eval.prompts import encode, read_prompts, split_prompts
 from wedlm_hf.eval.report import page as pages
@@ -43,14 +42,19 @@ DATA = rows(
 )
 
 
+def timeless_model(**options):
+    """Whose counts depend on no clock."""
+    model = tiny_model(**options)
+    model.generation_config.suppress_tokens = [MASK]
+    model.generation_config.slot_cost = 0.04
+    return model
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Brings its own prompts along."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    model = tiny_model()
-    model.generation_config.suppress_tokens = [MASK]
-    model.generation_config.slot_cost = 0.04  # no clock
-    model.save_pretrained(folder)
+    timeless_model().save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     (folder / "tasks.jsonl").write_text(DATA)
     return folder
@@ -147,12 +151,6 @@ def test_samples_are_not_compared_with_ars_token_for_token(checkpoint, tmp_path)
     assert "temperature 0.9" in markdown and "greedy;" not in markdown and "Verified decoding" in text
 
 
-def test_what_goes_against_each_other_is_refused(checkpoint, unread, tmp_path):
-    assert "--sweep-count 0" in refused(checkpoint, "--save-settings", "--sweep-count", 0)
-    assert "above 0" in refused(checkpoint, "--temperature", 0)
-    assert "decided by the report" in refused(checkpoint, "--set", "temperature=0.7")
-
-
 # --- what it writes -----------------------------------------------------------------------------------------------
 
 
@@ -174,9 +172,7 @@ def test_it_writes_a_page_json_csv_and_figures(made):
 
 
 def test_counts_are_those_of_decoding_each_prompt_alone(made):
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    model.generation_config.suppress_tokens = [MASK]
-    model.generation_config.slot_cost = 0.04  # no clock
+    model, tokenizer = timeless_model(), tiny_tokenizer()
     _, prompts = split_prompts(read_prompts("data.jsonl", DATA), 1, 2)
     limits = {"max_new_tokens": 6, "do_sample": False}
     stored = {"strategy": "wedlm", **limits}
@@ -208,27 +204,11 @@ def test_every_decoder_is_timed_at_every_batch_size(made):
     assert all(float(row["seconds"]) > float(row["forward_seconds"]) > 0 for row in timed)
 
 
-class _Page(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.ids, self.links, self.tags = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        for name, value in attributes:
-            if name == "id":
-                self.ids.append(value)
-            elif name in ("href", "src", "xlink:href", "srcset", "action"):
-                self.links.append(value)
-
-
 def test_the_page_needs_nothing_from_outside(made):
     html = (made[0] / "report.html").read_text(encoding="utf-8")
-    page = _Page()
-    page.feed(html)
-    assert "img" in page.tags and "script" not in page.tags and "link" not in page.tags
-    assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
-    assert len(page.ids) == len(set(page.ids))
+    links = re.findall(r'\b(?:href|src|srcset|action)="([^"]*)"', html)
+    assert links and all(link.startswith("data:image/svg+xml;base64,") for link in links)
+    assert "<script" not in html and "<link" not in html
     assert not re.search(r"url\((?!#)|@import", html)
     report = read(made[0])
     assert report["command"] in html.replace("&#39;", "'")
@@ -250,13 +230,16 @@ def test_pages_are_filled_once_and_for_good(made, checkpoint, tmp_path):
 
 def test_picked_settings_are_stored_and_are_those_of_the_headline(copied, tmp_path):
     before = json.loads((copied / "generation_config.json").read_text())
+    # With this flag, transformers would drop our fields when it loads them.
+    (copied / "generation_config.json").write_text(json.dumps({"_from_model_config": True, **before}))
     arguments = [copied, *SMALL, *COUNTS, "--decoders", "wedlm", "--output", tmp_path / "out", "--max-loss", 100]
     text = succeed(*arguments, "--save-settings")
     report, stored = read(tmp_path / "out"), json.loads((copied / "generation_config.json").read_text())
     settings = [row for row in report["sweep"] if row["kind"] == "wedlm"]
     best = max(settings, key=lambda row: row["tokens_per_forward"])
+    used = AutoModelForCausalLM.from_pretrained(copied).generation_config
     for field in ("window_size", "entropy_threshold", "distance_penalty"):
-        assert stored[field] == report["settings"][field] == best[field]
+        assert stored[field] == getattr(used, field) == report["settings"][field] == best[field]
     assert report["picked"] == best["decoder"]
     assert f"generation_config.json now has window_size = {best['window_size']:g}" in text
     assert before.items() <= stored.items()
@@ -326,9 +309,7 @@ def test_partial_results_of_another_request_are_refused_unless_dropped(made, che
     (tmp_path / "other.jsonl").write_text(DATA.replace("counting 0", "counting 7"))
     assert "holds a report with another prompts" in refused(checkpoint, *arguments, "--file", tmp_path / "other.jsonl")
     assert "another grid" in refused(checkpoint, *arguments, "--windows", 5)
-    other = tiny_model(seed=1)
-    other.generation_config.suppress_tokens = [MASK]
-    other.generation_config.slot_cost = 0.04  # no clock
+    other = timeless_model(seed=1)
     other.save_pretrained(copied)
     message = refused(copied, *arguments)
     assert "another model" in message and "begin anew (--restart)" in message
@@ -339,7 +320,7 @@ def test_partial_results_of_another_request_are_refused_unless_dropped(made, che
     assert "is no file of partial results" in refused(copied, *arguments)
 
 
-def test_an_impossible_speed_has_its_range_and_a_reason(checkpoint, tmp_path, monkeypatch):
+def test_an_impossible_speed_has_a_reason(checkpoint, tmp_path, monkeypatch):
     def slow(*arguments, **keywords):
         return [replace(one, seconds=one.seconds * 99) if arguments[3]["strategy"] == "ar" else one
                 for one in decode(*arguments, **keywords)]  # fmt: skip
@@ -347,11 +328,8 @@ def test_an_impossible_speed_has_its_range_and_a_reason(checkpoint, tmp_path, mo
     monkeypatch.setattr(measuring, "decode", slow)
     decoders = ["--decoders", "wedlm+exact", "--sweep-count", 0, "--repeats", 1, "--output", tmp_path / "out"]
     text = succeed(checkpoint, *SMALL, *COUNTS, *decoders)
-    assert re.search(r"Verified decoding: [\d.]+× \([\d.]+–[\d.]+\) AR’s speed", text)
+    assert re.search(r"Verified decoding: [\d.]+× \(busy machine\) AR’s speed", text)
     assert "is impossible: the machine was busy" in text
-    markdown = (tmp_path / "out" / "report.md").read_text()
-    tasks = [line for line in markdown.splitlines() if line.startswith(f"| {TASKS[0]}")]
-    assert "(busy machine)" in tasks[0]  # one prompt of it was timed, once
 
 
 def test_two_reports_cannot_write_to_one_folder(checkpoint, tmp_path):
@@ -365,21 +343,15 @@ def test_two_reports_cannot_write_to_one_folder(checkpoint, tmp_path):
 # --- what is refused before weights are read ----------------------------------------------------------------------
 
 
-def test_pages_without_measured_blocks_are_refused(tmp_path, unread):
+def test_files_that_cannot_be_written_to_are_refused(tmp_path, unread):
     page = tmp_path / "page.md"
     for text in ("no block", "<!-- measured: curve -->\n<!-- /measured -->"):
         page.write_text(text)
         message = refused("--output", tmp_path / "out", "--fill", page)
         assert "with a name among summary, tasks, batches, depths, setup, front, got" in message
-
-
-def test_an_output_folder_that_cannot_be_written_to_is_refused(tmp_path, unread):
-    (tmp_path / "file").touch()
-    for option in ("--output", "--figures"):
-        for path in (tmp_path / "file", tmp_path / "file" / "out"):
-            rest = [] if option == "--output" else ["--output", tmp_path / "out"]
-            message = refused(option, path, *rest)
-            assert "cannot be written to" in message and str(path) in message
+    for path in (page, page / "out"):
+        assert f"The folder {str(path)!r} cannot be written to" in refused("--output", path)
+        assert "cannot be written to" in refused("--figures", path, "--output", tmp_path / "out")
 
 
 def test_missing_packages_are_named(tmp_path, monkeypatch, unread):
@@ -395,6 +367,8 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, unread):
         (["--windows", "0"], "`window_size` must be an integer of at least 1, got 0."),
         (["--batch-sizes", "0,4"], "`batch_sizes` must be at least 1, got 0."),
         (["--timed", "0"], "`timed` must be at least 1, got 0."),
+        (["--save-settings", "--sweep-count", "0"], "`--sweep-count 0` has none."),
+        (["--temperature", "0"], "`--temperature` must be above 0 and finite, got 0.0: greedy is the default."),
         (["--set", "window_size=4"], "`--set window_size` is decided by the report: leave it out."),
         (["--set", "repetition_penaltyy=1.0"], "repetition_penaltyy"),
         (["some/model", "--save-settings"], "`--save-settings` needs a checkpoint folder, got 'some/model'."),
@@ -425,9 +399,7 @@ def test_prompts_without_answers_are_judged_by_agreement_with_ar(checkpoint, tmp
 
 def test_answers_of_a_file_decide_what_is_right(checkpoint, tmp_path):
     prompts = [f"Sort {i}, {9 - i}" for i in range(8)]
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    model.generation_config.suppress_tokens = [MASK]
-    model.generation_config.slot_cost = 0.04  # no clock
+    model, tokenizer = timeless_model(), tiny_tokenizer()
     limits = {"strategy": "ar", "max_new_tokens": 6, "do_sample": False}
     data = []
     for index, prompt in enumerate(prompts):
@@ -445,9 +417,7 @@ def test_answers_of_a_file_decide_what_is_right(checkpoint, tmp_path):
 
 
 def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_path):
-    model = tiny_model(max_position_embeddings=40)
-    model.generation_config.suppress_tokens = [MASK]
-    model.generation_config.slot_cost = 0.04  # no clock
+    model = timeless_model(max_position_embeddings=40)
     model.generation_config.eos_token_id = None
     model.save_pretrained(copied)
     tokenizer, path = tiny_tokenizer(), tmp_path / "prompts.txt"
@@ -465,15 +435,9 @@ def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_pa
     assert note.startswith("1 of 4 prompts leave room for fewer than 6 new tokens in the model's context")
 
 
-def test_a_checkpoint_without_a_chat_template_continues_plain_prompts_and_refuses_conversations(copied, tmp_path):
+def test_a_checkpoint_without_a_chat_template_continues_plain_prompts(copied, tmp_path):
     (copied / "chat_template.jinja").unlink()
-    path = tmp_path / "data.jsonl"
-    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    path.write_text(rows({"messages": turns}, *({"prompt": f"Sort {i}"} for i in range(4))))
-    few = [copied, *SMALL, "--decoders", "wedlm", "--batch-sizes", 1, "--file", path, "--output", tmp_path / "out"]
-    assert "Without a chat template, a row holds one turn, got 3" in refused(*few)
-    path.write_text(rows(*({"prompt": f"Sort {i}"} for i in range(4))))
-    succeed(*few)
+    succeed(copied, *SMALL, *COUNTS, "--decoders", "wedlm", "--output", tmp_path / "out")
 
 
 def test_rows_of_a_file_are_shared_between_the_parts_and_no_prompt_is_in_both():
@@ -483,9 +447,7 @@ def test_rows_of_a_file_are_shared_between_the_parts_and_no_prompt_is_in_both():
     assert not {p.text for p in tuning} & {p.text for p in others}
     with pytest.raises(ValueError, match=r"two different prompts of a task at least, .* got 1 in 1 task"):
         split_prompts(read_prompts("data.jsonl", rows({"prompt": "a"}, {"prompt": "a"})))
-
-
-def test_a_prompt_that_two_tasks_share_is_in_one_part_alone():
+    # A prompt that two tasks share is in one part alone.
     pairs = [{"prompt": text, "task": task} for task, texts in (("a", "xyv"), ("b", "yxw")) for text in texts]
     parts = split_prompts(read_prompts("rows.jsonl", "\ufeff" + rows(*pairs)))
     first, second = ({prompt.text for prompt in part} for part in parts)

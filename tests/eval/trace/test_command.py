@@ -78,10 +78,3 @@ def test_what_is_wrong_is_said_in_one_line(wedlm, arguments, message):
     assert (code, output) == (2, "")
     assert Path("trace.json").read_text() == "kept"
     assert message in errors and errors.startswith("Error: ") and errors.count("\n") == 1
-
-
-def test_the_same_stream_may_take_page_and_trace(wedlm, checkpoint):
-    short = ("--model", checkpoint, "--max-new-tokens", 2, "--repeats", 1, "hi")
-    code, output, _ = wedlm(*short, "--save", "/dev/null", "-o", "/dev/null")
-    assert (code, output.splitlines()[-2:]) == (0, ["/dev/null", "/dev/null"])
-    assert not Path("/dev/null").is_file()

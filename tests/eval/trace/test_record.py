@@ -184,7 +184,7 @@ def test_more_turns_are_taken_while_the_speed_is_impossible(recorded, monkeypatc
 
         return call
 
-    for ar, turns in (([1.0] * 9, 2), ([99.0, 99.0, 99.0, 1.0, 1.0, 1.0], 5), ([99.0] * 9, 3)):
+    for ar, turns in (([1.0] * 9, 2), ([99.0] * 9, 5), ([99.0, 99.0, 99.0, 1.0, 1.0, 1.0], 5)):
         monkeypatch.setattr(recording_module, "decode_call", times(iter(ar)))
         runs = recorded(SETTINGS["greedy"], tokens=8, repeats=2).recordings[0].runs
         assert [len(run.turns) for run in runs] == [turns, turns], ar

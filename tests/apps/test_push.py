@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
 from wedlm_hf.adapters import MaskAdapterSettings
-from wedlm_hf.apps.push import push
-from wedlm_hf.apps.push.request import PushRequest
+from wedlm_hf.apps import push
 
 OWN = "---\nlicense: mit\n---\n\n# Mine\n"
 
@@ -61,18 +60,17 @@ def test_a_lora_is_checked_on_its_base(saved, tmp_path):
     torch.manual_seed(0)
     model = get_peft_model(WeDLMForCausalLM.from_pretrained(saved), LoraConfig(target_modules="all-linear", r=2))
     model.save_pretrained(tmp_path)
-    assert "in a process without this package" in push.check(PushRequest(tmp_path, "someone/lora", base=str(saved)))
+    assert "in a process without this package" in push.check(tmp_path, str(saved))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 9)
     with pytest.raises(ValueError, match=r"does not load and generate without this package: .*SafetensorError"):
-        push.check(PushRequest(tmp_path, "someone/lora", base=str(saved)))
+        push.check(tmp_path, str(saved))
 
 
 def test_a_mask_adapter_is_tried_on_its_base(saved, tmp_path):
     model = WeDLMForCausalLM.from_pretrained(saved)
     model.add_mask_adapter(MaskAdapterSettings(rank=2, target_modules=("o_proj",), head_width=8))
     model.save_mask_adapter(tmp_path)
-    found = push.check(PushRequest(tmp_path, "someone/adapter"))
-    assert found == f"24 tokens on {saved}."
+    assert push.check(tmp_path) == f"24 tokens on {saved}."
 
 
 def test_code_that_is_not_this_versions_is_not_run(folder, monkeypatch):
@@ -81,7 +79,7 @@ def test_code_that_is_not_this_versions_is_not_run(folder, monkeypatch):
         path = folder / "sampling_wedlm.py"
         path.write_text(path.read_text() + change) if change else path.unlink()
         with pytest.raises(ValueError, match=r"sampling_wedlm.py' is missing or not this version's: load the model"):
-            push.check(PushRequest(folder, "someone/model"))
+            push.check(folder)
 
 
 def test_a_mask_token_of_another_tokenizer_is_refused(folder):
@@ -89,20 +87,20 @@ def test_a_mask_token_of_another_tokenizer_is_refused(folder):
     tokenizer.mask_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder)
     with pytest.raises(ValueError, match=r"without this package: .*mask tokens of tokenizer and model differ: ids"):
-        push.check(PushRequest(folder, "someone/model"))
+        push.check(folder)
 
 
 def test_a_card_needs_a_licence_which_an_option_states(folder):
     with pytest.raises(ValueError, match="The card states no `license`: pass `--license`"):
-        push.card(PushRequest(folder, "someone/model"))
-    text = push.card(PushRequest(folder, "someone/model", license="apache-2.0"))
+        push.card(folder, "someone/model")
+    text = push.card(folder, "someone/model", "apache-2.0")
     assert ModelCard(text).data.license == "apache-2.0"
     assert text.count('from_pretrained("someone/model"') == 2
     assert not push.is_written_by_a_person(text)
     (folder / "README.md").write_text(OWN)
-    assert push.card(PushRequest(folder, "someone/model")).split() == OWN.split()
+    assert push.card(folder, "someone/model").split() == OWN.split()
     (folder / "README.md").unlink()
-    assert "# model\n" in push.card(PushRequest(folder, "someone/model", license="mit"))
+    assert "# model\n" in push.card(folder, "someone/model", "mit")
 
 
 @pytest.mark.parametrize(
@@ -120,11 +118,11 @@ def test_a_folder_without_model_or_adapter_is_refused(name, message, tmp_path):
 def test_an_adapter_without_a_card_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"has no README.md: write one, with a `license` at its top"):
-        push.card(PushRequest(tmp_path, "someone/adapter"))
+        push.card(tmp_path, "someone/adapter")
 
 
 def test_without_a_connection_nothing_goes(folder, monkeypatch):
-    monkeypatch.setattr(push, "check", lambda request: "all good")
+    monkeypatch.setattr(push, "check", lambda *_: "all good")
     monkeypatch.setattr(push, "is_hub_reachable", lambda: False)
     result = command(folder, "someone/model", "--license", "mit")
     assert (result.exit_code, result.stdout) == (2, "Checked: all good\n")
@@ -167,13 +165,15 @@ class Hub:
 
 
 @pytest.fixture
-def hub(tmp_path):
-    return Hub(tmp_path / "hub")
+def hub(tmp_path, monkeypatch):
+    hub = Hub(tmp_path / "hub")
+    monkeypatch.setattr(push, "is_hub_reachable", lambda: True)
+    monkeypatch.setattr(push, "HfApi", lambda: hub.api)
+    return hub
 
 
-def uploaded(folder, hub, **options):
-    request = PushRequest(folder, "someone/model", **{"license": "mit"} | options)
-    return push.upload(request, push.card(request), hub.api)
+def uploaded(folder, hub, license="mit", **options):
+    return push.upload(folder, "someone/model", push.card(folder, "someone/model", license), **options)
 
 
 def test_an_upload_replaces_older_weights_and_code_and_leaves_out_what_a_training_left(folder, hub):

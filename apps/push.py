@@ -1,4 +1,4 @@
-"""A folder is checked as someone without this package loads it, and uploaded."""
+"""The work of `wedlm push`: a folder is checked as someone without this package loads it, then uploaded to the Hub."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import EntryNotFoundError
 
-from ...adapters.adapter_files import PEFT_TYPE
-from ...adapters.loading import load_adapted
-from ...modeling_wedlm.card import CARD_NAME, is_written_by_a_person, model_card, read_card, signed
-from ...modeling_wedlm.hub import hub_files
-from ...modeling_wedlm.loading import (
+from ..adapters.adapter_files import PEFT_TYPE
+from ..adapters.loading import load_adapted
+from ..modeling_wedlm.card import CARD_NAME, is_written_by_a_person, model_card, read_card, signed
+from ..modeling_wedlm.hub import hub_files
+from ..modeling_wedlm.loading import (
     ADAPTER_FILE,
     CONFIG_FILE,
     base_path,
@@ -27,7 +27,6 @@ from ...modeling_wedlm.loading import (
     load_model,
     require_wedlm,
 )
-from .request import PushRequest
 
 # What a training leaves in its folder and a user of the model does not need; pickles can run code when they are read.
 LEFT_OUT = [".*", "_*", "checkpoint-*", "runs/*", "work/*", "trainer_state.json", "optimizer*", "scheduler*"]
@@ -37,10 +36,9 @@ STALE = ["*.safetensors", "*.safetensors.index.json", "*_wedlm.py"]
 CALLS = ({"strategy": "ar"}, {"strategy": "wedlm"}, {"strategy": "wedlm", "verification": "exact"})
 
 
-def check(request: PushRequest) -> str:
-    """Loads a folder and generates with it, in a process that cannot import this package.
-
-    A mask adapter needs the package, and is tried in this process.
+def check(folder: Path, base: str | None = None) -> str:
+    """Loads a model or an adapter (of `base`; default: its own) and generates with it, in a process that cannot import
+    this package. A mask adapter needs the package, and is tried in this process.
 
     Returns:
         what was found, in words.
@@ -49,7 +47,7 @@ def check(request: PushRequest) -> str:
         OSError: for a folder that holds neither a model nor an adapter.
         ValueError: for code that is not this version's, and for a folder that does not load or generate.
     """
-    folder, is_model = request.folder, not is_adapter(request.folder)
+    is_model = not is_adapter(folder)
     if is_model and not (folder / CONFIG_FILE).is_file():
         raise FileNotFoundError(
             f"{str(folder)!r} holds neither a model ({CONFIG_FILE}) nor an adapter ({ADAPTER_FILE})."
@@ -60,7 +58,7 @@ def check(request: PushRequest) -> str:
                 f"{str(folder / name)!r} is missing or not this version's: load the model with "
                 "`wedlm_hf.WeDLMForCausalLM` and save it again."
             )
-    model = str(folder) if is_model else request.base or base_path(folder)
+    model = str(folder) if is_model else base or base_path(folder)
     if not is_model and json.loads((folder / ADAPTER_FILE).read_bytes()).get("peft_type") == PEFT_TYPE:
         adapted, tokenizer = load_adapted(model, folder)
         inputs: Any = tokenizer("Count from 1 to 20:", return_tensors="pt")
@@ -85,32 +83,42 @@ def check(request: PushRequest) -> str:
     return f"{result.stdout.splitlines()[-1]} tokens in a process without this package."
 
 
-def card(request: PushRequest) -> str:
+def card(folder: Path, repo: str, license: str | None = None) -> str:
     """The card for the repository: the folder's, with the repository's name in its examples, and with a licence.
 
     Raises:
-        FileNotFoundError: for an adapter without a card.
+        OSError: for a folder that is not there, and for an adapter without a card.
         ValueError: for a card without a licence.
     """
-    folder, text = request.folder, read_card(request.folder)
+    if not folder.is_dir():
+        raise NotADirectoryError(f"There is no folder {str(folder)!r}.")
+    text = read_card(folder)
     if text is None:
         if is_adapter(folder):
             raise FileNotFoundError(f"{str(folder)!r} has no {CARD_NAME}: write one, with a `license` at its top.")
-        text = model_card(load_model(folder), folder, repo_id=request.repo)
+        text = model_card(load_model(folder), folder, repo_id=repo)
     is_own = is_written_by_a_person(text)
     places = "|".join(re.escape(place) for place in (".", str(folder), str(folder.absolute())))
-    made: Any = ModelCard(re.sub(rf'(from_pretrained\((?:model, )?)"(?:{places})"', rf'\1"{request.repo}"', text))
-    if request.license:
-        made.data.license = request.license
+    made: Any = ModelCard(re.sub(rf'(from_pretrained\((?:model, )?)"(?:{places})"', rf'\1"{repo}"', text))
+    if license:
+        made.data.license = license
     if not made.data.license:
         raise ValueError(f"The card states no `license`: pass `--license`, or write it at the top of {CARD_NAME}.")
     return str(made) if is_own else signed(str(made))
 
 
-def upload(request: PushRequest, card: str, api: HfApi | None = None) -> str:
-    """Uploads a folder, deletes weights and code of an earlier upload, and then writes the card.
-
-    A card that a person wrote on the Hub stays.
+def upload(
+    folder: Path,
+    repo: str,
+    card: str,
+    *,
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+    message: str = "Upload by wedlm push",
+) -> str:
+    """Uploads a folder, deletes weights and code of an earlier upload, and then writes the card, but for one that a
+    person wrote on the Hub.
 
     Returns:
         the address of the commit or pull request.
@@ -118,23 +126,22 @@ def upload(request: PushRequest, card: str, api: HfApi | None = None) -> str:
     Raises:
         OSError: for a Hub that cannot be reached or refuses the upload.
     """
-    if api is None:
-        if not is_hub_reachable():
-            raise OSError(f"{constants.ENDPOINT} cannot be reached: nothing was uploaded.")
-        api = HfApi()
-    repo_id = api.create_repo(request.repo, private=request.private or None, exist_ok=True).repo_id
-    if request.revision and not request.create_pr:
-        api.create_branch(repo_id, branch=request.revision, exist_ok=True)
+    if not is_hub_reachable():
+        raise OSError(f"{constants.ENDPOINT} cannot be reached: nothing was uploaded.")
+    api = HfApi()
+    repo_id = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
+    if revision and not create_pr:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
     commit = api.upload_folder(
         repo_id=repo_id,
-        folder_path=request.folder,
-        commit_message=request.message,
-        revision=request.revision,
-        create_pr=request.create_pr,
+        folder_path=folder,
+        commit_message=message,
+        revision=revision,
+        create_pr=create_pr,
         ignore_patterns=[*LEFT_OUT, CARD_NAME],
         delete_patterns=STALE,
     )
-    revision = commit.pr_revision or request.revision
+    revision = commit.pr_revision or revision
     try:
         there = Path(api.hf_hub_download(repo_id, CARD_NAME, revision=revision)).read_text(encoding="utf-8")
     except EntryNotFoundError:
@@ -144,7 +151,7 @@ def upload(request: PushRequest, card: str, api: HfApi | None = None) -> str:
             repo_id=repo_id,
             path_or_fileobj=card.encode(),
             path_in_repo=CARD_NAME,
-            commit_message=request.message,
+            commit_message=message,
             revision=revision,
         )
     return str(commit.pr_url or commit.commit_url)
