@@ -25,7 +25,7 @@ from ..console.progress import Show, stage
 from ..modeling_wedlm.card import CARD_NAME, write_card
 from ..modeling_wedlm.files import write_text, written_whole
 from ..modeling_wedlm.loading import FASTEST, find_device
-from ..modeling_wedlm.sources import check_source, load_source, read_source_tokenizer
+from ..modeling_wedlm.sources import load_source, read_config_dict, read_source_tokenizer
 from ..training.saving import only_writer
 from .adapt_config import AdaptConfig
 from .adapter_files import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings, read_adapter_config
@@ -164,7 +164,7 @@ class _Run:
                 f"The output folder must be new, empty, or of an earlier run, got {str(self.out)!r}."
             )
         self._read_state()
-        check_source(self.base, config.revision, config.gguf_file)
+        read_config_dict(self.base, config.revision, config.gguf_file)
         self.tokenizer = read_source_tokenizer(self.base, config.revision, config.gguf_file)
         check_conversations(self.tokenizer, self.prompts or ())
         place = next(folder for folder in (self.out.absolute(), *self.out.absolute().parents) if folder.exists())

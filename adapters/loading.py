@@ -9,7 +9,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from ..modeling_wedlm.gguf import parsed_once
 from ..modeling_wedlm.loading import (
     ADAPTER_FILE,
     FASTEST,
@@ -23,7 +22,7 @@ from ..modeling_wedlm.loading import (
     set_format,
 )
 from ..modeling_wedlm.packed import PACKED
-from ..modeling_wedlm.sources import load_source, read_source_tokenizer
+from ..modeling_wedlm.sources import load_source, parsed_once, read_source_tokenizer
 from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
 from .registered import load_mask_adapter
 

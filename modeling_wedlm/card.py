@@ -39,7 +39,7 @@ def model_card(
         folder: where it is saved; with a chat template there, the example is a chat.
         repo_id: of the Hub, for title and example.
         training: Markdown on how it was trained.
-        metadata: further fields of [`ModelCardData`], in place of those of the base.
+        metadata: further fields of [`ModelCardData`], which go before those of the base.
     """
     base, inherited = provenance(str(model.config.name_or_path or ""))
     fields = {"library_name": "transformers", "pipeline_tag": "text-generation", "base_model": base}
@@ -94,11 +94,8 @@ def write_card(folder: str | os.PathLike[str], text: str) -> bool:
 
 
 def provenance(source: str) -> tuple[str | None, dict[str, Any]]:
-    """What a model was made from: the Hub id of the base, if there is one, and what its card states for both.
-
-    Args:
-        source: folder or Hub id that the model was loaded from. A folder that was made from a Hub id passes it on.
-    """
+    """What a model was made from: the Hub id of the base, if there is one, and what its card states for both. A folder
+    that was made from a Hub id passes it on."""
     folder, is_id = source, is_hub_id(source)
     if is_id:  # nothing is fetched while a model is saved
         cached = try_to_load_from_cache(source, CARD_NAME)

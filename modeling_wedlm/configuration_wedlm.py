@@ -102,14 +102,8 @@ def not_wedlm(name: str, kind: str) -> ValueError:
 
 
 def rope_base(config_dict: dict[str, Any]) -> float | None:
-    """The RoPE base that a config states: top level (published checkpoints), `rope_parameters`, or `rope_scaling`.
-
-    Returns:
-        The base, or `None` where none is stated.
-
-    Raises:
-        ValueError: for two different bases. The parent would take one of them, or neither, in silence.
-    """
+    """The RoPE base that a config states at top level (published checkpoints), in `rope_parameters` or `rope_scaling`;
+    `None` where none is. Raises `ValueError` for two: the parent would take one of them, or neither, in silence."""
     places = {
         "rope_theta": config_dict,
         "rope_parameters": config_dict.get("rope_parameters") or {},

@@ -19,10 +19,9 @@ from transformers import AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 from ..generation.settings import check_mask_token_id
 from .configuration_wedlm import WeDLMConfig
 from .families import read_family, wedlm_config
-from .gguf import end_token_ids, load_gguf_config_dict, load_gguf_model
-from .loading import fetch_card, load_config_dict, load_model, load_tokenizer, reading
+from .loading import fetch_card, load_model, load_tokenizer, reading
 from .modeling_wedlm import WeDLMForCausalLM
-from .sources import read_source_tokenizer, split_source
+from .sources import end_token_ids, load_gguf_model, read_config_dict, read_source_tokenizer, split_source
 
 MASK_TOKEN = "<|mask|>"
 
@@ -37,9 +36,7 @@ class Conversion:
         mask_token_id: the row of the mask token.
         mask_row: where that row came from: `"existing"` (the tokenizer had the token; the row is the source's),
             `"unused"` (a row without a token) or `"added"` (the embeddings grew). The last two start from the mean.
-        copied: number of weight tensors copied.
-        missing_keys, unexpected_keys: weights the source lacks, and weights of it that have no place, as loading found
-            them; a source with any is refused, so both are empty.
+        copied: number of weight tensors copied: all that the source has.
     """
 
     model: WeDLMForCausalLM
@@ -47,18 +44,14 @@ class Conversion:
     mask_token_id: int
     mask_row: str
     copied: int
-    missing_keys: tuple[str, ...]
-    unexpected_keys: tuple[str, ...]
 
     def __str__(self) -> str:
-        return (
-            f"{self.copied} weights copied, {len(self.missing_keys)} missing, {len(self.unexpected_keys)} unexpected; "
-            f"mask token {self.tokenizer.mask_token!r} is id {self.mask_token_id} ({self.mask_row} row)"
-        )
+        mask = f"mask token {self.tokenizer.mask_token!r} is id {self.mask_token_id} ({self.mask_row} row)"
+        return f"{self.copied} weights copied; {mask}"
 
     def record(self) -> dict[str, Any]:
         """The report as values that JSON has."""
-        names = ("copied", "missing_keys", "unexpected_keys", "mask_token_id", "mask_row")
+        names = ("copied", "mask_token_id", "mask_row")
         return {name: getattr(self, name) for name in names} | {"mask_token": self.tokenizer.mask_token}
 
 
@@ -84,10 +77,9 @@ def convert(
         gguf_file: name of a GGUF file in that folder or Hub id.
 
     Raises:
-        FileNotFoundError: for a source without config.json, tokenizer or weights.
         FileExistsError: for an `output_dir` that is not empty.
         ImportError: for a GGUF file without the package `gguf`.
-        OSError: for weights that are damaged, and for a disk without room for them.
+        OSError: for a source that lacks a part or is damaged, and for a disk without room for the weights.
         ValueError: for a checkpoint of another model type or with parts that WeDLM does not have (see `read_family`),
             for weights that do not fit their config, and for a mask token that cannot be one.
     """
@@ -104,7 +96,7 @@ def convert(
     mask_token_id = _add_mask_token(tokenizer, mask_token)
     with reading(f"The config of {os.fspath(source)!r}"):
         config = wedlm_config(source_config, mask_token_id)
-    model, info = _load_weights(folder, revision, gguf_file, config)
+    model = _load_weights(folder, revision, gguf_file, config)
     if gguf_file is not None:
         model.generation_config.eos_token_id = end_token_ids(tokenizer)
         model.generation_config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
@@ -116,22 +108,16 @@ def convert(
         write_checkpoint(target, model, tokenizer, str(source))
         model.name_or_path = model.config.name_or_path = str(target)  # an adapter of it is loaded onto this
     copied = len(model.state_dict()) - len(model.all_tied_weights_keys)
-    missing, unexpected = tuple(info["missing_keys"]), tuple(info["unexpected_keys"])
-    return Conversion(model, tokenizer, mask_token_id, mask_row, copied, missing, unexpected)
+    return Conversion(model, tokenizer, mask_token_id, mask_row, copied)
 
 
 def read_source_config(
     source: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None
 ) -> PreTrainedConfig:
     """The config of a checkpoint that is a WeDLM one, or that [`convert`] can make one of; its weights are not read.
-
-    Raises:
-        OSError, ImportError, ValueError: as [`convert`].
-    """
-    folder, gguf_file, name = split_source(source, gguf_file)
-    if gguf_file is not None:
-        return read_family(load_gguf_config_dict(folder, gguf_file, revision), name)
-    config_dict = load_config_dict(folder, revision=revision)
+    Raises as [`convert`]."""
+    name = split_source(source, gguf_file)[2]
+    config_dict = read_config_dict(source, revision, gguf_file)
     with reading(f"The config of {name!r}"):
         if config_dict.get("model_type") == WeDLMConfig.model_type:
             return WeDLMConfig.from_dict(config_dict)
@@ -147,7 +133,6 @@ def check_new_folder(folder: Path) -> None:
 def write_checkpoint(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Writes the checkpoint, whole or not at all. Raises `ValueError` for a tokenizer that is not loaded as it was."""
     with _written_whole(target) as unfinished:
-        _require_space(unfinished, model)
         tokenizer.save_pretrained(unfinished)  # first: with a chat template, the model card's example is a chat
         model.save_pretrained(unfinished)
         reloaded = load_tokenizer(unfinished)
@@ -178,14 +163,6 @@ def _written_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _require_space(folder: Path, model: WeDLMForCausalLM) -> None:
-    """Raises `OSError` where the weights do not fit on the disk."""
-    needed = sum(weight.nbytes for weight in model.parameters())  # tied ones come once
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(f"The weights need {needed / 1e9:,.3f} GB, and {str(folder)!r} has {free / 1e9:,.3f} GB free.")
-
-
 def _add_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) -> int:
     """Gives the tokenizer the mask token, if it has none, and returns the id."""
     text = mask_token or tokenizer.mask_token or MASK_TOKEN
@@ -200,10 +177,8 @@ def _add_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) 
     return mask_token_id
 
 
-def _load_weights(
-    source: str, revision: str | None, gguf_file: str | None, config: WeDLMConfig
-) -> tuple[WeDLMForCausalLM, dict[str, Any]]:
-    """The source's weights in our model, with the embeddings in the source's size, and what loading found."""
+def _load_weights(source: str, revision: str | None, gguf_file: str | None, config: WeDLMConfig) -> WeDLMForCausalLM:
+    """The source's weights in our model, with the embeddings in the source's size."""
     if gguf_file is None:
         model, info = load_model(source, config=config, revision=revision, output_loading_info=True)
     else:
@@ -216,7 +191,7 @@ def _load_weights(
             f"The weights of {source!r} do not fit its config: missing {sorted(info['missing_keys'])}, "
             f"unexpected {unexpected}."
         )
-    return model, info | {"unexpected_keys": unexpected}
+    return model
 
 
 @torch.no_grad()

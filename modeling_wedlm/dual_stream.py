@@ -99,12 +99,11 @@ def dual_stream_loss(
     """Σ w·nll / N over the slots that have a target: mask loss and auxiliary AR loss at once (paper Eq. 10).
 
     Args:
-        lm_head: see [`token_nll`].
+        lm_head, chunk_size: see [`token_nll`].
         hidden_states: `(B, T, D)`.
         targets: `(B, T)` int64; -100 where a slot carries no loss.
         loss_weights: `(B, T)` float32; 1/γ, the AR weight and the normalisation of their sum are in here.
         num_items_in_batch: supervised tokens of the whole optimizer step; 0 gives a loss of 0.
-        chunk_size: see [`token_nll`].
 
     Returns:
         The loss, a scalar; and each slot's negative log-likelihood, `(B, T)` float32, 0 without a target; both

@@ -48,11 +48,7 @@ _DROPPED = (
 
 
 def read_family(config_dict: dict[str, Any], source: str) -> PreTrainedConfig:
-    """The stock config of a checkpoint that can become a WeDLM one.
-
-    Args:
-        config_dict: of its config.json or GGUF file.
-        source: the checkpoint's name, for messages.
+    """The stock config of a checkpoint, called `source`, that can become a WeDLM one.
 
     Raises:
         ValueError: for a checkpoint of another family, or with parts that WeDLM's network does not have.
@@ -76,16 +72,13 @@ def wedlm_config(source_config: PreTrainedConfig, mask_token_id: int) -> WeDLMCo
     settings: dict[str, Any] = source_config.to_dict()
     for key in _DROPPED:
         settings.pop(key, None)
-    model_type = source_config.model_type
-    config = WeDLMConfig(
-        **settings
-        | {
-            "qk_norm": model_type == "qwen3",
-            "attention_bias": model_type == "qwen2",
-            "mask_token_id": mask_token_id,
-            "vocab_size": max(source_config.vocab_size, mask_token_id + 1),
-        }
-    )
+    settings |= {
+        "qk_norm": source_config.model_type == "qwen3",
+        "attention_bias": source_config.model_type == "qwen2",
+        "mask_token_id": mask_token_id,
+        "vocab_size": max(source_config.vocab_size, mask_token_id + 1),
+    }
+    config = WeDLMConfig(**settings)
     config.vocab_size = source_config.vocab_size
     return config
 

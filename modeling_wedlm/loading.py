@@ -36,13 +36,7 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 def find_checkpoint(
     source: str | os.PathLike[str], *, revision: str | None = None, subfolder: str = "", file: str = CONFIG_FILE
 ) -> dict[str, Any]:
-    """Looks for a checkpoint, without reading it.
-
-    Args:
-        source: folder or Hub id.
-        revision: branch, tag or commit of a Hub id.
-        subfolder: where in it the checkpoint lies.
-        file: what makes it a checkpoint.
+    """Looks for a checkpoint, without reading it: a folder or Hub id, where `subfolder` holds `file`.
 
     Returns:
         The keyword arguments that each `from_pretrained` on it takes: `trust_remote_code=False`, where it lies, and
@@ -94,12 +88,8 @@ def is_hub_reachable() -> bool:
 
 
 def load_config_dict(source: str | os.PathLike[str], *, revision: str | None = None) -> dict[str, Any]:
-    """What config.json of a checkpoint of any model type says.
-
-    Raises:
-        OSError: as [`find_checkpoint`].
-        ValueError: for a file that holds no JSON object.
-    """
+    """What config.json of a checkpoint of any model type says. Raises as [`find_checkpoint`], and `ValueError` for a
+    file that holds no JSON object."""
     options = find_checkpoint(source, revision=revision)
     _check_json(Path(source), CONFIG_FILE)
     with reading(f"The config of {os.fspath(source)!r}"):
@@ -108,12 +98,8 @@ def load_config_dict(source: str | os.PathLike[str], *, revision: str | None = N
 
 
 def require_wedlm(source: str | os.PathLike[str], **options: Any) -> None:
-    """Raises `ValueError` for the checkpoint of a model of another type.
-
-    Args:
-        source: folder or Hub id.
-        options: what [`find_checkpoint`] returned, where it was called already.
-    """
+    """Raises `ValueError` for the checkpoint of a model of another type; `options` are what [`find_checkpoint`]
+    returned, where it was called already."""
     with reading(f"The config of {os.fspath(source)!r}"):
         config_dict = PreTrainedConfig.get_config_dict(source, **options or find_checkpoint(source))[0]
     kind = config_dict.get("model_type", WeDLMConfig.model_type)
@@ -124,12 +110,7 @@ def require_wedlm(source: str | os.PathLike[str], **options: Any) -> None:
 def load_tokenizer(
     source: str | os.PathLike[str], *, revision: str | None = None, **options: Any
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint of any model type.
-
-    Args:
-        source: folder or Hub id.
-        revision: branch, tag or commit of a Hub id.
-        options: further arguments of `AutoTokenizer.from_pretrained`.
+    """The tokenizer of a checkpoint of any model type; `options` as `AutoTokenizer.from_pretrained` takes them.
 
     Raises:
         OSError: as [`find_checkpoint`], and for a checkpoint without a tokenizer.
@@ -164,11 +145,10 @@ def load_model(
     model_class: Any = WeDLMForCausalLM,
     **options: Any,
 ) -> Any:
-    """The model of a checkpoint.
+    """The model of a checkpoint, which is a folder or Hub id.
 
     Args:
-        source: folder or Hub id.
-        revision: branch, tag or commit of a Hub id.
+        source, revision: as in [`find_checkpoint`].
         dtype: of the weights. `"auto"` is the checkpoint's own; `"packed"` is 16-bit weights and float32 rows, on a
             CPU ([`pack`]); `"fastest"` is what this CPU computes fastest ([`use_fastest`]), elsewhere as `"auto"`.
         device: where the model is put.
@@ -214,11 +194,8 @@ def fetch_card(source: str, *, revision: str | None = None) -> None:
 
 
 def find_device(name: str | None, called: str = "The device {!r}") -> torch.device:
-    """The device of this name, by default a GPU if there is one.
-
-    Raises:
-        ValueError: for one that is not there, which the message names as `called`.
-    """
+    """The device of this name, by default a GPU if there is one. Raises `ValueError` for one that is not there, which
+    the message names as `called`."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=name).cpu()  # the device `meta` has no data to copy

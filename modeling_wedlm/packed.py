@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from time import thread_time
@@ -22,10 +23,8 @@ from torch import nn
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
-PACKED = "packed"
-"""What a choice of dtypes calls these layers."""
-LARGEST = 65504
-"""The largest float16: a layer with larger weights stays as it is."""
+PACKED = "packed"  # what a choice of dtypes calls these layers
+LARGEST = 65504  # float16: a layer with larger weights stays as it is
 
 # Layers of one module that read the same rows, as nearly all architectures name them; others are multiplied alone.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -50,15 +49,12 @@ class PackedLinear(nn.Module):
     """An `nn.Linear` for inference whose weights are held once, as float16 in the order that the kernels read.
 
     Rows are float32, and have the same bits whatever stands beside them (see [`padded_rows`]). It is no `nn.Linear`:
-    what looks for these to read their weights, such as PEFT, must not take it for one.
+    what looks for these to read their weights, such as PEFT, must not take it for one. Hooks are kept.
 
     Args:
-        layer: whose weights are rounded to float16; its hooks are kept.
+        layer: whose weights are rounded to float16.
         rows: `(out_features, in_features)`, the table of a tied embedding: where single rows can be read.
         product: that gives the layer's outputs as its part number `part`. Default: one of the layer alone.
-
-    Raises:
-        RuntimeError: where torch lacks the kernels (see [`can_pack`]).
     """
 
     def __init__(
@@ -73,18 +69,11 @@ class PackedLinear(nn.Module):
         self.product, self.part = product or Product([layer.weight]), part
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`(..., in_features)` float32 to `(..., out_features)` float32.
-
-        Raises:
-            TypeError: for rows of another dtype.
-            RuntimeError: for rows that need a gradient.
-        """
+        """`(..., in_features)` float32 to `(..., out_features)` float32. Other dtypes and gradients are refused."""
         if input.dtype != torch.float32:
             raise TypeError(f"Packed layers take float32 rows, got {input.dtype}.")
         if input.requires_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "Packed layers have no gradients. To train, load the model with a dtype, such as torch.float32."
-            )
+            raise RuntimeError("Packed layers have no gradients. To train, load the model with a dtype.")
         output = self.product(input, self.part)
         return output if self.bias is None else output.add_(self.bias)
 
@@ -115,13 +104,10 @@ class PackedLinear(nn.Module):
 
 
 class Product:
-    """The product of rows with the weights of one layer, or of several that read the same rows.
+    """The product of rows with the weights, `(out_features, in_features)`, of one layer or of several.
 
     Small products take as long to start as to compute. So the first of several layers to get some rows computes for
     all, and the others take what is theirs.
-
-    Args:
-        weights: `(out_features, in_features)` of each layer, with `in_features` in common.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]):
@@ -162,11 +148,7 @@ class Product:
 
 
 class PackedEmbedding(nn.Embedding):
-    """An `nn.Embedding` beside packed layers: its rows come out in float32, whatever its table is stored in.
-
-    Args:
-        embedding: whose table it takes; its hooks are kept.
-    """
+    """An `nn.Embedding` beside packed layers: its rows come out in float32, whatever its table is stored in."""
 
     def __init__(self, embedding: nn.Embedding):
         nn.Module.__init__(self)
@@ -200,13 +182,8 @@ def pack(model: nn.Module) -> nn.Module:
 
     What is no linear layer becomes float32, but for 16-bit embeddings, whose tables stay. Layers with weights that
     float16 cannot hold stay as they are, in float32. The result is for inference: no parameter requires a gradient.
-    `save_pretrained` writes the rounded weights, which load like any others.
-
-    Args:
-        model: any model on a CPU; of layers that PEFT wraps, the base's are packed.
-
-    Returns:
-        The model. Where torch lacks the kernels, as it was.
+    `save_pretrained` writes the rounded weights, which load like any others. Of layers that PEFT wraps, the base's are
+    packed. Where torch lacks the kernels, the model is returned as it was.
 
     Raises:
         ValueError: for a model elsewhere than on a CPU, and for one whose weights are mostly not in `nn.Linear`.
@@ -335,10 +312,7 @@ def use_fastest(model: nn.Module) -> str | torch.dtype:
 
     Its own dtype, packed layers and bfloat16 are timed with some of its weights, for one row, as plain decoding has
     them, and for eight, as verified decoding has. Models that fit in a cache keep their own. bfloat16 rounds every row
-    to 8 bits, so that the same text takes luck: it must be clearly faster.
-
-    Returns:
-        [`PACKED`], or the dtype.
+    to 8 bits, so that the same text takes luck: it must be clearly faster. Returns [`PACKED`], or the dtype.
     """
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     own = layers[0].weight.dtype if layers else torch.float32
@@ -366,15 +340,8 @@ def _formats(sample: list[nn.Linear], with_packed: bool) -> dict[str | torch.dty
     if with_packed:
         formats[PACKED] = [PackedLinear(layer) for layer in sample]
     if torch.bfloat16 not in formats:
-        formats[torch.bfloat16] = [_cast(layer, torch.bfloat16) for layer in sample]
+        formats[torch.bfloat16] = [deepcopy(layer).to(torch.bfloat16) for layer in sample]
     return formats
-
-
-def _cast(layer: nn.Linear, dtype: torch.dtype) -> nn.Linear:
-    with torch.device("meta"):
-        cast = nn.Linear(layer.in_features, layer.out_features, bias=False)
-    cast.weight = nn.Parameter(layer.weight.detach().to(dtype), requires_grad=False)
-    return cast
 
 
 @torch.no_grad()

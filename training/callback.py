@@ -32,7 +32,7 @@ class DynamicMaskingCallback(TrainerCallback):
         train_dataloader: DataLoader | None = None,
         **kwargs: Any,
     ) -> None:
-        """Gives the training data loader its own collator."""
+        """Gives the training data their own collator."""
         refuse_context_parallelism(args.parallelism_config or AcceleratorState().parallelism_config)
         loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # inside accelerate's wrapper
         owner, name = loader, "collate_fn"

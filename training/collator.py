@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -23,8 +23,6 @@ from .streams import (
     side_by_side,
     split_responses,
 )
-
-LossWeighting = Literal["ratio", "uniform"]
 
 
 @dataclass
@@ -57,8 +55,6 @@ class DataCollatorForDualStreamMasking:
         ratio_sampler: see [`sample_masked_counts`].
         suffix_probability: see [`mask_blocks`]; 0 is the paper's layout.
         num_copies: independent prediction copies that share one memory stream (paper: 1).
-        loss_weighting: `"ratio"`, a masked token weighs 1/γ (Eq. 10) and N counts supervised tokens; `"uniform"`
-            multiplies each block's losses by its γ: all masked tokens weigh the same, and N counts them.
         seed: the noise is a function of (seed, epoch, tokens of the document), of nothing else: it is the same for any
             batch size, order, packing, number of workers or processes, and after a resume. The epoch is 0 unless
             [`DynamicMaskingCallback`] or `set_epoch` says otherwise.
@@ -74,7 +70,6 @@ class DataCollatorForDualStreamMasking:
     ratio_sampler: RatioSampler = "count"
     suffix_probability: float = 0.0
     num_copies: int = 1
-    loss_weighting: LossWeighting = "ratio"
     seed: int = 0
     _epoch: torch.Tensor = field(init=False, repr=False, compare=False)
 
@@ -105,8 +100,7 @@ class DataCollatorForDualStreamMasking:
         Returns:
             `input_ids`, `position_ids`, `stream_ids` (-1 padding, 0 memory, c ≥ 1 prediction copy c), `block_ids`,
             `document_ids`, `targets` (-100 where no loss), all `(B, T)` int64; `loss_weights` `(B, T)` float32; and
-            `labels`, whose entries `Trainer` counts to normalise the loss: `(B, L)` int64, the clean supervised
-            tokens; with `loss_weighting="uniform"` `(B, T)`, the targets of the masked rows.
+            `labels`, the clean supervised tokens, `(B, L)` int64, which `Trainer` counts to normalise the loss.
 
         Raises:
             ValueError: for an example without `input_ids`, or with columns that do not fit them.
@@ -119,19 +113,11 @@ class DataCollatorForDualStreamMasking:
         )
         prediction = self._prediction(memory, self._noise_keys(tokens.input_ids, documents))
         batch = side_by_side(memory, prediction, documents.sequences, self.tokenizer.pad_token_id)
-        if self.loss_weighting == "uniform":
-            return batch | {"labels": batch["targets"].masked_fill(batch["stream_ids"] == 0, IGNORE_INDEX)}
         return batch | {"labels": _clean_labels(memory, documents.sequences)}
 
     def _prediction(self, memory: Stream, keys: Sequence[int]) -> Stream:
         """The blocks that carry a loss, masked and reordered, copy after copy; a masked row's target is its token.
-
-        With `loss_weighting="uniform"`, also sets the memory's loss weights.
-
-        Args:
-            memory: the memory stream.
-            keys: of the noise, one a document.
-        """
+        The noise has a key for each document."""
         rows, owner = blocks_with_loss(memory, self.block_size)
         counts = torch.bincount(owner, minlength=len(keys))
         owner, number = ranges(counts * self.num_copies)
@@ -145,11 +131,6 @@ class DataCollatorForDualStreamMasking:
             supervised, noise, self.ratio_sampler, self.suffix_probability, owner * self.num_copies + copy
         )
         weights = masked * (inverse_ratios / ((1 + self.ar_weight) * self.num_copies))[:, None]
-        if self.loss_weighting == "uniform":
-            weights = masked / (1 + self.ar_weight)
-            ratios = torch.zeros(len(rows)).index_add_(0, block, masked.sum(-1) / supervised.sum(-1))
-            _weigh_memory(memory, rows, ratios)
-
         order = reorder_blocks(masked, present)
         is_row = present.gather(1, order)
         row, is_mask, weight = (cells.gather(1, order)[is_row] for cells in (grid, masked, weights))
@@ -176,11 +157,7 @@ class DataCollatorForDualStreamMasking:
 
 
 def check_settings(settings: Any) -> None:
-    """Checks the settings of [`DataCollatorForDualStreamMasking`], of it or of a config that has the same fields.
-
-    Raises:
-        ValueError: for a value out of range, naming the field, the value and what is allowed.
-    """
+    """Raises `ValueError` for a value out of range, of the collator or of a config that has the same fields."""
     for name in ("block_size", "num_eos", "num_copies"):
         value = getattr(settings, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -189,17 +166,12 @@ def check_settings(settings: Any) -> None:
         raise ValueError(f"`ar_weight` must be a number of at least 0, got {settings.ar_weight}.")
     if not isinstance(settings.suffix_probability, int | float) or not 0 <= settings.suffix_probability <= 1:
         raise ValueError(f"`suffix_probability` must lie in [0, 1], got {settings.suffix_probability}.")
-    for name, choices in (("ratio_sampler", get_args(RatioSampler)), ("loss_weighting", get_args(LossWeighting))):
-        if getattr(settings, name) not in choices:
-            raise ValueError(f"`{name}` must be one of {choices}, got {getattr(settings, name)!r}.")
+    if settings.ratio_sampler not in get_args(RatioSampler):
+        raise ValueError(f"`ratio_sampler` must be one of {get_args(RatioSampler)}, got {settings.ratio_sampler!r}.")
 
 
 def read_tokens(examples: Sequence[Mapping[str, Any]]) -> Tokens:
-    """The tokens of a batch's examples, concatenated, and which are supervised.
-
-    Raises:
-        ValueError: for an example without `input_ids`, or with columns that do not fit them.
-    """
+    """The tokens of a batch's examples, concatenated. Raises `ValueError` for columns that do not fit together."""
     parts, marks = [], []
     lengths: list[int] = []
     sequences: list[int] = []
@@ -246,20 +218,6 @@ def _document_lengths(example: Mapping[str, Any], input_ids: torch.Tensor) -> li
             f"positive and add up to their number; got {len(input_ids)} tokens and lengths {lengths}."
         )
     return lengths
-
-
-def _weigh_memory(memory: Stream, rows: torch.Tensor, ratios: torch.Tensor) -> None:
-    """Multiplies each AR loss by the γ of its target's block, summed over copies, as its masked tokens' losses are.
-
-    Args:
-        memory: the memory stream.
-        rows: `(K, block_size)` int64, see [`blocks_with_loss`].
-        ratios: `(K,)` float32, γ of each block.
-    """
-    present = rows >= 0
-    ratio_of_row = torch.zeros(len(memory["owner"]))
-    ratio_of_row[rows[present]] = ratios.repeat_interleave(present.sum(-1))
-    memory["loss_weights"] = memory["loss_weights"] * ratio_of_row.roll(-1)  # a row's target lies in the next one
 
 
 def _clean_labels(memory: Stream, sequences: torch.Tensor) -> torch.Tensor:

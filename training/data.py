@@ -16,17 +16,14 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
 
     Args:
         name: path of a `.jsonl`, `.json` or `.parquet` file; else a folder or Hub id.
-        split: of a folder or Hub id, such as `"train[:100]"`. A file is one split, of any name; slices hold there too.
+        split: such as `"train[:100]"`. A file is one split, of any name; slices hold there too.
         config_name: of a Hub id.
         streaming: read while training instead of before.
 
     Raises:
         OSError: for a file that is not there.
-        ValueError: for no name, for a malformed line of a JSONL file, with its number, and a `config_name` beside a
-            file.
+        ValueError: for a malformed line of a JSONL file, with its number, and a `config_name` beside a file.
     """
-    if not name.strip():
-        raise ValueError(f"Examples are a file, a folder or a Hub id, got {name!r}.")
     path = Path(name)
     builder = _BUILDERS.get(path.suffix)
     if builder is None and path.is_file():

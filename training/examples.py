@@ -51,7 +51,6 @@ class DataReport:
     """How many examples of a dataset are trained on as they are, and what became of the others.
 
     Attributes:
-        name: of the dataset.
         outcomes: number of examples by [`Outcome`].
     """
 
@@ -93,11 +92,8 @@ def read_example(
     """The columns that an example of its kind is tokenised from, and no others: TRL might take them for its own.
 
     Args:
-        example: of the dataset.
-        index: of the example, from 0 on.
-        name: of the dataset.
-        kind: see [`kind_of`]; that of the first example.
-        text_field: name of the column of raw text.
+        example, index: of the dataset called `name`, from 0 on.
+        kind, text_field: see [`kind_of`]; the kind is that of the first example.
         needs_assistant: whether assistant turns alone are supervised.
 
     Returns:

@@ -59,7 +59,7 @@ def response_log_probs(
     for example in examples:
         if packed := [name for name in ("seq_lengths", "document_ids") if example.get(name) is not None]:
             raise ValueError(f"Examples must hold one conversation each, got a packed one with {packed}.")
-    collator_used = replace(collator, num_eos=1, ar_weight=1.0, loss_weighting="ratio")
+    collator_used = replace(collator, num_eos=1, ar_weight=1.0)
     collator_used.set_epoch(collator.epoch)
     batch = collator_used(examples)
     device = next(model.parameters()).device

@@ -5,7 +5,7 @@ logical order; cells without a token are False everywhere.
 """
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -16,15 +16,10 @@ _RATIO, _STRATUM, _LAYOUT, _CELLS = range(4)
 
 
 def draw_noise(keys: Sequence[int], block_counts: Sequence[int], block_size: int) -> torch.Tensor:
-    """Draws the noise of [`mask_blocks`] for several documents, each from its own key.
-
-    Args:
-        keys: one 64-bit integer a document; the noise of a document is a function of its key alone.
-        block_counts: number of blocks of each document.
-        block_size: B.
+    """The noise of [`mask_blocks`] for several documents, each a function of its own 64-bit key alone.
 
     Returns:
-        `(K, B + 3)` float32, uniform in [0, 1); K is the sum of `block_counts`.
+        `(K, B + 3)` float32, uniform in [0, 1); K is the sum of `block_counts`, the documents' numbers of blocks.
     """
     noise = torch.empty(sum(block_counts), _CELLS + block_size)
     generator = torch.Generator()
@@ -50,8 +45,6 @@ def sample_masked_counts(
     Returns:
         m_k `(K,)` int64, zero where n_k is zero, and 1/γ_k `(K,)` float32.
     """
-    if ratio_sampler not in get_args(RatioSampler):
-        raise ValueError(f"`ratio_sampler` must be one of {get_args(RatioSampler)}, got {ratio_sampler!r}.")
     uniform = noise[:, _RATIO]
     if ratio_sampler == "gamma":
         masked_counts = (uniform * supervised_counts).round().long()
@@ -104,12 +97,7 @@ def mask_blocks(
 def reorder_blocks(masked: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Topological reordering within each block: observed tokens first, then masks, both in logical order (paper §4.1).
 
-    Args:
-        masked: `(K, B)` bool.
-        present: `(K, B)` bool; cells that hold a token.
-
     Returns:
-        `(K, B)` int64: the cell that lies at each row of its block, a permutation of `0…B−1`;
-        cells without a token come last.
+        `(K, B)` int64: the cell that lies at each row of its block; cells that hold no token (`present`) come last.
     """
     return (masked.long() + 2 * ~present).argsort(dim=-1, stable=True)

@@ -26,12 +26,8 @@ def evaluation_sums(
     """Sums over the tokens of each sequence; over sequences, batches and processes they simply add up.
 
     Args:
-        batch: a collated batch with `loss_weighting="ratio"`.
-        token_nll: `(B, T)` float32, see `WeDLMCausalLMOutputWithPast`.
-        correct: `(B, T)` bool, see there.
-        block_size: B of the collator.
-        ar_weight: a of the collator.
-        num_copies: of the collator.
+        batch: a collated one; `block_size`, `ar_weight` and `num_copies` are the collator's.
+        token_nll, correct: `(B, T)` float32 and bool, see `WeDLMCausalLMOutputWithPast`.
 
     Returns:
         Pairs of a sum and, under the same name and `/count`, of what to divide it by; every tensor is `(B,)` float64.

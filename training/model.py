@@ -44,12 +44,7 @@ def with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
 
 def check_source(name: str, revision: str | None, *, is_base: bool) -> None:
     """Raises `OSError` or `ValueError` for a checkpoint that cannot be trained; reads nothing but its config.
-
-    Args:
-        name: folder or Hub id.
-        revision: branch, tag or commit of a Hub id.
-        is_base: an adapter is trained on it, which WeDLM must be able to load onto it again.
-    """
+    `is_base`: an adapter is trained on it, which WeDLM must be able to load onto it again."""
     if read_source_config(name, revision).model_type != "wedlm" and is_base:
         raise ValueError(
             f"An adapter is loaded onto the checkpoint that it was trained on, and {name!r} is not a WeDLM one. "

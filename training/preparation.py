@@ -19,9 +19,6 @@ logger = get_logger(__name__)
 class Preparation:
     """Reads, fits and counts the examples of a run's datasets, map or iterable.
 
-    Args:
-        args: settings of the run.
-
     Attributes:
         reports: of the datasets whose examples are all counted; those of a stream are counted as it is read.
     """

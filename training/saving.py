@@ -29,11 +29,8 @@ _UNFINISHED, _FINISHED, _LOCK = "_saving", "_saved", "_lock"
 def only_writer(folder: Path, is_writer: bool = True) -> Iterator[None]:
     """Keeps the runs of other processes from writing into a folder meanwhile; may be entered repeatedly.
 
-    The system frees the lock when its process ends, however it ends. File systems without locks go without.
-
-    Args:
-        folder: made if it is not there.
-        is_writer: False for processes of a run that are not its first: they take part without a lock.
+    The system frees the lock when its process ends, however it ends. File systems without locks go without, and so do
+    processes of a run that are not its first (`is_writer`). The folder is made if it is not there.
 
     Raises:
         OSError: while another process holds the lock, and for a folder that cannot be written to.
@@ -64,8 +61,6 @@ class AtomicSaveTrainer(Trainer):
     checkpoint is renamed as a whole, older ones are deleted only then; the files of a model are renamed one by one.
     Files of a save that raised are removed at once, those of a killed process by the next save. While a run trains or
     saves, no other run can write into its output folder.
-
-    Every process of a distributed run must take part in each save, as in the parent.
 
     Raises:
         OSError: in each of these methods, for what cannot be written, and while another run writes there.
@@ -201,13 +196,8 @@ def _move_files(finished: Path, folder: Path) -> None:
 
 
 def newest_complete_checkpoint(output_dir: Path) -> Path:
-    """The newest `checkpoint-*` folder whose last file, the trainer's state, is whole.
-
-    [`AtomicSaveTrainer`] leaves no other kind; `Trainer` itself may.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """The newest `checkpoint-*` folder whose last file, the trainer's state, is whole: `Trainer` itself may leave
+    others. Raises `ValueError` if there is none."""
     for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         if _has_state(folder):
             return folder

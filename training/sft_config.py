@@ -8,7 +8,7 @@ from typing import Any
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
-from .collator import LossWeighting, check_settings
+from .collator import check_settings
 from .masking import RatioSampler
 
 CHATML = Path(__file__).with_name("chat_template.jinja")
@@ -71,9 +71,6 @@ class WeDLMSFTConfig(SFTConfig):
     num_copies: int = field(default=1, metadata={"help": "Prediction copies of one memory stream (paper: 1)."})
     num_eos: int = field(default=8, metadata={"help": "End tokens after a response (released code)."})
     ar_weight: float = field(default=1.0, metadata={"help": "a, weight of the AR loss (released code; Eq. 10)."})
-    loss_weighting: LossWeighting = field(
-        default="ratio", metadata={"help": "'ratio': 1/γ (Eq. 10); 'uniform': every masked token weighs the same."}
-    )
     eval_decoding_samples: int = field(
         default=4, metadata={"help": "Prompts of the evaluation set that each evaluation decodes; 0 for none."}
     )

@@ -32,9 +32,12 @@ from .sft_config import WeDLMSFTConfig
 from .streams import IGNORE_INDEX
 
 COLLATOR_FIELDS = (
-    "block_size", "num_eos", "ar_weight", "ratio_sampler", "suffix_probability", "num_copies", "loss_weighting",
-    "seed",
+    "block_size", "num_eos", "ar_weight", "ratio_sampler", "suffix_probability", "num_copies", "seed",
 )  # fmt: skip
+# Of evaluation: a bound on −log p that any two runs can be compared by, on the tokens that the AR loss is of.
+_EVALUATION: dict[str, Any] = {
+    "seed": 0, "ratio_sampler": "stratified", "suffix_probability": 0.0, "num_eos": 1, "ar_weight": 1.0,
+}  # fmt: skip
 
 
 class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
@@ -126,7 +129,6 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         # Only now: with `packing=True` the parent refuses every collator but its own.
         settings = {name: getattr(args, name) for name in COLLATOR_FIELDS}
         self.data_collator = collator = DataCollatorForDualStreamMasking(processing_class, **settings)
-        # A bound on −log p that any two runs can be compared by, on the tokens that the AR loss is of.
         self._eval_collator = replace(collator, **_EVALUATION)
         refuse_context_parallelism(self.accelerator.parallelism_config)
         self._eval_sums: Counter[str] = Counter()
@@ -224,8 +226,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         """The parent's, with the throughput and both parts of the loss since the last training log.
 
         `tokens_per_second` counts clean tokens (the memory stream) of all processes, `supervised_tokens_per_second`
-        those with a loss (with `loss_weighting="uniform"`, masked ones); `ar_nll` and `mask_nll` are means over
-        tokens, in nats, `mask_nll` without its weights.
+        those with a loss; `ar_nll` and `mask_nll` are means over tokens, in nats, `mask_nll` without its weights.
         """
         if "loss" in logs and self._since_log:
             seconds, self._log_time = time.perf_counter() - self._log_time, time.perf_counter()
@@ -332,13 +333,3 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._preparation.report_streams()
         return output
-
-
-_EVALUATION: dict[str, Any] = {
-    "seed": 0,
-    "ratio_sampler": "stratified",
-    "suffix_probability": 0.0,
-    "loss_weighting": "ratio",
-    "num_eos": 1,
-    "ar_weight": 1.0,
-}

@@ -24,37 +24,22 @@ PADDING = {
 
 
 class Tokens(NamedTuple):
-    """Tokens of a batch, concatenated.
+    """Tokens of a batch, concatenated."""
 
-    Attributes:
-        input_ids: `(S,)` int64.
-        supervised: `(S,)` bool.
-        lengths: `(D,)` int64, tokens of each document.
-        sequences: `(D,)` int64, ascending; the sequence of the batch that each document lies in.
-    """
-
-    input_ids: torch.Tensor
-    supervised: torch.Tensor
-    lengths: torch.Tensor
-    sequences: torch.Tensor
+    input_ids: torch.Tensor  # (S,) int64
+    supervised: torch.Tensor  # (S,) bool
+    lengths: torch.Tensor  # (D,) int64, tokens of each document
+    sequences: torch.Tensor  # (D,) int64, ascending; the sequence of the batch that each document lies in
 
 
 class Documents(NamedTuple):
-    """What a batch trains, one document per response; every tensor `(D,)` int64.
+    """What a batch trains, one document per response; every tensor `(D,)` int64."""
 
-    Attributes:
-        starts: index of the first token among all tokens.
-        sizes: tokens, without the fill.
-        supervised_from: position of the first token that this document may supervise.
-        fills: end tokens to append.
-        sequences: sequence of the batch.
-    """
-
-    starts: torch.Tensor
-    sizes: torch.Tensor
-    supervised_from: torch.Tensor
-    fills: torch.Tensor
-    sequences: torch.Tensor
+    starts: torch.Tensor  # index of the first token among all tokens
+    sizes: torch.Tensor  # tokens, without the fill
+    supervised_from: torch.Tensor  # position of the first token that this document may supervise
+    fills: torch.Tensor  # end tokens to append
+    sequences: torch.Tensor  # of the batch, as above
 
 
 def ranges(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,24 +126,12 @@ def blocks_with_loss(memory: Stream, block_size: int) -> tuple[torch.Tensor, tor
 def side_by_side(
     memory: Stream, prediction: Stream, sequences: torch.Tensor, pad_token_id: int
 ) -> dict[str, torch.Tensor]:
-    """Both streams of each document, one behind the other, its documents one after the other in each sequence.
-
-    Args:
-        memory, prediction: the streams; rows of one document stand together, documents ascend.
-        sequences: `(D,)` int64, ascending; the sequence that each document lies in.
-        pad_token_id: fills up the sequences of `input_ids`.
-
-    Returns:
-        The model's columns, each `(B, T)`.
-    """
+    """The model's columns, each `(B, T)`: both streams of each document, one behind the other, and the documents one
+    after the other in each sequence. In a stream, rows of one document stand together, and documents ascend."""
     sizes = [torch.bincount(stream["owner"], minlength=len(sequences)) for stream in (memory, prediction)]
     start, length = places_of(sizes[0] + sizes[1], sequences)
-    place = torch.cat(
-        [
-            start[memory["owner"]] + memory["position_ids"],
-            (start + sizes[0])[prediction["owner"]] + ranges(sizes[1])[1],
-        ]
-    )
+    behind = (start + sizes[0])[prediction["owner"]] + ranges(sizes[1])[1]
+    place = torch.cat([start[memory["owner"]] + memory["position_ids"], behind])
     number = torch.arange(len(sequences)) - first_documents(sequences)
     batch = {}
     for name, padding in (PADDING | {"input_ids": pad_token_id}).items():
@@ -179,12 +152,8 @@ def first_documents(sequences: torch.Tensor) -> torch.Tensor:
 
 
 def places_of(sizes: torch.Tensor, sequences: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where each document begins in a flattened batch, `(D,)`, and how long its sequences are.
-
-    Args:
-        sizes: `(D,)` int64, rows of each document.
-        sequences: `(D,)` int64, ascending; the sequence that each document lies in.
-    """
+    """Where each document begins in a flattened batch, `(D,)`, and how long its sequences are; `sizes` are the rows
+    of each document, `(D,)` int64."""
     ends = sizes.cumsum(0)
     starts = ends - sizes - (ends - sizes)[first_documents(sequences)]
     length = int((starts + sizes).max())

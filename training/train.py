@@ -64,11 +64,7 @@ def run(
 ) -> WeDLMSFTTrainer:
     """Loads data and model, trains, evaluates, saves; returns the trainer.
 
-    Args:
-        data: what to train on.
-        args: how.
-        model: which model.
-        report: called with the [`results`]; by default they are printed as a table.
+    The [`results`] go to `report`; by default they are printed as a table.
 
     Raises:
         OSError: for files that cannot be read or written, and while another run writes into the output folder.
@@ -144,12 +140,7 @@ def _resume_from(args: WeDLMSFTConfig) -> str | bool | None:
 
 
 def results(trainer: WeDLMSFTTrainer, metrics: dict[str, float]) -> dict[str, Any]:
-    """What was trained on what, and what came out.
-
-    Args:
-        trainer: after training.
-        metrics: of its evaluation; empty where there was none.
-    """
+    """What was trained on what, and what came out; `metrics` of the evaluation, empty where there was none."""
     weights = [parameter.numel() for parameter in trainer.model.parameters()]
     trained = [parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad]
     logs: dict[str, Any] = {}
@@ -226,8 +217,7 @@ def main(
 
     Args:
         arguments: of the command line; default: this process' own.
-        description: text of `--help` above the settings.
-        epilog: last line of `--help`.
+        description, epilog: text of `--help` above the settings, and its last line.
         report: as in [`run`].
 
     Raises:

@@ -74,10 +74,7 @@ def test_every_weight_and_logit_is_the_sources(tmp_path, style, dtype, tied):
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=dtype)
     stock.save_pretrained(tmp_path / "source")
     result = convert(tmp_path / "source", tmp_path / "out")
-    assert (result.missing_keys, result.unexpected_keys) == ((), ())
-    assert str(result).startswith(
-        f"{result.copied} weights copied, 0 missing, 0 unexpected; mask token '<|mask|>' is id"
-    )
+    assert str(result).startswith(f"{result.copied} weights copied; mask token '<|mask|>' is id")
 
     before = load_file(tmp_path / "source" / "model.safetensors")
     after = load_file(tmp_path / "out" / "model.safetensors")
@@ -238,12 +235,6 @@ def test_a_mount_point_can_be_filled(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda old, new: busy(new) if Path(new) == mount else replace(old, new))
     convert(tmp_path / "source", mount)
     assert (mount / "config.json").is_file()
-
-
-def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    write_source(tmp_path / "source")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    refused(tmp_path, OSError, r"The weights need 0\.000 GB, and '.*' has 0\.000 GB free\.")
 
 
 def test_an_empty_output_folder_is_filled_and_its_parents_are_made(tmp_path):

@@ -51,25 +51,14 @@ def responses(tokens: list[int], supervised: list[bool], num_eos: int) -> list[D
     return documents
 
 
-def slots_of(
-    document: Document,
-    block_size: int,
-    ar_weight: float,
-    document_id: int = 0,
-    shift: int = 0,
-    loss_weighting: str = "ratio",
-) -> list[Slot]:
-    """The memory stream, then each prediction copy block by block: observed tokens first, then masked ones.
-
-    The first block begins `shift` positions before the document. With uniform weighting, each loss is multiplied by
-    the γ of its block.
-    """
+def slots_of(document: Document, block_size: int, ar_weight: float, document_id: int = 0) -> list[Slot]:
+    """The memory stream, then each prediction copy block by block: observed tokens first, then masked ones."""
     tokens, supervised = document.tokens, document.supervised
     real = len(tokens) - document.fill
     copies = len(document.masked)
     blocks: dict[int, list[int]] = {}
     for position in range(len(tokens)):
-        blocks.setdefault((position + shift) // block_size, []).append(position)
+        blocks.setdefault(position // block_size, []).append(position)
     totals = {number: sum(supervised[position] for position in block) for number, block in blocks.items()}
 
     def ratio(number: int, copy: int) -> float:
@@ -80,9 +69,7 @@ def slots_of(
         following = position + 1
         has_loss = ar_weight > 0 and following < real and supervised[following]
         target, weight = (tokens[following], ar_weight / (1 + ar_weight)) if has_loss else (IGNORE, 0.0)
-        if has_loss and loss_weighting == "uniform":
-            weight *= sum(ratio((following + shift) // block_size, copy) for copy in range(copies))
-        slots.append(Slot(token, position, 0, (position + shift) // block_size, document_id, target, weight))
+        slots.append(Slot(token, position, 0, position // block_size, document_id, target, weight))
     for copy, masked in enumerate(document.masked):
         for number, block in blocks.items():
             if totals[number] == 0:
@@ -92,9 +79,7 @@ def slots_of(
             for position in observed:
                 slots.append(Slot(tokens[position], position, copy + 1, number, document_id))
             for position in hidden:
-                weight = 1 / (1 + ar_weight)
-                if loss_weighting == "ratio":
-                    weight /= ratio(number, copy) * copies
+                weight = 1 / ((1 + ar_weight) * ratio(number, copy) * copies)
                 slots.append(Slot(MASK, position, copy + 1, number, document_id, tokens[position], weight))
     return slots
 

@@ -13,20 +13,14 @@ from typing import Any
 import torch
 from accelerate import ParallelismConfig
 from test_sft_trainer import MESSAGES, trainer_on
-from tiny import EOS, START, tiny_model, tiny_tokenizer
+from test_trainer import EXAMPLES as DOCUMENTS
+from tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 from wedlm_hf.training import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 
-DOCUMENTS = [
-    {
-        "input_ids": [START, *range(10 + number, 14 + number % 3 + number), *[50 + number] * length, EOS],
-        "labels": [-100] * (5 + number % 3) + [50 + number] * length + [EOS],
-    }
-    for number, length in enumerate([3, 9, 5, 14, 4, 11, 7, 2, 6, 12, 8, 10, 5, 3, 13, 4])
-]
 # Two documents a row.
 PACKED = [
     {

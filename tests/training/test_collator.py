@@ -82,7 +82,6 @@ packed_rows = st.lists(st.lists(documents(), min_size=1, max_size=3), min_size=1
             "num_copies": st.integers(1, 3),
             "ratio_sampler": st.sampled_from(["count", "stratified"]),
             "suffix_probability": st.sampled_from([0.0, 0.7]),
-            "loss_weighting": st.sampled_from(["ratio", "uniform"]),
             "seed": st.integers(0, 5),
         }
     ),
@@ -104,9 +103,7 @@ def test_a_batch_is_what_the_oracle_lays_out_for_the_masks_drawn(rows, settings,
         for index, piece in enumerate(pieces):
             masked = [masked_positions(batch, number, index, copy + 1) for copy in range(settings["num_copies"])]
             document = replace(piece, masked=masked)
-            slots += slots_of(
-                document, settings["block_size"], settings["ar_weight"], index, 0, settings["loss_weighting"]
-            )
+            slots += slots_of(document, settings["block_size"], settings["ar_weight"], index)
             labels += [token if mark else IGNORE for token, mark in zip(piece.tokens, piece.supervised, strict=True)]
             for copy in masked:
                 assert_masks_are_legal(document, copy, settings["block_size"])
@@ -120,8 +117,6 @@ def test_a_batch_is_what_the_oracle_lays_out_for_the_masks_drawn(rows, settings,
     for column, values in expected.items():
         torch.testing.assert_close(batch[column], values, rtol=1e-6, atol=0, msg=lambda text, c=column: f"{c}: {text}")
     labels = torch.nn.utils.rnn.pad_sequence(expected_labels, batch_first=True, padding_value=IGNORE)
-    if settings["loss_weighting"] == "uniform":
-        labels = expected["targets"].masked_fill(expected["stream_ids"] < 1, IGNORE)
     assert torch.equal(batch["labels"], labels)
 
 
@@ -296,7 +291,6 @@ def tokenizer_with(**tokens):
         ({"suffix_probability": float("nan")}, "`suffix_probability` must lie in [0, 1], got nan."),
         ({"suffix_probability": 1.5}, "`suffix_probability` must lie in [0, 1], got 1.5."),
         ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified', 'gamma'), got 'beta'."),
-        ({"loss_weighting": "none"}, "`loss_weighting` must be one of ('ratio', 'uniform'), got 'none'."),
         *(
             ({"tokenizer": tokenizer_with(**{name: None})}, f"The tokenizer has no `{name}_id`, which dual-stream")
             for name in ("mask_token", "eos_token", "pad_token")
@@ -323,11 +317,8 @@ def test_settings_out_of_range_are_refused(settings, message):
         ({"input_ids": [4, 5], "document_ids": [0]}, "(or the runs of `document_ids`) must be positive and add up"),
     ],
 )
-def test_an_example_that_does_not_fit_together_is_refused(example, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        collator_with()([example])
-
-
-def test_a_negative_epoch_is_refused():
+def test_an_example_that_does_not_fit_together_is_refused_and_so_is_a_negative_epoch(example, message):
     with pytest.raises(ValueError, match=r"^`epoch` must be at least 0, got -1.$"):
         collator_with().set_epoch(-1)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        collator_with()([example])

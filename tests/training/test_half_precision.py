@@ -85,9 +85,3 @@ def test_a_scaled_loss_has_the_gradient_of_float64_and_training_goes_on_after_a_
         scales.append(scaler.get_scale())
     assert losses[0] == losses[1] and scales[0] < 2.0**24  # skipped
     assert scales[-1] == scales[-5] and losses[-1] < 0.5 * losses[0]
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_half_precision_logits_are_summed_in_float32(dtype):
-    output = model_of(dtype)(**batch_of())
-    assert output.loss.dtype == output.token_nll.dtype == torch.float32

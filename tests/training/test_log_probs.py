@@ -76,7 +76,7 @@ def test_a_row_is_the_same_alone_and_in_a_batch_whatever_else_is_asked_for():
     model = tiny_model()
     with torch.no_grad():
         together = response_log_probs(model, EXAMPLES, collator_with())
-        other = response_log_probs(model, EXAMPLES, collator_with(num_eos=8, ar_weight=0.0, loss_weighting="uniform"))
+        other = response_log_probs(model, EXAMPLES, collator_with(num_eos=8, ar_weight=0.0))
         for row, example in enumerate(EXAMPLES):
             alone = response_log_probs(model, [example], collator_with()).mask_tokens[0]
             torch.testing.assert_close(alone, together.mask_tokens[row, : len(alone)], atol=1e-4, rtol=1e-5)

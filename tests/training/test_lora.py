@@ -113,10 +113,7 @@ def test_an_adapter_of_a_model_in_four_bits_trains_saves_loads_and_decodes(tmp_p
 
 def test_the_mask_row_is_trained_only_where_it_is_new_and_nobody_names_other_rows(tmp_path):
     tokenizer = tiny_tokenizer()
-    assert mask_row_is_new(with_new_mask_row(), tokenizer) and mask_row_is_new(
-        with_new_mask_row().bfloat16(), tokenizer
-    )
-    assert not mask_row_is_new(tiny_model(), tokenizer)
+    assert mask_row_is_new(with_new_mask_row().bfloat16(), tokenizer)
     for model, settings, expected in (
         (tiny_model(), {}, None),
         (with_new_mask_row(), {}, {"embed_tokens": [MASK]}),

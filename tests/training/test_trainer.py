@@ -84,13 +84,11 @@ def record_noise(trainer: Trainer) -> tuple[list[Noise], list[Noise]]:
 # Loss, gradient, updates.
 
 
-@pytest.mark.parametrize("weighting", ["ratio", "uniform"])
-def test_gradient_accumulation_changes_no_digit(tmp_path, weighting):
+def test_gradient_accumulation_changes_no_digit(tmp_path):
     runs = []
     for batch_size, steps in ((8, 1), (4, 2), (1, 8)):
         trainer = trainer_on(
             tmp_path,
-            collator=collator_with(loss_weighting=weighting),
             per_device_train_batch_size=batch_size,
             gradient_accumulation_steps=steps,
             max_steps=4,
@@ -110,17 +108,9 @@ def test_gradient_accumulation_changes_no_digit(tmp_path, weighting):
             torch.testing.assert_close(weight, whole_weights[name], rtol=0, atol=1e-3 * moved + 1e-7)
 
 
-@pytest.mark.parametrize("uniform", [False, True], ids=["ratio", "uniform"])
-def test_the_step_loss_is_divided_by_what_all_its_micro_batches_count(tmp_path, uniform):
-    settings = {"loss_weighting": "uniform", "ar_weight": 0.0} if uniform else {}
-    trainer = trainer_on(
-        tmp_path,
-        collator=collator_with(**settings),
-        max_steps=1,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        learning_rate=0.0,
-    )
+def test_the_step_loss_is_divided_by_what_all_its_micro_batches_count(tmp_path):
+    steps = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer = trainer_on(tmp_path, **steps, learning_rate=0.0)
     counts, nll = [], []
 
     def record(model, args, kwargs, output):
@@ -130,10 +120,9 @@ def test_the_step_loss_is_divided_by_what_all_its_micro_batches_count(tmp_path, 
     trainer.model.register_forward_hook(record, with_kwargs=True)
     trainer.train()
     assert len(counts) == 4 and len(set(counts)) == 1
-    if not uniform:
-        # 8 of the 16 examples; each supervises its answer, its end token and two more copies of that.
-        possible = sorted(length + 3 for length in LENGTHS)
-        assert sum(possible[:8]) <= counts[0] <= sum(possible[8:])
+    # 8 of the 16 examples; each supervises its answer, its end token and two more copies of that.
+    possible = sorted(length + 3 for length in LENGTHS)
+    assert sum(possible[:8]) <= counts[0] <= sum(possible[8:])
     assert losses_of(trainer)[0] == pytest.approx(sum(nll) / counts[0], rel=1e-5)
 
 
