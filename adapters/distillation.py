@@ -58,7 +58,7 @@ def attend_in_runs(
     Args:
         query: `(B, A, M, D)` of A heads.
         key, value: `(B, A / G, M, D)`.
-        attention_mask: `(B, 1, M, L)`, 0 where a mask sees a memory token and -inf elsewhere.
+        attention_mask: `(B, 1, M, L + K)`, 0 where a mask sees a memory token or a mask of its run, -inf elsewhere.
         scaling: of the scores.
         softcap: of the scores, as in Gemma 2.
         s_aux: `(A,)`, attention sinks, as in gpt-oss.
@@ -80,9 +80,7 @@ def attend_in_runs(
     to_run = in_runs @ key.reshape(*shape, width).transpose(-1, -2)
     if softcap is not None and runs.has_softcap:
         to_memory, to_run = (softcap * (scores / softcap).tanh() for scores in (to_memory, to_run))
-    later = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
-    to_run = to_run.masked_fill(later, float("-inf")).flatten(3, 4)
-    parts = [to_memory + attention_mask[:, :, None], to_run]
+    parts = [torch.cat([to_memory, to_run.flatten(3, 4)], dim=-1) + attention_mask[:, :, None]]
     if s_aux is not None:
         parts.append(s_aux.view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, slots, 1))
     weights = torch.cat(parts, dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
@@ -288,18 +286,21 @@ class MaskDistillation(nn.Module):
             cuts: `(B, C)`: position of the last token that the masks of a run see, -1 for none. The first mask stands
                 two positions further on.
         """
-        device, length = cuts.device, memory.get_seq_length()
-        positions = (cuts.clamp(min=0)[..., None] + 2 + torch.arange(self.num_masks, device=device)).flatten(1)
-        places = torch.arange(length, device=device)
-        seen = (places <= cuts.clamp(min=0)[..., None]).repeat_interleave(self.num_masks, dim=1)
+        device, cuts = cuts.device, cuts.clamp(min=0)[..., None]
+        runs = cuts + 2 + torch.arange(self.num_masks, device=device)
+        positions = runs.flatten(1)
+        own = positions[..., None]
+        places = torch.arange(memory.get_seq_length(), device=device).expand(*runs.shape, -1)
+        keys = torch.cat([places, runs[:, :, None].expand(*runs.shape, -1)], dim=-1).flatten(1, 2)
+        seen = torch.cat([places <= cuts[..., None], runs[:, :, None] <= runs[..., None]], dim=-1).flatten(1, 2)
         visible = {}
         for kind in self._kinds:
             near = seen
             if kind == "sliding_attention":
-                near = seen & (places > positions[..., None] - self._text.sliding_window)
+                near = seen & (keys > own - self._text.sliding_window)
             elif kind == "chunked_attention":
                 size = self._text.attention_chunk_size
-                near = seen & (places // size == positions[..., None] // size)
+                near = seen & (keys // size == own // size)
             visible[kind] = torch.zeros(near.shape, dtype=self.model.dtype, device=device)
             visible[kind] = visible[kind].masked_fill_(~near, float("-inf"))[:, None]
         implementation = self._text._attn_implementation
@@ -316,7 +317,7 @@ class MaskDistillation(nn.Module):
         finally:
             self._text._attn_implementation = implementation
             _RUNS.reset(token)
-        return hidden.unflatten(1, (cuts.shape[1], self.num_masks))
+        return hidden.unflatten(1, runs.shape[1:])
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """What a family makes of its head's output, in float32."""

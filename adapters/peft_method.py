@@ -58,6 +58,13 @@ class MaskAdapterTuner(BaseTuner):
     tuner_layer_cls = BaseTunerLayer
     target_module_mapping: dict[str, list[str]] = {}
 
+    def __init__(self, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        below = dict(getattr(model, "peft_config", {}))
+        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+        if below:  # PEFT would share one table with the `PeftModel` below, whose adapter may have the same name
+            self.peft_config = {adapter_name: self.peft_config[adapter_name]}
+            model.peft_config = below
+
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Adds the adapter. Raises `ValueError` for a model that cannot carry it or is not the adapter's base."""
         config: Any = self.peft_config[adapter_name]

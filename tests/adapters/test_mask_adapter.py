@@ -391,6 +391,12 @@ def test_it_stands_beside_a_task_lora_on_all_rows(tmp_path: Path, mask_first: bo
         both = PeftModel.from_pretrained(base, str(tmp_path / "task"))
     else:
         both = PeftModel.from_pretrained(PeftModel.from_pretrained(base, str(tmp_path / "task")), str(tmp_path))
+        both.save_pretrained(tmp_path / "saved")  # both are called "default"
+        both.base_model.model.save_pretrained(tmp_path / "saved" / "task")
+        for folder in (".", "task"):
+            file = f"{folder}/adapter_model.safetensors"
+            one, other = load_file(tmp_path / file), load_file(tmp_path / "saved" / file)
+            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     with torch.no_grad():
         actual = predict(both, IDS, 2)
         assert torch.equal(both(input_ids=IDS).logits, expected)

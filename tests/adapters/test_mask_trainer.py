@@ -52,21 +52,26 @@ def states_behind(model: Any, tokens: torch.Tensor, cut: int) -> torch.Tensor:
     """The oracle: `(K, H)` from one causal forward of the tokens up to the cut, and masks behind the next token."""
     ids = torch.cat([tokens[: cut + 1], torch.zeros(K, dtype=torch.int64)])[None]
     positions = torch.tensor([*range(cut + 1), *range(cut + 2, cut + 2 + K)])
-    causal, masks = torch.ones(len(positions), len(positions), dtype=torch.bool).tril(), {}
-    for kind in sorted(set(layer_types(model.config))):
-        window = model.config.sliding_window if kind == "sliding_attention" else 10**9
-        seen = causal & (positions > positions[:, None] - window)
+    causal, masks, config = torch.ones(len(positions), len(positions), dtype=torch.bool).tril(), {}, model.config
+    for kind in sorted(set(layer_types(config))):
+        seen = causal
+        if kind == "sliding_attention":
+            seen = causal & (positions > positions[:, None] - config.sliding_window)
+        elif kind == "chunked_attention":
+            chunks = positions // config.attention_chunk_size
+            seen = causal & (chunks == chunks[:, None])
         masks[kind] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
-    with model.predicting(K):
-        inputs = {"input_ids": ids, "position_ids": positions[None], "attention_mask": mask, "use_cache": False}
-        return model.base_model(**inputs).last_hidden_state[0, -K:]
+    with model.predicting(K) as slots:
+        model(input_ids=ids, position_ids=positions[None], attention_mask=mask, use_cache=False)
+    return slots.hidden[0]
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Gemma2": {"head_dim": 8, "sliding_window": 6, "attn_implementation": "eager", "query_pre_attn_scalar": 8},
-    "Cohere2": {"sliding_window": 6},
+    "Cohere2": {"sliding_window": 3},  # shorter than a run
+    "Llama4": {"head_dim": 8, "attention_chunk_size": 6, "no_rope_layers": [1, 0], "num_local_experts": 2},
     "Granite": {"logits_scaling": 2.0},
     "GptOss": {"head_dim": 8, "sliding_window": 6, "attn_implementation": "eager", "num_local_experts": 2,
                "num_experts_per_tok": 1},
@@ -79,8 +84,8 @@ def stock_model(name: str) -> Any:
     shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
              "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1,
              "eos_token_id": 2}  # fmt: skip
-    config = getattr(transformers, f"{name}Config")(**shape | FAMILIES[name])
-    model = randomize(getattr(transformers, f"{name}ForCausalLM")(config)).eval()
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    model = randomize(model_class(model_class.config_class(**shape | FAMILIES[name]))).eval()
     for parameter in add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8)).parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model
