@@ -27,23 +27,16 @@ from ..generation.request import context_length
 
 log = logging.getLogger("wedlm_hf.serving")
 
+# Longest answer where neither the request nor the checkpoint says, as in `transformers serve`.
 DEFAULT_NEW_TOKENS = 1024
-"""Longest answer where neither the request nor the checkpoint says, as in `transformers serve`."""
-LARGEST_BATCH = 8
-"""Requests that share a `generate` call."""
+LARGEST_BATCH = 8  # requests that share a `generate` call
+# Settings whose effect would reach other sequences of a batch, or the padding, and the values without an effect.
 ALONE = {"stop_strings": None, "max_time": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-"""Settings whose effect would reach other sequences of a batch, or the padding, and the values without an effect."""
 
 
 class RequestError(Exception):
-    """A request that is not answered.
-
-    Args:
-        message: for the client.
-        status: of HTTP.
-        code: OpenAI's name of the error, if it has one.
-        param: the field of the request that is wrong, if it is known.
-    """
+    """A request that is not answered: with a status of HTTP, OpenAI's name of the error, if it has one, and the field
+    of the request that is wrong, if it is known."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
         super().__init__(message)
@@ -59,34 +52,21 @@ class RequestError(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """A prompt of a request.
+    """A prompt of a request."""
 
-    Attributes:
-        client: whose turn it is; clients take turns.
-        is_cancelled: set when the client has gone, and when the server ends.
-        settings: of parallel decoding, keywords of `generate`.
-        limit: new tokens that the request asks for at most; `None` if it does not say.
-        seed: of sampling; `None`: the generator's state is left as it is.
-        error: why the answer failed.
-    """
-
-    client: Hashable = None
-    is_cancelled: threading.Event = field(default_factory=threading.Event)
-    settings: dict[str, Any] = field(default_factory=dict)
-    limit: int | None = None
-    seed: int | None = None
-    error: Exception | None = None
+    client: Hashable = None  # clients take turns
+    is_cancelled: threading.Event = field(default_factory=threading.Event)  # the client has gone, or the server ends
+    settings: dict[str, Any] = field(default_factory=dict)  # of parallel decoding, keywords of `generate`
+    limit: int | None = None  # of new tokens, if the request says
+    seed: int | None = None  # of sampling; `None`: the generator's state is left as it is
+    error: Exception | None = None  # why the answer failed
 
 
 CURRENT_CALL: ContextVar[Call] = ContextVar("current_call")
 
 
 class StopTrimmer:
-    """Text up to the first stop string, as OpenAI's API has it; transformers' answers include it.
-
-    Args:
-        stops: the stop strings.
-    """
+    """Text up to the first stop string, as OpenAI's API has it; transformers' answers include it."""
 
     def __init__(self, stops: list[str]):
         self.stops = stops
@@ -114,16 +94,8 @@ class StopTrimmer:
 
 
 class AnswerStreamer(DirectStreamer):
-    """transformers' streamer of one sequence, which ends before a stop string and knows why it ends.
-
-    Args:
-        call: what is answered.
-        request_id: for the log.
-        prompt: tokens.
-        config: of the request. Its `max_new_tokens` is changed at the end, see [`finish`].
-        tokenizer: a fast one.
-        parser: of tool calls and thoughts, if any.
-    """
+    """transformers' streamer of one sequence, which ends before a stop string and knows why it ends. The request's
+    config changes at the end, see [`finish`]; the parser is of tool calls and thoughts, if any."""
 
     def __init__(
         self, call: Call, request_id: str, prompt: list[int], config: GenerationConfig, tokenizer: Any, parser: Any
@@ -185,11 +157,7 @@ class AnswerStreamer(DirectStreamer):
 
 
 class Batch(BaseStreamer, StoppingCriteria):
-    """Sequences of one `generate` call: hands each its tokens, and ends each at its own limit.
-
-    Args:
-        answers: at least one.
-    """
+    """Sequences of one `generate` call: hands each its tokens, and ends each at its own limit."""
 
     def __init__(self, answers: Sequence[AnswerStreamer]):
         self.answers = answers
@@ -227,20 +195,11 @@ class CallManager(GenerateManager):
         self.last_turns: dict[Hashable, int] = {}  # of the clients that wait
 
     def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: GenerationConfig,
-        request_id: str,
+        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str,
         response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], AnswerStreamer]:
+    ) -> tuple[asyncio.Queue[Any], AnswerStreamer]:  # fmt: skip
         """Takes a request. Returns a queue of text (then `None`, or a `_StreamError` and the call's `error`), and the
-        streamer that fills it.
-
-        Raises:
-            RequestError: for a request over the context.
-        """
+        streamer that fills it. Raises `RequestError` for a request over the context."""
         call, prompt = CURRENT_CALL.get(), inputs["input_ids"][0].tolist()
         fit_into_context(call, model, len(prompt), gen_config)
         answer = AnswerStreamer(call, request_id, prompt, gen_config, processor, response_parser)
@@ -252,12 +211,8 @@ class CallManager(GenerateManager):
     async def generate_non_streaming(  # type: ignore[override]
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
     ) -> tuple[str, int, list[int]]:
-        """As [`generate_streaming`], to the end. Returns the text, the prompt's length and the new tokens.
-
-        Raises:
-            RequestError: as there, and for a request that is cancelled.
-            ValueError: for what `generate` refuses.
-        """
+        """As [`generate_streaming`], to the end: the text, the prompt's length and the new tokens. Raises whatever the
+        answer failed with."""
         queue, answer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
         text = ""
         while (item := await queue.get()) is not None:
@@ -289,10 +244,7 @@ class CallManager(GenerateManager):
         """On the thread that all calls share."""
         batch = []
         for answer in self.next_batch():
-            if answer.call.is_cancelled.is_set():
-                _cut_off(answer)
-            else:
-                batch.append(answer)
+            _cut_off(answer) if answer.call.is_cancelled.is_set() else batch.append(answer)
         if batch:
             self._generate(model, batch)
 
@@ -350,18 +302,8 @@ def cost_of(stats: Any, index: int, new_tokens: int, seconds: float) -> str:
 
 
 def fit_into_context(call: Call, model: Any, length: int, config: GenerationConfig) -> None:
-    """Sets how long the answer may become.
-
-    Args:
-        call: what is asked for.
-        model: that answers.
-        length: of the prompt, tokens.
-        config: whose `max_new_tokens` is set.
-
-    Raises:
-        RequestError: for a prompt that is empty or leaves no room in the context, and for a limit that does not fit
-            or lies below `min_new_tokens`.
-    """
+    """Sets how long the answer to a prompt of `length` tokens may become. Raises `RequestError` for a prompt that is
+    empty or leaves no room in the context, and for a limit that does not fit or lies below `min_new_tokens`."""
     context, code = context_length(model.config), "context_length_exceeded"
     if not 0 < length < context:
         message = f"The prompt must have 1 to {context - 1} tokens for this model's context, got {length}."

@@ -24,28 +24,16 @@ from ..generation.settings import SETTING_NAMES
 from .calls import CURRENT_CALL, Call, CallManager, RequestError
 from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, prompts_of, read, settings_of
 
-GREEDY_BELOW = 1e-5
-"""A temperature so low is none, as in vLLM: logits divided by it would be infinite."""
-PROCESSOR_FIELDS = {"repetition_penalty": "frequency_penalty", "sequence_bias": "logit_bias"}
-"""Fields that become a logits processor of another name."""
+GREEDY_BELOW = 1e-5  # a temperature so low is none, as in vLLM: logits divided by it would be infinite
 
 
 class LoadedModel(ModelManager):
-    """One model, already loaded: `transformers serve` loads only classes of its own package.
-
-    Args:
-        name: by which clients ask for it.
-        model: in evaluation mode.
-        tokenizer: the model's, a fast one.
-        settings: of parallel decoding, for requests that name none.
-    """
+    """One model, already loaded: `transformers serve` loads only classes of its own package. Clients ask for it by its
+    name; the settings of parallel decoding are for requests that name none."""
 
     def __init__(self, name: str, model: Any, tokenizer: Any, settings: dict[str, Any]):
         super().__init__(model_timeout=-1)
-        self.force_model = name
-        self.model = model
-        self.tokenizer = tokenizer
-        self.settings = settings
+        self.force_model, self.model, self.tokenizer, self.settings = name, model, tokenizer, settings
         self.vocab_size: int = model.config.get_text_config(decoder=True).vocab_size
 
     @staticmethod
@@ -84,11 +72,8 @@ class ParallelHandler(BaseHandler):
     prompt_field: str
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """Answers a request.
-
-        Raises:
-            RequestError: for one that cannot be honoured. A stream begins only when nothing is left to refuse.
-        """
+        """Answers a request. Raises `RequestError` for one that cannot be honoured: a stream begins only when nothing
+        is left to refuse."""
         nested = body.get("generation_config")
         asked = {*body, *(nested if isinstance(nested, dict) else ())}
         try:
@@ -106,10 +91,10 @@ class ParallelHandler(BaseHandler):
             raise RequestError(message, param=self.prompt_field) from None
         except (RequestError, ValueError) as error:
             refused = error if isinstance(error, RequestError) else RequestError(str(error))
-            is_prompt = str(error).startswith(("The prompt", "This model's context"))
-            refused.param = refused.param or (
-                self.prompt_field if is_prompt else field_of(str(error), asked | {*self.schema.model_fields}, asked)
-            )
+            if str(error).startswith(("The prompt", "This model's context")):
+                refused.param = self.prompt_field
+            elif refused.param is None:
+                refused.param = next((name for name in re.findall(r"`(\w+)", str(error)) if name in asked), None)
             raise refused from None
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> tuple[list[Call], list[Any]]:
@@ -207,23 +192,6 @@ def check_tokens(field: str, tokens: Any, vocab_size: int) -> None:
         raise RequestError(message, param=field)
 
 
-def field_of(message: str, names: set[str], asked: set[str]) -> str | None:
-    """The field that the message of an error names first, itself or by its logits processor.
-
-    Args:
-        message: of the error.
-        names: of all fields.
-        asked: of those that the request has.
-    """
-    for found in re.finditer(r"`([\w.]+)|\b(\w+?)LogitsProcessor", message):
-        name = found[1] or re.sub(r"(?<!^)(?=[A-Z])", "_", found[2]).lower()
-        if found[2] and name not in asked:
-            name = PROCESSOR_FIELDS.get(name, name)
-        if name.partition(".")[0] in names:
-            return name
-    return None
-
-
 def _whole(responses: list[Any]) -> JSONResponse:
     """One response to all prompts of a request."""
     bodies = [json.loads(response.body) for response in responses]
@@ -236,11 +204,8 @@ def _total(bodies: list[dict[str, Any]]) -> dict[str, int]:
 
 
 async def _merged(calls: list[Call], responses: list[Any]) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of the answers to all prompts of a request, as they come; the last one has the usage of all.
-
-    Raises:
-        Exception: with which an answer failed.
-    """
+    """The chunks of the answers to all prompts of a request, as they come; the last one has the usage of all. Raises
+    whatever an answer failed with."""
     queue: asyncio.Queue[Any] = asyncio.Queue()
     ends: list[Any] = []
 

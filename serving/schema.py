@@ -165,16 +165,8 @@ class CompletionRequest(Request):
 
 
 def read(body: dict[str, Any], schema: type[Request]) -> Request:
-    """What a request asks for.
-
-    Args:
-        body: the JSON object that the client sent.
-        schema: of the endpoint.
-
-    Raises:
-        RequestError: for a field or a value that is not taken.
-        ValueError: for settings of parallel decoding that are out of range.
-    """
+    """What a request asks for. Raises `RequestError` for a field or a value that is not taken, and `ValueError` for
+    settings of parallel decoding that are out of range."""
     body = dict(body)
     for name, value in body.items():
         try:

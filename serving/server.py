@@ -28,22 +28,15 @@ from ..generation.settings import SETTING_NAMES
 from .calls import CURRENT_CALL, Call, RequestError, log
 from .handlers import ChatHandler, LoadedModel, OneThread, TextHandler
 
-SECONDS_TO_END = 20
-"""For forwards that run when the server ends."""
+SECONDS_TO_END = 20  # for forwards that run when the server ends
 
 
 class ClientWatch:
     """ASGI middleware: gives each request a [`Call`], which is cancelled when the client goes away. Clients are told
-    apart by address and key.
-
-    Args:
-        app: the server.
-        running: what is being answered.
-    """
+    apart by address and key. `running` is what is being answered."""
 
     def __init__(self, app: Any, running: set[Call]):
-        self.app = app
-        self.running = running
+        self.app, self.running = app, running
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
         """Answers a request."""
@@ -153,11 +146,7 @@ def add_errors(app: FastAPI) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections.
-
-    Raises:
-        OSError: for an address that is not there or in use.
-    """
+    """A socket that takes connections. Raises `OSError` for an address that is not there or in use."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
