@@ -27,10 +27,9 @@ FUSED_INTO = {part: name for name, parts in FUSED.items() for part in parts}
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer of vLLM, with an update added to the rows that are masks.
+    """A linear layer of vLLM, `base`, with an update added to the rows that are masks.
 
     Args:
-        base: the layer.
         down: `(in, ranks)`, of all layers that are fused into it, side by side; of a layer that is cut along its
             inputs, this process' part.
         up: `(ranks, out)`, this process' part; each fused layer's updates its own outputs only.
@@ -58,17 +57,9 @@ class AdaptedLinear(nn.Module):
 
 
 class VllmMaskAdapter(nn.Module):
-    """The mask adapter of a model on vLLM.
+    """The mask adapter of a folder or Hub id, in a [`WeDLMForCausalLM`] with weights; `most_rows` of a step.
 
-    Args:
-        name: folder or Hub id.
-        model: the [`WeDLMForCausalLM`] that it is put into, with its weights loaded.
-        most_rows: of a step.
-
-    Raises:
-        OSError: for missing or damaged files.
-        ValueError: for weights that do not fit.
-    """
+    Raises `OSError` for missing or damaged files, and `ValueError` for weights that do not fit."""
 
     flags: torch.Tensor
     mask_embedding: torch.Tensor
@@ -133,14 +124,8 @@ class VllmMaskAdapter(nn.Module):
         return head
 
     def mark(self, rows: torch.Tensor, is_mask: torch.Tensor, positions: torch.Tensor) -> None:
-        """Says which rows of the next forward are masks.
-
-        No mask stands where the AR row before the masks gives the token: each is one position further on.
-
-        Args:
-            rows: of drafts and masks.
-            is_mask: which of them are masks.
-            positions: of all rows of the forward, which change.
+        """Says which rows of the next forward, of those of drafts and masks, are masks. No mask stands where the AR
+        row before them gives the token: each is one position further on, so that the `positions` of all rows change.
         """
         self.flags.zero_()
         self.flags[rows, 0] = is_mask.to(self.flags.dtype)
@@ -156,7 +141,6 @@ class VllmMaskAdapter(nn.Module):
         """Chooses the drafts of each request one after the other.
 
         Args:
-            model: the model.
             hidden: `(A, K, H)`, last hidden states of the masks.
             logits: `(A, K, V)`, theirs.
             before: `(A, 2)` int64, the two tokens before the first.

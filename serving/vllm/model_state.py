@@ -76,13 +76,7 @@ class WrappedSampler:
 
 
 class VerifyingSampler(WrappedSampler):
-    """Verifies each request's drafts and takes new ones from its masks (see proposer.py, which does so on runner V1).
-
-    Args:
-        sampler: vLLM's.
-        model: the [`WeDLMForCausalLM`].
-        vllm_config: of the engine.
-    """
+    """Verifies each request's drafts and takes new ones from its masks, as proposer.py does on runner V1."""
 
     def __init__(self, sampler: Any, model: Any, vllm_config: VllmConfig):
         super().__init__(sampler)
@@ -137,13 +131,8 @@ class VerifyingSampler(WrappedSampler):
 
 
 class StreamingSampler(WrappedSampler):
-    """Fills masks of each request's window and commits its pending tokens (see [`Windows`]).
-
-    Args:
-        sampler: vLLM's, which draws the tokens.
-        windows: of the engine.
-        vllm_config: of the engine.
-    """
+    """Fills masks of each request's window with tokens that vLLM's sampler draws, and commits those that are pending
+    (see [`Windows`])."""
 
     def __init__(self, sampler: Any, windows: Windows, vllm_config: VllmConfig):
         super().__init__(sampler)
@@ -179,13 +168,8 @@ class StreamingSampler(WrappedSampler):
             tokens[decoded], committed[decoded] = new, count.int()
             self.sampler.req_states.draft_tokens[places] = following
         rejected = rows.int() - committed
-        return SamplerOutput(
-            sampled_token_ids=tokens,
-            logprobs_tensors=None,
-            num_nans=None,
-            num_sampled=committed,
-            num_rejected=rejected,
-        )
+        counted = {"num_sampled": committed, "num_rejected": rejected}
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None, num_nans=None, **counted)
 
     def _begin(self, batch: Any, requests: list[int]) -> None:
         """Opens the windows of those requests whose prompt ends with this step."""

@@ -136,13 +136,7 @@ class EngineOptions:
 
 
 def base_of_checkpoint(name: str, config: Any, revision: str | None = None) -> dict[str, Any]:
-    """What [`base_of`] says of a model, from the files of its checkpoint.
-
-    Args:
-        name: folder or Hub id.
-        config: of the model.
-        revision: of a Hub id.
-    """
+    """What [`base_of`] says of a model, from the files of its checkpoint, a folder or Hub id."""
     own = {field: getattr(config, field, None) for field in BASE_FIELDS}
     options: dict[str, Any] = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     names = "model.norm.weight", "model.embed_tokens.weight"
@@ -200,11 +194,8 @@ class RequestOptions:
         return 0 if self.strategy == "ar" else min(engine, self.window_size or engine)
 
     def check(self, largest_window: int | None) -> None:
-        """Raises `ValueError` for an option without a meaning in this engine.
-
-        Args:
-            largest_window: of the paper's decoder; `None` for AR and verified decoding.
-        """
+        """Raises `ValueError` for an option without a meaning in this engine, whose largest window is the paper's
+        decoder's; `None` for AR and verified decoding."""
         if largest_window is None:
             for name in ("entropy_threshold", "distance_penalty"):
                 if getattr(self, name) is not None:

@@ -31,38 +31,22 @@ from .stats import PlanInForce
 
 @dataclass
 class RequestState:
-    """What is known of a request.
-
-    Attributes:
-        options: its own.
-        end_tokens: that end it; nothing is drafted behind one.
-        drafts: that are being checked.
-    """
+    """What is known of a request."""
 
     options: RequestOptions
-    end_tokens: frozenset[int]
-    drafts: list[Draft]
+    end_tokens: frozenset[int]  # nothing is drafted behind one
+    drafts: list[Draft]  # that are being checked
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the runner shows of a step.
+    """What the runner shows of a step."""
 
-    Attributes:
-        requests: ids, in the order of the batch.
-        states: the runner's own of each request.
-        rows: of the forward.
-        is_decode: no prompt was part of it.
-        hidden: `(R, H)`, last hidden states of the sampled rows.
-        spec_tokens: speculative tokens of each request that were verified.
-    """
-
-    requests: list[str]
-    states: Any
-    rows: int
-    is_decode: bool
-    hidden: torch.Tensor
-    spec_tokens: list[list[int]]
+    requests: list[str]  # ids, in the order of the batch
+    states: Any  # the runner's own of each request
+    is_decode: bool  # no prompt was part of it
+    hidden: torch.Tensor  # (R, H), last hidden states of the sampled rows
+    spec_tokens: list[list[int]]  # of each request, that were verified
 
 
 class Proposer:
@@ -109,7 +93,6 @@ class Proposer:
         self._step = Step(
             requests=requests,
             states=runner.requests,
-            rows=rows,
             is_decode=rows == sum(counts) + len(requests),
             hidden=hidden,
             spec_tokens=[[next(tokens) for _ in range(count)] for count in counts],
@@ -135,7 +118,7 @@ class Proposer:
         for index in active:
             if step.requests[index] not in self.states:
                 self.states[step.requests[index]] = _new_state(step.states[step.requests[index]])
-        found = self._drafts(step, sampled_token_ids, active, logits, num_tokens_no_spec, token_ids_cpu)
+        found = self._drafts(step, sampled_token_ids, logits, num_tokens_no_spec, token_ids_cpu)
         outlooks = [self._outlook(step, index, found.get(index), int(num_tokens_no_spec[index])) for index in active]
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
         for index, plan in zip(active, self.planner.plan(outlooks), strict=True):
@@ -165,20 +148,13 @@ class Proposer:
         self._last = requests
 
     def _drafts(
-        self,
-        step: Step,
-        sampled: list[list[int]],
-        active: Sequence[int],
-        logits: torch.Tensor,
-        lengths: Any,
-        texts: Any,
+        self, step: Step, sampled: list[list[int]], logits: torch.Tensor, lengths: Any, texts: Any
     ) -> dict[int, tuple[list[int], list[float]]]:
         """What the masks of each request say, with the chances that they give it; only where every draft passed."""
         masks: dict[int, list[int]] = {}
         row = 0
         for index, tokens in enumerate(step.spec_tokens):
-            drafts = self._count_drafts(tokens)
-            unused = self._unused_masks
+            drafts, unused = self._count_drafts(tokens), self._unused_masks
             if len(sampled[index]) == drafts + 1 and len(tokens) > drafts + unused:
                 masks[index] = list(range(row + drafts + 1 + unused, row + len(tokens) + 1))
             row += len(tokens) + 1

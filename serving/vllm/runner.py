@@ -100,13 +100,8 @@ def expand_batch_to_tokens(
     (https://github.com/vllm-project/vllm/issues/55005): temperatures, top-k and top-p of drafts are random there.
 
     Args:
-        x: `(requests,)`.
-        cu_num_tokens: `(requests,)`, tokens of a request and of those before it.
-        num_tokens: of all.
-        replace_from, replace_to: a value that is written as another one.
-
-    Returns:
-        `(num_tokens,)`.
+        x: `(requests,)`; where it is `replace_from`, it is written as `replace_to`.
+        cu_num_tokens: `(requests,)`, tokens of a request and of those before it; `num_tokens` of all.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts.long(), output_size=num_tokens)

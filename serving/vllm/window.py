@@ -18,8 +18,6 @@ class Windows:
     Args:
         places: M.
         largest: the largest window W.
-        mask_token_id: of the checkpoint.
-        device: of the tensors.
 
     Attributes:
         tokens: `(M, C)` int64, of each slot.
@@ -41,15 +39,8 @@ class Windows:
         self.threshold, self.penalty = torch.zeros(2, places, device=device)
 
     def begin(self, places: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-        """Windows of masks alone, behind a prompt.
-
-        Args:
-            places: `(A,)`.
-            left: `(A,)`, new tokens allowed.
-
-        Returns:
-            `(A, C)` int64, the tokens to run next, in their order.
-        """
+        """Windows of masks alone, behind a prompt, at `places`, `(A,)`, with `left`, `(A,)`, new tokens allowed.
+        Returns `(A, C)` int64, the tokens to run next, in their order."""
         self.tokens[places], self.is_filled[places] = self.mask_token_id, False
         self.pending[places], self.left[places] = 0, left
         return self._refill(places)

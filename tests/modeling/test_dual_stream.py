@@ -100,24 +100,6 @@ def test_visibility_is_the_table_of_the_algorithm(documents):
     assert torch.equal(mask, dense_mask(rows))
 
 
-any_slots = st.builds(
-    Slot,
-    st.just(4),
-    position=st.just(0),
-    stream=st.integers(-1, 2),
-    block=st.integers(-1, 2),
-    document=st.integers(-1, 1),
-)
-
-
-@given(st.lists(any_slots, min_size=1, max_size=8))
-def test_visibility_is_the_table_for_ids_in_any_order_and_padding_sees_only_itself(slots):
-    visible = dual_stream_mask_function(**layout_of(batch_of([slots])))
-    slot = torch.arange(len(slots))
-    mask = visible(torch.tensor(0), torch.tensor(0), slot[:, None], slot[None, :])
-    assert torch.equal(mask, dense_mask([slots])[0])
-
-
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
 def test_the_model_looks_where_the_table_says(attention):
     rows = [packed(row) for row in ROWS]
@@ -171,18 +153,6 @@ def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_re
                 assert_equal_but_rounding(logits[row, index], expected[len(prefix) :])
                 compared += len(index)
     assert compared == sum(slot.stream > 0 for documents in ROWS for slot in packed(documents))
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_memory_stream_logits_are_those_of_the_autoregressive_forward(attention):
-    model = tiny_model(attn_implementation=attention).double()
-    logits = logits_of(model, batch_of([packed(row) for row in ROWS]))
-    for row, documents in enumerate(ROWS):
-        slots = packed(documents)
-        for number, document in enumerate(documents):
-            index = [i for i, slot in enumerate(slots) if (slot.document, slot.stream) == (number, 0)]
-            expected = plain_logits(model, document.tokens, list(range(len(document.tokens))))
-            assert_equal_but_rounding(logits[row, index], expected)
 
 
 # Loss.

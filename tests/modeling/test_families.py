@@ -142,6 +142,11 @@ def test_a_llama_config_of_the_older_dialect_is_read(tmp_path):
         ("Llama 2", {"attn_logit_softcapping": 50.0}, r"a soft cap on attention scores \(attn_logit_softcapping"),
         ("Llama 2", {"num_local_experts": 8}, r"a mixture of experts \(num_local_experts=8\)"),
         (
+            "Qwen3",
+            {"quantization_config": {"quant_method": "fp8"}},
+            r"quantized weights \(quantization_config={'quant_",
+        ),
+        (
             "Llama 2",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             r"partial rotary embeddings \(partial_rotary_factor=0\.5\)",

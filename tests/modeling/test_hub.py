@@ -5,12 +5,10 @@ import os
 import re
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from tiny import tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -157,40 +155,21 @@ def test_the_bundle_is_flat_small_and_all_of_it_is_reached_from_the_model_file(t
         assert target == f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
 
 
-@pytest.fixture
-def uploads(monkeypatch) -> list[dict[str, bytes]]:
-    """The files of each commit that would go to the Hub."""
-    commits: list[dict[str, bytes]] = []
-
-    class Api:
-        def create_repo(self, repo_id: str, **_: Any) -> Any:
-            return types.SimpleNamespace(repo_id=repo_id)
-
-        def create_commit(self, operations: list[Any], **_: Any) -> None:
-            commits.append({each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations})
-
-    card = types.SimpleNamespace(save=lambda path: Path(path).write_text("card"))
-    for module in (transformers.utils.hub, transformers.modeling_utils, transformers.configuration_utils):
-        monkeypatch.setattr(module, "hf_api", Api)
-        monkeypatch.setattr(module, "create_and_tag_model_card", lambda *_, **__: card, raising=False)
-    return commits
-
-
-def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, uploads):
+def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, hub):
     model = tiny_model()
     model.push_to_hub("someone/tiny")
     model.save_pretrained(tmp_path / "model", push_to_hub=True)
     model.config.push_to_hub("someone/tiny")
     model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
-    assert len(uploads) == 4
-    for commit in uploads:
+    assert len(hub.commits) == 4
+    for commit in hub.commits:
         assert {name: text.decode() for name, text in commit.items() if name.endswith(".py")} == hub_files()
         assert json.loads(commit["config.json"])["auto_map"] == AUTO_MAP
-    for commit in uploads[:2]:
+    for commit in hub.commits[:2]:
         assert "model.safetensors" in commit
     # Again into the same folder: what a folder held before is not left out.
     model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
-    assert hub_files().keys() <= uploads[4].keys()
+    assert hub_files().keys() <= hub.commits[4].keys()
 
 
 def test_a_published_checkpoint_saved_again_names_our_code(tmp_path):

@@ -30,6 +30,11 @@ def folders(tmp_path_factory) -> list[Path]:
     return [whole, sharded, stock, root / "damaged", root / "ran"]
 
 
+def copied(source: Path, target: Path) -> Path:
+    shutil.rmtree(target, ignore_errors=True)
+    return shutil.copytree(source, target)
+
+
 def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".jinja"))
 
@@ -94,8 +99,7 @@ def attempt(folder: Path, *, is_stock: bool) -> str:
 @given(st.integers(0, 2), st.sampled_from(["cut", "empty", "flip", "swap", "field", "field"]), st.data())
 def test_a_damaged_file_is_a_clear_error_and_runs_no_code(folders, which, kind, data):
     *sources, damaged, ran = folders
-    shutil.rmtree(damaged, ignore_errors=True)
-    shutil.copytree(sources[which], damaged)
+    copied(sources[which], damaged)
     damage(damaged, kind, data)
     attempt(damaged, is_stock=which == 2)
     assert not ran.exists()
@@ -123,8 +127,7 @@ def test_a_damaged_file_is_a_clear_error_and_runs_no_code(folders, which, kind, 
 )
 def test_the_error_names_what_is_damaged(folders, file, text, message):
     _, sharded, _, damaged, _ = folders
-    shutil.rmtree(damaged, ignore_errors=True)
-    shutil.copytree(sharded, damaged)
+    copied(sharded, damaged)
     (damaged / file).write_text(text)
     found = attempt(damaged, is_stock=False)
     assert message in found and "\n" not in found
@@ -132,8 +135,7 @@ def test_the_error_names_what_is_damaged(folders, file, text, message):
 
 def test_weights_of_other_shapes_are_an_error_of_one_line(folders):
     whole, _, _, damaged, _ = folders
-    shutil.rmtree(damaged, ignore_errors=True)
-    shutil.copytree(whole, damaged)
+    copied(whole, damaged)
     config = json.loads((damaged / "config.json").read_text())
     (damaged / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
     assert attempt(damaged, is_stock=False).endswith(
@@ -143,7 +145,6 @@ def test_weights_of_other_shapes_are_an_error_of_one_line(folders):
 
 def test_a_template_that_refuses_a_chat_of_its_own_accord_is_not_damaged(folders):
     whole, _, _, damaged, _ = folders
-    shutil.rmtree(damaged, ignore_errors=True)
-    shutil.copytree(whole, damaged)
+    copied(whole, damaged)
     (damaged / "chat_template.jinja").write_text("{{ raise_exception('Begin with a system message.') }}")
     assert load_tokenizer(damaged).chat_template

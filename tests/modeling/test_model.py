@@ -239,31 +239,17 @@ def write_published_checkpoint(folder: Path, style: str) -> dict[str, torch.Tens
     config |= {"torch_dtype": "float32", "auto_map": {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}}
     (folder / "config.json").write_text(json.dumps(config))
 
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (320, 32),
-        "model.norm.weight": (32,),
-        "lm_head.weight": (320, 32),
-    }
-    for layer in ("model.layers.0.", "model.layers.1."):
-        shapes |= {
-            f"{layer}self_attn.q_proj.weight": (64, 32),
-            f"{layer}self_attn.k_proj.weight": (32, 32),
-            f"{layer}self_attn.v_proj.weight": (32, 32),
-            f"{layer}self_attn.o_proj.weight": (32, 64),
-            f"{layer}mlp.gate_proj.weight": (48, 32),
-            f"{layer}mlp.up_proj.weight": (48, 32),
-            f"{layer}mlp.down_proj.weight": (32, 48),
-            f"{layer}input_layernorm.weight": (32,),
-            f"{layer}post_attention_layernorm.weight": (32,),
-        }
-        if bias:
-            shapes |= {
-                f"{layer}self_attn.q_proj.bias": (64,),
-                f"{layer}self_attn.k_proj.bias": (32,),
-                f"{layer}self_attn.v_proj.bias": (32,),
-            }
-        else:
-            shapes |= {f"{layer}self_attn.q_norm.weight": (16,), f"{layer}self_attn.k_norm.weight": (16,)}
+    parts: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (64, 32), "self_attn.k_proj.weight": (32, 32), "self_attn.v_proj.weight": (32, 32),
+        "self_attn.o_proj.weight": (32, 64), "mlp.gate_proj.weight": (48, 32), "mlp.up_proj.weight": (48, 32),
+        "mlp.down_proj.weight": (32, 48), "input_layernorm.weight": (32,), "post_attention_layernorm.weight": (32,),
+    }  # fmt: skip
+    if bias:
+        parts |= {"self_attn.q_proj.bias": (64,), "self_attn.k_proj.bias": (32,), "self_attn.v_proj.bias": (32,)}
+    else:
+        parts |= {"self_attn.q_norm.weight": (16,), "self_attn.k_norm.weight": (16,)}
+    shapes = {"model.embed_tokens.weight": (320, 32), "model.norm.weight": (32,), "lm_head.weight": (320, 32)}
+    shapes |= {f"model.layers.{layer}.{name}": shape for layer in (0, 1) for name, shape in parts.items()}
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -319,22 +305,15 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
             load(tmp_path)
 
 
-@pytest.mark.parametrize("harm", ["missing", "truncated"])
-def test_a_sharded_checkpoint_with_a_bad_shard_is_refused(tmp_path, harm):
+def test_a_sharded_checkpoint_with_a_bad_shard_is_refused(tmp_path):
     tiny_model().save_pretrained(tmp_path, max_shard_size="30KB")
     shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    if harm == "missing":
-        shard.unlink()
-    else:
-        shard.write_bytes(shard.read_bytes()[:1000])
-    with pytest.raises(OSError, match=re.escape(shard.name) if harm == "missing" else "damaged or truncated"):
+    shard.write_bytes(shard.read_bytes()[:1000])
+    with pytest.raises(OSError, match="damaged or truncated"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_checkpoint_of_another_model_type_is_refused(tmp_path):
-    stock_twin(tiny_model()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="This is a model of type 'qwen3', not a WeDLM checkpoint"):
-        WeDLMForCausalLM.from_pretrained(tmp_path)
+    shard.unlink()
+    with pytest.raises(OSError, match=re.escape(shard.name)):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_caller_who_asks_what_was_missing_is_told_instead(tmp_path):
