@@ -9,68 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.text import Text
 
 from ..console.prompts import is_unicode
-from ..console.streaming import GROUP_STYLES, printable
-from ..eval.decoders import DECODERS, Options, decoder_name, with_asked
+from ..console.streaming import printable, writer_to
+from ..eval.decoders import DECODERS, decoder_name, with_asked
 from ..eval.files import check_output, write_text
 from ..generation.settings import SETTING_NAMES
 from .conversation import AnswerStopped, Conversation, Turn
 
 PROMPT = "> "
-
-
-class AnswerView:
-    """Shows an answer while it comes. On a terminal, the row that grows and, below it, tokens per forward are drawn
-    anew, and full rows stay; elsewhere text is written as it is.
-
-    Args:
-        console: to print on.
-    """
-
-    def __init__(self, console: Console):
-        self.console = console
-        is_live = console.is_terminal and not console.is_dumb_terminal
-        self.live = Live(console=console, auto_refresh=False, transient=True) if is_live else None
-        self.row = Text()  # the one that is not full
-
-    def __enter__(self) -> AnswerView:
-        if self.live:
-            self.live.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.live:
-            self.live.stop()
-        if self.live and self.row:
-            self.console.print(self.row)
-        elif self.row:
-            self.console.out(highlight=False)
-
-    def write(self, text: str, group: int, tokens_per_forward: float) -> None:
-        """Shows new text.
-
-        Args:
-            text: new text.
-            group: of tokens that became final at once; neighbours differ in colour.
-            tokens_per_forward: so far.
-        """
-        text, style = printable(text), GROUP_STYLES[group % len(GROUP_STYLES)]
-        if not self.live:
-            self.console.out(text, style=style, highlight=False, end="")
-            self.row = Text(text[-1:].strip("\n")) if text else self.row
-            return
-        *full, row = self.row.append(text, style=style).wrap(self.console, self.console.width) or [Text()]
-        line = self.row.plain.rpartition("\n")[2]
-        row.rstrip()  # `wrap` drops spaces at the end of a full row: the next word would go on with the last one
-        self.row = row.append(line[len(line.rstrip()) :])
-        for row in full:
-            self.console.print(row)
-        count = Text(f"{tokens_per_forward:.2f} tokens per forward", "dim", no_wrap=True, overflow="ellipsis")
-        self.live.update(Group(self.row, count), refresh=True)
 
 
 class Chat:
@@ -87,13 +36,13 @@ class Chat:
         self.is_over = False
         self.first_options = conversation.options
         self.commands: dict[str, tuple[Callable[[str], None], str]] = {
-            "/system": (self.set_system, "TEXT  give the model a system message; without a text, take it away"),
-            "/reset": (self.reset, "  forget all turns"),
-            "/strategy": (self.set_strategy, f"NAME  decode by {', '.join(DECODERS)}; without a name, say by which"),
-            "/stats": (self.show_stats, "  what the answers took so far"),
-            "/save": (self.save, "FILE  write the conversation to a new file, as a line of JSON"),
-            "/help": (self.show_help, "  this list"),
-            "/exit": (self.exit, "  end (also Ctrl-D)"),
+            "/system": (self._set_system, "TEXT  give the model a system message; without a text, take it away"),
+            "/reset": (self._reset, "  forget all turns"),
+            "/strategy": (self._set_strategy, f"NAME  decode by {', '.join(DECODERS)}; without a name, say by which"),
+            "/stats": (self._show_stats, "  what the answers took so far"),
+            "/save": (self._save, "FILE  write the conversation to a new file, as a line of JSON"),
+            "/help": (self._show_help, "  this list"),
+            "/exit": (self._exit, "  end (also Ctrl-D)"),
         }
 
     def handle(self, line: str) -> None:
@@ -110,14 +59,18 @@ class Chat:
                     )
                 self.commands[name][0](argument.strip())
             elif text:
-                self.answer(text)
+                self._answer(text)
         except (OSError, ValueError) as error:
             self.say(f"Error: {' '.join(str(error).split())}", style="red")
 
-    def answer(self, text: str) -> None:
-        """Asks the model and shows its answer."""
-        with AnswerView(self.console) as view:
-            turn = self.conversation.ask(text, view.write)
+    def say(self, text: str, style: str = "dim") -> None:
+        """Prints what is not the model's."""
+        self.console.print(Text(printable(text), style=style), soft_wrap=not self.console.is_terminal)
+
+    def _answer(self, text: str) -> None:
+        turn = self.conversation.ask(text, writer_to(self.console))
+        if turn.text and not turn.text.endswith("\n"):
+            self.console.out(highlight=False)
         if turn.ended_by == "stop":
             self.say("Stopped." if turn.new_tokens else "Stopped before the answer began; the message is dropped.")
         elif turn.ended_by == "limit":
@@ -125,36 +78,33 @@ class Chat:
         if turn.new_tokens:
             self.say(summary([turn]))
 
-    def set_system(self, text: str) -> None:
-        """Replaces the system message."""
+    def _set_system(self, text: str) -> None:
         self.conversation.system = text or None
         self.say("The system message is set." if text else "There is no system message.")
 
-    def reset(self, _: str = "") -> None:
-        """Forgets all turns."""
+    def _reset(self, _: str) -> None:
         self.conversation.reset()
         self.say("All turns are forgotten." + (" The system message stays." if self.conversation.system else ""))
 
-    def set_strategy(self, name: str) -> None:
-        """Replaces the decoder."""
+    def _set_strategy(self, name: str) -> None:
         if name and name not in DECODERS:
             raise ValueError(f"Unknown decoder {name!r}: choose among {', '.join(DECODERS)}.")
-        if name:
-            self.conversation.options = _decoding_by(name, self.first_options)
+        if name:  # of the settings of parallel decoding, it gets those that were chosen for it
+            ours = {key: value for key, value in self.first_options.items() if key in SETTING_NAMES}
+            others = {key: value for key, value in self.first_options.items() if key not in SETTING_NAMES}
+            self.conversation.options = others | with_asked(ours, DECODERS[name])
         options = self.conversation.options
         stored = getattr(self.conversation.model.generation_config, "verification", None)
         verification = options.get("verification") or stored or "none"
         strategy = str(options["strategy"])
         self.say(f"Decoding by {decoder_name(strategy, 'none' if strategy == 'ar' else str(verification))}.")
 
-    def show_stats(self, _: str = "") -> None:
-        """Says what the answers took."""
+    def _show_stats(self, _: str) -> None:
         turns = self.conversation.turns
         count = f"{len(turns)} answer{'s' * (len(turns) > 1)}"
         self.say(f"{count}: {summary(turns)}" if turns else "There is no answer yet.")
 
-    def save(self, name: str) -> None:
-        """Writes the conversation, as `wedlm train` reads one."""
+    def _save(self, name: str) -> None:
         if not name:
             raise ValueError("/save needs the name of a file.")
         path = Path(name).expanduser()
@@ -164,37 +114,23 @@ class Chat:
         write_text(path, json.dumps({"messages": self.conversation.all_messages}, ensure_ascii=False) + "\n")
         self.say(f"The conversation is in {path}.")
 
-    def show_help(self, _: str = "") -> None:
-        """Lists the commands."""
+    def _show_help(self, _: str) -> None:
         self.say("\n".join(f"{name} {text}" for name, (_, text) in self.commands.items()))
         self.say("Ctrl-C stops an answer.")
 
-    def exit(self, _: str = "") -> None:
-        """Ends the program."""
+    def _exit(self, _: str) -> None:
         self.is_over = True
-
-    def say(self, text: str, style: str = "dim") -> None:
-        """Prints what is not the model's."""
-        self.console.print(Text(printable(text), style=style), soft_wrap=not self.console.is_terminal)
 
 
 def summary(turns: list[Turn]) -> str:
     """What answers took, in one line."""
-    tokens, forwards, seconds = (sum(getattr(turn, name) for turn in turns) for name in _SUMMED)
-    text = f"{tokens} tokens in {forwards} forwards ({tokens / forwards:.2f} tokens per forward), {seconds:.2f} s"
+    tokens, forwards = sum(turn.new_tokens for turn in turns), sum(turn.forwards for turn in turns)
+    text = f"{tokens} tokens in {forwards} forwards ({tokens / forwards:.2f} tokens per forward)"
+    text += f", {sum(turn.seconds for turn in turns):.2f} s"
     if drafted := sum(turn.drafted for turn in turns):
         text += f"; {sum(turn.accepted for turn in turns)} of {drafted} drafts accepted"
     cached = sum(turn.cached_tokens for turn in turns)
     return f"{text}; {cached} of {sum(turn.prompt_tokens for turn in turns)} prompt tokens from the cache"
-
-
-_SUMMED = ("new_tokens", "forwards", "seconds")
-
-
-def _decoding_by(name: str, options: Options) -> Options:
-    """Options with another decoder: of the settings of parallel decoding, those that were chosen for it."""
-    ours = {key: value for key, value in options.items() if key in SETTING_NAMES}
-    return {key: value for key, value in options.items() if key not in ours} | with_asked(ours, DECODERS[name])
 
 
 def read_piped() -> str | None:
@@ -267,12 +203,7 @@ def _ctrl_c_stops_answers(conversation: Conversation) -> Iterator[None]:
 
 
 def run(conversation: Conversation, console: Console) -> None:
-    """Talks until /exit or the end of standard input.
-
-    Args:
-        conversation: with the model.
-        console: to print on.
-    """
+    """Talks until /exit or the end of standard input."""
     chat = Chat(conversation, console)
     is_piped = sys.stdin is None or not sys.stdin.isatty()
     read = read_piped if is_piped else terminal_reader()

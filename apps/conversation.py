@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,28 +29,17 @@ class AnswerStopped(KeyboardInterrupt):
 
 @dataclass(frozen=True)
 class Turn:
-    """An answer, and what it took.
+    """An answer, and what it took."""
 
-    Attributes:
-        text: of the answer, without special tokens.
-        new_tokens: tokens of it, the end token included.
-        forwards: of the model.
-        prompt_tokens: of the whole conversation up to the answer.
-        cached_tokens: those of them that were in the cache.
-        drafted, accepted: drafts that were checked and that passed; 0 where that is not known.
-        seconds: of `generate`.
-        ended_by: `"end"`, the model; `"limit"`; `"stop"`, Ctrl-C.
-    """
-
-    text: str
-    new_tokens: int
+    text: str  # without special tokens
+    new_tokens: int  # the end token included
     forwards: int
-    prompt_tokens: int
-    cached_tokens: int
-    drafted: int
+    prompt_tokens: int  # of the whole conversation up to the answer
+    cached_tokens: int  # those of them that were in the cache
+    drafted: int  # drafts that were checked; 0 where that is not known
     accepted: int
-    seconds: float
-    ended_by: str
+    seconds: float  # of `generate`
+    ended_by: Literal["end", "limit", "stop"]  # by the model, its limit, Ctrl-C
 
 
 class Conversation:
@@ -68,11 +57,7 @@ class Conversation:
     """
 
     def __init__(
-        self,
-        model: WeDLMForCausalLM,
-        tokenizer: PreTrainedTokenizerBase,
-        options: Options,
-        system: str | None = None,
+        self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, options: Options, system: str | None = None
     ):
         self.model = model
         self.tokenizer = tokenizer
@@ -99,12 +84,12 @@ class Conversation:
         was_going_on, self.may_go_on = self.may_go_on, False
         return was_going_on
 
-    def ask(self, text: str, write: Callable[[str, int, float], None]) -> Turn:
+    def ask(self, text: str, write: Callable[[str, int], None]) -> Turn:
         """Asks, and streams the answer. Both are part of the conversation then, unless nothing was answered.
 
         Args:
             text: the user's.
-            write: called with new text, the number of its group of tokens, final at once, and tokens per forward.
+            write: see [`AnswerStreamer`].
 
         Returns:
             What the answer took; the part that there is, where [`stop`] or [`AnswerStopped`] ended it.
@@ -126,10 +111,7 @@ class Conversation:
         untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
         output, self.may_go_on, start = None, True, time.perf_counter()
         with ForwardCounter(self.model) as counter:
-            streamer = AnswerStreamer(
-                self.tokenizer,
-                lambda new, group: write(new, group, len(streamer.tokens) / max(1, counter.forwards)),
-            )
+            streamer = AnswerStreamer(self.tokenizer, write)
             try:
                 output = untyped.generate(
                     **inputs,

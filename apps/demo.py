@@ -2,8 +2,7 @@
 
 The page is that of `wedlm trace` with a form in front: what a request decodes is recorded and drawn as there. All
 decoding is done by one thread, one request after the other, so that no run takes another's time, and two tabs share
-nothing but the loaded models. Behind it is Starlette on uvicorn (0.2 MB): the page exists already, and Gradio would
-bring 31 MB and a page of its own.
+nothing but the loaded models.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -31,11 +30,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from ..console.streaming import AnswerStreamer
+from ..eval.measure import Speed
 from ..eval.options import LoadingOptions
-from ..eval.trace.page import escaped, page, render
+from ..eval.trace.page import Trace, escaped, page, render, to_json
 from ..eval.trace.record import DecodingRequest, record
-from ..eval.trace.saved import Trace, to_json
 from ..generation.settings import WeDLMGenerationSettings
+from ..modeling_wedlm.packed import count_weights
 from .demo_models import Choice, Models
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 LONGEST_ANSWER = 1024
 LARGEST_BODY = 1 << 20  # bytes of a request
+SMALL = 50_000_000
+"""Parameters up to which a run is timed once more without being recorded."""
 KEPT = 64
 """Replays that can still be saved, the last ones of all tabs together."""
 
@@ -57,7 +59,7 @@ class Form(BaseModel):
     """What a tab asks for.
 
     Raises:
-        ValidationError: for a field that is missing, unknown or of another type.
+        ValidationError: for a field that is missing, unknown, of another type or out of range.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -66,30 +68,23 @@ class Form(BaseModel):
     model: str
     adapter: str = ""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    verification: Literal["none", "exact", "typical"] | None = (
-        None  # of this and the next four: None is the model's own
-    )
+    # Of these five, None is the model's own.
+    verification: Literal["none", "exact", "typical"] | None = None
     window_size: int | None = None
     entropy_threshold: float | None = None
     distance_penalty: float | None = None
     adaptive_window: bool | None = None
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    seed: int = 0
+    max_new_tokens: int = Field(128, ge=1, le=LONGEST_ANSWER)
+    temperature: float = Field(0.0, ge=0, le=5)  # 0 is greedy
+    seed: int = Field(0, ge=0, lt=2**63)
     keep: str = ""  # an earlier run whose AR answer will do, if it was asked for the same
 
     def check(self) -> None:
-        """Raises `ValueError` for values out of range, before anything is loaded."""
+        """Raises `ValueError` for what cannot be decoded, before anything is loaded."""
         if not self.prompt.strip():
             raise ValueError("The prompt is empty: type a question or the beginning of a text.")
         if not self.model.strip():
             raise ValueError("No model is named: give the folder of a checkpoint, or its Hub id.")
-        if not 1 <= self.max_new_tokens <= LONGEST_ANSWER:
-            raise ValueError(f"`max_new_tokens` must be from 1 to {LONGEST_ANSWER}, got {self.max_new_tokens}.")
-        if not 0 <= self.temperature <= 5:
-            raise ValueError(f"`temperature` must be from 0 (greedy) to 5, got {self.temperature}.")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"`seed` must be from 0 to 2**63 - 1, got {self.seed}.")
         WeDLMGenerationSettings(strategy="wedlm", **self._window())
 
     @property
@@ -113,14 +108,6 @@ class Form(BaseModel):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A run that a tab has seen, and may save."""
-
-    trace: Trace
-    about_ar: tuple[Any, ...]
-
-
 class Demo:
     """The server's state: loaded models, the last replays, and the one thread that decodes.
 
@@ -132,7 +119,7 @@ class Demo:
     def __init__(self, models: Models, first: Choice):
         self.models = models
         self.first = first
-        self.kept: OrderedDict[str, Kept] = OrderedDict()
+        self.kept: OrderedDict[str, tuple[Trace, tuple[Any, ...]]] = OrderedDict()  # and what its form says of AR
         self.worker = ThreadPoolExecutor(1, "decoding")
 
     def page(self, request: Request) -> Response:
@@ -161,10 +148,10 @@ class Demo:
 
     def replay(self, request: Request) -> Response:
         """The replay page of a run, to be saved."""
-        kept = self.kept.get(request.path_params["name"])
-        if kept is None:
+        trace, _ = self.kept.get(request.path_params["name"], (None, ()))
+        if trace is None:
             return HTMLResponse(f"This run is gone: the last {KEPT} are kept. Decode it once more.", 404)
-        return HTMLResponse(page(kept.trace), headers={"content-disposition": 'attachment; filename="replay.html"'})
+        return HTMLResponse(page(trace), headers={"content-disposition": 'attachment; filename="replay.html"'})
 
     async def _events(self, form: Form, request: Request) -> AsyncIterator[str]:
         """Passes on the events of the worker, until it is done or the client has gone."""
@@ -207,8 +194,8 @@ class Demo:
 
     def _decode(self, form: Form, tell: Tell) -> str:
         loaded = self.models.load(form.choice, tell)
-        earlier = self.kept.get(form.keep)
-        knows_ar = earlier is not None and earlier.about_ar == form.about_ar
+        earlier, about_ar = self.kept.get(form.keep, (None, ()))
+        knows_ar = about_ar == form.about_ar
 
         def streamer(strategy: str) -> AnswerStreamer:
             def write(text: str, forwards: int) -> None:
@@ -226,29 +213,29 @@ class Demo:
                 loaded.tokenizer,
                 DecodingRequest([form.prompt], form.keywords, with_ar, raw, form.seed),
                 model_name=loaded.name,
-                repeats=loaded.repeats,
+                repeats=int(count_weights(loaded.model) <= SMALL),
                 digests=loaded.digests,
                 streamer=streamer,
             )
 
         trace = decoded(not knows_ar, streamer)
-        if knows_ar and earlier is not None:
-            trace = with_ar_of(trace, earlier.trace)
+        if earlier is not None and knows_ar:
+            trace = with_ar_of(trace, earlier)
             if is_impossible(trace):  # the machine was busy at one of the two moments
                 tell({"at": "timing"})
                 trace, knows_ar = decoded(True, None), False
         name = secrets.token_urlsafe(8)
-        self.kept[name] = Kept(trace, form.about_ar)
+        self.kept[name] = trace, form.about_ar
         while len(self.kept) > KEPT:
             self.kept.popitem(last=False)
-        about = {"run": name, "has_adapter": loaded.has_adapter, "is_raw": raw, "kept_ar": knows_ar}
+        about = {"run": name, "has_adapter": loaded.model.has_mask_adapter, "is_raw": raw, "kept_ar": knows_ar}
         return f'{json.dumps(about)[:-1]}, "trace": {to_json(trace)}}}\n'
 
 
 def is_impossible(trace: Trace) -> bool:
     """Whether the speed against AR is above the tokens per forward."""
     run, ar = trace.recordings[0].runs
-    return ar.seconds / run.seconds > len(run.tokens) / len(run.steps)
+    return not Speed(ar.seconds / run.seconds, len(run.tokens) / len(run.steps)).is_possible
 
 
 def with_ar_of(trace: Trace, other: Trace) -> Trace:
@@ -265,12 +252,9 @@ def with_ar_of(trace: Trace, other: Trace) -> Trace:
 def first_of(error: ValidationError) -> str:
     """The place of the first error in a form, what is wanted there, and what was found."""
     first = error.errors(include_url=False)[0]
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    shown = repr(first["input"])
-    got = f", got {shown if len(shown) <= 40 else f'{shown[:40]}…'}"
-    what = first["msg"].removeprefix("Value error, ")
-    is_told = first["type"] in ("missing", "json_invalid")
-    return f"{where or 'the request'}: {what[0].lower()}{what[1:]}{'' if is_told else got}"
+    where, what = ".".join(map(str, first["loc"])) or "the request", first["msg"]
+    got = "" if first["type"] in ("missing", "json_invalid") else f", got {first['input']!r:.40}"
+    return f"{where}: {what[0].lower()}{what[1:]}{got}"
 
 
 def _line(event: dict[str, Any]) -> str:
@@ -278,8 +262,8 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def application(demo: Demo, hosts: list[str]) -> Starlette:
-    """The web application. It answers requests for these host names only, so that no page of another site can use it
-    through the visitor's browser."""
+    """The web application, for requests for these host names only: no page of another site can use it through the
+    visitor's browser."""
     return Starlette(
         routes=[
             Route("/", demo.page),
@@ -296,8 +280,7 @@ def serve(loading: LoadingOptions, model: str | None, *, host: str, port: int, r
     Args:
         loading: dtype, device, threads and adapter.
         model: folder or Hub id that the page begins with; `None`: wedlm-nano.
-        host: address to listen on.
-        port: 0 takes any that is free.
+        host, port: to listen on; port 0 takes any that is free.
         ready: called with the page's address once it can be opened.
 
     Raises:

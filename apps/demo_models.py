@@ -14,46 +14,29 @@ import torch
 from ..apps import smollm2
 from ..eval.measure import decode, fingerprint
 from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
-from ..modeling_wedlm.packed import count_weights
 
 IN_MEMORY = 2
 """Models that stay loaded."""
-SMALL = 50_000_000
-"""Parameters up to which a run is timed once more without being recorded."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A model that is asked for.
+    """A model that is asked for."""
 
-    Attributes:
-        model: `"smollm2"`, or a folder or Hub id; a folder named so is `./smollm2`.
-        adapter: folder or Hub id of a mask adapter; empty for none.
-        dtype: empty for the default one.
-    """
-
-    model: str
-    adapter: str = ""
-    dtype: str = ""
+    model: str  # "smollm2", or a folder or Hub id; a folder named so is "./smollm2"
+    adapter: str = ""  # folder or Hub id of a mask adapter; empty for none
+    dtype: str = ""  # empty for the default one
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A model that the page names.
+    """A model that the page names."""
 
-    Attributes:
-        model: as in [`Choice`].
-        title: for people.
-        note: what to know before it is picked.
-        prompts: to try it on.
-        verification: what it begins with.
-    """
-
-    model: str
+    model: str  # as in [`Choice`]
     title: str
-    note: str
-    prompts: list[str]
-    verification: str = "none"
+    note: str  # what to know before it is picked
+    prompts: list[str]  # to try it on
+    verification: str = "none"  # what it begins with
 
 
 @dataclass(frozen=True)
@@ -66,26 +49,12 @@ class Loaded:
     digests: dict[str, str]
     threads: int
 
-    @property
-    def has_adapter(self) -> bool:
-        """Whether it has a mask adapter."""
-        return bool(getattr(self.model, "has_mask_adapter", False))
-
-    @property
-    def repeats(self) -> int:
-        """Timed calls beside the recorded one."""
-        return int(count_weights(self.model) <= SMALL)
-
 
 @dataclass
 class Models:
-    """Loads what is asked for, and keeps the last few.
+    """Loads what is asked for, and keeps the last few."""
 
-    Args:
-        loading: device and threads; dtype, where a choice names none.
-    """
-
-    loading: LoadingOptions
+    loading: LoadingOptions  # its dtype counts where a choice names none
     loaded: OrderedDict[Choice, Loaded] = field(default_factory=OrderedDict)
     threads: int = field(default_factory=torch.get_num_threads)
 
@@ -100,16 +69,8 @@ class Models:
         return found
 
     def load(self, choice: Choice, tell: Callable[[dict[str, Any]], None] = lambda event: None) -> Loaded:
-        """The model, from memory if it is there; CPU threads are set to what it needs.
-
-        Args:
-            choice: which.
-            tell: called with what is going on, where it takes long.
-
-        Raises:
-            OSError: for what cannot be loaded.
-            ValueError: likewise.
-        """
+        """The model, from memory if it is there; CPU threads are set to what it needs. `tell` is called with what is
+        going on, where it takes long. Raises `OSError` or `ValueError` for what cannot be loaded."""
         loaded = self.loaded.pop(choice, None)
         if loaded is None:
             while len(self.loaded) >= IN_MEMORY:

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from transformers import PreTrainedTokenizerBase
 
 from ..console.prompts import Turns
-from ..console.streaming import GROUP_STYLES, AnswerStreamer, printable
+from ..console.streaming import AnswerStreamer, printable, writer_to
 from ..eval.decoders import AR
 from ..eval.measure import MOST_TURNS, Decoding, Speed, decode, in_turn, rates
 from ..eval.prompts import Prompt
@@ -44,11 +44,6 @@ def compare(
     Raises:
         ValueError: whatever `generate` refuses.
     """
-
-    def write(text: str, group: int) -> None:
-        style = GROUP_STYLES[group % len(GROUP_STYLES)]
-        console.out(printable(text), style=style, highlight=False, end="")
-
     encoded = request.encode(model, tokenizer)
     for options in request.decoders(model, len(encoded[0][1])).values():  # the first call costs more
         short = min(WARM_UP_TOKENS, options.get("max_new_tokens", WARM_UP_TOKENS))
@@ -60,7 +55,7 @@ def compare(
         console.out(f"› {printable(prompt)}", style="bold", highlight=False)
         decoders, turns = request.decoders(model, len(tokens)), dict[str, list[Decoding]]()
         for name, options in decoders.items():
-            streamer = AnswerStreamer(tokenizer, write) if name == request.options["strategy"] else None
+            streamer = AnswerStreamer(tokenizer, writer_to(console)) if name == request.options["strategy"] else None
             (decoding,) = decode(model, tokenizer, [tokens], options, streamer, seed=request.seed)
             seconds = decoding.seconds - (streamer.seconds if streamer else 0.0)
             turns[name] = [replace(decoding, seconds=seconds)]

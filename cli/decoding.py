@@ -116,14 +116,14 @@ def trace(
     for path in written:
         check_output(path, [other for other in files if other is not path])
     from ..apps import generate as answers
-    from ..eval.trace import page, record, saved
-    from ..modeling_wedlm.files import write_text
+    from ..eval.files import write_text
+    from ..eval.trace import page, record
 
     loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare)
     name = model or NANO.name
     shown = record.record(loaded, tokenizer, request, model_name=name, repeats=repeats, title="tracing")
     if save is not None:
-        write_text(save, saved.to_json(shown))
+        write_text(save, page.to_json(shown))
     page.write_page(shown, output)
     out, decodings, names = console(quiet=as_json), record.decodings(shown), list(map(str, written))
     out.print(answers.comparison_table(decodings))

@@ -21,19 +21,12 @@ STANDARD_INPUT = "standard input"
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt of a file.
+    """One prompt of a file."""
 
-    Attributes:
-        prompt: text where it is a single turn of the user, else all turns.
-        fields: what its JSON row holds; nothing for a line of text.
-        name: of the file.
-        line: its number, from 1.
-    """
-
-    prompt: str | Turns
-    fields: dict[str, Any]
-    name: str
-    line: int
+    prompt: str | Turns  # text where it is a single turn of the user, else all turns
+    fields: dict[str, Any]  # what its JSON row holds; nothing for a line of text
+    name: str  # of the file
+    line: int  # its number, from 1
 
     def error(self, problem: str) -> ValueError:
         """Says where the row stands, and what is wrong with it."""

@@ -6,13 +6,11 @@ import time
 from collections.abc import Callable
 
 import torch
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-GROUP_STYLES = ("cyan", "magenta")
-"""In turn for the tokens that became final in the same forward."""
 
 _SIGNS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _SIGNS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), ord(REPLACEMENT))
@@ -21,6 +19,15 @@ _SIGNS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), ord(REPLACEMENT))
 def printable(text: str) -> str:
     """The text with control characters other than line ends and tabs, which could move the cursor, as `␛` and such."""
     return text.translate(_SIGNS)
+
+
+def writer_to(console: Console) -> Callable[[str, int], None]:
+    """Writes new text; groups of tokens that became final in the same forward have two colours in turn."""
+
+    def write(text: str, group: int) -> None:
+        console.out(printable(text), style=("cyan", "magenta")[group % 2], highlight=False, end="")
+
+    return write
 
 
 class AnswerStreamer(BaseStreamer):

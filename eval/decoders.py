@@ -38,12 +38,8 @@ def decoder_name(strategy: str, verification: str) -> str:
 
 
 def with_asked(settings: Options, asked: Options) -> dict[str, Any]:
-    """Settings of parallel decoding for one call.
-
-    Args:
-        settings: where nothing else is asked for, `strategy` among them.
-        asked: what a call names. If that is another decoder, only this counts: `settings` were chosen for theirs.
-    """
+    """Settings of parallel decoding for one call, `strategy` among them: what is `asked` for goes first. Where that is
+    another decoder, only this counts: `settings` were chosen for theirs."""
     decoder = {name: settings.get(name) for name in ("strategy", "verification")}
     if any(asked.get(name, value) != value for name, value in decoder.items()):
         settings = {"strategy": settings["strategy"]}
@@ -57,8 +53,7 @@ def candidates(
     draft_thresholds: Sequence[float] = (),
     decoders: Sequence[str] = tuple(DECODERS),
 ) -> dict[str, dict[str, Any]]:
-    """Keywords of `generate` by name, for all combinations, AR first. They override whatever of them a checkpoint
-    stores.
+    """Keywords of `generate` by name, for all combinations, AR first.
 
     Args:
         windows: W, slots.

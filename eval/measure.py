@@ -2,7 +2,6 @@
 
 Forwards are counted by a hook on the model and compared with the decoder's own statistics. Settings that are compared
 decode each prompt one right after the other, in one process, so that whatever else the machine does hits all of them.
-[`measure`] returns a row for each decoder, prompt and repeat; table.py makes numbers with errors of such rows.
 
 `B` prompts decoded together.
 """
@@ -211,9 +210,9 @@ def decode(
 
     Args:
         model: in evaluation mode.
-        tokenizer: the model's; without one, texts are empty.
+        tokenizer: without one, texts are empty.
         prompts: tokens of each prompt.
-        options: keywords of `generate`; `strategy` is that of the generation config if it is left out.
+        options: keywords of `generate`.
         streamer: gets the tokens as `generate` sends them.
         seed: of sampling; by default the state of torch's generators is left as it is.
 
@@ -303,13 +302,14 @@ def measure(
         model: in evaluation mode.
         tokenizer: the model's.
         prompts: with their tokens (see [`encode_prompt`]).
-        decoders: keywords of `generate` by name; `model` among them is another model's, with the same tokenizer.
+        decoders: keywords of `generate` by name; `model` among them is another model, with the same tokenizer.
         batch_size: prompts of one task decoded together.
-        repeats: how often each prompt is decoded by each decoder.
-        title: shown with a progress bar on standard error, if any.
+        repeats: of each prompt and decoder.
+        title: of a progress bar on standard error, if any.
 
     Returns:
-        what [`take_turns`] returns for each batch, with `repeat`.
+        for each decoder and prompt `decoder`, `batch_size`, the prompt's index as `prompt`, its `task`, the fields of
+        the [`Decoding`], `new_tokens`, `right` (`None` if unknown) and `repeat`.
     """
     limit = max(options.get("max_new_tokens") or LONGEST_ANSWER for options in decoders.values())
     batches = batches_of(model, prompts, batch_size, limit)
@@ -329,12 +329,7 @@ def take_turns(
     batch: Sequence[int],
 ) -> list[Measured]:
     """Decode some of the prompts (indices) together, with one decoder right after the other; answers are as long as
-    the context allows at most.
-
-    Returns:
-        for each decoder and prompt `decoder`, `batch_size`, the prompt's index as `prompt`, its `task`, the fields of
-        the [`Decoding`], `new_tokens`, and `right` (`None` if unknown).
-    """
+    the context allows at most. Returns the rows of [`measure`], without `repeat`."""
     tokens = [list(prompts[index].tokens) for index in batch]
     rows = []
     for name, options in decoders.items():
@@ -353,11 +348,8 @@ def take_turns(
 def batches_of(
     model: WeDLMForCausalLM, prompts: Sequence[Prompt], batch_size: int, max_new_tokens: int
 ) -> list[list[int]]:
-    """Indices of prompts in batches of one task each.
-
-    A prompt that leaves room for fewer than `max_new_tokens` in the model's context is a batch of its own, so that it
-    shortens no other answer.
-    """
+    """Indices of prompts in batches of one task each. A prompt that leaves room for fewer than `max_new_tokens` in the
+    model's context is a batch of its own, so that it shortens no other answer."""
     groups: dict[str | int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         has_room = answer_limit(model, len(prompt.tokens), max_new_tokens) == max_new_tokens
@@ -411,11 +403,8 @@ def cpu_kernels() -> str:
 
 
 def default_threads(model: torch.nn.Module) -> int:
-    """CPU threads for the forwards of a decoder: as many as have work.
-
-    Threads wait for each other after every operation. Where one has little to do, that wait is longer than the work,
-    the more so on cores that are busy with something else: a model of 2M parameters loses most of its speed to it.
-    """
+    """CPU threads for the forwards of a decoder: as many as have work, for they wait for each other after every
+    operation. A model of 2M parameters loses most of its speed to that."""
     return max(1, min(torch.get_num_threads(), count_weights(model) * WINDOW_ROWS // WORK_PER_THREAD))
 
 
@@ -463,10 +452,8 @@ def answer_entropy(model: WeDLMForCausalLM, prompt: Sequence[int], answer: Seque
 
 
 def agreeing_tokens(model: WeDLMForCausalLM, prompt: Sequence[int], answer: Sequence[int]) -> int:
-    """How many tokens of an answer greedy AR decoding would have chosen after the tokens before them.
-
-    The mask token and the tokens that the generation config suppresses count as impossible.
-    """
+    """How many tokens of an answer greedy AR decoding would have chosen after the tokens before them. It chooses
+    neither the mask token nor tokens that the generation config suppresses."""
     logits = ar_logits(model, prompt, answer)
     impossible = [getattr(model.config, "mask_token_id", None), *(model.generation_config.suppress_tokens or ())]
     logits[:, [token for token in impossible if token is not None]] = float("-inf")

@@ -25,21 +25,13 @@ TASKS_FILE = "tasks.jsonl"
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is answered.
-
-    Attributes:
-        messages: turns `{"role": ..., "content": ...}`, the last one the user's.
-        task: groups prompts in tables.
-        answers: those that count as right; none if they are unknown.
-        match: the rule among [`MATCHES`] by which a reply is compared with them.
-        tokens: of the whole prompt; empty before [`encode`].
-    """
+    """What is answered."""
 
     messages: Turns
-    task: str = OWN_TASK
-    answers: tuple[str, ...] = ()
-    match: str = "exact"
-    tokens: Sequence[int] = ()
+    task: str = OWN_TASK  # groups prompts in tables
+    answers: tuple[str, ...] = ()  # those that count as right; none if they are unknown
+    match: str = "exact"  # the rule among [`MATCHES`] by which a reply is compared with them
+    tokens: Sequence[int] = ()  # of the whole prompt; empty before [`encode_prompt`]
 
     @classmethod
     def of(cls, prompt: str | Turns, **fields: Any) -> Prompt:
@@ -124,11 +116,7 @@ def _with_answers(row: PromptRow) -> Prompt:
 
 
 def read_tasks(folder: Path) -> list[Prompt]:
-    """The prompts that a checkpoint folder brings along.
-
-    Raises:
-        ValueError: if it brings none.
-    """
+    """The prompts that a checkpoint folder brings along. Raises `ValueError` if it brings none."""
     path = folder / TASKS_FILE
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} brings no prompts ({TASKS_FILE}) along: name a file of your own (--file).")

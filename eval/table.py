@@ -153,8 +153,7 @@ def speed_table(
     title: str = "",
     others: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Decodes the prompts with each decoder in turn, and again while a speed is above the tokens per forward, at most
-    five times.
+    """Decodes the prompts with each decoder in turn, and again while a speed is impossible, at most five times.
 
     Args:
         model: in evaluation mode.
@@ -182,7 +181,7 @@ def speed_table(
         turn = measure(model, tokenizer, encoded, decoders, batch_size=batch_size, title=title)
         measured += [line | {"repeat": repeat} for line in turn]
         found = summarise(mark_same(pd.DataFrame(measured)), SHORT)
-        if not (found["speed"] > found["tokens_per_forward"] + 1e-9).any():
+        if all(Speed(*pair).is_possible for pair in zip(found["speed"], found["tokens_per_forward"], strict=True)):
             break
     texts, where = cells(found, SHORT if is_greedy else SHORT[:-1]), environment(model)
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"

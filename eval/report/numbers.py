@@ -79,16 +79,9 @@ class Numbers:
 
 
 def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
-    """A row for each setting.
-
-    Args:
-        table: of the sweep.
-        settings: see [`settings_table`].
-
-    Returns:
-        the settings, the metrics with standard errors, `loss` (points of quality lost to AR, on the task that
-        loses most) and `on_front`: no other setting is as good in quality and in speed, and better in one.
-    """
+    """A row for each of the settings (see [`settings_table`]) of a sweep: these, the metrics with standard errors,
+    `loss` (points of quality lost to AR, on the task that loses most) and `on_front`: no other setting is as good in
+    quality and in speed, and better in one."""
     quality = mark_same(table[table["kind"] == "quality"])
     summary = settings.join(_summary(quality, _alone(table)))
     by_task = summarise_tasks(quality, ["quality"])["quality"].unstack("task")
@@ -167,11 +160,8 @@ def find_differences(
     """Where verified greedy answers (rows with `tokens` and `same`) leave AR's, and how close AR's decision was there.
 
     In exact arithmetic there are none. Kernels of another width round differently, so near-ties can fall either way.
-
-    Returns:
-        for each answer that differs: `prompt`, `token` (the first new token that does, from 0), `gap` (between AR's
-        two best logits there) and `spacing` (the distance of neighbouring numbers of the model's dtype at the best
-        logit).
+    For each answer that differs: `prompt`, `token` (the first new token that does, from 0), `gap` (between AR's two
+    best logits there) and `spacing` (of neighbouring numbers of the model's dtype at the best logit).
     """
     # Beside rows without a prompt, those of whole batches, pandas keeps its number as a float.
     reference = table[table["decoder"] == AR].set_index("prompt")["tokens"]

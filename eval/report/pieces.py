@@ -35,10 +35,10 @@ FILE = "measured.jsonl"
 
 
 class Store:
-    """Rows by the name of the piece of work that they came of, in one file of JSON lines.
+    """Rows by the name of the piece of work that they came of, in one file of JSON lines (see [`opened`]).
 
     The first line says what decides the rows; each other line is a piece, appended when it is done. A last line that
-    was cut off is dropped. See [`opened`] for arguments and errors.
+    was cut off is dropped.
     """
 
     def __init__(self, path: Path, request: Mapping[str, Any], restart: bool):
@@ -75,12 +75,7 @@ class Store:
 
 @contextmanager
 def opened(folder: Path, request: Mapping[str, Any], *, restart: bool = False) -> Iterator[Store]:
-    """The store of a folder, for one process at a time.
-
-    Args:
-        folder: of the file.
-        request: what decides the rows, as JSON takes it.
-        restart: begin anew, whatever the file holds.
+    """The store of a folder, for one process at a time; `restart` begins anew, whatever the file holds.
 
     Raises:
         ValueError: if the file is of another request, or is no such file, and while another process writes to it.
@@ -137,11 +132,6 @@ class Piece:
         is_alone = self.kind == "quality" and self.names[0].startswith((EXACT, LOOKUP))
         return [[index] for index in self.batch] if is_alone else [self.batch]
 
-    @property
-    def cost(self) -> int:
-        """For the progress bar: a call with B prompts costs as much as √B prompts alone, which cost 4 each."""
-        return len(self.names) * sum(round(4 * len(call) ** 0.5) for call in self.calls)
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -157,15 +147,14 @@ class Measurement:
         """Measure the pieces that the store lacks, with a progress bar; returns all lines of the part."""
         pieces = {piece.key(part): piece for piece in self._pieces(part)}
         left = {key: piece for key, piece in pieces.items() if key not in self.store.pieces}
-        total, rest = (sum(piece.cost for piece in some.values()) for some in (pieces, left))
         with LongProgress(self.console) as bar:
-            task = bar.add_task(part.name, total=total, completed=total - rest)
+            task = bar.add_task(part.name, total=len(pieces), completed=len(pieces) - len(left))
             if left:
                 self._decode(part, Piece("warm-up", list(part.decoders), [0]))  # refuses what cannot be decoded
             for key, piece in left.items():
                 about = {"part": part.name, "kind": piece.kind, "repeat": piece.repeat}
                 self.store.put(key, [about | row for row in self._measure(part, piece)])
-                bar.advance(task, piece.cost)
+                bar.advance(task)
         return pd.DataFrame([row for key in pieces for row in self.store.pieces[key]])
 
     def _pieces(self, part: Part) -> Iterator[Piece]:

@@ -35,7 +35,7 @@ from ..measure import (
     in_turn,
 )
 from ..prompts import Prompt, answer_limit, encode_prompt
-from .saved import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, RecordedForward, Recording, Run, Trace
+from .page import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, RecordedForward, Recording, Run, Trace
 
 Call = tuple[list[Decoding], Any, ForwardCounter]
 """What [`decode_call`] returns."""
@@ -48,21 +48,13 @@ LEAST_SHARE = 0.001
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """Prompts, and how to decode them.
+    """Prompts, and how to decode them."""
 
-    Attributes:
-        prompts: at least one; a text is a single turn of the user.
-        options: keywords of `generate`, `strategy` among them.
-        with_ar: AR decoding of each prompt too, right after, with the same options where they apply.
-        raw: take prompts as they are, without the chat template.
-        seed: of sampling, set anew for each prompt and decoder.
-    """
-
-    prompts: Sequence[str | Turns]
-    options: Options
-    with_ar: bool = True
-    raw: bool = False
-    seed: int = 0
+    prompts: Sequence[str | Turns]  # at least one; a text is a single turn of the user
+    options: Options  # keywords of `generate`, `strategy` among them
+    with_ar: bool = True  # AR decoding of each prompt too, right after, with the same options where they apply
+    raw: bool = False  # prompts as they are, without the chat template
+    seed: int = 0  # of sampling, set anew for each prompt and decoder
 
     def encode(self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
         """Each prompt and its tokens. Raises `ValueError` as [`encode_prompt`]."""
@@ -70,10 +62,8 @@ class DecodingRequest:
         return [(prompt.text, list(prompt.tokens)) for prompt in encoded]
 
     def decoders(self, model: WeDLMForCausalLM, prompt_length: int) -> dict[str, Options]:
-        """Keywords of `generate` by strategy: the one that was asked for, then AR with what applies to it.
-
-        Where no limit of new tokens is given or stored, it is that of [`answer_limit`].
-        """
+        """Keywords of `generate` by strategy: the one that was asked for, then AR with what applies to it. Where no
+        limit of new tokens is given or stored, it is that of [`answer_limit`]."""
         config = model.generation_config
         is_limited = config.max_new_tokens is not None or config.max_length is not None
         limit = {} if is_limited else {"max_new_tokens": answer_limit(model, prompt_length)}
@@ -107,7 +97,7 @@ def record(
         request: what to decode.
         model_name: as it is shown.
         repeats: timed calls; with 0, the times are those of the recorded call.
-        title: shown with a progress bar on standard error, if any.
+        title: of a progress bar on standard error, if any.
         digests: the model's [`fingerprint`], where it is known already.
         streamer: called with the strategy before each recorded call; what it returns gets the tokens as they come.
 
@@ -269,14 +259,8 @@ def _parallel_steps(
 def _predictions(
     step: TraceStep, rows: Mapping[int, str], decided: Mapping[int, int | None], first_ar: int | None
 ) -> list[Prediction]:
-    """What the rows with logits said, by position.
-
-    Args:
-        step: of a call with one row.
-        rows: kinds of the physical rows by position.
-        decided: tokens that the step settled, by position.
-        first_ar: position of the first row that the AR head verifies; `None` without verification.
-    """
+    """What the rows with logits said, by position: `rows`, the kinds of the physical rows, and `decided`, the tokens
+    that the step settled, are too. From `first_ar` on, the AR head verifies; `None` without verification."""
     count = min(step.logit_positions.shape[1], step.counts[0])
     columns = (step.logit_positions, step.is_mask, step.entropy, step.filled, step.tokens)
     shares = _shares(step.likeliest[0, -count:], step.probabilities[0, -count:])

@@ -22,7 +22,7 @@ from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.cli import application
 from wedlm_hf.eval import options
-from wedlm_hf.generation.settings import STRATEGIES, VERIFICATIONS
+from wedlm_hf.generation.settings import STRATEGIES
 from wedlm_hf.modeling_wedlm.loading import load_model
 
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -120,20 +120,12 @@ def test_a_terminal_without_greek_letters_gets_another_sign_for_them():
         ("wedlm rep", {"report"}),
         ("wedlm generate --verif", {"--verification"}),
         ("wedlm generate --strategy ", set(STRATEGIES)),
-        ("wedlm generate --verification ", set(VERIFICATIONS)),
         ("wedlm generate --dtype b", {"bfloat16"}),
     ],
 )
 def test_the_shell_completes_commands_options_and_values(begun, offered):
     words = {"COMP_WORDS": begun, "COMP_CWORD": str(begun.count(" ")), "_WEDLM_COMPLETE": "complete_bash"}
     assert set(invoke(env=words, prog_name="wedlm").stdout.split()) == offered
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_there_is_a_completion_script_for_each_shell(shell):
-    script = invoke(prog_name="wedlm", env={"_WEDLM_COMPLETE": f"source_{shell}"})
-    assert script.exit_code == 0
-    assert f"_WEDLM_COMPLETE=complete_{shell}" in script.stdout
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------------
@@ -249,14 +241,6 @@ def test_an_unexpected_failure_is_one_line_and_code_1(monkeypatch):
     result = invoke("generate", "hi", "--debug")
     assert result.exit_code == 1
     assert result.stderr.endswith("Error: RuntimeError: two lines.\n")
-
-
-def test_a_wrong_recipe_comes_with_a_traceback_after_debug():
-    pytest.importorskip("trl")
-    for words, lines in ((["train", "missing.yaml"], 1), (["--debug", "train", "missing.yaml"], None)):
-        result = invoke(*words)
-        assert result.exit_code == 2
-        assert ("Traceback" in result.stderr) == (lines is None)
 
 
 def test_a_closed_pipe_ends_a_command_with_code_141_and_nothing_more():

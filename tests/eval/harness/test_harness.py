@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from tiny import EOS, MASK, PUBLISHED, stock_twin, tiny_model, tiny_tokenizer
 
 from wedlm_hf.eval.harness import WeDLMHarnessLM, evaluate
-from wedlm_hf.eval.harness.likelihood import block_elbo
+from wedlm_hf.eval.harness.model import block_elbo
 from wedlm_hf.eval.harness.run import TASKS_FOLDER
 from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.options import NANO

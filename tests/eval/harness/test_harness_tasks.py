@@ -146,20 +146,13 @@ def test_the_suite_names_tasks_of_the_harness_and_runs_them_with_the_papers_shot
 
 
 def test_the_suite_leaves_what_is_given_alone_and_other_models_their_decoding():
-    given = Namespace(
-        model="wedlm", tasks=None, gen_kwargs={"temperature": 0.5}, model_args={"pretrained": "x", "window_size": 8}
-    )
+    own = {"pretrained": "x", "window_size": 8}
+    given = Namespace(model="wedlm", tasks=None, gen_kwargs={"temperature": 0.5}, model_args=own)
     harness._apply_suite(given, "paper")
     assert given.tasks == ["wedlm_paper"] and given.gen_kwargs["temperature"] == 0.5
     assert given.gen_kwargs["max_gen_toks"] == 512
-    assert given.model_args == {
-        "pretrained": "x",
-        "strategy": "wedlm",
-        "verification": "none",
-        "window_size": 8,
-        "entropy_threshold": 0,
-        "distance_penalty": 0.1,
-    }
+    suite = {"strategy": "wedlm", "verification": "none", "entropy_threshold": 0, "distance_penalty": 0.1}
+    assert given.model_args == own | suite
     baseline = Namespace(tasks=None, gen_kwargs=None, model="wedlm", model_args={"strategy": "ar"})
     other = Namespace(model="hf", tasks=["gsm8k"], gen_kwargs=None, model_args={"pretrained": "x"})
     for arguments in (baseline, other):

@@ -8,7 +8,7 @@ import torch
 from dual_stream_oracle import last_nll
 from tiny import EOS, MASK, START, tiny_model, tiny_tokenizer
 
-from wedlm_hf.eval.harness.likelihood import block_elbo
+from wedlm_hf.eval.harness.model import block_elbo
 
 BLOCK = 4
 # The context ends within a block; the continuation has 3, 4 and 1 tokens in its blocks.

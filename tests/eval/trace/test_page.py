@@ -168,14 +168,10 @@ def test_buttons_keys_and_slider_lead_to_the_same_places(shown, trace):
     for key, expected in {**keys, "Home": 0}.items():
         page.keyboard.press(key.strip())
         assert forwards() == (min(expected, len(run.steps)), expected)
-    page.locator("#step").click()
-    page.locator("#step").click()
-    page.locator("#back").click()
-    assert forwards() == (1, 1)
-    page.locator("#last").click()
-    assert forwards() == (len(run.steps), len(ar.steps))
-    page.locator("#first").click()
-    assert forwards() == (0, 0)
+    places = {"step": 1, "back": 0, "last": len(ar.steps), "first": 0}
+    for button, expected in places.items():
+        page.locator(f"#{button}").click()
+        assert forwards() == (min(expected, len(run.steps)), expected)
 
     page.evaluate("location.hash = '#forward=3'")
     wait_for(page, "#panes [data-run=wedlm]", "data-forwards", "3")
@@ -237,15 +233,12 @@ def test_entropies_are_told_by_pointer_and_by_keyboard(shown, trace):
     assert page.locator(f'#drawing [data-link="{guess.position}"]').get_attribute("class").endswith(" on")
     page.mouse.move(5, 5)
     assert page.locator("#tip").is_hidden()
-    page.locator(f'.slot.mask[data-position="{guess.position}"]').focus()
-    assert page.locator("#tip").inner_text() == tip
-    label = page.locator(f'.slot.mask[data-position="{guess.position}"]').get_attribute("aria-label")
-    assert shown_entropy[0] in label
+    slot = page.locator(f'.slot.mask[data-position="{guess.position}"]')
+    slot.focus()
+    assert page.locator("#tip").inner_text() == tip and shown_entropy[0] in slot.get_attribute("aria-label")
     # Colours follow the entropy: a surer mask is another colour.
-    colours = page.locator('[data-run="wedlm"] .slot.mask.looked').evaluate_all(
-        "nodes => nodes.map(node => getComputedStyle(node).backgroundColor)"
-    )
-    assert len(set(colours)) > 1
+    masks = page.locator('[data-run="wedlm"] .slot.mask.looked')
+    assert len(set(masks.evaluate_all("all => all.map(node => getComputedStyle(node).backgroundColor)"))) > 1
 
 
 def test_rejected_drafts_are_shown_as_such(shown, drafts):

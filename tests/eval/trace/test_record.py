@@ -9,8 +9,8 @@ from tiny import tiny_tokenizer
 
 from wedlm_hf.eval.measure import ForwardCounter, decode_call
 from wedlm_hf.eval.trace import record as recording_module
+from wedlm_hf.eval.trace.page import COUNTS, FILLED, MASK, PENDING, PROMPT
 from wedlm_hf.eval.trace.record import DecodingRequest, pieces_of, token_text
-from wedlm_hf.eval.trace.saved import COUNTS, FILLED, MASK, PENDING, PROMPT
 
 TEXT = "1, 2, 3"
 SETTINGS = {
