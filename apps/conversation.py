@@ -14,9 +14,8 @@ from transformers import PreTrainedTokenizerBase
 from ..console.streaming import AnswerStreamer
 from ..eval.decoders import Options
 from ..eval.measure import ForwardCounter, pad_left
-from ..eval.prompts import answer_limit, encode
+from ..eval.prompts import Prompt, answer_limit, encode_prompt
 from ..generation.cache import WindowCache
-from ..generation.request import context_length
 from ..modeling_wedlm import WeDLMForCausalLM
 
 LONGEST_ANSWER = 1024
@@ -95,17 +94,16 @@ class Conversation:
             What the answer took; the part that there is, where [`stop`] or [`AnswerStopped`] ended it.
 
         Raises:
-            ValueError: for a conversation that leaves no room for an answer in the context, for messages that the
-                chat template refuses, and for what `generate` refuses.
+            ValueError: as [`encode_prompt`], and for what `generate` refuses.
         """
         messages = [*self.all_messages, {"role": "user", "content": text}]
-        prompt = self._encode(messages)
+        prompt = list(encode_prompt(self.model, self.tokenizer, Prompt(messages)).tokens)
         stored_strategy = getattr(self.model.generation_config, "strategy", None)
         is_ar = (self.options.get("strategy") or stored_strategy or "ar") == "ar"  # AR decoding takes no window cache
         cached = 0 if is_ar else self._keep_beginning_of(prompt)
         stored = self.model.generation_config.max_new_tokens
-        limit = self.options.get("max_new_tokens") or stored or LONGEST_ANSWER
-        limit = answer_limit(self.model, len(prompt), limit)
+        wanted = self.options.get("max_new_tokens") or stored or LONGEST_ANSWER
+        limit = answer_limit(self.model, len(prompt), wanted)
         options = {**self.options, "max_new_tokens": limit, "return_dict_in_generate": True}
         inputs: Any = pad_left([prompt], 0, self.model.device)
         untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
@@ -147,16 +145,6 @@ class Conversation:
     def _is_stopped(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
         """A stopping criterion."""
         return torch.full(input_ids.shape[:1], not self.may_go_on, device=input_ids.device)
-
-    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
-        prompt = encode(self.tokenizer, messages)
-        context = context_length(self.model.config)
-        if len(prompt) >= context:
-            raise ValueError(
-                f"The conversation has {len(prompt)} tokens now, but the model's context is {context}: it has no room "
-                "for an answer."
-            )
-        return prompt
 
     def _keep_beginning_of(self, prompt: list[int]) -> int:
         """Crops the cache to what it shares with a prompt: a template may write an answer in other tokens than the

@@ -25,13 +25,21 @@ TASKS_FILE = "tasks.jsonl"
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is answered."""
+    """What is answered.
+
+    Attributes:
+        messages: turns `{"role": ..., "content": ...}`, the last one the user's.
+        task: groups prompts in tables.
+        answers: those that count as right; none if they are unknown.
+        match: the rule among [`MATCHES`] by which a reply is compared with them.
+        tokens: of the whole prompt; empty before [`encode_prompt`].
+    """
 
     messages: Turns
-    task: str = OWN_TASK  # groups prompts in tables
-    answers: tuple[str, ...] = ()  # those that count as right; none if they are unknown
-    match: str = "exact"  # the rule among [`MATCHES`] by which a reply is compared with them
-    tokens: Sequence[int] = ()  # of the whole prompt; empty before [`encode_prompt`]
+    task: str = OWN_TASK
+    answers: tuple[str, ...] = ()
+    match: str = "exact"
+    tokens: Sequence[int] = ()
 
     @classmethod
     def of(cls, prompt: str | Turns, **fields: Any) -> Prompt:

@@ -122,6 +122,14 @@ def summarise_tasks(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     return pd.concat(parts, names=["task", "decoder"]).swaplevel()
 
 
+def by_depth(table: pd.DataFrame) -> pd.DataFrame:
+    """How many drafts were `drafted` and `accepted`; index `decoder`, `depth` (from 1)."""
+    names = {"drafted_by_depth": "drafted", "accepted_by_depth": "accepted"}
+    rows = table.reset_index(drop=True).rename(columns=names).explode([*names.values()]).dropna(subset="drafted")
+    rows = rows.assign(depth=rows.groupby(level=0).cumcount() + 1).astype(dict.fromkeys(names.values(), int))
+    return rows.groupby(["decoder", "depth"], sort=False)[[*names.values()]].sum()
+
+
 def cells(lines: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] = ()) -> pd.DataFrame:
     """Values as texts, some with their standard errors. A speed above the tokens per forward says so instead."""
     blank = pd.Series(np.nan, index=lines.index)
@@ -185,11 +193,7 @@ def speed_table(
             break
     texts, where = cells(found, SHORT if is_greedy else SHORT[:-1]), environment(model)
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
-    own = [line for line in measured if line["decoder"] == EXACT]
-    drafted, accepted = (
-        pd.DataFrame(dict(enumerate(line[f"{kind}_by_depth"])) for line in own).sum()
-        for kind in ("drafted", "accepted")
-    )
+    depths = by_depth(pd.DataFrame([line for line in measured if line["decoder"] == EXACT]))
     return {
         "caption": f"{len(prompts)} prompts, {together}, {'greedy' if is_greedy else f'temperature {temperature:g}'}, "
         f"at most {max_new_tokens} tokens; {where['dtype']} on {where['device']} ({where['processor']}, "
@@ -197,6 +201,6 @@ def speed_table(
         "columns": ["decoder", *(TITLES[name] for name in texts)],
         "rows": [[str(name), *line] for name, line in zip(texts.index, texts.to_numpy().tolist(), strict=True)],
         "tokens_per_second": found["tokens_per_second"].to_dict(),
-        "depths": (accepted / drafted).tolist(),
+        "depths": (depths["accepted"] / depths["drafted"]).tolist(),
         "measured": measured,
     }

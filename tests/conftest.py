@@ -67,3 +67,36 @@ def browser():
         browser = playwright.chromium.launch(executable_path=BROWSER, args=QUIET)
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def opened(browser):
+    """Opens an address in the browser; at the end, nothing has been complained of, and nothing was asked of another
+    place."""
+    complaints, elsewhere, contexts = [], [], []
+
+    def open_page(address, **options):
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        # A refused request is no complaint: the page says what was wrong with it.
+        page.on("console", lambda told: complaints.append(told.text) if "status of 422" not in told.text else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda asked: elsewhere.append(asked.url) if not asked.url.startswith(places) else None)
+        places = (address, "data:")
+        page.goto(address)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert (complaints, elsewhere) == ([], [])
+
+
+@pytest.fixture(scope="session")
+def nano():
+    """wedlm-nano and its tokenizer."""
+    from wedlm_hf.eval.options import NANO
+    from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+
+    return load_model(NANO), load_tokenizer(NANO)

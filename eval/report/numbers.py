@@ -19,7 +19,7 @@ from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, EXACT, FIELDS, LOOKUP, WEDLM
 from ..measure import ar_logits
 from ..prompts import Prompt
-from ..table import COUNTED, TIMED, mark_same, resample, standard_error, summarise, summarise_tasks
+from ..table import COUNTED, TIMED, by_depth, mark_same, resample, standard_error, summarise, summarise_tasks
 
 AREA_LOSS = 0.05
 """Settings that lose more of AR's quality have no place on the accuracy–parallelism curve."""
@@ -61,7 +61,7 @@ class Numbers:
             headline=compared(_summary(quality, alone)),
             tasks=compared(tasks),
             batches=compared(_by_batch_size(table)),
-            depths=_by_depth(quality),
+            depths=by_depth(quality),
             sweep=compared(sweep),
             areas=_areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"])
             if len(sweep)
@@ -128,17 +128,6 @@ def _by_batch_size(table: pd.DataFrame) -> pd.DataFrame:
         parts[size] = summarise(rows, ["same", "tokens_per_forward", *TIMED])
         parts[size] = parts[size].assign(first_token_seconds=seconds, peak_bytes=peaks)
     return pd.concat(parts, names=["batch_size"])
-
-
-def _by_depth(quality: pd.DataFrame) -> pd.DataFrame:
-    """Index `decoder`, `depth` (from 1)."""
-    rows = [
-        {"decoder": row.decoder, "depth": depth, "drafted": drafted, "accepted": accepted}
-        for row in quality.itertuples()
-        for depth, (drafted, accepted) in enumerate(zip(row.drafted_by_depth, row.accepted_by_depth, strict=True), 1)
-    ]
-    columns = ["decoder", "depth", "drafted", "accepted"]
-    return pd.DataFrame(rows, columns=columns).groupby(["decoder", "depth"], sort=False).sum()
 
 
 def _by_prompt(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:

@@ -48,13 +48,21 @@ LEAST_SHARE = 0.001
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """Prompts, and how to decode them."""
+    """Prompts, and how to decode them.
 
-    prompts: Sequence[str | Turns]  # at least one; a text is a single turn of the user
-    options: Options  # keywords of `generate`, `strategy` among them
-    with_ar: bool = True  # AR decoding of each prompt too, right after, with the same options where they apply
-    raw: bool = False  # prompts as they are, without the chat template
-    seed: int = 0  # of sampling, set anew for each prompt and decoder
+    Attributes:
+        prompts: at least one; a text is a single turn of the user.
+        options: keywords of `generate`, `strategy` among them.
+        with_ar: AR decoding of each prompt too, right after, with the same options where they apply.
+        raw: take prompts as they are, without the chat template.
+        seed: of sampling, set anew for each prompt and decoder.
+    """
+
+    prompts: Sequence[str | Turns]
+    options: Options
+    with_ar: bool = True
+    raw: bool = False
+    seed: int = 0
 
     def encode(self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
         """Each prompt and its tokens. Raises `ValueError` as [`encode_prompt`]."""

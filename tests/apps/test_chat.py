@@ -18,7 +18,6 @@ from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import ForwardCounter
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 QUESTIONS = (
     "Count from 5 to 50 by 5.",
@@ -26,13 +25,6 @@ QUESTIONS = (
     "Count from 3 to 30 by 3.",
 )
 ANSWERS = ("5, 10, 15, 20, 25, 30, 35, 40, 45, 50", "86, 54, 31, 23, 12, 7")  # to each as the first question
-
-
-@pytest.fixture(scope="module")
-def nano():
-    threads = torch.get_num_threads()
-    yield load_model(NANO).eval(), load_tokenizer(NANO)
-    torch.set_num_threads(threads)
 
 
 def nothing(text, group):
@@ -125,7 +117,7 @@ def test_a_stopped_answer_stays_as_far_as_it_came(nano, decoder, is_pressed_twic
         messages = [*talk.messages, {"role": "user", "content": question}]
         after = talk.ask(question, nothing)
         assert after.text == cold(nano, messages, **options)
-        assert (after.cached_tokens > turn.prompt_tokens) == (decoder != "ar" and not is_pressed_twice)
+        assert (after.cached_tokens >= turn.prompt_tokens) == (decoder != "ar" and not is_pressed_twice)
         turn = talk.ask("And now?", stop_after(1))
         assert turn.ended_by == "stop"
 
@@ -147,7 +139,7 @@ def test_an_answer_that_is_stopped_before_it_begins_is_no_turn(nano, monkeypatch
 def test_a_limit_ends_an_answer_and_the_context_a_conversation(nano):
     talk = Conversation(*nano, {"strategy": "ar", "max_new_tokens": 4})
     assert (talk.ask(QUESTIONS[0], nothing).ended_by, talk.turns[0].new_tokens) == ("limit", 4)
-    with pytest.raises(ValueError, match="tokens now, but the model's context is 512: it has no room"):
+    with pytest.raises(ValueError, match="A prompt needs 1 to 511 tokens for this model, got"):
         talk.ask("1, " * 500, nothing)
     assert len(talk.turns) == 1
     assert len(talk.messages) == 2
@@ -306,4 +298,4 @@ def test_a_paste_is_one_turn_however_long_it_is(nano, typing):
     text = "7 " * 4000
     type_once(b"forgotten", b"\x1b[200~" + text.encode() + b"\x1b[201~\r")
     length = len(encode(nano[1], [{"role": "user", "content": text.strip()}]))
-    type_once(f"has {length}".encode(), b"\x04")
+    type_once(f"got {length}".encode(), b"\x04")

@@ -36,9 +36,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def demo(checkpoint):
-    threads = torch.get_num_threads()
-    yield Demo(Models(LoadingOptions()), Choice(checkpoint))
-    torch.set_num_threads(threads)
+    return Demo(Models(LoadingOptions()), Choice(checkpoint))
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf import add_mask_adapter, cli
-from wedlm_hf.apps.demo_models import Choice, Models
-from wedlm_hf.eval.options import LoadingOptions
 
 STOCK = (
     "a model of type 'llama', not a WeDLM checkpoint: pass its mask adapter (`--adapter`, in Python "
@@ -111,10 +109,7 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(given, message):
 @pytest.mark.parametrize(
     "words",
     [
-        ["chat", "stock"],
-        ["trace", "1, 2", "--model", "stock"],
         ["report", "stock", "--file", "data.jsonl"],
-        ["serve", "stock", "--port", "0"],
         ["merge", "stock", "stock-lora", "out"],
         ["push", "stock", "you/it", "--dry-run", "--license", "mit"],
         ["push", "stock-lora", "you/it", "--dry-run", "--license", "mit"],
@@ -123,11 +118,6 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(given, message):
 )
 def test_every_command_says_what_helps_with_a_stock_model(words):
     assert command(*words) == f"'stock' is {STOCK}"
-
-
-def test_the_demo_says_what_helps_with_a_stock_model():
-    with pytest.raises(ValueError, match="not a WeDLM checkpoint: pass its mask adapter"):
-        Models(LoadingOptions()).load(Choice("stock"))
 
 
 @pytest.mark.parametrize(

@@ -23,26 +23,6 @@ GRID = candidates(windows=(4,), thresholds=(0.1, 0.2, 0.4), penalties=(0.0, 0.1)
 TASKS = ["all", "a|b", r"$\frac{$", "_hidden"]
 
 
-TABLES = ["summary", "tasks", "batches", "depths", "front", "sweep", "areas", "entropy"]
-COUNTS = {"tuning": {"even": 3}, "headline": {"even": 12}}
-REPORT = {
-    "model": "tiny",
-    "environment": dict.fromkeys(["device", "processor", "dtype", "torch", "transformers", "cores", "wedlm_hf"], "x")
-    | {"threads": 1, "python": "3"},
-    "data": {"source": "tasks.jsonl", "has_answers": True, "counts": COUNTS, "notes": []},
-    "timing": dict.fromkeys(["timed", "sweep_timed", "repeats", "batch_size", "max_new_tokens"], 2)
-    | {"temperature": None},
-    "settings": {"window_size": 4, "entropy_threshold": 0.4, "distance_penalty": 0.1},
-    "weights": {"weights": "0"},
-    "sweep": [{}],
-    "depths": [{}],
-    "common_settings": {},
-    "max_loss": 1.0,
-    "picked": None,
-    "command": "wedlm report",
-}
-
-
 def rows(decoder, *, prompts=PROMPTS, quality=1.0, tokens=20, forwards=20, seconds=1.0, tasks=("even", "odd")):
     """What a decoder leaves; numbers are constants or functions of the prompt's index."""
     made = []
@@ -207,7 +187,6 @@ def test_a_task_without_timed_prompts_has_no_speed():
 def test_markup_in_names_is_text():
     table = as_markdown(pd.DataFrame({"task": ["<b>&|"]}))
     assert r"| &lt;b&gt;&amp;\| |" in table
-    assert table in Words(REPORT, made()).markdown(dict.fromkeys(TABLES, table))
 
 
 def test_blocks_are_filled_by_name_and_text_around_them_stays():

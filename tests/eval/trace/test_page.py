@@ -5,16 +5,13 @@ They are skipped where there is none, see the fixture `browser`.
 
 import json
 import re
-from itertools import count
 
 import pytest
 import torch
 
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace import page as pages
 from wedlm_hf.eval.trace.record import DecodingRequest, record
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)> & \"<b>€</b>\""
@@ -35,11 +32,6 @@ def test_a_page_holds_the_trace_and_nothing_of_it_as_markup(recorded):
 
 
 @pytest.fixture(scope="module")
-def nano():
-    return load_model(NANO), load_tokenizer(NANO)
-
-
-@pytest.fixture(scope="module")
 def trace(nano):
     return record(*nano, DecodingRequest([STAMPS, HOSTILE], SETTINGS), model_name="wedlm-nano", repeats=1)
 
@@ -51,28 +43,16 @@ def drafts(nano):
 
 
 @pytest.fixture
-def shown(browser, tmp_path):
-    """Opens a trace's page; at the end, nothing has been complained of and nothing was asked for over the network."""
-    complaints, requests, contexts = [], [], []
+def shown(opened, tmp_path):
+    """Opens a trace's page."""
 
-    def open_page(trace, **options):
-        path = tmp_path / "trace.html"
-        pages.write_page(trace, path)
-        context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
-        contexts.append(context)
-        page = context.new_page()
+    def open_page(trace):
+        pages.write_page(trace, tmp_path / "trace.html")
+        page = opened((tmp_path / "trace.html").as_uri())
         page.set_default_timeout(5000)
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(path.as_uri())
         return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert complaints == []
-    assert [url for url in requests if not url.startswith(("file:", "data:"))] == []
+    return open_page
 
 
 def wait_for(page, selector, attribute, value):
@@ -216,29 +196,6 @@ def test_it_plays_to_the_end_and_pauses(shown, trace):
     wait_for(page, "#panes [data-run=ar]", "data-forwards", str(len(ar.steps)))
     assert page.locator("#play").get_attribute("aria-label") == "Play"
     assert text_of(page, "wedlm") == run.text
-
-
-def test_entropies_are_told_by_pointer_and_by_keyboard(shown, trace):
-    page = shown(trace)
-    run = trace.recordings[0].runs[0]
-    forwards = next(number for number in count(1) if "f" in run.steps[number].kinds and "m" in run.steps[number].kinds)
-    for _ in range(forwards):
-        page.keyboard.press("ArrowRight")
-    guess = next(guess for guess in run.steps[forwards - 1].predictions if guess.by == "mask" and guess.token is None)
-    page.locator(f'.slot.mask[data-position="{guess.position}"]').hover()
-    tip = page.locator("#tip").inner_text()
-    shown_entropy = re.search(r"H (=|<) ([\d.]+) nats", tip)
-    assert float(shown_entropy[2]) == pytest.approx(max(guess.entropy, 0.001), abs=0.006)
-    assert f"position {guess.position}" in tip
-    assert page.locator(f'#drawing [data-link="{guess.position}"]').get_attribute("class").endswith(" on")
-    page.mouse.move(5, 5)
-    assert page.locator("#tip").is_hidden()
-    slot = page.locator(f'.slot.mask[data-position="{guess.position}"]')
-    slot.focus()
-    assert page.locator("#tip").inner_text() == tip and shown_entropy[0] in slot.get_attribute("aria-label")
-    # Colours follow the entropy: a surer mask is another colour.
-    masks = page.locator('[data-run="wedlm"] .slot.mask.looked')
-    assert len(set(masks.evaluate_all("all => all.map(node => getComputedStyle(node).backgroundColor)"))) > 1
 
 
 def test_rejected_drafts_are_shown_as_such(shown, drafts):
