@@ -23,12 +23,7 @@ PROMPT = "> "
 
 
 class Chat:
-    """What a line means: a message to the model, or a command.
-
-    Args:
-        conversation: with the model.
-        console: to print on.
-    """
+    """What a line means: a message to the model, or a command."""
 
     def __init__(self, conversation: Conversation, console: Console):
         self.conversation = conversation

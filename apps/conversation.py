@@ -84,11 +84,8 @@ class Conversation:
         return was_going_on
 
     def ask(self, text: str, write: Callable[[str, int], None]) -> Turn:
-        """Asks, and streams the answer. Both are part of the conversation then, unless nothing was answered.
-
-        Args:
-            text: the user's.
-            write: see [`AnswerStreamer`].
+        """Asks, and streams the answer by `write` (see [`AnswerStreamer`]). Both are part of the conversation then,
+        unless nothing was answered.
 
         Returns:
             What the answer took; the part that there is, where [`stop`] or [`AnswerStopped`] ended it.

@@ -109,12 +109,8 @@ class Form(BaseModel):
 
 
 class Demo:
-    """The server's state: loaded models, the last replays, and the one thread that decodes.
-
-    Args:
-        models: that can be asked for.
-        first: of them, the one that the page begins with.
-    """
+    """The server's state: loaded models, the `first` of which the page begins with, the last replays, and the one
+    thread that decodes."""
 
     def __init__(self, models: Models, first: Choice):
         self.models = models

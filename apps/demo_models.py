@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..apps import smollm2
 from ..eval.measure import decode, fingerprint
 from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
+from ..eval.prompts import read_prompts
+from . import smollm2
 
 IN_MEMORY = 2
 """Models that stay loaded."""
@@ -100,6 +99,6 @@ class Models:
 
 def _real_prompts() -> list[str]:
     """One prompt of each kind that nothing was chosen on."""
-    path = Path(smollm2.ADAPTER, "prompts-heldout.jsonl")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return list({row["task"]: row["prompt"] for row in reversed(rows)}.values())[::-1]
+    path = smollm2.ADAPTER / "prompts-heldout.jsonl"
+    prompts = read_prompts(path.name, path.read_text(encoding="utf-8"))
+    return list({prompt.task: prompt.text for prompt in reversed(prompts)}.values())[::-1]

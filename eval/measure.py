@@ -209,7 +209,6 @@ def decode(
     """Call `generate` on `B` prompts together, look at the clock, and count twice: by the decoder and by the hook.
 
     Args:
-        model: in evaluation mode.
         tokenizer: without one, texts are empty.
         prompts: tokens of each prompt.
         options: keywords of `generate`.
@@ -299,8 +298,6 @@ def measure(
     """Decode every prompt with every decoder, in turn (A B A B …), after a warm-up.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the model's.
         prompts: with their tokens (see [`encode_prompt`]).
         decoders: keywords of `generate` by name; `model` among them is another model, with the same tokenizer.
         batch_size: prompts of one task decoded together.

@@ -1,12 +1,8 @@
-"""The table of measurements, a row for each decoder, prompt, batch size and repeat, and the numbers made of it.
-
-Columns: `decoder` (or a setting of one), `prompt`, `task`, `batch_size`, `repeat`; `new_tokens`, `forwards`,
-`token_instances`; `seconds` and `forward_seconds`, a prompt's share of its batch; `quality`, 0 to 1; `same`, whether
-the answer is AR's.
+"""The numbers made of the table of measurements, whose rows are those of [`measure`], with `quality`, 0 to 1, and
+`same`, whether the answer is AR's.
 
 Errors come from a bootstrap over prompts: each resample draws as many prompts as there are, with replacement, the same
-ones for every decoder, so that differences between decoders are differences on the same prompts. What the machine does
-between two repeats is not in them, but for what reaches the medians.
+ones for every decoder, so that differences between decoders are differences on the same prompts.
 
 `N` prompts, `D` decoders, `R` resamples; row 0 of R + 1 is that of the prompts as they are.
 """
@@ -164,13 +160,11 @@ def speed_table(
     """Decodes the prompts with each decoder in turn, and again while a speed is impossible, at most five times.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the model's.
         prompts: with their tokens, or these alone.
         max_new_tokens: longest answer.
         temperature: of sampling; greedy by default.
         batch_size: prompts of one task decoded together; prompt lookup takes one at a time and is left out of others.
-        title: shown with a progress bar on standard error, if any.
+        title: of a progress bar on standard error, if any.
         others: models by name, such as this one in other dtypes, whose plain `generate` takes its turn as well.
 
     Returns:

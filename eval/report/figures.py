@@ -69,13 +69,8 @@ class Figure:
 
 
 def figures(numbers: Numbers, window: int, quality: str) -> list[Figure]:
-    """All that there are numbers for.
-
-    Args:
-        numbers: of the report.
-        window: W of the headline; figures of one window show it, or else the widest of the sweep.
-        quality: what quality is, in words.
-    """
+    """All that there are numbers for; those of one window show that of the headline, or else the widest of the sweep.
+    `quality` says what quality is."""
     with matplotlib.rc_context(STYLE):
         labels = {**LABELS, "quality": f"{quality}, %"}
         made = _of_sweep(numbers, window, labels) if len(numbers.sweep) else []

@@ -44,8 +44,6 @@ def run(
 
     Args:
         request: what is wanted.
-        model: in evaluation mode.
-        tokenizer: the model's.
         prompts: with answers all, or none.
         source: where they are from, for people.
         console: for progress and for what was found.
@@ -81,8 +79,18 @@ def run(
         }
         shown = Part("headline", others, request.common(headline), request.timed, sorted({1, *request.batch_sizes}))
         table = measurement.run(shown)
-    about = _about(request, decides, source) | {"settings": settings, "picked": picked}
-    about["data"] |= _data(request, model, encoded, {"tuning": tuning, "headline": others})
+    about = {
+        "command": shlex.join(["wedlm", *sys.argv[1:]]),
+        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
+        "weights": decides["model"],
+        "environment": decides["machine"],
+        "common_settings": request.settings,
+        "timing": decides["measuring"],
+        "max_loss": request.max_loss,
+        "settings": settings,
+        "picked": picked,
+        "data": {"source": source} | _data(request, model, encoded, {"tuning": tuning, "headline": others}),
+    }
     numbers = Numbers.of(sweep_table, sweep, table, others, model, request.temperature is None)
     words = write_report(about, numbers, request.output, request.figures, request.fill or ())
     for text in filter(None, (words.block("summary"), words.block("chosen"))):
@@ -115,20 +123,6 @@ def _decides(
         "settings": request.settings,
         "measuring": {name: getattr(request, name) for name in measuring},
         "machine": {"wedlm_hf": import_module("...", __package__).__version__, **environment(model)},
-    }
-
-
-def _about(request: ReportRequest, decides: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What was asked for, and where it was measured."""
-    return {
-        "command": shlex.join(["wedlm", *sys.argv[1:]]),
-        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
-        "weights": decides["model"],
-        "environment": decides["machine"],
-        "common_settings": request.settings,
-        "timing": decides["measuring"],
-        "max_loss": request.max_loss,
-        "data": {"source": source},
     }
 
 

@@ -100,8 +100,6 @@ def record(
     taken.
 
     Args:
-        model: in evaluation mode.
-        tokenizer: the model's.
         request: what to decode.
         model_name: as it is shown.
         repeats: timed calls; with 0, the times are those of the recorded call.
