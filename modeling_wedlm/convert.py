@@ -30,20 +30,15 @@ MASK_TOKEN = "<|mask|>"
 class Conversion:
     """What [`convert`] made, and its report.
 
-    Attributes:
-        model: in evaluation mode, in the dtype of the source; float32 from a GGUF file.
-        tokenizer: the source's, with a mask token.
-        mask_token_id: the row of the mask token.
-        mask_row: where that row came from: `"existing"` (the tokenizer had the token; the row is the source's),
-            `"unused"` (a row without a token) or `"added"` (the embeddings grew). The last two start from the mean.
-        copied: number of weight tensors copied: all that the source has.
+    The mask's row is `"existing"` (the tokenizer had the token; the row is the source's), `"unused"` (a row without a
+    token) or `"added"` (the embeddings grew). The last two start from the mean.
     """
 
-    model: WeDLMForCausalLM
-    tokenizer: PreTrainedTokenizerBase
+    model: WeDLMForCausalLM  # in evaluation mode, in the dtype of the source; float32 from a GGUF file
+    tokenizer: PreTrainedTokenizerBase  # the source's, with a mask token
     mask_token_id: int
     mask_row: str
-    copied: int
+    copied: int  # weight tensors: all that the source has
 
     def __str__(self) -> str:
         mask = f"mask token {self.tokenizer.mask_token!r} is id {self.mask_token_id} ({self.mask_row} row)"

@@ -11,11 +11,8 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from .configuration_wedlm import WeDLMConfig
 
 FAMILIES: dict[str, type[PreTrainedConfig]] = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-}
+    "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+}  # fmt: skip
 FAMILY_NAMES = "Llama, Mistral, Qwen2, Qwen2.5 and Qwen3"
 
 # Config fields of parts that WeDLM's network does not have, with their names. Absent, None, False and 0: no such part.
@@ -34,17 +31,9 @@ _FOREIGN_PARTS = {
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # What does not pass from a source's config to ours: it names the source's classes, or means nothing here.
 _DROPPED = (
-    "model_type",
-    "architectures",
-    "auto_map",
-    "transformers_version",
-    "quantization_config",
-    "mlp_bias",
-    "pretraining_tp",
-    "_name_or_path",
-    "_model_name_or_path",
-    "unk_token_id",
-)
+    "model_type", "architectures", "auto_map", "transformers_version", "quantization_config", "mlp_bias",
+    "pretraining_tp", "_name_or_path", "_model_name_or_path", "unk_token_id",
+)  # fmt: skip
 
 
 def read_family(config_dict: dict[str, Any], source: str) -> PreTrainedConfig:

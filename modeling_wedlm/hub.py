@@ -20,27 +20,13 @@ AUTO_MAP = {
 
 # What `forward` and `generate` need. A file ships as `NAME_wedlm.py`.
 SHIPPED = (
-    "generation/attention.py",
-    "generation/drafter.py",
-    "generation/cache.py",
-    "generation/decoding.py",
-    "generation/mixin.py",
-    "generation/planner.py",
-    "generation/request.py",
-    "generation/rules.py",
-    "generation/sampling.py",
-    "generation/scores.py",
-    "generation/selection.py",
-    "generation/settings.py",
-    "generation/stats.py",
-    "generation/step_times.py",
-    "generation/streaming.py",
-    "generation/verify.py",
-    "generation/window.py",
-    "modeling_wedlm/configuration_wedlm.py",
-    "modeling_wedlm/dual_stream.py",
+    "generation/attention.py", "generation/drafter.py", "generation/cache.py", "generation/decoding.py",
+    "generation/mixin.py", "generation/planner.py", "generation/request.py", "generation/rules.py",
+    "generation/sampling.py", "generation/scores.py", "generation/selection.py", "generation/settings.py",
+    "generation/stats.py", "generation/step_times.py", "generation/streaming.py", "generation/verify.py",
+    "generation/window.py", "modeling_wedlm/configuration_wedlm.py", "modeling_wedlm/dual_stream.py",
     "modeling_wedlm/modeling_wedlm.py",
-)
+)  # fmt: skip
 
 _PACKAGE = Path(__file__).parents[1]
 _IMPORT = re.compile(r"^from (?:\.|\.\.\w+\.)(\w+) import ", flags=re.MULTILINE)

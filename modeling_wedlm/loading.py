@@ -36,11 +36,8 @@ TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 def find_checkpoint(
     source: str | os.PathLike[str], *, revision: str | None = None, subfolder: str = "", file: str = CONFIG_FILE
 ) -> dict[str, Any]:
-    """Looks for a checkpoint, without reading it: a folder or Hub id, where `subfolder` holds `file`.
-
-    Returns:
-        The keyword arguments that each `from_pretrained` on it takes: `trust_remote_code=False`, where it lies, and
-        `local_files_only=True` where the Hub cannot be reached.
+    """Looks for a checkpoint, without reading it: a folder or Hub id, where `subfolder` holds `file`. Returns the
+    keywords that each `from_pretrained` on it takes, with `local_files_only=True` where the Hub cannot be reached.
 
     Raises:
         OSError: for a folder that is not there or lacks `file`, and for a Hub id that is neither cached nor reachable.
@@ -110,11 +107,8 @@ def require_wedlm(source: str | os.PathLike[str], **options: Any) -> None:
 def load_tokenizer(
     source: str | os.PathLike[str], *, revision: str | None = None, **options: Any
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint of any model type; `options` as `AutoTokenizer.from_pretrained` takes them.
-
-    Raises:
-        OSError: as [`find_checkpoint`], and for a checkpoint without a tokenizer.
-        ValueError: for a tokenizer that is damaged or needs code of its own.
+    """The tokenizer of a checkpoint of any model type; `options` as `AutoTokenizer.from_pretrained` takes them. Raises
+    as [`find_checkpoint`], `OSError` where there is none, and `ValueError` for a damaged one, or with code of its own.
     """
     name, gguf = os.fspath(source), options.get("gguf_file")
     subfolder = options.pop("subfolder", "")

@@ -56,14 +56,8 @@ class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """Like the parent's, but where that starts missing weights at random and warns, this raises.
-
-        With `output_loading_info=True` it returns what was missing, and leaves the judgement to the caller.
-
-        Raises:
-            OSError: for missing or damaged weight files.
-            ValueError: for weight files that lack weights.
-        """
+        """Like the parent's, but where that starts missing weights at random and warns, this raises `ValueError`,
+        unless `output_loading_info=True` leaves the judgement to the caller; `OSError` for damaged weight files."""
         name = str(pretrained_model_name_or_path)
         try:
             loaded: Any = super().from_pretrained(
@@ -181,16 +175,10 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
 
 @dataclass
 class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """[`CausalLMOutputWithPast`], and what training and evaluation report beside the loss.
+    """[`CausalLMOutputWithPast`], and what training and evaluation report beside the loss, 0 without a target."""
 
-    Attributes:
-        token_nll: `(B, T)` float32, the negative log-likelihood of each slot's target in nats, with its graph; 0
-            without a target.
-        correct: `(B, T)` bool, whether the target is the likeliest token.
-    """
-
-    token_nll: torch.Tensor | None = None
-    correct: torch.Tensor | None = None
+    token_nll: torch.Tensor | None = None  # (B, T) float32, of each slot's target, in nats, with its graph
+    correct: torch.Tensor | None = None  # (B, T) bool, whether the target is the likeliest token
 
 
 class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):

@@ -29,12 +29,9 @@ LARGEST = 65504  # float16: a layer with larger weights stays as it is
 # Layers of one module that read the same rows, as nearly all architectures name them; others are multiplied alone.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
-)
+)  # fmt: skip
 # Numbers of rows that are looked at one by one, and the largest step by which larger numbers are rounded up.
 _LOOKED, _LARGEST_STEP = 48, 16
 # Weights, in entries, that no cache holds: of smaller models the format makes no difference, larger ones are sampled.

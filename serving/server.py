@@ -66,18 +66,9 @@ class ClientWatch:
 
 
 def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> FastAPI:
-    """The server.
-
-    Args:
-        name: by which clients ask for the model.
-        model: in evaluation mode.
-        tokenizer: the model's.
-        settings: keywords of `generate` for requests that do not name them, `strategy` among them.
-
-    Raises:
-        ValueError: for settings that cannot be honoured, for a model that cannot decode so, and for a tokenizer that
-            cannot stream.
-    """
+    """The server of a model that clients ask for by its name, with settings for requests that name none: keywords of
+    `generate`, `strategy` among them. Raises `ValueError` for settings that this model cannot honour, and for a
+    tokenizer that cannot stream."""
     if not tokenizer.is_fast:
         raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
     ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}

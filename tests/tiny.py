@@ -25,57 +25,25 @@ LINES = [
 
 # Fields as the published checkpoints state them, but for their sizes.
 PUBLISHED: dict[str, Any] = {
-    "architectures": ["WeDLMForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 48,
-    "mask_token_id": None,
-    "max_position_embeddings": 16384,
-    "max_window_layers": 36,
-    "model_type": "wedlm",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "qk_norm": True,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.51.0",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+    "architectures": ["WeDLMForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "eos_token_id": 151645, "head_dim": 16, "hidden_act": "silu", "hidden_size": 32,
+    "initializer_range": 0.02, "intermediate_size": 48, "mask_token_id": None, "max_position_embeddings": 16384,
+    "max_window_layers": 36, "model_type": "wedlm", "num_attention_heads": 4, "num_hidden_layers": 2,
+    "num_key_value_heads": 2, "qk_norm": True, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 
 
 def tiny_config(style: Style = "qwen3", **overrides: Any) -> WeDLMConfig:
     """Two layers, grouped queries; in Qwen3 style a `head_dim` that is not `hidden_size // num_attention_heads`."""
     settings: dict[str, Any] = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16 if style == "qwen3" else 8,
-        "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-        "initializer_range": 0.3,
-        "qk_norm": style == "qwen3",
-        "attention_bias": style == "qwen2.5",
-        "tie_word_embeddings": False,
-        "pad_token_id": PAD,
-        "eos_token_id": EOS,
-        "mask_token_id": MASK,
-    }
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16 if style == "qwen3" else 8,
+        "max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "initializer_range": 0.3, "qk_norm": style == "qwen3", "attention_bias": style == "qwen2.5",
+        "tie_word_embeddings": False, "pad_token_id": PAD, "eos_token_id": EOS, "mask_token_id": MASK,
+    }  # fmt: skip
     return WeDLMConfig(**settings | overrides)
 
 

@@ -8,32 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .callback import DynamicMaskingCallback
-    from .collator import DataCollatorForDualStreamMasking
-    from .log_probs import ResponseLogProbs, response_log_probs
-    from .saving import AtomicSaveTrainer
-    from .sft_config import WeDLMSFTConfig
-    from .sft_trainer import WeDLMSFTTrainer
+    from .callback import DynamicMaskingCallback as DynamicMaskingCallback
+    from .collator import DataCollatorForDualStreamMasking as DataCollatorForDualStreamMasking
+    from .log_probs import ResponseLogProbs as ResponseLogProbs
+    from .log_probs import response_log_probs as response_log_probs
+    from .saving import AtomicSaveTrainer as AtomicSaveTrainer
+    from .sft_config import WeDLMSFTConfig as WeDLMSFTConfig
+    from .sft_trainer import WeDLMSFTTrainer as WeDLMSFTTrainer
 
 _HOME = {
-    "AtomicSaveTrainer": "saving",
-    "DataCollatorForDualStreamMasking": "collator",
-    "DynamicMaskingCallback": "callback",
-    "ResponseLogProbs": "log_probs",
-    "WeDLMSFTConfig": "sft_config",
-    "WeDLMSFTTrainer": "sft_trainer",
-    "response_log_probs": "log_probs",
-}
-
-__all__ = [
-    "AtomicSaveTrainer",
-    "DataCollatorForDualStreamMasking",
-    "DynamicMaskingCallback",
-    "ResponseLogProbs",
-    "WeDLMSFTConfig",
-    "WeDLMSFTTrainer",
-    "response_log_probs",
-]
+    "AtomicSaveTrainer": "saving", "DataCollatorForDualStreamMasking": "collator",
+    "DynamicMaskingCallback": "callback", "ResponseLogProbs": "log_probs", "WeDLMSFTConfig": "sft_config",
+    "WeDLMSFTTrainer": "sft_trainer", "response_log_probs": "log_probs",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -41,16 +41,14 @@ class DataCollatorForDualStreamMasking:
     A *response* is a run of supervised tokens that ends in the end token. A conversation of several responses becomes
     one document per response: the turns up to its end, itself alone supervised. So each response gets its `num_eos`
     end tokens, yet no later turn has "learnable padding" in its context, and no masked token sees the turn that
-    follows: decoding never meets either. N and the AR loss are those of the whole conversation; the memory
-    stream of a context runs once for each response to it. Unsupervised tokens after the last response (a template's
-    newline) carry no loss and are left out.
+    follows: decoding never meets either. N and the AR loss are those of the whole conversation. Unsupervised tokens
+    after the last response (a template's newline) are left out.
 
     Args:
         tokenizer: gives the padding, end and mask tokens.
         block_size: B, tokens per prediction block (paper §6.1: 32).
         num_eos: copies of the end token at the end of a response (1 real, the others "learnable padding" that only the
-            mask loss sees), so that masks past the end of an answer learn to say so. A truncated answer gets none: it
-            is never taught to stop.
+            mask loss sees). A truncated answer gets none: it is never taught to stop.
         ar_weight: a, weight of the auxiliary next-token loss; the sum of both is divided by 1 + a.
         ratio_sampler: see [`sample_masked_counts`].
         suffix_probability: see [`mask_blocks`]; 0 is the paper's layout.

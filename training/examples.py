@@ -1,5 +1,6 @@
-"""One example of a dataset: its kind, whether it can be read, how it is shortened, and whether it is trained on."""
+"""Examples made ready for training: read by their kind, shortened and counted, so that none is lost in silence."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
@@ -9,10 +10,16 @@ from itertools import chain
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.logging import get_logger
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl import maybe_convert_to_chatml
 
+from .sft_config import WeDLMSFTConfig
 from .streams import IGNORE_INDEX
+
+logger = get_logger(__name__)
 
 # Roles of ShareGPT's `conversations` whose names differ from those of chat templates.
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
@@ -177,17 +184,10 @@ def _check_tokens(example: Mapping[str, Any], where: str) -> None:
 def fit_example(
     example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int | None, vocab_size: int
 ) -> dict[str, list[int] | int | bool]:
-    """One tokenised example, no longer than `max_length`, and what became of it.
+    """One tokenised example of at most `max_length` tokens, its `outcome`, and if a response `stops` by the end token.
 
-    White space that a template writes behind an end token, and counts as the assistant's, is not supervised: a
-    response ends in its end token.
-
-    Returns:
-        `input_ids`, `labels`, `outcome`, and `stops`: whether a response ends in the end token.
-
-    Raises:
-        ValueError: for a token outside `[0, vocab_size)`.
-    """
+    White space that a template writes behind it, and counts as the assistant's, is not supervised. Raises `ValueError`
+    for a token outside `[0, vocab_size)`."""
     input_ids, labels = list(example["input_ids"]), list(example["labels"])
     if not 0 <= min(input_ids, default=0) <= max(input_ids, default=0) < vocab_size:
         raise ValueError(
@@ -217,3 +217,99 @@ def _runs(labels: list[int]) -> list[tuple[int, int]]:
     marks = [False, *(label != IGNORE_INDEX for label in labels), False]
     edges = [i for i in range(len(labels) + 1) if marks[i] != marks[i + 1]]
     return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+class Preparation:
+    """Reads, fits and counts the examples of a run's datasets, map or iterable."""
+
+    def __init__(self, args: WeDLMSFTConfig):
+        self.args = args
+        # Of the datasets whose examples are all counted; those of a stream are counted as it is read.
+        self.reports: dict[str, DataReport] = {}
+        self._counts: dict[str, torch.Tensor] = {}  # examples by outcome
+
+    def check_first(self, dataset: Any, name: str) -> dict[str, Any]:
+        """The keywords of [`read_example`] for a dataset. Raises `ValueError` if its first example cannot be read."""
+        example, text_field = first_example(dataset, name), self.args.dataset_text_field
+        if self.args.assistant_only_loss is None:
+            self.args.assistant_only_loss = is_chat(example, text_field)
+        reading: dict[str, Any] = {
+            "name": name,
+            "kind": kind_of(example, text_field),
+            "text_field": text_field,
+            "needs_assistant": self.args.assistant_only_loss,
+        }
+        read_example(example, 0, **reading)
+        return reading
+
+    def read(self, dataset: Any, name: str) -> Any:
+        """Checks each example, leaves it the columns of its kind, and drops conversations without a turn to learn.
+        Raises `ValueError` for an example that cannot be read, and where nothing is left."""
+        reading, columns = self.check_first(dataset, name), list(first_example(dataset, name))
+        with PartialState().main_process_first():
+            how = self._how(dataset, f"Reading {name} dataset")
+            dataset = dataset.map(read_example, with_indices=True, fn_kwargs=reading, remove_columns=columns, **how)
+            return self._drop(dataset, name, is_last=False)
+
+    def read_evaluation(self, datasets: Any) -> Any:
+        """[`read`] for what to evaluate on: nothing, a dataset, or several by name."""
+        if isinstance(datasets, dict):
+            return {name: self.read(dataset, name) for name, dataset in datasets.items()}
+        return datasets if datasets is None else self.read(datasets, "eval")
+
+    def fit(self, dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Any:
+        """Shortens tokenised examples to `max_length`, drops what cannot be learnt, counts, and reports. Raises
+        `ValueError` where nothing is left. With "bfd_split" nothing is shortened: packing splits what is too long."""
+        splits = self.args.packing and self.args.packing_strategy == "bfd_split"
+        limits = {"max_length": None if splits else self.args.max_length, "vocab_size": vocab_size}
+        with PartialState().main_process_first():
+            how = self._how(dataset, f"Fitting {name} dataset")
+            dataset = dataset.map(fit_example, fn_kwargs={"tokenizer": tokenizer, **limits}, **how)
+            return self._drop(dataset, name, is_last=True)
+
+    def report_streams(self) -> None:
+        """Reports what has been read of the datasets that were not counted before."""
+        for name in list(self._counts):
+            self._report(name)
+
+    def _how(self, dataset: Any, title: str) -> dict[str, Any]:
+        return {"desc": title, "num_proc": self.args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
+
+    def _drop(self, dataset: Any, name: str, *, is_last: bool) -> Any:
+        """Leaves out what cannot be trained on, and counts it; the last time, counts and reports what is left, too."""
+        if name not in self._counts:  # in shared memory: data workers read the streams
+            self._counts[name] = torch.zeros(len(Outcome), dtype=torch.int64).share_memory_()
+        counts = self._counts[name]
+        if not isinstance(dataset, Dataset):
+            return dataset.filter(_count_and_keep, fn_kwargs={"counts": counts, "count_kept": is_last})
+        outcomes = torch.tensor(dataset["outcome"], dtype=torch.int64)
+        is_kept = torch.tensor([outcome.is_kept for outcome in Outcome])[outcomes]
+        counts += torch.bincount(outcomes if is_last else outcomes[~is_kept], minlength=len(counts))
+        dataset = dataset.filter(lambda outcome: Outcome(outcome).is_kept, input_columns="outcome")
+        if is_last or not len(dataset):
+            self._report(name)
+        return dataset
+
+    def _report(self, name: str) -> None:
+        report = self.reports[name] = DataReport(name, Counter(dict(enumerate(self._counts.pop(name).tolist()))))
+        if not report.kept:
+            raise ValueError(f"There is nothing to train on. {str(report).capitalize()}.")
+        is_whole = report.outcomes.total() == report.outcomes[Outcome.WHOLE]
+        logger.log(logging.INFO if is_whole else logging.WARNING, str(report))
+
+
+def _count_and_keep(example: Any, counts: torch.Tensor, count_kept: bool) -> bool:
+    outcome = Outcome(example["outcome"])
+    if count_kept or not outcome.is_kept:
+        counts[outcome] += 1
+    return outcome.is_kept
+
+
+def check_stops(dataset: Dataset, name: str, eos_token: Any) -> None:
+    """Raises `ValueError` where no whole response of a fitted dataset ends in the end token."""
+    stops = [row_stops for row_stops, outcome in zip(dataset["stops"], dataset["outcome"], strict=True) if not outcome]
+    if stops and not any(stops):
+        raise ValueError(
+            f"No response of the {name} dataset ends in the end token {eos_token!r}: the model would never learn to "
+            "stop. Pass the token that ends them as `eos_token` (for ChatML: '<|im_end|>')."
+        )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .collator import DataCollatorForDualStreamMasking
 from .streams import IGNORE_INDEX
 
 # Masked fraction γ of the block: (0, ¼], (¼, ½], (½, ¾], (¾, 1].
@@ -15,19 +16,12 @@ _FRACTIONS = 4
 
 
 def evaluation_sums(
-    batch: Mapping[str, torch.Tensor],
-    token_nll: torch.Tensor,
-    correct: torch.Tensor,
-    *,
-    block_size: int,
-    ar_weight: float,
-    num_copies: int,
+    batch: Mapping[str, torch.Tensor], output: Any, collator: DataCollatorForDualStreamMasking
 ) -> dict[str, torch.Tensor]:
     """Sums over the tokens of each sequence; over sequences, batches and processes they simply add up.
 
     Args:
-        batch: a collated one; `block_size`, `ar_weight` and `num_copies` are the collator's.
-        token_nll, correct: `(B, T)` float32 and bool, see `WeDLMCausalLMOutputWithPast`.
+        batch, output: of the collator, and of the model, see `WeDLMCausalLMOutputWithPast`.
 
     Returns:
         Pairs of a sum and, under the same name and `/count`, of what to divide it by; every tensor is `(B,)` float64.
@@ -35,8 +29,9 @@ def evaluation_sums(
     has_target = batch["targets"] != IGNORE_INDEX
     memory = has_target & (batch["stream_ids"] == 0)
     masked = has_target & (batch["stream_ids"] > 0)
-    inverse_ratio = batch["loss_weights"].double() * (1 + ar_weight) * num_copies
-    nll, correct = token_nll.double(), correct.double()
+    block_size, num_copies = collator.block_size, collator.num_copies
+    inverse_ratio = batch["loss_weights"].double() * (1 + collator.ar_weight) * num_copies
+    nll, correct = output.token_nll.double(), output.correct.double()
     supervised = (batch["labels"][..., 1:] != IGNORE_INDEX).sum(-1).double()
 
     sums: dict[str, torch.Tensor] = {}

@@ -61,11 +61,7 @@ def prepare_model(
     quantization_config: Any,
 ) -> tuple[Any, PreTrainedTokenizerBase, Any]:
     """Model, tokenizer and PEFT config to train with: loaded or converted where the model is a name, and checked.
-
-    Raises:
-        OSError: for what cannot be loaded.
-        ValueError: for what cannot be trained, or does not belong together.
-    """
+    Raises `OSError` for what cannot be loaded, and `ValueError` for what cannot be trained or used together."""
     if isinstance(model, str):
         check_source(model, (init_kwargs or {}).get("revision"), is_base=peft_config is not None)
     elif peft_config is not None and model.config.name_or_path:

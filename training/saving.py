@@ -80,12 +80,8 @@ class AtomicSaveTrainer(Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The parent's, except that `resume_from_checkpoint=True` skips checkpoints whose saving was cut off.
-
-        Raises:
-            ValueError: for `resume_from_checkpoint=True` without any complete checkpoint, and for a checkpoint that
-                lacks what a resumed run needs (see [`check_resumable`]).
-        """
+        """The parent's, except that `resume_from_checkpoint=True` skips checkpoints whose saving was cut off. Raises
+        `ValueError` where none is left, and for one that lacks what a resumed run needs (see [`check_resumable`])."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if resume_from_checkpoint:

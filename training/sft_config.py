@@ -15,16 +15,10 @@ CHATML = Path(__file__).with_name("chat_template.jinja")
 
 # Least values of settings that the parents take as they are.
 _LEAST = {
-    "eval_decoding_samples": 0,
-    "eval_decoding_tokens": 0,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "max_grad_norm": 0,
-    "num_train_epochs": 0,
-    "per_device_eval_batch_size": 1,
-    "per_device_train_batch_size": 1,
+    "eval_decoding_samples": 0, "eval_decoding_tokens": 0, "gradient_accumulation_steps": 1, "learning_rate": 0,
+    "max_grad_norm": 0, "num_train_epochs": 0, "per_device_eval_batch_size": 1, "per_device_train_batch_size": 1,
     "weight_decay": 0,
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -62,8 +56,7 @@ class WeDLMSFTConfig(SFTConfig):
 
     block_size: int = field(default=32, metadata={"help": "B, tokens of a prediction block (paper §6.1)."})
     ratio_sampler: RatioSampler = field(
-        default="count",
-        metadata={"help": "Law of the masked counts; 'gamma' is literally the paper's (§4.2)."},
+        default="count", metadata={"help": "Law of the masked counts; 'gamma' is literally the paper's (§4.2)."}
     )
     suffix_probability: float = field(
         default=0.0, metadata={"help": "Share of blocks whose masks are a suffix instead of uniform (paper: 0)."}

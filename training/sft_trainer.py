@@ -23,10 +23,9 @@ from ..modeling_wedlm.card import is_written_by_a_person, model_card, read_card,
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .callback import DynamicMaskingCallback, refuse_context_parallelism
 from .collator import DataCollatorForDualStreamMasking
-from .examples import first_example
+from .examples import Preparation, check_stops, first_example
 from .metrics import divide, evaluation_sums, prompt_of, tokens_per_forward
 from .model import prepare_model, prepare_quantized
-from .preparation import Preparation, check_stops
 from .saving import AtomicSaveTrainer
 from .sft_config import WeDLMSFTConfig
 from .streams import IGNORE_INDEX
@@ -250,15 +249,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             outputs = model(**inputs)
-        collator = self._eval_collator
-        sums = evaluation_sums(
-            inputs,
-            outputs.token_nll,
-            outputs.correct,
-            block_size=collator.block_size,
-            ar_weight=collator.ar_weight,
-            num_copies=collator.num_copies,
-        )
+        sums = evaluation_sums(inputs, outputs, self._eval_collator)
         # Gathered by sequence: those that only fill up the last batch of a process are left out again.
         totals = self.accelerator.gather_for_metrics(torch.stack(list(sums.values()), dim=-1)).sum(0).tolist()
         for name, total in zip(sums, totals, strict=True):
@@ -290,10 +281,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         prompts = list(filter(None, map(prompt_of, islice(iter(dataset), self.args.eval_decoding_samples))))
         if not prompts or not self.args.eval_decoding_tokens:
             return {}
-        with (
-            unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model,
-            self.accelerator.autocast(),
-        ):
+        with unwrap_model_for_generation(self.model_wrapped, self.accelerator) as model, self.accelerator.autocast():
             device, limit = self.accelerator.device, self.args.eval_decoding_tokens
             return {"tokens_per_forward": tokens_per_forward(model, prompts, limit, device)}
 

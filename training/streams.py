@@ -14,13 +14,9 @@ Stream = dict[str, torch.Tensor]
 
 # Value of each column in the rows that pad a sequence.
 PADDING = {
-    "position_ids": 0,
-    "stream_ids": -1,
-    "block_ids": -1,
-    "document_ids": -1,
-    "targets": IGNORE_INDEX,
+    "position_ids": 0, "stream_ids": -1, "block_ids": -1, "document_ids": -1, "targets": IGNORE_INDEX,
     "loss_weights": 0.0,
-}
+}  # fmt: skip
 
 
 class Tokens(NamedTuple):

@@ -4,7 +4,9 @@ wedlm train examples/recipes/sft.yaml --model_name_or_path Qwen/Qwen3-0.6B --dat
 accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learning_rate 1e-4
 """
 
+import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError
 from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
@@ -19,7 +23,6 @@ from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
-from .data import load
 from .model import check_source
 from .saving import only_writer
 from .sft_config import WeDLMSFTConfig
@@ -28,6 +31,7 @@ from .sft_trainer import WeDLMSFTTrainer
 logger = logging.getLogger(__name__)
 
 _EXPECTED = (TypeError, FloatingPointError, SafetensorError, TemplateError, torch.OutOfMemoryError)
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass
@@ -104,6 +108,54 @@ def run(
     if args.push_to_hub:
         trainer.push_to_hub()
     return trainer
+
+
+def load(name: str, split: str = "train", *, config_name: str | None = None, streaming: bool = False) -> Any:
+    """Reads a JSONL, JSON or Parquet file, or a dataset of the Hub (or a folder that `datasets` can read).
+
+    A file is one split, of any name; slices such as `"train[:100]"` hold there too.
+
+    Raises:
+        OSError: for a file that is not there.
+        ValueError: for a malformed line of a JSONL file, with its number, and a `config_name` beside a file.
+    """
+    path = Path(name)
+    builder = _BUILDERS.get(path.suffix)
+    if builder is None and path.is_file():
+        raise ValueError(f"A file of examples must end in {', '.join(_BUILDERS)}, got {name!r}.")
+    if builder is None:
+        return load_dataset(name, config_name, split=split, streaming=streaming)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {name!r}.")
+    if config_name is not None:
+        raise ValueError(
+            f"A configuration belongs to a dataset of the Hub, not to the file {name!r}: {config_name!r}."
+        )
+    if path.suffix == ".jsonl":
+        _check_lines(path)
+    try:
+        return load_dataset(builder, data_files=str(path), split=re.sub(r"^\w+", "train", split), streaming=streaming)
+    except (DatasetGenerationError, ValueError) as error:
+        if "corresponds to no data" in str(error):
+            raise ValueError(f"{name}: there is no example in this file.") from None
+        raise ValueError(f"{name}: cannot be read as {builder}: {error.__cause__ or error}") from error
+
+
+def _check_lines(path: Path) -> None:
+    """Raises `ValueError` with the number of the first line that is no JSON object: pyarrow names none."""
+    examples = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    example = json.loads(line.decode("utf-8"))
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{path}:{number}: malformed JSON: {error}") from None
+                if not isinstance(example, dict):
+                    raise ValueError(f"{path}:{number}: each line must be a JSON object, got {example!r:.60}")
+                examples += 1
+    if not examples:
+        raise ValueError(f"{path}: there is no example in this file.")
 
 
 def _datasets(data: DataConfig, seed: int) -> tuple[Any, Any]:
@@ -215,10 +267,7 @@ def main(
 ) -> None:
     """Command line: `[recipe.yaml] [--setting value …]`. `wedlm train` makes one line of what it raises.
 
-    Args:
-        arguments: of the command line; default: this process' own.
-        description, epilog: text of `--help` above the settings, and its last line.
-        report: as in [`run`].
+    `description` and `epilog` are the text of `--help` above the settings, and its last line; `report` as in [`run`].
 
     Raises:
         OSError: as in [`run`].

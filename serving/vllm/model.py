@@ -18,14 +18,7 @@ from .runner import prepare_runner
 
 class WeDLMForCausalLM(Qwen3ForCausalLM):
     """Identical to vLLM's `Qwen3ForCausalLM` except that norms on queries and keys can be off (`qk_norm=False`, the
-    styles of Qwen2.5, Llama and Mistral), and that the mask token is never sampled.
-
-    Attributes:
-        mask_token_id: of the checkpoint; `None` where it has none.
-        adapter: the mask adapter, if there is one.
-        sampled_logits, sampled_hidden: `(R, V)` and `(R, H)`, of the step under way, for the drafts that its masks
-            give. Kept only for drafting.
-    """
+    styles of Qwen2.5, Llama and Mistral), and that the mask token is never sampled."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
@@ -37,8 +30,9 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
         self.is_drafting, self._options = options.is_drafting, options
         self._most_rows: int = vllm_config.scheduler_config.max_num_batched_tokens
         self.adapter: VllmMaskAdapter | None = None
-        self.sampled_logits: torch.Tensor | None = None
         self.is_streaming = options.verification == "none"
+        # (R, V) and (R, H), of the step under way, for the drafts that its masks give.
+        self.sampled_logits: torch.Tensor | None = None
         self.sampled_hidden: torch.Tensor | None = None
         if self.is_drafting and not vllm_config.use_v2_model_runner:
             prepare_runner()

@@ -29,23 +29,14 @@ STREAMING = ("window_size", "entropy_threshold", "distance_penalty")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Options of an engine: `speculative_config`, and `additional_config={"wedlm": {…}}`.
+    """Options of an engine: `speculative_config`, and `additional_config={"wedlm": {…}}`."""
 
-    Attributes:
-        is_drafting: verified parallel decoding (`speculative_config`).
-        mask_adapter: folder or Hub id of a mask adapter.
-        any_base: take the mask adapter also where the weights are not those that it was trained for.
-        always_draft: every step has drafts or masks, whatever they gain: for tests of equality.
-        verification: `"none"`: the paper's decoder. Without either decoding is AR.
-        window_size, entropy_threshold, distance_penalty: of the paper's decoder, for requests that do not state their
-            own; default: the checkpoint's, else [`WeDLMGenerationSettings`]'.
-    """
-
-    is_drafting: bool = False
-    mask_adapter: str | None = None
-    any_base: bool = False
-    always_draft: bool = False
-    verification: str | None = None
+    is_drafting: bool = False  # verified parallel decoding (`speculative_config`)
+    mask_adapter: str | None = None  # folder or Hub id
+    any_base: bool = False  # take the mask adapter also where the weights are not those that it was trained for
+    always_draft: bool = False  # every step has drafts or masks, whatever they gain: for tests of equality
+    verification: str | None = None  # "none": the paper's decoder; without this or `is_drafting` decoding is AR
+    # Of the paper's decoder; default: the checkpoint's, else those of [`WeDLMGenerationSettings`].
     window_size: int | None = None
     entropy_threshold: float | None = None
     distance_penalty: float | None = None
@@ -155,16 +146,11 @@ def base_of_checkpoint(name: str, config: Any, revision: str | None = None) -> d
 @dataclass(frozen=True)
 class RequestOptions:
     """Options of a request, in `SamplingParams.extra_args` or `vllm_xargs` of an HTTP request; `wedlm_` stands before
-    each name.
+    each name."""
 
-    Attributes:
-        strategy: `"ar"` switches parallel decoding off for this request.
-        window_size: the most masks of a step, at least 1; default: as many as the engine allows.
-        entropy_threshold, distance_penalty: τ and λ of the paper's decoder; default: the engine's.
-    """
-
-    strategy: str = "wedlm"
-    window_size: int | None = None
+    strategy: str = "wedlm"  # "ar" switches parallel decoding off for this request
+    window_size: int | None = None  # the most masks of a step; default: as many as the engine allows
+    # τ and λ of the paper's decoder; default: the engine's.
     entropy_threshold: float | None = None
     distance_penalty: float | None = None
 

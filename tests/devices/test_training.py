@@ -71,14 +71,12 @@ def test_mask_adapters_learn_as_on_the_cpu(pretend):
 def test_what_is_evaluated_is_the_cpus(pretend):
     model = tiny_model()
     other = copy.deepcopy(model).to(pretend.device)
-    collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3)
+    collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3, num_copies=2)
     batch, sums = batch_of(), []
     for one, inputs in ((other, moved(batch, pretend.device)), (model, batch)):
         with torch.no_grad():
             output = one(**inputs)
-        sums.append(
-            evaluation_sums(inputs, output.token_nll, output.correct, block_size=4, ar_weight=1.0, num_copies=2)
-        )
+        sums.append(evaluation_sums(inputs, output, collator))
     for name, values in sums[0].items():
         torch.testing.assert_close(values.cpu(), sums[1][name], atol=1e-5, rtol=1e-5)
     found, expected = (response_log_probs(one, [EXAMPLES[1]], collator) for one in (other, model))

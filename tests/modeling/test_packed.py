@@ -118,6 +118,8 @@ def test_a_packed_model_says_what_the_model_said(tmp_path, tied, dtype):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=2e-3, rtol=1e-3)
     assert logits_of(pack(loaded)).equal(logits_of(model))
+    # Nothing is kept of a forward.
+    assert all(module.product._left is None for module in model.modules() if isinstance(module, PackedLinear))
     options = {"max_new_tokens": 6, "do_sample": False}
     assert loaded.generate(IDS, **options).equal(model.generate(IDS, **options))
 
@@ -164,12 +166,6 @@ def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_ea
     assert together[1](rows).equal(alone[1](rows))
     together[1](rows.clone())
     assert together[2](others).equal(alone[2](others))
-
-
-def test_nothing_is_kept_of_a_forward():
-    model = pack(stock_model())
-    logits_of(model)
-    assert all(module.product._left is None for module in model.modules() if isinstance(module, PackedLinear))
 
 
 def test_norms_are_torchs_own_where_they_have_the_same_bits():

@@ -31,6 +31,11 @@ PACKED = [
     for first, second in zip(DOCUMENTS[::2], DOCUMENTS[1::2], strict=True)
 ]
 STEPS = 3
+ARGUMENTS: dict[str, Any] = {
+    "num_train_epochs": STEPS, "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd",
+    "max_grad_norm": 1e9,  # so that the norm is logged
+    "logging_steps": 1, "save_steps": 2, "use_cpu": True, "report_to": "none", "disable_tqdm": True,
+}  # fmt: skip
 # How each run differs from the plain one.
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -81,22 +86,11 @@ def run(
             model=model,
             args=TrainingArguments(
                 str(folder / f"{name} checkpoints"),
-                num_train_epochs=STEPS,
                 per_device_train_batch_size=len(rows) // data_parallel // gradient_accumulation_steps,
                 gradient_accumulation_steps=gradient_accumulation_steps,
-                learning_rate=0.05,
-                lr_scheduler_type="constant",
-                optim="sgd",
-                max_grad_norm=1e9,  # so that the norm is logged
-                logging_steps=1,
                 save_strategy="steps" if resume else "no",
-                save_steps=2,
-                save_only_model=False,
-                use_cpu=True,
                 ddp_backend="gloo" if processes > 1 else None,
-                report_to="none",
-                disable_tqdm=True,
-                **settings,
+                **ARGUMENTS | settings,
             ),
             train_dataset=rows,
             data_collator=DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3),
@@ -122,19 +116,11 @@ def run_sft(folder: Path) -> None:
     """
     processes = int(os.environ.get("WORLD_SIZE", 1))
     settings: dict[str, Any] = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 4 // processes,
-        "per_device_eval_batch_size": 3,
-        "optim": "adamw_torch",
-        "max_grad_norm": 1.0,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "eval_decoding_samples": 2,
-        "eval_decoding_tokens": 6,
-        "save_strategy": "steps",
-        "save_steps": 2,
+        "max_steps": 4, "per_device_train_batch_size": 4 // processes, "per_device_eval_batch_size": 3,
+        "optim": "adamw_torch", "max_grad_norm": 1.0, "eval_strategy": "steps", "eval_steps": 2,
+        "eval_decoding_samples": 2, "eval_decoding_tokens": 6, "save_strategy": "steps", "save_steps": 2,
         "ddp_backend": "gloo" if processes > 1 else None,
-    }
+    }  # fmt: skip
     for name, checkpoint in (("sft", None), ("sft resumed", str(folder / "sft" / "checkpoint-2"))):
         trainer = trainer_on(folder / name, eval_dataset=MESSAGES.select(range(7)), **settings)
         trainer.train(checkpoint)

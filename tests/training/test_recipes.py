@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
 from wedlm_hf.training import train
-from wedlm_hf.training.data import load
 from wedlm_hf.training.sft_config import WeDLMSFTConfig
 from wedlm_hf.training.sft_trainer import COLLATOR_FIELDS
-from wedlm_hf.training.train import DataConfig, main
+from wedlm_hf.training.train import DataConfig, load, main
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "examples" / "wedlm-nano"
@@ -245,17 +244,9 @@ def test_each_setting_and_default_of_the_documentation_is_the_configs():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (
-            "data.jsonl",
-            b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n',
-            ":3: malformed JSON: Expecting ',' del",
-        ),
+        ("data.jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', ":3: malformed JSON: Expecting ',' del"),
         ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', ":2: each line must be a JSON object, got [1, 2]"),
-        (
-            "data.jsonl",
-            b'{"text": "a"}\n{"text": "\xff"}\n',
-            ":2: malformed JSON: 'utf-8' codec can't decode",
-        ),
+        ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', ":2: malformed JSON: 'utf-8' codec can't decode"),
         ("data.jsonl", b"", ": there is no example in this file."),
         ("data.parquet", b"PAR1 no more", ": cannot be read as parquet"),
     ],

@@ -28,28 +28,13 @@ MESSAGES = Dataset.from_dict({"messages": CHATS})
 
 def settings_of(folder: Path, **settings) -> WeDLMSFTConfig:
     defaults = {
-        "output_dir": str(folder),
-        "max_steps": 1,
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "max_grad_norm": 0.0,
-        "optim": "sgd",
-        "max_length": 400,
-        "block_size": 4,
-        "num_eos": 3,
-        "eval_decoding_samples": 0,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+        "output_dir": str(folder), "max_steps": 1, "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8, "gradient_accumulation_steps": 1, "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant", "warmup_steps": 0, "max_grad_norm": 0.0, "optim": "sgd",
+        "max_length": 400, "block_size": 4, "num_eos": 3, "eval_decoding_samples": 0,
+        "gradient_checkpointing": False, "bf16": False, "use_cpu": True, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
     return WeDLMSFTConfig(**(defaults | settings))
 
 

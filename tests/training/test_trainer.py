@@ -29,16 +29,10 @@ def trainer_on(
     tmp_path: Path, *, collator=None, train_dataset=EXAMPLES, eval_dataset=None, callbacks=None, **settings
 ) -> Trainer:
     defaults = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+        "output_dir": str(tmp_path), "per_device_train_batch_size": 4, "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "use_cpu": True,
+        "report_to": "none", "disable_tqdm": True,
+    }  # fmt: skip
     return Trainer(
         model=tiny_model(),
         args=TrainingArguments(**(defaults | settings)),
@@ -141,10 +135,7 @@ def test_packed_documents_stay_apart(tmp_path, column):
 @pytest.mark.parametrize("prediction_loss_only", [True, False])
 def test_evaluation_gives_the_loss_and_never_the_logits(tmp_path, prediction_loss_only):
     trainer = trainer_on(
-        tmp_path,
-        eval_dataset=EXAMPLES[:5],
-        per_device_eval_batch_size=5,
-        prediction_loss_only=prediction_loss_only,
+        tmp_path, eval_dataset=EXAMPLES[:5], per_device_eval_batch_size=5, prediction_loss_only=prediction_loss_only
     )
     first, second = trainer.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]
     assert first == second

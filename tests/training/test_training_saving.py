@@ -24,13 +24,9 @@ from wedlm_hf.training.saving import check_resumable, newest_complete_checkpoint
 
 # Every step is saved, and one checkpoint is kept. AdamW: a resume without its state would show.
 SETTINGS = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 4,
-    "optim": "adamw_torch",
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "save_total_limit": 1,
-}
+    "max_steps": 4, "per_device_train_batch_size": 4, "optim": "adamw_torch", "save_strategy": "steps",
+    "save_steps": 1, "save_total_limit": 1,
+}  # fmt: skip
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -254,6 +250,8 @@ def test_a_checkpoint_of_weights_alone_is_not_resumed_with_a_new_optimizer_in_si
     for checkpoint in (True, str(tmp_path / "checkpoint-1")):
         with pytest.raises(ValueError, match="checkpoint-1' cannot be resumed: it holds no state of the optimizer"):
             trainer_on(tmp_path, **SETTINGS).train(checkpoint)
+    with pytest.raises(ValueError, match="nowhere' cannot be resumed: there is no such folder"):
+        trainer_on(tmp_path, **SETTINGS).train(str(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize("part", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
@@ -287,11 +285,6 @@ def checkpoint_of_one_step(tmp_path_factory):
     trainer_on(folder, **SETTINGS | {"max_steps": 1}).train()
     check_resumable(folder / "checkpoint-1")
     return folder / "checkpoint-1"
-
-
-def test_a_folder_that_is_not_there_is_not_resumed(tmp_path):
-    with pytest.raises(ValueError, match="nowhere' cannot be resumed: there is no such folder"):
-        trainer_on(tmp_path, **SETTINGS).train(str(tmp_path / "nowhere"))
 
 
 WAITING = """

@@ -64,12 +64,6 @@ def test_answers_may_run_up_to_the_longest_length(ar, verified, prompts, complet
         assert len(outputs[0].token_ids) == room and outputs[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7])
-def test_a_limit_on_new_tokens_is_kept(ar, verified, prompts, complete, limit):
-    outputs = complete(verified, prompts[:3], max_tokens=limit)
-    assert tokens_of(outputs) == tokens_of(complete(ar, prompts[:3], max_tokens=limit))
-
-
 def test_samples_are_distributed_as_ar_samples(ar, verified, prompts, metrics):
     before = metrics(verified)["num_accepted_tokens"]
     for sampling in ({"temperature": 1.3}, {"temperature": 1.8, "top_k": 5, "top_p": 0.9}):

@@ -97,8 +97,7 @@ def test_a_mask_adapter_leaves_the_answers_as_they_are(ar, start, prompts, compl
 
 
 @pytest.mark.parametrize(
-    "own",
-    [{}, {"entropy_threshold": 0.1, "distance_penalty": 0.1}, {"window_size": 3}, {"entropy_threshold": 0.0}],
+    "own", [{}, {"entropy_threshold": 0.1, "distance_penalty": 0.1}, {"window_size": 3}, {"entropy_threshold": 0.0}]
 )
 def test_without_verification_tokens_are_those_of_transformers(streaming, nano, prompts, complete, own):
     model = WeDLMForCausalLM.from_pretrained(nano)

@@ -10,7 +10,6 @@ import vllm
 from vllm.v1.sample import rejection_sampler
 
 from wedlm_hf import WeDLMConfig, WeDLMForCausalLM
-from wedlm_hf.serving.vllm.options import PROPOSER
 from wedlm_hf.serving.vllm.plugin import register
 from wedlm_hf.serving.vllm.runner import expand_batch_to_tokens
 
@@ -91,11 +90,7 @@ def test_a_mask_adapter_drafts_as_in_transformers_and_leaves_the_answers_as_they
         (1, {}, "`num_speculative_tokens`.*between 2 and 128, got 1"),
         (129, {}, "`num_speculative_tokens`.*between 2 and 128, got 129"),
         (8, {"additional_config": {"wedlm": {"adapter": "x"}}}, "may hold 'mask_adapter'.*got {'adapter': 'x'}"),
-        (
-            0,
-            {"additional_config": {"wedlm": {"mask_adapter": str(SMOLLM2_ADAPTER)}}},
-            "decoding, which is off",
-        ),
+        (0, {"additional_config": {"wedlm": {"mask_adapter": str(SMOLLM2_ADAPTER)}}}, "decoding, which is off"),
         (8, {"additional_config": {"wedlm": {"mask_adapter": str(SMOLLM2_ADAPTER)}}}, "belongs to another base"),
         (8, {"additional_config": {"wedlm": {"mask_adapter": "no/folder"}}}, "no/folder"),
         (8, {"scheduler_cls": "my.Scheduler"}, "scheduler of its own"),
@@ -142,9 +137,3 @@ def test_drafts_on_a_cpu_have_the_temperature_of_their_request(verified):  # whi
         values = expand(torch.tensor([0.5, 0.0, 2.0]), counts, 5, 0, 1)
         assert values.tolist() == [0.5, 0.5, 2.0, 2.0, 2.0]
         assert expand(torch.tensor([0, 4, 0]), counts, 5, 0, 9).tolist() == [9, 9, 9, 9, 9]
-
-
-def test_the_documented_name_of_the_proposer_is_right():
-    from wedlm_hf.serving.vllm import Proposer
-
-    assert f"wedlm_hf.serving.vllm.{Proposer.__name__}" == PROPOSER
