@@ -384,3 +384,17 @@ def test_plain_generation_of_a_padded_batch_is_stock_qwens(style, options):
         outputs.append(each.generate(ids, attention_mask=mask, **settings))
     assert torch.equal(*outputs)
     assert outputs[0].shape[1] > LENGTH
+
+
+def test_the_head_of_a_batch_reads_rows_of_their_own() -> None:
+    # For a slice of a batch, torch's 16-bit product copies the head's weights once for each sequence.
+    model, seen = tiny_model(), []
+    model.lm_head.register_forward_pre_hook(
+        lambda module, args: seen.append((args[0].shape[1], args[0].is_contiguous()))
+    )
+    ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    whole = model(ids).logits
+    assert model(ids, logits_to_keep=2).logits.equal(whole[:, -2:]) and model(ids, logits_to_keep=9).logits.equal(
+        whole
+    )
+    assert seen == [(4, True), (2, True), (4, True)]
