@@ -132,7 +132,10 @@ class ParallelDecoder:
         predicting: AbstractContextManager[Any] = nullcontext()
         if has_slots:
             predicting = self.model.predicting(order.slot_mask)
-        masks = self.attention.masks(write, order.position_ids, order.visibility)
+        positions = order.position_ids
+        if self.request.table:  # a guess behind its end will not count
+            positions = positions.clamp(max=self.request.table - 1)
+        masks = self.attention.masks(write, positions, order.visibility)
         forward = self.compiled if self.compiled is not None and self.steps > 0 else self.model
         with predicting as states, self.attention.reading(masks):
             inputs: dict[str, Any] = {"input_ids": order.input_ids}
@@ -141,7 +144,7 @@ class ParallelDecoder:
             outputs = forward(
                 **inputs,
                 attention_mask=masks,
-                position_ids=order.position_ids,
+                position_ids=positions,
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=order.logit_count + order.masks_behind,
@@ -199,6 +202,12 @@ class ParallelDecoder:
         tokens = tokens[: one.remaining]
         ends = [count for count, token in enumerate(tokens, 1) if token in self.request.end_tokens]
         count, is_stopped = self._stop(one, tokens[: ends[0]] if ends else tokens)
+        table = self.request.table
+        if table and len(one.tokens) + count > table + 1:  # no forward reads the last token
+            raise ValueError(
+                f"Sequence {one.index} goes on behind the last position that this model knows: prompt and answer may "
+                f"have {table + 1} tokens (`max_position_embeddings` + 1). Pass a smaller `max_new_tokens`."
+            )
         if is_stopped or ends or count == one.remaining:
             one.is_finished = True
         return count

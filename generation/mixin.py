@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationMixin
@@ -44,6 +45,9 @@ DEEPEST = 8
 # The time that a row adds to a forward, relative to one row's, until it is measured: a CPU takes about 3.5 % of the
 # time that it needs to read the weights, a GPU ten times less.
 SLOT_COSTS = {"cpu": 0.035, "cuda": 0.004}
+
+# The `id` of the model that filled a cache. Nothing is known of a cache that was copied or unpickled.
+FILLED_BY: WeakKeyDictionary[WindowCache, int] = WeakKeyDictionary()
 
 # The parent's loops in place of which parallel decoding runs.
 LOOP_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -155,6 +159,9 @@ class WeDLMGenerationMixin(GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
+        if any(cache.lengths) and FILLED_BY.get(cache, id(self)) != id(self):
+            raise ValueError("Another model filled the cache of `past_key_values`: pass one of this model, or none.")
+        FILLED_BY[cache] = id(self)
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
         _check_inputs(self, settings.strategy, input_ids.shape[0], is_static, logits_processor, model_kwargs)
         request = decoding_request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)

@@ -13,6 +13,9 @@ from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengt
 from .cache import WindowCache
 from .settings import WeDLMGenerationSettings
 
+# Models whose rotary embeddings are a table.
+TABLES = ("codegen", "gptj")
+
 
 @dataclass(frozen=True)
 class DecodingRequest:
@@ -21,6 +24,7 @@ class DecodingRequest:
     Attributes:
         prompts: each row's tokens, without padding; -1 behind embeddings.
         limit: new tokens allowed, at least 1.
+        table: how many positions there are, where the model has a table of them.
         end_tokens: tokens that end a row.
         mask_token_id: M; `None` where slots need no token, since a mask adapter embeds them.
         pad_token_id: stands after a row's end in the output.
@@ -31,6 +35,7 @@ class DecodingRequest:
 
     prompts: list[list[int]]
     limit: int
+    table: int | None
     end_tokens: frozenset[int]
     mask_token_id: int | None
     pad_token_id: int
@@ -64,6 +69,7 @@ def decoding_request(
     return DecodingRequest(
         prompts=prompts,
         limit=limit,
+        table=context_length(model.config) if model.config.model_type in TABLES else None,
         end_tokens=frozenset(ends),
         mask_token_id=settings.mask_token_id,
         pad_token_id=0 if pad_token is None else int(pad_token),

@@ -245,6 +245,23 @@ def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None
         assert torch.equal(again, model.generate(first.sequences, **behind))
 
 
+@pytest.mark.parametrize("drafting", [{"adaptive_window": False, "window_size": 6}, {"slot_cost": 0.0}])
+@pytest.mark.parametrize("name", ["CodeGen", "GPTJ"])
+def test_a_table_of_positions_is_used_to_its_end_and_no_further(name: str, drafting: dict[str, Any]) -> None:
+    model, _ = with_adapter(build(name, GPTJ | {"max_position_embeddings": 40}))
+    greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": 96}
+    exact = greedy | {"strategy": "wedlm", "verification": "exact"} | drafting
+    whole = model.generate(prompt(20), **greedy, max_length=41)  # no forward reads the last token
+    assert torch.equal(model.generate(prompt(20), **exact, max_length=41), whole)
+    with pytest.raises((IndexError, RuntimeError)):
+        model.generate(prompt(20), **greedy, max_length=42)
+    with pytest.raises(ValueError, match="may have 41 tokens"):
+        model.generate(prompt(20), **exact, max_length=42)
+    end = {"eos_token_id": int(whole[0, -1])}  # an answer that ends before it may be allowed to be longer
+    expected = model.generate(prompt(20), **greedy | end, max_length=400)
+    assert torch.equal(model.generate(prompt(20), **exact | end, max_length=400), expected)
+
+
 def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path: Path) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     images = {"vision_config": vision | {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}

@@ -1,6 +1,7 @@
 """Everything else that users expect of `generate`: honoured exactly, or refused with one clear error."""
 
 import json
+import pickle
 import threading
 
 import pytest
@@ -654,6 +655,17 @@ def test_a_cache_of_another_prompt_is_refused(model):
             model.generate(prompt, **FAST, past_key_values=cache)
     with pytest.raises(ValueError, match="The cache holds 1 rows, but the prompt has 2"):
         model.generate(PROMPT.expand(2, -1), **FAST, past_key_values=cache)
+
+
+def test_a_cache_of_another_model_is_refused_and_kept(model):
+    cache, other = WindowCache(), tiny_model(seed=1)
+    ids = model.generate(PROMPT, **FAST, past_key_values=cache)
+    with pytest.raises(ValueError, match="Another model filled the cache"):
+        other.generate(ids, **FAST, past_key_values=cache)
+    for kept in (pickle.loads(pickle.dumps(cache)), cache):
+        assert torch.equal(model.generate(ids, **FAST, past_key_values=kept), model.generate(ids, **FAST))
+    cache.reset()
+    assert torch.equal(other.generate(ids, **FAST, past_key_values=cache), other.generate(ids, **FAST))
 
 
 def test_a_cache_that_is_reset_takes_any_batch(model):
