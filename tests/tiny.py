@@ -1,7 +1,9 @@
 """Tiny random models and a tiny tokenizer, shared by the tests. Everything is a function of its arguments alone."""
 
+import json
 from copy import deepcopy
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -78,6 +80,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """At most 300 tokens; `PAD, START, EOS, MASK` are its special ones. Each call gives an object of its own."""
     return deepcopy(_tokenizer())
+
+
+def edit(file: Path, **changes: Any) -> None:
+    """Changes fields of a JSON file; `...` takes one out."""
+    stated = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({name: value for name, value in stated.items() if value is not ...}))
 
 
 def stock_twin(model: WeDLMForCausalLM, attn_implementation: str = "eager") -> Qwen2ForCausalLM | Qwen3ForCausalLM:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file, save_file
-from tiny import EOS, PAD, VOCAB_SIZE, assert_equal_but_rounding, randomize, tiny_tokenizer
+from tiny import EOS, PAD, VOCAB_SIZE, assert_equal_but_rounding, edit, randomize, tiny_tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -66,10 +66,6 @@ def write_source(folder: Path, kind: str, **overrides: Any) -> Any:
     return model
 
 
-def edit(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def ids(rows: int = 3, length: int = 100) -> torch.Tensor:
     return torch.randint(4, 200, (rows, length), generator=torch.Generator().manual_seed(0))
 
@@ -109,11 +105,8 @@ def test_rope_frequencies_that_older_llama_checkpoints_store_are_left_out(tmp_pa
 @torch.no_grad()
 def test_a_llama_config_of_the_older_dialect_is_read(tmp_path):
     stock = write_source(tmp_path / "source", "Llama 2")
-    file = tmp_path / "source" / "config.json"
-    stated = json.loads(file.read_text())
-    for name in ("rope_parameters", "head_dim", "dtype"):
-        stated.pop(name)
-    file.write_text(json.dumps(stated))  # no RoPE base: the family's default
+    # No RoPE base: the family's default.
+    edit(tmp_path / "source" / "config.json", rope_parameters=..., head_dim=..., dtype=...)
     assert torch.equal(convert(tmp_path / "source").model(ids()).logits, stock(ids()).logits)
 
 

@@ -2,7 +2,6 @@
 
 import ast
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import MASK, tiny_model, tiny_tokenizer
+from tiny import MASK, edit, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from wedlm_hf import WeDLMForCausalLM
@@ -38,10 +37,6 @@ def checkpoint(original, tmp_path) -> Path:
     for file in original.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     return folder
-
-
-def edit(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 def python(code: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import stock_twin, tiny_model, tiny_tokenizer
+from tiny import edit, stock_twin, tiny_model, tiny_tokenizer
 
 from wedlm_hf.modeling_wedlm import convert
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
@@ -136,8 +136,7 @@ def test_the_error_names_what_is_damaged(folders, file, text, message):
 def test_weights_of_other_shapes_are_an_error_of_one_line(folders):
     whole, _, _, damaged, _ = folders
     copied(whole, damaged)
-    config = json.loads((damaged / "config.json").read_text())
-    (damaged / "config.json").write_text(json.dumps(config | {"intermediate_size": 7}))
+    edit(damaged / "config.json", intermediate_size=7)
     assert attempt(damaged, is_stock=False).endswith(
         "has weights of other shapes than its config states; see the report above."
     )
