@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from .card import write_cards_on_save
 from .configuration_wedlm import WeDLMConfig
 from .convert import Conversion, convert
+from .dual_stream import dual_stream_mask, forward_with_targets
 from .hub import write_hub_files
 from .modeling_wedlm import WeDLMForCausalLM, WeDLMModel, WeDLMPreTrainedModel
 
@@ -19,6 +20,8 @@ AutoModelForCausalLM.register(WeDLMConfig, WeDLMForCausalLM, exist_ok=True)
 
 WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
 write_cards_on_save(WeDLMPreTrainedModel)
+WeDLMModel._dual_stream_mask = dual_stream_mask
+WeDLMForCausalLM._forward_with_targets = forward_with_targets
 
 
 def _later(name: str) -> Any:

@@ -1,14 +1,18 @@
-"""Dual-stream training: who sees whom, and the loss. Pure functions on tensors (paper §4, Eq. 10).
+"""Dual-stream training: who sees whom, and the loss (paper §4, Eq. 10).
 
 `B` rows of the batch, `T` physical slots of a row (memory and prediction streams, packed documents), `V` vocabulary,
 `D` hidden size, `N` slots that carry a loss.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CHUNK_LOGITS = 2**26  # that the head holds at a time: 256 MB in float32
 
@@ -53,6 +57,42 @@ def dual_stream_mask_function(
         return (same_document & (to_memory | within_block)) | (query == key)
 
     return visible
+
+
+def dual_stream_mask(
+    model: Any, inputs_embeds: torch.Tensor, stream_ids: torch.Tensor, block_ids: Any, document_ids: Any
+) -> Any:
+    """The mask of a [`WeDLMModel`] in the form that its attention takes, see [`dual_stream_mask_function`]."""
+    if block_ids is None:
+        raise ValueError("`stream_ids` needs `block_ids` beside it, got None.")
+    if stream_ids.shape != inputs_embeds.shape[:2]:
+        raise ValueError(
+            f"`stream_ids` must have the shape of the input, {tuple(inputs_embeds.shape[:2])}, got "
+            f"{tuple(stream_ids.shape)}. Context parallelism, which cuts the input into pieces and drops the mask "
+            "that says who sees whom, cannot train a dual stream: use data, sharded (FSDP2) or tensor parallelism."
+        )
+    if document_ids is None:
+        document_ids = torch.zeros_like(stream_ids)
+    implementation = model.config._attn_implementation
+    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS or "flash" in implementation:
+        raise ValueError(
+            "Dual-stream training needs an attention implementation that takes an arbitrary mask "
+            f"('sdpa', 'eager' or 'flex_attention'), got {implementation!r}."
+        )
+    batch_size, length = stream_ids.shape
+    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
+        batch_size=batch_size,
+        q_length=length,
+        kv_length=length,
+        q_offset=0,
+        kv_offset=0,
+        mask_function=dual_stream_mask_function(stream_ids, block_ids, document_ids),
+        attention_mask=None,
+        allow_is_causal_skip=False,
+        dtype=inputs_embeds.dtype,
+        config=model.config,
+        device=inputs_embeds.device,
+    )
 
 
 def token_nll(
@@ -118,3 +158,43 @@ def dual_stream_loss(
     slot_nll = torch.zeros_like(targets, dtype=nll.dtype).flatten().index_copy(0, slots, nll)
     slot_correct = torch.zeros_like(targets, dtype=torch.bool).flatten().index_copy(0, slots, correct)
     return loss, slot_nll.view_as(targets), slot_correct.view_as(targets)
+
+
+@dataclass
+class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """[`CausalLMOutputWithPast`], and what training and evaluation report beside the loss, 0 without a target."""
+
+    token_nll: torch.Tensor | None = None  # (B, T) float32, of each slot's target, in nats, with its graph
+    correct: torch.Tensor | None = None  # (B, T) bool, whether the target is the likeliest token
+
+
+def forward_with_targets(
+    model: Any,
+    inputs: dict[str, Any],
+    targets: torch.Tensor,
+    loss_weights: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    num_items_in_batch: torch.Tensor | int | None,
+) -> WeDLMCausalLMOutputWithPast:
+    """The forward of a [`WeDLMForCausalLM`] and the loss of dual-stream training (paper Eq. 10)."""
+    # No cache unless asked for: nothing reads it, and the model config's default is for generation.
+    outputs = model.model(**{"use_cache": False} | inputs)
+    if num_items_in_batch is None:
+        counted = targets if labels is None else labels[..., 1:]
+        num_items_in_batch = (counted != -100).sum()
+    loss, nll, correct = dual_stream_loss(
+        model.lm_head,
+        outputs.last_hidden_state,
+        targets,
+        torch.ones_like(targets, dtype=torch.float32) if loss_weights is None else loss_weights,
+        num_items_in_batch,
+        chunk_size=max(1, CHUNK_LOGITS // model.config.vocab_size),
+    )
+    return WeDLMCausalLMOutputWithPast(
+        loss=loss,
+        token_nll=nll,
+        correct=correct,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )

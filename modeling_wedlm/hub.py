@@ -18,14 +18,13 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_wedlm.WeDLMForCausalLM",
 }
 
-# What `forward` and `generate` need. A file ships as `NAME_wedlm.py`.
+# What `forward` and `generate` need; training needs the package. A file ships as `NAME_wedlm.py`.
 SHIPPED = (
     "generation/attention.py", "generation/drafter.py", "generation/cache.py", "generation/decoding.py",
     "generation/mixin.py", "generation/planner.py", "generation/request.py", "generation/rules.py",
     "generation/sampling.py", "generation/scores.py", "generation/selection.py", "generation/settings.py",
     "generation/stats.py", "generation/step_times.py", "generation/streaming.py", "generation/verify.py",
-    "generation/window.py", "modeling_wedlm/configuration_wedlm.py", "modeling_wedlm/dual_stream.py",
-    "modeling_wedlm/modeling_wedlm.py",
+    "generation/window.py", "modeling_wedlm/configuration_wedlm.py", "modeling_wedlm/modeling_wedlm.py",
 )  # fmt: skip
 
 _PACKAGE = Path(__file__).parents[1]

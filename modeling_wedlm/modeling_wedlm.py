@@ -1,12 +1,11 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3Attention,
@@ -19,7 +18,6 @@ from transformers.utils import can_return_tuple
 
 from ..generation.mixin import WeDLMGenerationMixin
 from .configuration_wedlm import WeDLMConfig
-from .dual_stream import CHUNK_LOGITS, dual_stream_loss, dual_stream_mask_function
 
 
 class WeDLMAttention(Qwen3Attention):
@@ -76,9 +74,17 @@ class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
         return model
 
 
+def _needs_package(*_: Any) -> Any:
+    """In place of the methods of training (dual_stream.py), which are set where the package is installed: they are not
+    in the code beside a checkpoint."""
+    raise ValueError("Dual-stream training needs the package `wedlm-hf`, which is not installed.")
+
+
 class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
     """Identical to [`Qwen3Model`] except for its attention, and that the mask follows physical order, whatever
     `position_ids` say, or is the dual-stream mask of training."""
+
+    _dual_stream_mask: Any = _needs_package
 
     def __init__(self, config: WeDLMConfig):
         super().__init__(config)
@@ -138,48 +144,6 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             mask = torch.zeros_like(mask, dtype=inputs_embeds.dtype).masked_fill(~mask, lowest)
         return mask
 
-    def _dual_stream_mask(
-        self, inputs_embeds: torch.Tensor, stream_ids: torch.Tensor, block_ids: Any, document_ids: Any
-    ) -> Any:
-        if block_ids is None:
-            raise ValueError("`stream_ids` needs `block_ids` beside it, got None.")
-        if stream_ids.shape != inputs_embeds.shape[:2]:
-            raise ValueError(
-                f"`stream_ids` must have the shape of the input, {tuple(inputs_embeds.shape[:2])}, got "
-                f"{tuple(stream_ids.shape)}. Context parallelism, which cuts the input into pieces and drops the mask "
-                "that says who sees whom, cannot train a dual stream: use data, sharded (FSDP2) or tensor parallelism."
-            )
-        if document_ids is None:
-            document_ids = torch.zeros_like(stream_ids)
-        implementation = self.config._attn_implementation
-        if implementation not in ALL_MASK_ATTENTION_FUNCTIONS or "flash" in implementation:
-            raise ValueError(
-                "Dual-stream training needs an attention implementation that takes an arbitrary mask "
-                f"('sdpa', 'eager' or 'flex_attention'), got {implementation!r}."
-            )
-        batch_size, length = stream_ids.shape
-        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
-            batch_size=batch_size,
-            q_length=length,
-            kv_length=length,
-            q_offset=0,
-            kv_offset=0,
-            mask_function=dual_stream_mask_function(stream_ids, block_ids, document_ids),
-            attention_mask=None,
-            allow_is_causal_skip=False,
-            dtype=inputs_embeds.dtype,
-            config=self.config,
-            device=inputs_embeds.device,
-        )
-
-
-@dataclass
-class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """[`CausalLMOutputWithPast`], and what training and evaluation report beside the loss, 0 without a target."""
-
-    token_nll: torch.Tensor | None = None  # (B, T) float32, of each slot's target, in nats, with its graph
-    correct: torch.Tensor | None = None  # (B, T) bool, whether the target is the likeliest token
-
 
 class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausalLM):
     """Identical to [`Qwen3ForCausalLM`] except for its backbone, the dual-stream loss, and
@@ -187,6 +151,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
 
     # `num_items_in_batch` is used, so that gradient accumulation and data parallelism change no digit of the loss.
     accepts_loss_kwargs = True
+    _forward_with_targets: Any = _needs_package
 
     def __init__(self, config: WeDLMConfig):
         Qwen3PreTrainedModel.__init__(self, config)  # not the parent's: it would build a Qwen3 backbone first
@@ -250,37 +215,6 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             given = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
             logits_to_keep = torch.arange(given.shape[1], device=given.device)[-logits_to_keep:]
         return super().forward(logits_to_keep=logits_to_keep, **inputs)
-
-    def _forward_with_targets(
-        self,
-        inputs: dict[str, Any],
-        targets: torch.Tensor,
-        loss_weights: torch.Tensor | None,
-        labels: torch.Tensor | None,
-        num_items_in_batch: torch.Tensor | int | None,
-    ) -> WeDLMCausalLMOutputWithPast:
-        """The loss of dual-stream training (paper Eq. 10)."""
-        # No cache unless asked for: nothing reads it, and the model config's default is for generation.
-        outputs = self.model(**{"use_cache": False} | inputs)
-        if num_items_in_batch is None:
-            counted = targets if labels is None else labels[..., 1:]
-            num_items_in_batch = (counted != -100).sum()
-        loss, nll, correct = dual_stream_loss(
-            self.lm_head,
-            outputs.last_hidden_state,
-            targets,
-            torch.ones_like(targets, dtype=torch.float32) if loss_weights is None else loss_weights,
-            num_items_in_batch,
-            chunk_size=max(1, CHUNK_LOGITS // self.config.vocab_size),
-        )
-        return WeDLMCausalLMOutputWithPast(
-            loss=loss,
-            token_nll=nll,
-            correct=correct,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
 
 
 __all__ = ["WeDLMForCausalLM", "WeDLMModel", "WeDLMPreTrainedModel"]

@@ -41,7 +41,7 @@ from transformers.utils import logging
 
 from wedlm_hf.eval.files import write_text, written_whole
 from wedlm_hf.eval.measure import pad_left
-from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, modeling_wedlm
+from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, dual_stream
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
@@ -537,7 +537,7 @@ def main(
         model = deepcopy(base)
         dual = DataCollatorForDualStreamMasking(tokenizer, **({"seed": seed} | variant.collator))
         set_seed(seed)
-        with patch.object(modeling_wedlm, "dual_stream_mask_function", variant.mask_function):
+        with patch.object(dual_stream, "dual_stream_mask_function", variant.mask_function):
             seconds = train(model, Samples(tokenizer, 64 * steps, seed + 1), dual, steps, 2e-3)
         result = evaluate(variant, model, tokenizer, prompts_per_task, seed)
         results["variants"][variant.name] = result | {"seconds": round(seconds)}

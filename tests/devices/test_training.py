@@ -37,7 +37,7 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_dual_stream_loss_and_its_gradient_are_the_cpus(pretend, attention, monkeypatch):
-    monkeypatch.setattr("wedlm_hf.modeling_wedlm.modeling_wedlm.CHUNK_LOGITS", 5 * 320)  # several chunks of the head
+    monkeypatch.setattr("wedlm_hf.modeling_wedlm.dual_stream.CHUNK_LOGITS", 5 * 320)  # several chunks of the head
     model, batch = tiny_model(attn_implementation=attention), batch_of()
     other = copy.deepcopy(model).to(pretend.device)
     expected = model(**batch)
