@@ -175,7 +175,6 @@ def demo(
         if browser:
             webbrowser.open(address)
 
-    loading.prepare()
     serve(loading, model, host=host, port=port, ready=ready)
 
 

@@ -42,16 +42,6 @@ class LoadingOptions:
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"`threads` must be at least 1, got {self.threads}.")
 
-    def prepare(self) -> str:
-        """Sets the number of CPU threads and returns the device. Raises `ValueError` for a missing device."""
-        import torch
-
-        from ..modeling_wedlm.loading import find_device
-
-        if self.threads is not None:
-            torch.set_num_threads(self.threads)
-        return str(find_device(self.device, called="`--device {}`"))
-
     def load(self, checkpoint: str | None) -> tuple[Any, Any]:
         """Model, in evaluation mode, and tokenizer of a folder or Hub id, or of the folder of an adapter (see
         [`load_adapted`]); of wedlm-nano for None.
@@ -60,19 +50,19 @@ class LoadingOptions:
             OSError: for what cannot be loaded.
             ValueError: likewise, and for an unknown device.
         """
-        device = self.prepare()
         import torch
         from transformers.utils.logging import disable_progress_bar
 
         from ..adapters.loading import load_adapted
+        from ..modeling_wedlm.loading import find_device
+        from .measure import default_threads
 
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        device = str(find_device(self.device, called="`--device {}`"))
         disable_progress_bar()
-        model, tokenizer = load_adapted(
-            str(NANO) if checkpoint is None else checkpoint, self.adapter, dtype=self.dtype, device=device
-        )
-        model = model.eval()
+        source = str(NANO) if checkpoint is None else checkpoint
+        model, tokenizer = load_adapted(source, self.adapter, dtype=self.dtype, device=device)
         if self.threads is None:
-            from .measure import default_threads
-
             torch.set_num_threads(default_threads(model))
-        return model, tokenizer
+        return model.eval(), tokenizer

@@ -23,7 +23,7 @@ from huggingface_hub.utils import WeakFileLock
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from ...console.progress import LongProgress
+from ...console.progress import stage
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, EXACT, LOOKUP, Options
 from ..files import write_text
@@ -147,14 +147,14 @@ class Measurement:
         """Measure the pieces that the store lacks, with a progress bar; returns all lines of the part."""
         pieces = {piece.key(part): piece for piece in self._pieces(part)}
         left = {key: piece for key, piece in pieces.items() if key not in self.store.pieces}
-        with LongProgress(self.console) as bar:
-            task = bar.add_task(part.name, total=len(pieces), completed=len(pieces) - len(left))
+        with stage(self.console, part.name) as show:
             if left:
                 self._decode(part, Piece("warm-up", list(part.decoders), [0]))  # refuses what cannot be decoded
-            for key, piece in left.items():
+            for count, (key, piece) in enumerate(left.items(), len(pieces) - len(left)):
+                show(count / len(pieces), "")
                 about = {"part": part.name, "kind": piece.kind, "repeat": piece.repeat}
                 self.store.put(key, [about | row for row in self._measure(part, piece)])
-                bar.advance(task)
+            show(1.0, "")
         return pd.DataFrame([row for key in pieces for row in self.store.pieces[key]])
 
     def _pieces(self, part: Part) -> Iterator[Piece]:

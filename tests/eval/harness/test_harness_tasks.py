@@ -19,11 +19,15 @@ TASKS = ("counting", "arithmetic", "sorting", "json", "chat", "python")
 
 
 @pytest.mark.parametrize("name", [*TASKS, None])
-def test_documents_are_the_prompts_and_none_is_a_few_shot_example(name):
+def test_documents_are_the_prompts_with_one_right_choice_and_none_is_a_few_shot_example(name):
     splits = nano.documents(read_tasks(NANO), name)
     test, fewshot = list(splits["test"]), list(splits["fewshot"])
     assert len(test) == 100 and len(fewshot) == nano.FEWSHOT
     assert not [row for row in test if row in fewshot]
+    for row in test:
+        prompt = Prompt(row["messages"], row["task"], tuple(row["answers"]), row["match"])
+        assert len(set(row["choices"])) == 4
+        assert [prompt.is_right(choice) for choice in row["choices"]] == [i == row["label"] for i in range(4)]
     if name:
         expected = [prompt for prompt in read_tasks(NANO) if prompt.task == name][:100]
         assert [(row["messages"], tuple(row["answers"])) for row in test] == [
@@ -31,14 +35,6 @@ def test_documents_are_the_prompts_and_none_is_a_few_shot_example(name):
         ]
     else:
         assert {row["task"] for row in test} == {row["task"] for row in fewshot} == set(TASKS)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_exactly_one_choice_is_right(name):
-    for row in nano.documents(read_tasks(NANO), name)["test"]:
-        prompt = Prompt(row["messages"], row["task"], tuple(row["answers"]), row["match"])
-        assert len(set(row["choices"])) == 4
-        assert [prompt.is_right(choice) for choice in row["choices"]] == [i == row["label"] for i in range(4)]
 
 
 def test_a_reply_is_scored_by_the_rule_of_its_prompt():
