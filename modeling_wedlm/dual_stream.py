@@ -81,18 +81,11 @@ def dual_stream_mask(
         )
     batch_size, length = stream_ids.shape
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
-        batch_size=batch_size,
-        q_length=length,
-        kv_length=length,
-        q_offset=0,
-        kv_offset=0,
+        batch_size=batch_size, q_length=length, kv_length=length, q_offset=0, kv_offset=0,
         mask_function=dual_stream_mask_function(stream_ids, block_ids, document_ids),
-        attention_mask=None,
-        allow_is_causal_skip=False,
-        dtype=inputs_embeds.dtype,
-        config=model.config,
-        device=inputs_embeds.device,
-    )
+        attention_mask=None, allow_is_causal_skip=False,
+        config=model.config, dtype=inputs_embeds.dtype, device=inputs_embeds.device,
+    )  # fmt: skip
 
 
 def token_nll(
@@ -180,21 +173,13 @@ def forward_with_targets(
     # No cache unless asked for: nothing reads it, and the model config's default is for generation.
     outputs = model.model(**{"use_cache": False} | inputs)
     if num_items_in_batch is None:
-        counted = targets if labels is None else labels[..., 1:]
-        num_items_in_batch = (counted != -100).sum()
-    loss, nll, correct = dual_stream_loss(
-        model.lm_head,
-        outputs.last_hidden_state,
-        targets,
-        torch.ones_like(targets, dtype=torch.float32) if loss_weights is None else loss_weights,
-        num_items_in_batch,
-        chunk_size=max(1, CHUNK_LOGITS // model.config.vocab_size),
-    )
+        num_items_in_batch = ((targets if labels is None else labels[..., 1:]) != -100).sum()
+    if loss_weights is None:
+        loss_weights = torch.ones_like(targets, dtype=torch.float32)
+    size = max(1, CHUNK_LOGITS // model.config.vocab_size)
+    states = outputs.last_hidden_state
+    loss, nll, correct = dual_stream_loss(model.lm_head, states, targets, loss_weights, num_items_in_batch, size)
     return WeDLMCausalLMOutputWithPast(
-        loss=loss,
-        token_nll=nll,
-        correct=correct,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+        loss=loss, token_nll=nll, correct=correct, past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states, attentions=outputs.attentions,
+    )  # fmt: skip

@@ -109,9 +109,8 @@ class AtomicSaveTrainer(Trainer):
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
         if self.args.should_save:
-            rotate_checkpoints(
-                str(run_dir), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
-            )
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best, use_mtime=True)
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
