@@ -97,10 +97,6 @@ class SequenceState:
         while len(self.window) > size and self.window[-1] is None:
             self.window.pop()
 
-    def finish(self) -> None:
-        """Ends the sequence."""
-        self.is_finished, self.window, self.drafts, self.masks = True, [], [], []
-
 
 @dataclass(frozen=True)
 class SequenceOutcome:
