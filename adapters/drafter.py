@@ -104,7 +104,8 @@ class TreeDrafter(Drafter):
         """
         states = self.model.draft_hidden(hidden[:, None].expand(-1, before.shape[1], -1), before)
         head = self.model.get_output_embeddings()
-        is_plain = type(head) is torch.nn.Linear and head.bias is None
+        # Quantizers put tensors of their own kinds in its place, of which no rows can be read.
+        is_plain = type(head) is torch.nn.Linear and head.bias is None and type(head.weight) is torch.nn.Parameter
         table = head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`
         if table is not None and not head._forward_hooks:
             return torch.einsum("ash,abh->abs", table[shortlist].float(), states.float())

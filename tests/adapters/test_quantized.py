@@ -56,3 +56,29 @@ def test_verified_decoding_is_the_quantized_bases_own_text(folder: Path, name: s
     assert torch.equal(model(PROMPT).logits, logits)
     model.unload_mask_adapter()
     assert ([type(module) for module in model.modules()], type(model.model.layers[0].mlp.down_proj.weight)) == kinds
+
+
+class WholeTensor(torch.Tensor):
+    """Multiplies as torchao's tensors do, but gives no single rows."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            raise NotImplementedError
+        if func is nn.functional.linear:
+            return func(*(each.as_subclass(torch.Tensor) for each in args if each is not None))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_quantized_head_of_which_no_rows_can_be_read_drafts_as_any_other(folder: Path) -> None:
+    torch.manual_seed(1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for parameter in add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8)).parameters():
+        nn.init.normal_(parameter, std=0.2)
+    settings = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0, "return_dict_in_generate": True}
+    expected = model.generate(PROMPT, **GREEDY, **settings)
+    head = model.lm_head.weight
+    model.lm_head.weight = nn.Parameter(head.detach().clone().as_subclass(WholeTensor), requires_grad=False)
+    found = model.generate(PROMPT, **GREEDY, **settings)
+    assert type(model.lm_head.weight) is WholeTensor and found.stats.forwards.equal(expected.stats.forwards)
+    assert found.sequences.equal(expected.sequences)
