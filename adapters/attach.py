@@ -432,12 +432,13 @@ def is_close(found: torch.Tensor, expected: torch.Tensor, model: Any) -> bool:
     """Whether a model computed the same rows, `(..., H)`, in two ways.
 
     Matrices of other shapes round differently, another expert may be chosen and activations may be quantized. In 16
-    bits, single rows may then differ by anything; a mask that is not followed makes most rows differ.
+    bits, some rows of several may then differ by anything; a mask that is not followed makes most rows differ.
     """
     difference = found.float() - expected.float()
     if model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False):
         return bool(difference.abs().max() <= 1e-3 * expected.abs().max())
-    return bool((difference.norm(dim=-1) / expected.float().norm(dim=-1)).median() <= 0.25)
+    distances = (difference.norm(dim=-1) / expected.float().norm(dim=-1)).flatten().sort().values
+    return bool(distances[len(distances) // 2] <= 0.25)  # the upper median: one row of two may not differ
 
 
 @contextmanager

@@ -60,10 +60,13 @@ class MaskAdapterTuner(BaseTuner):
 
     def __init__(self, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         below = dict(getattr(model, "peft_config", {}))
-        super().__init__(model, peft_config, adapter_name, *args, **kwargs)
-        if below:  # PEFT would share one table with the `PeftModel` below, whose adapter may have the same name
-            self.peft_config = {adapter_name: self.peft_config[adapter_name]}
-            model.peft_config = below
+        try:
+            super().__init__(model, peft_config, adapter_name, *args, **kwargs)
+            if below:  # PEFT would share one table with the `PeftModel` below, whose adapter may have the same name
+                self.peft_config = {adapter_name: self.peft_config[adapter_name]}
+        finally:
+            if below:
+                model.peft_config = below
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Adds the adapter. Raises `ValueError` for a model that cannot carry it or is not the adapter's base."""
@@ -89,7 +92,7 @@ class MaskAdapterTuner(BaseTuner):
     def unload(self) -> nn.Module:
         """Takes the adapter away and returns the base."""
         unload_mask_adapter(_owner(self.model))
-        if isinstance(self.model, PreTrainedModel):
+        if isinstance(self.model, PreTrainedModel) and vars(self.model).get("peft_config") is self.peft_config:
             vars(self.model).pop("peft_config", None)
         return self.model
 

@@ -24,9 +24,8 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from .groups import ModelCommand, with_options
+from .groups import UsageError, with_options
 
-UsageError: Any = typer.BadParameter.__mro__[1]  # click's; newer versions of typer bring a copy of click
 NO, WRONG, STOPPED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes
 
 _DEBUG = "wedlm_hf.debug"
@@ -125,7 +124,7 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         run = with_options(function, debug)  # the callback of `debug` handles it
-        return app.command(cls=ModelCommand, epilog="\n\n".join((title, *map(escape, examples))))(run)
+        return app.command(epilog="\n\n".join((title, *map(escape, examples))))(run)
 
     return add
 

@@ -2,60 +2,60 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
+
+UsageError: Any = typer.BadParameter.__mro__[1]  # click's; newer versions of typer bring a copy of click
 
 # What an option needs beside the name, type and docstring of its field.
 _SPECIAL: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "file": (("--file", "-f"), {}),
     "settings": (("--set",), {"metavar": "NAME=VALUE"}),
-    "model": ((), {"metavar": "MODEL", "show_default": False}),
+    "model": ((), {"metavar": "MODEL"}),
     "start": (("--from",), {}),
 }
+_MODEL = "model_by_option"
 MODEL_HELP = "Folder or Hub id of a model; folder of an adapter; with --adapter also a GGUF file. Default: wedlm-nano."
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
 
 
-class ModelCommand(TyperCommand):
-    """A command whose first argument, a model, may be written as `--model` too."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The parent's. Raises `UsageError` for wrong words."""
-        if not any("--model" in one.opts for one in self.params):
-            parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-            parser.add_argument("--model", "-m")
-            try:
-                found, rest = parser.parse_known_args(args)
-            except argparse.ArgumentError as error:
-                raise typer.BadParameter(str(error)) from None
-            args = args if found.model is None else [found.model, *rest]
-        return super().parse_args(ctx, args)
-
-
 def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:
-    """Makes a command of a function. The fields of its parameters that are dataclasses become options.
+    """Makes a command of a function. The fields of its parameters that are dataclasses become options, and `--model`
+    gives the first of its arguments.
 
     The first line of a dataclass's docstring is the title of the options' panel in `--help`, and what the docstring
     says of a field is the help of its option; a field may be `Annotated[type, typer.Option(…)]` instead. The command
     has `more` parameters, which the function does not see.
+
+    Raises:
+        UsageError: when the command runs, for a missing argument, and for a model that is named twice.
     """
     own = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {name: one.annotation for name, one in own.items() if is_dataclass(one.annotation)}
-    parameters = [one for name in own for one in (_panel(groups[name]) if name in groups else [own[name]])]
+    parameters: list[inspect.Parameter] = []
+    for name, one in own.items():
+        parameters += _panel(groups[name]) if name in groups else [one]
+    arguments = [one for one in parameters if _is_argument(one)]
+    shown = [one.replace(default=None, annotation=_optional(one)) if one in arguments else one for one in parameters]
+    if arguments:
+        option = typer.Option("--model", "-m", help="The first argument as an option.", show_default=False)
+        kind = inspect.Parameter.KEYWORD_ONLY
+        shown.append(inspect.Parameter(_MODEL, kind, default=None, annotation=Annotated[str | None, option]))
 
     @wraps(command)
     def run(**values: Any) -> None:
+        given = [values.pop(_MODEL, None), *(values[one.name] for one in arguments)]
+        values |= _assigned(arguments, [value for value in given if value is not None])
         for name, group in groups.items():
             given_fields = {field.name: values[field.name] for field in fields(group)}
             if "settings" in given_fields:
@@ -63,9 +63,35 @@ def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Call
             values[name] = group(**given_fields)
         command(**{name: values[name] for name in own})
 
-    keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*parameters, *more)]
+    keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*shown, *more)]
     run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]  # where typer looks
     return run
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    """Whether it is an argument of one word."""
+    kind, *info = get_args(parameter.annotation) or (None,)
+    return any(isinstance(one, ArgumentInfo) for one in info) and "list" not in str(kind)
+
+
+def _optional(argument: inspect.Parameter) -> Any:
+    """An argument's annotation as one that may be left out, since another way to give it may take its place."""
+    info = copy(get_args(argument.annotation)[1])
+    info.show_default = False
+    return Annotated[str | None, info]
+
+
+def _assigned(arguments: Sequence[inspect.Parameter], given: Sequence[str]) -> dict[str, Any]:
+    """The words in the order of the arguments, and defaults for the others."""
+    if len(given) > len(arguments):
+        raise UsageError("The model is named twice, by `--model` and as an argument.")
+    found: dict[str, Any] = {}
+    for place, one in enumerate(arguments):
+        if place >= len(given) and one.default is one.empty:
+            raise UsageError(f"Missing argument '{get_args(one.annotation)[1].metavar or one.name.upper()}'.")
+        is_path = get_args(one.annotation)[0] is Path
+        found[one.name] = one.default if place >= len(given) else Path(given[place]) if is_path else given[place]
+    return found
 
 
 def _panel(group: type) -> list[inspect.Parameter]:

@@ -69,7 +69,7 @@ class WeDLMGenerationMixin(GenerationMixin):
     """
 
     has_mask_adapter = False  # a class with a mask adapter says otherwise
-    trace_recorder: Any = None  # set where the package is installed; absent in the files that travel with a checkpoint
+    trace_recorder: Any = None  # the package sets it; it is not in the code beside a checkpoint
 
     def _extract_generation_mode_kwargs(
         self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
@@ -120,7 +120,9 @@ class WeDLMGenerationMixin(GenerationMixin):
                 )
             _check_options(settings.strategy, generation_config)
             if settings.output_trace and self.trace_recorder is None:
-                raise ValueError("`output_trace=True` needs the package `wedlm-hf`, which is not installed.")
+                raise ValueError(
+                    "`output_trace=True` needs the package `wedlm-hf`: load the model with its WeDLMForCausalLM."
+                )
             if cache is not None and not isinstance(cache, WindowCache):
                 raise ValueError(
                     "Parallel decoding needs a `WindowCache`: pass the `past_key_values` that an earlier call "

@@ -75,9 +75,9 @@ class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
 
 
 def _needs_package(*_: Any) -> Any:
-    """In place of the methods of training (dual_stream.py), which are set where the package is installed: they are not
-    in the code beside a checkpoint."""
-    raise ValueError("Dual-stream training needs the package `wedlm-hf`, which is not installed.")
+    """In place of the methods of training (dual_stream.py), which the package sets: they are not in the code beside a
+    checkpoint."""
+    raise ValueError("Dual-stream training needs the package `wedlm-hf`: load the model with its WeDLMForCausalLM.")
 
 
 class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
@@ -212,8 +212,9 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             inputs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
         if isinstance(logits_to_keep, int) and logits_to_keep:
             # As rows of their own: for a slice of a batch, torch copies the head's weights once for each sequence.
-            given = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-            logits_to_keep = torch.arange(given.shape[1], device=given.device)[-logits_to_keep:]
+            given = inputs.get("input_ids", inputs.get("inputs_embeds"))
+            if given is not None:
+                logits_to_keep = torch.arange(given.shape[1], device=given.device)[-logits_to_keep:]
         return super().forward(logits_to_keep=logits_to_keep, **inputs)
 
 

@@ -94,7 +94,8 @@ class ParallelHandler(BaseHandler):
             if str(error).startswith(("The prompt", "This model's context")):
                 refused.param = self.prompt_field
             elif refused.param is None:
-                refused.param = next((name for name in re.findall(r"`(\w+)", str(error)) if name in asked), None)
+                known = asked | self.schema.model_fields.keys()
+                refused.param = next((name for name in re.findall(r"`(\w+)", str(error)) if name in known), None)
             raise refused from None
 
     async def _answer(self, body: dict[str, Any], request_id: str) -> tuple[list[Call], list[Any]]:

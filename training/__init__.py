@@ -22,6 +22,8 @@ _HOME = {
     "WeDLMSFTTrainer": "sft_trainer", "response_log_probs": "log_probs",
 }  # fmt: skip
 
+__all__ = [*_HOME]
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:

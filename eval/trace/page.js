@@ -321,7 +321,7 @@ function render() {
 
 /* More than the forwards allow, the speed is shown as its range over the turns: the machine was busy. */
 function range(main, other) {
-  if (other.seconds / main.seconds <= main.tokens.length / main.steps.length) return null;
+  if (other.seconds / main.seconds <= main.tokens.length / main.steps.length + 0.005) return null;
   const between = (low, high) => (low(...other.turns, other.seconds) / high(...main.turns, main.seconds)).toFixed(1);
   return `${between(Math.min, Math.max)} to ${between(Math.max, Math.min)}×`;
 }

@@ -280,11 +280,12 @@ def test_the_head_of_a_batch_reads_whole_rows_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wrong", "is_same"), [("bfloat16", 1, True), ("bfloat16", 3, False), ("float32", 1, False)]
+    ("dtype", "rows", "wrong", "is_same"),
+    [("bfloat16", 4, 1, True), ("bfloat16", 4, 2, False), ("bfloat16", 2, 1, False), ("float32", 4, 1, False)],
 )
-def test_in_sixteen_bits_single_rows_may_differ(dtype: str, wrong: int, is_same: bool) -> None:
+def test_in_sixteen_bits_single_rows_may_differ(dtype: str, rows: int, wrong: int, is_same: bool) -> None:
     model = llama().to(getattr(torch, dtype))
-    expected = torch.randn(4, 32, dtype=model.dtype)
+    expected = torch.randn(rows, 32, dtype=model.dtype)
     found = expected.clone()
     found[:wrong] = -found[:wrong]
     assert is_close(found, expected, model) == is_same

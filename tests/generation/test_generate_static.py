@@ -133,7 +133,10 @@ def test_stock_models_with_an_adapter_compile_once_though_all_layers_slide(name)
         _, expected = generate(chosen, prompts_of(lengths), **options)
         assert generate(chosen, prompts_of(lengths), **options, max_cache_len=64, **compiled("eager"))[1] == expected
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    # transformers says which models compile: Llama 4 does not.
+    graphs = int(chosen._can_compile_fullgraph)
+    assert graphs == (name != "Llama4")
+    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
 
 
 def test_what_a_graph_reads_and_writes_stays_where_it_is(model):
