@@ -122,8 +122,11 @@ def test_steps_of_a_mask_adapter_compile_once_and_not_again(adapted):
     assert len(compiles) == 1
 
 
+SLIDING = [each for each in FAMILIES if each != "Llama4"]  # whose layers are chunked, and which torch runs uncompiled
+
+
 @pytest.mark.parametrize(
-    "name", [each if each == "Cohere2" else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
+    "name", [each if each == "Cohere2" else pytest.param(each, marks=pytest.mark.slow) for each in SLIDING]
 )
 def test_stock_models_with_an_adapter_compile_once_though_all_layers_slide(name):
     chosen, options = stock_model(name), {"verification": "exact", "window_size": 4}
@@ -133,10 +136,7 @@ def test_stock_models_with_an_adapter_compile_once_though_all_layers_slide(name)
         _, expected = generate(chosen, prompts_of(lengths), **options)
         assert generate(chosen, prompts_of(lengths), **options, max_cache_len=64, **compiled("eager"))[1] == expected
     counters = torch._dynamo.utils.counters
-    # transformers says which models compile: Llama 4 does not.
-    graphs = int(chosen._can_compile_fullgraph)
-    assert graphs == (name != "Llama4")
-    assert counters["stats"]["unique_graphs"] == graphs and not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 def test_what_a_graph_reads_and_writes_stays_where_it_is(model):
