@@ -87,7 +87,7 @@ class CatchSlots:
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """What the head gets."""
         slots = _UNDER_WAY.slots
-        # For a slice of a batch, torch copies the head's weights once for each sequence, which takes seconds.
+        # For a slice of a batch, torch copies the head's weights once for each sequence.
         hidden = args[0].contiguous()
         if slots is not None and hidden.ndim == 3:
             slots.hidden = hidden[:, max(0, hidden.shape[1] - slots.count) :]

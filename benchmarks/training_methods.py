@@ -116,7 +116,6 @@ WAYS = {
     "by-confidence": Way(loss_of=by_confidence),
     "second": Way(loss=second),
     "gated-head": Way(settings={"head_width": 480}, head=GatedHead),
-    "no-head": Way(settings={"head_width": 0}),
 }
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__, rich_markup_mode=None)
