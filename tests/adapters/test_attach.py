@@ -289,3 +289,16 @@ def test_in_sixteen_bits_single_rows_may_differ(dtype: str, rows: int, wrong: in
     found = expected.clone()
     found[:wrong] = -found[:wrong]
     assert is_close(found, expected, model) == is_same
+
+
+def test_a_lora_below_keeps_its_table_whether_the_mask_adapter_is_refused_or_unloaded(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    lora = LoraConfig(target_modules=["q_proj"])
+    other, below, own = get_peft_model(llama(initializer_range=0.1), lora), get_peft_model(llama(), lora), llama()
+    with pytest.raises(ValueError, match="trained for another model"):
+        PeftModel.from_pretrained(other, tmp_path)
+    PeftModel.from_pretrained(below, tmp_path).base_model.unload()
+    own.add_adapter(lora)
+    PeftModel.from_pretrained(own, tmp_path).unload()
+    for model in (other, below, own):
+        assert {name: each.peft_type for name, each in model.peft_config.items()} == {"default": lora.peft_type}
