@@ -15,13 +15,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from safetensors.torch import load_file
 from tiny import EOS, LINES, PAD, VOCAB_SIZE, randomize, tiny_model, tiny_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf.adapters import adapt as adapt_module

@@ -50,14 +50,8 @@ def attached(model: Any) -> Any:
 def state_of(model: Any) -> tuple[Any, ...]:
     hooks = [(name, len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return (
-        type(model),
-        hooks,
-        trained,
-        model.config.to_dict(),
-        model.generation_config.to_dict(),
-        set(model.state_dict()),
-    )
+    configs = model.config.to_dict(), model.generation_config.to_dict()
+    return type(model), hooks, trained, *configs, set(model.state_dict())
 
 
 def test_detaching_gives_the_object_back_as_it_was() -> None:
@@ -190,6 +184,7 @@ def test_another_base_is_named(tmp_path: Path) -> None:
     nn.init.normal_(other.model.embed_tokens.weight)
     with pytest.raises(ValueError, match="the weights differ"):
         load_mask_adapter(other, tmp_path)
+    assert type(other) is LlamaForCausalLM
     load_mask_adapter(other, tmp_path, any_base=True)
     assert torch.equal(other.generate(PROMPT, **VERIFIED), other.generate(PROMPT, **GREEDY))
 

@@ -299,11 +299,7 @@ def test_what_adapting_and_training_gave_is_printed_as_json(folder, tmp_path):
 
 def test_numbers_that_are_not_finite_are_null(capsys):
     application.print_json({"a": float("nan"), "b": [1, float("inf")], 3: (True, None, "x")})
-    assert json.loads(capsys.readouterr().out) == {
-        "a": None,
-        "b": [1, None],
-        "3": [True, None, "x"],
-    }
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1, None], "3": [True, None, "x"]}
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])

@@ -137,13 +137,13 @@ def ends_where_a_row_says_it(run: Run) -> None:
 
 
 def stops_at_a_string(run: Run) -> None:
-    tokenizer = tiny_tokenizer()
-    prompt = {"input_ids": PROMPTS[1:]}
-    free = run(**prompt)[0, WIDTH:].tolist()
-    stop = tokenizer.decode(free[5])
-    stopped = run(**prompt, stop_strings=stop, tokenizer=tokenizer)[0, WIDTH:].tolist()
-    count = next(n for n in range(1, LIMIT + 1) if stop in tokenizer.decode(free[:n]))
-    assert stopped == free[:count] and count < LIMIT
+    tokenizer, free = tiny_tokenizer(), run()[:, WIDTH:].tolist()
+    stop = tokenizer.decode(free[1][5])
+    stopped = run(stop_strings=stop, tokenizer=tokenizer)[:, WIDTH:].tolist()
+    for tokens, found in zip(free, stopped, strict=True):
+        count = next((n for n in range(1, LIMIT + 1) if stop in tokenizer.decode(tokens[:n])), LIMIT)
+        assert found == (tokens[:count] + [PAD] * LIMIT)[: len(found)] and len(found) >= count
+    assert count < LIMIT
 
 
 def heals(run: Run) -> None:
@@ -180,6 +180,7 @@ def embeddings_stand_for_tokens(run: Run) -> None:
     embeds = run.model.get_input_embeddings()(PROMPTS)
     given = run(inputs_embeds=embeds, attention_mask=INPUTS["attention_mask"])
     assert given.tolist() == run()[:, WIDTH:].tolist()
+    assert run(inputs_embeds=embeds, **INPUTS).tolist() == run().tolist()
 
 
 def goes_on_from_a_cache(run: Run) -> None:
@@ -231,7 +232,7 @@ def keeps(name: str) -> Callable[[Run], None]:
 
 def streams(run: Run) -> None:
     recorder = Recorder()
-    output = run(streamer=recorder)
+    output = run(streamer=recorder, eos_token_id=int(run()[0, WIDTH + 3]))  # one row ends before the other
     assert recorder.puts[0].tolist() == PROMPTS.tolist() and recorder.puts[-1] is None
     assert torch.stack(recorder.puts[1:-1], dim=1).tolist() == output[:, WIDTH:].tolist()
 
@@ -297,7 +298,7 @@ CASES = {
     "encoder_repetition_penalty": Case({"encoder_repetition_penalty": 1.8}),
     "no_repeat_ngram_size": Case({"no_repeat_ngram_size": 1}),
     "encoder_no_repeat_ngram_size": Case({"encoder_no_repeat_ngram_size": 1}),
-    "bad_words_ids": Case({"bad_words_ids": [[token] for token in range(150, 290)]}),
+    "bad_words_ids": Case({"bad_words_ids": [[75], [75, 169], *([token] for token in range(150, 290))]}),
     "sequence_bias": Case({"sequence_bias": [[[45], 9.0], [[46], 5.0]]}),
     "watermarking_config": Case({"watermarking_config": WatermarkingConfig(bias=6.0)}),
     "logits_processor": Case({"logits_processor": LogitsProcessorList([NoTwice()])}),

@@ -64,26 +64,9 @@ def generate(model, prompts, **options):
 @pytest.mark.parametrize("strategy", ["wedlm", "block"])
 def test_greedy_output_and_counts_equal_the_oracle_that_recomputes_everything(model, strategy, window_size, tau, lam):
     prompts = prompts_of([5, 1, 12], seed=window_size)
-    expected = [
-        decode(
-            model,
-            prompt,
-            window_size=window_size,
-            tau=tau,
-            lam=lam,
-            limit=LIMIT,
-            mask_id=MASK,
-            eos_ids=ENDS,
-            block=strategy == "block",
-        )
-        for prompt in prompts
-    ]
-    options = {
-        "strategy": strategy,
-        "window_size": window_size,
-        "entropy_threshold": tau,
-        "distance_penalty": lam,
-    }
+    arguments = {"window_size": window_size, "tau": tau, "lam": lam, "limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}
+    expected = [decode(model, prompt, **arguments, block=strategy == "block") for prompt in prompts]
+    options = {"strategy": strategy, "window_size": window_size, "entropy_threshold": tau, "distance_penalty": lam}
     batched, batched_rows = generate(model, prompts, **options)
     assert batched_rows == [tokens for tokens, _, _ in expected]
     assert batched.stats.forwards.tolist() == [forwards for _, forwards, _ in expected]
@@ -106,25 +89,16 @@ def test_greedy_output_and_counts_equal_the_oracle_that_recomputes_everything(mo
 def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, limit, seed):
     prompts = prompts_of(lengths, seed)
     _, rows = generate(
-        qwen3,
-        prompts,
-        window_size=window_size,
-        entropy_threshold=tau,
-        distance_penalty=lam,
-        max_new_tokens=limit,
+        qwen3, prompts, window_size=window_size, entropy_threshold=tau, distance_penalty=lam, max_new_tokens=limit
     )
     arguments = {"window_size": window_size, "tau": tau, "lam": lam, "limit": limit, "mask_id": MASK, "eos_ids": ENDS}
     assert rows == [decode(qwen3, prompt, **arguments)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_attention_implementations_decode_alike(implementation):
-    model = tiny_model()
-    prompts = prompts_of([3, 9, 6])
-    _, expected = generate(model, prompts, entropy_threshold=2.0)
-    model.set_attn_implementation(implementation)
-    _, rows = generate(model, prompts, entropy_threshold=2.0)
-    assert rows == expected
+def test_attention_implementations_decode_alike():
+    prompts, other = prompts_of([3, 9, 6]), tiny_model(attn_implementation="eager")
+    _, expected = generate(tiny_model(), prompts, entropy_threshold=2.0)
+    assert generate(other, prompts, entropy_threshold=2.0)[1] == expected
 
 
 def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights(qwen3):
@@ -141,36 +115,37 @@ def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights(qwen3):
     assert rows == expected
 
 
-@pytest.mark.parametrize("verification", ["none", "exact"])
-@pytest.mark.parametrize("lengths", [[7], [3, 10, 6]])
-def test_after_every_step_the_cache_is_that_of_a_fresh_prefill(qwen3, monkeypatch, verification, lengths):
-    prompts = prompts_of(lengths)
-    _, rows = generate(qwen3, prompts, entropy_threshold=2.0, verification=verification)
+def check_every_commit(model, prompts, rows, monkeypatch, **options):
+    """After every step, the cache is that of a fresh prefill. Returns how many rows were compared."""
     seen = 0
     commit = WindowCache.commit
 
-    def checked_commit(cache, counts):
+    def checked_commit(cache, kept):
         nonlocal seen
-        commit(cache, counts)
-        for buffer_row, row in enumerate(cache._rows[: len(counts)]):
+        commit(cache, kept)
+        for buffer_row, row in enumerate(cache._rows[: len(kept)]):
             length = cache.lengths[buffer_row]
             sequence = (prompts[row] + rows[row])[:length]
-            assert len(sequence) == length
+            assert cache.token_ids[buffer_row, :length].tolist() == sequence
             fresh = DynamicCache()
-            qwen3.model(input_ids=torch.tensor([sequence]), past_key_values=fresh, use_cache=True)
+            model.model(input_ids=torch.tensor([sequence]), past_key_values=fresh, use_cache=True)
             for layer, fresh_layer in zip(cache.layers, fresh.layers, strict=True):
-                torch.testing.assert_close(
-                    layer._keys[buffer_row, :, :length], fresh_layer.keys[0], atol=1e-4, rtol=1e-4
-                )
-                torch.testing.assert_close(
-                    layer._values[buffer_row, :, :length], fresh_layer.values[0], atol=1e-4, rtol=1e-4
-                )
+                for buffer, expected in ((layer._keys, fresh_layer.keys), (layer._values, fresh_layer.values)):
+                    torch.testing.assert_close(buffer[buffer_row, :, :length], expected[0], atol=1e-4, rtol=1e-4)
             seen += 1
 
-    monkeypatch.setattr(WindowCache, "commit", checked_commit)
-    with torch.no_grad():
-        generate(qwen3, prompts, entropy_threshold=2.0, verification=verification)
-    assert seen >= sum(map(len, rows)) // 16
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(WindowCache, "commit", checked_commit)
+        assert generate(model, prompts, **options)[1] == rows
+    return seen
+
+
+@pytest.mark.parametrize("verification", ["none", "exact"])
+@pytest.mark.parametrize("lengths", [[7], [3, 10, 6]])
+def test_after_every_step_the_cache_is_that_of_a_fresh_prefill(qwen3, monkeypatch, verification, lengths):
+    prompts, options = prompts_of(lengths), {"entropy_threshold": 2.0, "verification": verification}
+    _, rows = generate(qwen3, prompts, **options)
+    assert check_every_commit(qwen3, prompts, rows, monkeypatch, **options) >= sum(map(len, rows)) // 16
 
 
 def test_tau_zero_fills_one_slot_a_step_and_a_window_of_one_goes_left_to_right(qwen3):
@@ -277,19 +252,10 @@ def test_verified_sampling_is_distributed_as_ar_sampling(qwen3):
     first = probabilities(prompt)
     expected = torch.stack([first[i] * probabilities([*prompt, token]) for i, token in enumerate(allowed)]).flatten()
     torch.manual_seed(0)
-    output = qwen3.generate(
-        torch.tensor([prompt]).expand(count, -1),
-        strategy="wedlm",
-        verification="exact",
-        adaptive_window=False,
-        entropy_threshold=100.0,
-        do_sample=True,
-        temperature=2.0,
-        top_k=0,
-        suppress_tokens=suppressed,
-        max_new_tokens=3,
-        return_dict_in_generate=True,
-    )
+    exact = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "entropy_threshold": 100.0}
+    sampled = {"do_sample": True, "temperature": 2.0, "top_k": 0, "suppress_tokens": suppressed}
+    ids = torch.tensor([prompt]).expand(count, -1)
+    output = qwen3.generate(ids, **exact, **sampled, max_new_tokens=3, return_dict_in_generate=True)
     assert output.stats.drafted.sum() > count / 2
     pairs = output.sequences[:, 6:8]
     index = (pairs[:, 0] - allowed[0]) * len(allowed) + pairs[:, 1] - allowed[0]
@@ -307,15 +273,8 @@ def test_sampled_fills_follow_the_processed_distribution(qwen3):
     top = logits.topk(5)
     expected = torch.softmax(top.values / 3.0, dim=-1)
     torch.manual_seed(0)
-    output = qwen3.generate(
-        torch.tensor([prompt]).expand(2000, -1),
-        strategy="wedlm",
-        window_size=1,
-        do_sample=True,
-        temperature=3.0,
-        top_k=5,
-        max_new_tokens=1,
-    )
+    sampled = {"strategy": "wedlm", "window_size": 1, "do_sample": True, "temperature": 3.0, "top_k": 5}
+    output = qwen3.generate(torch.tensor([prompt]).expand(2000, -1), **sampled, max_new_tokens=1)
     observed = (output[:, 6:] == top.indices).sum(0)
     assert observed.sum() == 2000
     assert ((observed - 2000 * expected) ** 2 / (2000 * expected)).sum() < 23.5  # 4 degrees of freedom, p = 1e-4
