@@ -249,7 +249,7 @@ def test_clients_take_turns_and_requests_of_one_kind_go_together():
 
 
 def test_a_queue_of_one_client_does_not_block_another(server):
-    many = [threading.Thread(target=server.text, kwargs={"extra_body": ENDLESS, "seed": seed}) for seed in range(6)]
+    many = [threading.Thread(target=server.text, kwargs={"extra_body": ENDLESS, "seed": seed}) for seed in range(3)]
     for thread in many:
         thread.start()
     time.sleep(0.1)
@@ -295,7 +295,6 @@ def post(server, body):
         ({"extra_body": {"generation_config": {"num_beams": 2}}}, "`num_beams` is not supported", "num_beams"),
         ({"extra_body": {"generation_config": "{"}}, "`generation_config` is no JSON", "generation_config"),
         ({"extra_body": {"top_k": 3, "generation_config": {"top_k": 4}}}, "leave one out", "top_k"),
-        ({"extra_body": {"verification": "maybe"}}, "`verification` must be one of", "verification"),
         ({"extra_body": {"window_size": 0}}, "must be an integer of at least 1, got 0", "window_size"),
         ({"extra_body": {"strategy": "ar", "window_size": 4}}, "`window_size=4` has no meaning", "window_size"),
         ({"extra_body": {"repetition_penalty": 1.2}}, "Use `verification='exact'`", None),
@@ -308,13 +307,9 @@ def post(server, body):
         ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "set by the server", "chat_template_kwargs"),
         ({"extra_body": {"stream_options": {"usage": True}}}, "`stream_options", "stream_options.usage"),
         ({"n": 2}, "`n`: Input should be 1, got 2", "n"),
-        ({"logprobs": True}, "`logprobs`", "logprobs"),
-        ({"presence_penalty": 1}, "`presence_penalty`", "presence_penalty"),
         ({"response_format": {"type": "json_object"}}, "Input should be 'text'", "response_format.type"),
         ({"temperature": -1}, "Input should be greater than or equal to 0, got -1", "temperature"),
-        ({"max_tokens": 0}, "`max_tokens`", "max_tokens"),
         ({"max_tokens": 500}, "context is 512 tokens, but the request asks for 520", "messages"),
-        ({"messages": []}, "`messages`", "messages"),
         ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing", "messages.0.role"),
         ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens", "messages"),
         (
@@ -437,39 +432,12 @@ def test_nothing_is_left_of_clients_that_went_away(server, log):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["no/such/folder"], "no checkpoint"),
-        ([str(NANO), "--adapter", "no/such/adapter"], "no/such/adapter"),
-        ([str(NANO), "--strategy", "fast"], "'fast' is not one of"),
-        ([str(NANO), "--host", "host.invalid"], "Cannot listen on `--host host.invalid --port 0`"),
-        ([], ""),
-    ],
-    ids=["checkpoint", "adapter", "strategy", "host", "a port in use"],
-)
-def test_what_cannot_be_served_ends_the_command_with_one_line(arguments, said):
+def test_a_host_or_a_port_that_cannot_be_had_ends_the_command_with_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        words = ["serve", "--port", "0", *arguments] if arguments else ["serve", "--port", port]
-        result = CliRunner().invoke(cli.app, words)
-    assert result.exit_code == 2
-    assert (said or f"--port {port}") in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
-def test_an_adapter_of_another_base_is_refused_at_the_start(tmp_path):
-    from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
-
-    base = tiny_model(seed=1)
-    base.add_mask_adapter(MaskAdapterSettings(rank=2))
-    base.save_mask_adapter(tmp_path / "adapter")
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    arguments = ["serve", str(tmp_path / "model"), "--port", "0", "--adapter", str(tmp_path / "adapter")]
-    result = CliRunner().invoke(cli.app, arguments)
-    assert result.exit_code == 2
-    assert "base" in result.stderr
+        for said in ("--host host.invalid --port 0", f"--port {taken.getsockname()[1]}"):
+            result = CliRunner().invoke(cli.app, ["serve", *said.split()])
+            assert result.exit_code == 2
+            assert said in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_a_checkpoint_without_a_mask_token_ends_the_start_unless_it_decodes_token_by_token():
