@@ -180,22 +180,7 @@ def test_mask_adapters_learn_from_scores_at_the_end_of_the_type(dtype):
     assert gradient.norm() > 0
 
 
-def test_a_scaled_loss_teaches_the_same_and_training_goes_on_after_a_skipped_step():
+def test_a_scaled_loss_teaches_the_same():
     _, direction = distilled(base_in(torch.float64, torch.float16))
     _, gradient = distilled(base_in(torch.float16, torch.float16), scale=2.0**8)
     assert (gradient - direction).norm() <= 16 * torch.finfo(torch.float16).eps * direction.norm()
-    model = base_in(torch.float16, torch.float16)
-    distillation = MaskDistillation(model, num_masks=4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)  # too much: the first steps are skipped
-    optimizer = torch.optim.AdamW(model.mask_adapter.parameters(), 1e-2)
-    losses, scales = [], []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = distillation(**batch_of(answers()))["loss"]
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-        scales.append(scaler.get_scale())
-    assert losses[0] == losses[1] and scales[0] < 2.0**26  # skipped
-    assert scales[-1] == scales[-5] and losses[-1] < 0.9 * losses[0]

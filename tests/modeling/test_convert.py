@@ -18,8 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     Qwen2Tokenizer,
 )
 
@@ -256,13 +254,6 @@ NOT_EMPTY = "The output folder must be new or empty"
             lambda source, out: (write_source(source), (source / "tokenizer.json").write_text("{")),
             ValueError,
             r"The tokenizer of '.*source' cannot be read: ",
-        ),
-        (
-            lambda source, out: GPT2LMHeadModel(
-                GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)
-            ).save_pretrained(source),
-            ValueError,
-            r"Only checkpoints of the model types 'llama', 'mistral', .*, got 'gpt2' in ",
         ),
         (
             lambda source, out: tiny_model().save_pretrained(source),

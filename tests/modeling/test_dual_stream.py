@@ -175,19 +175,6 @@ def test_loss_and_gradient_equal_one_plain_forward_for_each_target(attention, ar
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()) + 1e-12)
 
 
-def test_loss_of_a_collated_batch_equals_one_plain_forward_for_each_target():
-    model = tiny_model().double()
-    collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=BLOCK, num_eos=3, num_copies=2)
-    tokens = [1, 17, 18, 19, 20, 21, 22, 23, 2]
-    batch = collator([{"input_ids": tokens, "labels": [IGNORE] * 3 + tokens[3:]}])
-    masks = (batch["input_ids"] == MASK) & (batch["stream_ids"] > 0)
-    masked = [set(batch["position_ids"][masks & (batch["stream_ids"] == copy)].tolist()) for copy in (1, 2)]
-    document = Document([*tokens, 2, 2], [False] * 3 + [True] * 8, masked, fill=2)
-    mask_loss, ar_loss = document_losses(model, document, BLOCK)
-    assert (batch["labels"][:, 1:] != IGNORE).sum() == 8
-    assert_equal_but_rounding(model(**batch).loss, (mask_loss + ar_loss) / 2 / 8)
-
-
 def test_the_loss_is_divided_by_the_count_it_is_given_else_by_the_supervised_labels_else_by_the_targets():
     model = tiny_model()
     batch = batch_of([packed(row) for row in ROWS])

@@ -4,12 +4,11 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import EOS, MASK, PAD, PUBLISHED, VOCAB_SIZE, assert_equal_but_rounding, stock_twin, tiny_config, tiny_model
+from tiny import MASK, PUBLISHED, VOCAB_SIZE, assert_equal_but_rounding, stock_twin, tiny_config, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -176,25 +175,13 @@ def test_labels_alone_give_the_parents_loss_and_gradients(style):
     model = tiny_model(style)
     twin, labels = stock_twin(model, "sdpa"), tokens().masked_fill(tokens(seed=1) % 3 == 0, -100)
     for settings in ({}, {"num_items_in_batch": torch.tensor(50)}):
-        loss, expected = (
-            model(tokens(), labels=labels, **settings).loss,
-            twin(tokens(), labels=labels, **settings).loss,
-        )
+        loss, expected = (each(tokens(), labels=labels, **settings).loss for each in (model, twin))
         assert_equal_but_rounding(loss, expected)
     loss.backward()
     expected.backward()
     gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
     pairs = [(parameter.grad.flatten(), gradients[name].flatten()) for name, parameter in model.named_parameters()]
     assert_equal_but_rounding(*map(torch.cat, zip(*pairs, strict=True)))
-
-
-def test_gradient_checkpointing_changes_no_gradient():
-    model, other = tiny_model(), tiny_model()
-    other.gradient_checkpointing_enable()
-    for each in (model, other):
-        each.train()(tokens(), labels=tokens(), use_cache=False).loss.backward()
-    for one, two in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad)
 
 
 @torch.no_grad()
@@ -287,11 +274,7 @@ DAMAGE = {
     "truncated": (cut_in_half, OSError, r"The weights of '.*' are damaged or truncated: Error while deserializing"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), OSError, r"The weights of '.*' are damaged or"),
     "no file": (lambda f: (f / "model.safetensors").unlink(), OSError, "no file named model.safetensors"),
-    "too few": (
-        drop_weights,
-        ValueError,
-        r"lacks 3 of the weights that WeDLMForCausalLM needs with this config: model\.layers\.1\.mlp\.down_proj\.",
-    ),
+    "too few": (drop_weights, ValueError, r"lacks 3 of the weights that .*: model\.layers\.1\.mlp\.down_proj\."),
 }
 
 
@@ -347,13 +330,9 @@ def test_a_state_dict_in_memory_and_a_low_precision_can_be_loaded(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 
-def test_settings_of_the_generation_config_survive_saving(tmp_path):
-    model = tiny_model()
-    model.generation_config.window_size = 8
-    model.save_pretrained(tmp_path / "made")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
-    assert loaded.generation_config.window_size == 8
-    # Without a generation_config.json transformers derives one from config.json, and marks it as such.
+def test_settings_of_a_derived_generation_config_survive_saving(tmp_path):
+    """Without a generation_config.json transformers derives one from config.json, and marks it as such."""
+    tiny_model().save_pretrained(tmp_path / "made")
     shutil.copytree(tmp_path / "made", tmp_path / "bare", ignore=shutil.ignore_patterns("generation_config.json"))
     bare = AutoModelForCausalLM.from_pretrained(tmp_path / "bare")
     bare.generation_config.window_size = 4
@@ -361,40 +340,12 @@ def test_settings_of_the_generation_config_survive_saving(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "again").generation_config.window_size == 4
 
 
-# ------------------------------------------------------------------------------------------------- plain generation
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"num_beams": 3}, {"do_sample": True, "temperature": 1.3, "top_k": 20}, {"cache_implementation": "static"}],
-    ids=["greedy", "beams", "sampled", "static cache"],
-)
-@pytest.mark.parametrize("style", STYLES)
-def test_plain_generation_of_a_padded_batch_is_stock_qwens(style, options):
-    model = tiny_model(style)
-    twin = stock_twin(model, "sdpa")
-    ids = tokens(3)
-    mask = torch.ones_like(ids)
-    for row, padding in enumerate((5, 0, 2)):
-        ids[row, :padding], mask[row, :padding] = PAD, 0
-    outputs = []
-    for each in (model, twin):
-        torch.manual_seed(0)
-        settings: dict[str, Any] = {"max_new_tokens": 12, "pad_token_id": PAD, "eos_token_id": EOS} | options
-        outputs.append(each.generate(ids, attention_mask=mask, **settings))
-    assert torch.equal(*outputs)
-    assert outputs[0].shape[1] > LENGTH
-
-
 def test_the_head_of_a_batch_reads_rows_of_their_own() -> None:
     # For a slice of a batch, torch's 16-bit product copies the head's weights once for each sequence.
     model, seen = tiny_model(), []
-    model.lm_head.register_forward_pre_hook(
-        lambda module, args: seen.append((args[0].shape[1], args[0].is_contiguous()))
-    )
+    model.lm_head.register_forward_pre_hook(lambda _, args: seen.append((args[0].shape[1], args[0].is_contiguous())))
     ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
     whole = model(ids).logits
-    assert model(ids, logits_to_keep=2).logits.equal(whole[:, -2:]) and model(ids, logits_to_keep=9).logits.equal(
-        whole
-    )
+    for kept, expected in ((2, whole[:, -2:]), (9, whole)):
+        assert model(ids, logits_to_keep=kept).logits.equal(expected)
     assert seen == [(4, True), (2, True), (4, True)]

@@ -304,13 +304,6 @@ def test_the_fastest_dtype_is_measured(monkeypatch, caplog, times, chosen):
     assert f"Linear layers are {chosen}" in caplog.text
 
 
-def test_times_are_taken_of_each_dtype():
-    layer = nn.Linear(64, 64, bias=False)
-    formats = {torch.float32: [layer], "packed": [PackedLinear(layer)], torch.bfloat16: [layer.bfloat16()]}
-    formats[torch.float32] = [nn.Linear(64, 64, bias=False)]
-    assert all(taken >= 0 for taken in packed._seconds(formats).values())
-
-
 def test_a_model_that_fits_in_a_cache_keeps_its_own_dtype():
     model = stock_model(dtype=torch.bfloat16)
     assert use_fastest(model) == torch.bfloat16 == model.dtype

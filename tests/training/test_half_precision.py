@@ -67,21 +67,6 @@ def test_scores_that_a_mask_drives_beyond_the_type_leave_no_row_without_a_number
     assert loss == pytest.approx(loss_and_gradient(model_of(sharpness=400.0, rounded_to=dtype))[0], rel=0.05)
 
 
-def test_a_scaled_loss_has_the_gradient_of_float64_and_training_goes_on_after_a_skipped_step():
-    model = model_of(torch.float32)
+def test_a_scaled_loss_has_the_gradient_of_float64():
     with torch.autocast("cpu", torch.float16):
-        assert_close(loss_and_gradient(model, 2.0**10), loss_and_gradient(model_of()), torch.float16)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)  # too much: the first steps are skipped
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    losses, scales = [], []
-    for _ in range(30):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = model(**batch_of()).loss
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-        scales.append(scaler.get_scale())
-    assert losses[0] == losses[1] and scales[0] < 2.0**24  # skipped
-    assert scales[-1] == scales[-5] and losses[-1] < 0.5 * losses[0]
+        assert_close(loss_and_gradient(model_of(torch.float32), 2.0**10), loss_and_gradient(model_of()), torch.float16)

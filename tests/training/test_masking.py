@@ -66,15 +66,6 @@ def test_masks_are_supervised_tokens_as_many_as_their_weight_says_and_a_function
         torch.testing.assert_close(inverse_ratios, n / m.clamp(min=1))  # 1 / γ, with γ = m / n
 
 
-@given(st.lists(st.tuples(seeds, st.integers(0, 5)), min_size=1, max_size=5), block_sizes)
-def test_the_noise_of_a_document_is_a_function_of_its_key_whatever_lies_beside_it(documents, block_size):
-    keys, counts = zip(*documents, strict=True)
-    together = draw_noise(keys, counts, block_size)
-    assert ((together >= 0) & (together < 1)).all()
-    alone = [draw_noise([key], [count], block_size) for key, count in documents]
-    assert torch.equal(together, torch.cat(alone))
-
-
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=12),
     st.lists(st.integers(0, 9), min_size=1, max_size=12),
