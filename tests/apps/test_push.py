@@ -61,9 +61,6 @@ def test_a_lora_is_checked_on_its_base(saved, tmp_path):
     model = get_peft_model(WeDLMForCausalLM.from_pretrained(saved), LoraConfig(target_modules="all-linear", r=2))
     model.save_pretrained(tmp_path)
     assert "in a process without this package" in push.check(tmp_path, str(saved))
-    (tmp_path / "adapter_model.safetensors").write_bytes(b"\x00" * 9)
-    with pytest.raises(ValueError, match=r"does not load and generate without this package: .*SafetensorError"):
-        push.check(tmp_path, str(saved))
 
 
 def test_a_mask_adapter_is_tried_on_its_base(saved, tmp_path):

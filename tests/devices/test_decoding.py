@@ -62,37 +62,27 @@ def test_answers_are_the_cpus(pretend, models, name, lengths, sampling):
     assert rows == expected
 
 
-@pytest.mark.parametrize("name", ["verified", "trees"])
+FILLED = [
+    {"min_new_tokens": 4, "exponential_decay_length_penalty": (2, 1.1)},
+    {"do_sample": True, "top_k": 9, "top_p": 0.9},
+]
+CHECKED = [
+    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7, 8]]},
+    {"min_new_tokens": 4, "forced_eos_token_id": ENDS[0], "exponential_decay_length_penalty": (2, 1.1)},
+    {"suppress_tokens": [5], "begin_suppress_tokens": [6], "sequence_bias": [[[9], 1.5], [[9, 10], -2.0]]},
+    {"do_sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-3},
+    {"do_sample": True, "eta_cutoff": 1e-3, "renormalize_logits": True, "repetition_penalty": 1.1},
+]
+
+
 @pytest.mark.parametrize(
-    "processors",
-    [
-        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7, 8]]},
-        {"min_new_tokens": 4, "forced_eos_token_id": ENDS[0], "exponential_decay_length_penalty": (2, 1.1)},
-        {"suppress_tokens": [5], "begin_suppress_tokens": [6], "sequence_bias": [[[9], 1.5], [[9, 10], -2.0]]},
-        {"do_sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-3},
-        {"do_sample": True, "eta_cutoff": 1e-3, "renormalize_logits": True, "repetition_penalty": 1.1},
-    ],
-    ids=lambda options: next(iter(options)),
-)  # fmt: skip
+    ("name", "processors"),
+    [*(("wedlm", each) for each in FILLED), *((name, each) for name in ("verified", "trees") for each in CHECKED)],
+)
 def test_processors_choose_as_on_the_cpu(pretend, models, name, processors):
     options = DECODERS[name] | processors
     _, expected = generate(models[name], prompts_of([4, 7]), **options)
     _, rows = generate(on(pretend.device, models[name]), prompts_of([4, 7]), **options)
-    assert rows == expected
-
-
-@pytest.mark.parametrize(
-    "processors",
-    [
-        {"min_new_tokens": 4, "exponential_decay_length_penalty": (2, 1.1)},
-        {"do_sample": True, "top_k": 9, "top_p": 0.9},
-    ],
-    ids=["length", "top"],
-)
-def test_processors_fill_as_on_the_cpu(pretend, models, processors):
-    options = DECODERS["wedlm"] | processors
-    _, expected = generate(models["wedlm"], prompts_of([4, 7]), **options)
-    _, rows = generate(on(pretend.device, models["wedlm"]), prompts_of([4, 7]), **options)
     assert rows == expected
 
 

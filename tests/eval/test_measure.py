@@ -161,14 +161,8 @@ def test_tokens_agree_where_ar_would_choose_them_after_the_same_prefix():
 
 def test_entropies_are_those_of_the_distributions_that_ar_chose_from(model):
     prompt = [20, 40, 9, 31]
-    output = model.generate(
-        torch.tensor([prompt]),
-        max_new_tokens=5,
-        do_sample=False,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    output = model.generate(torch.tensor([prompt]), **options, output_logits=True, return_dict_in_generate=True)
     rows = torch.cat(output.logits).log_softmax(-1)
     wanted = -(rows.exp() * rows).sum(-1).mean()
     assert answer_entropy(model, prompt, output.sequences[0, 4:].tolist()) == pytest.approx(float(wanted), rel=1e-4)

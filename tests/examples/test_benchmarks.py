@@ -147,6 +147,7 @@ def test_ways_to_train_a_mask_adapter_are_measured_alike(tmp_path, way, capsys):
     assert f"| {way} | " in capsys.readouterr().out
 
 
+@pytest.mark.slow  # a process for each part
 def test_the_cost_of_mask_training_is_that_of_parts_of_a_model(capsys):
     mask_training_cost.main("tiny")
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("| tiny |"))

@@ -32,27 +32,12 @@ def trainer_with(tmp_path, **settings):
     model = tiny_model()
     masks = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_copies=2)
     args = DPOConfig(
-        str(tmp_path),
-        max_steps=6,
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        **settings,
-    )
-    return example.WeDLMDPOTrainer(
-        model,
-        ref_model=deepcopy(model),
-        args=args,
-        train_dataset=Dataset.from_dict(PAIRS),
-        processing_class=tiny_tokenizer(),
-        masks=masks,
-    )
+        str(tmp_path), max_steps=6, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+        save_strategy="no", bf16=False, gradient_checkpointing=False, use_cpu=True, report_to="none",
+        disable_tqdm=True, **settings,
+    )  # fmt: skip
+    data = {"train_dataset": Dataset.from_dict(PAIRS), "processing_class": tiny_tokenizer(), "masks": masks}
+    return example.WeDLMDPOTrainer(model, ref_model=deepcopy(model), args=args, **data)
 
 
 def test_the_trainer_starts_at_log_2_and_learns_to_prefer_the_chosen_answers(tmp_path):

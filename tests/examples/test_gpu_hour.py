@@ -135,16 +135,8 @@ def test_a_model_that_is_no_folder_is_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_gives_each_piece_a_process_and_does_none_twice(tmp_path):
-    words = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "gpu_hour.py"),
-        "--out",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--tiny",
-    ]
-    words += ["--pieces", "forwards,vllm"]
+    words = [sys.executable, str(ROOT / "benchmarks" / "gpu_hour.py"), "--out", str(tmp_path)]
+    words += ["--device", "cpu", "--tiny", "--pieces", "forwards,vllm"]
     for minutes, shown in (("0.02", "vllm: no time is left"), ("9", "vllm: vllm: done"), ("9", "vllm: done before")):
         done = subprocess.run([*words, "--minutes", minutes], capture_output=True, text=True, timeout=200)
         assert done.returncode == 0 and shown in done.stdout, done

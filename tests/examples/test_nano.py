@@ -47,25 +47,11 @@ def test_it_is_small_and_has_room_for_512_tokens(nano):
 def test_greedy_decoding_equals_the_oracle_on_trained_weights(nano, window_size, tau, lam):
     model, tokenizer = nano
     for prompt in prompts(tokenizer):
-        expected, forwards, _ = decode(
-            model,
-            prompt,
-            window_size=window_size,
-            tau=tau,
-            lam=lam,
-            limit=32,
-            mask_id=tokenizer.mask_token_id,
-            eos_ids=[tokenizer.eos_token_id],
-        )
-        output = model.generate(
-            torch.tensor([prompt]),
-            strategy="wedlm",
-            window_size=window_size,
-            entropy_threshold=tau,
-            distance_penalty=lam,
-            max_new_tokens=32,
-            return_dict_in_generate=True,
-        )
+        ids = {"mask_id": tokenizer.mask_token_id, "eos_ids": [tokenizer.eos_token_id]}
+        expected, forwards, _ = decode(model, prompt, window_size=window_size, tau=tau, lam=lam, limit=32, **ids)
+        settings = {"window_size": window_size, "entropy_threshold": tau, "distance_penalty": lam}
+        options = {"strategy": "wedlm", "max_new_tokens": 32, "return_dict_in_generate": True}
+        output = model.generate(torch.tensor([prompt]), **settings, **options)
         assert output.sequences[0, len(prompt) :].tolist() == expected
         assert output.stats.forwards.item() == forwards
 

@@ -28,11 +28,8 @@ CONVERSATION = [
 
 def test_special_tokens_come_first_and_have_their_roles(tokenizer):
     assert tokenizer.convert_ids_to_tokens([0, 1, 2, 3]) == list(SPECIAL_TOKENS)
-    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.mask_token) == (
-        "<|endoftext|>",
-        "<|im_end|>",
-        "<|mask|>",
-    )
+    roles = tokenizer.pad_token, tokenizer.eos_token, tokenizer.mask_token
+    assert roles == ("<|endoftext|>", "<|im_end|>", "<|mask|>")
     assert set(tokenizer.all_special_tokens) == set(SPECIAL_TOKENS)
     assert tokenizer.bos_token is None
     assert tokenizer.padding_side == "left"

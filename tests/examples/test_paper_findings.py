@@ -52,13 +52,8 @@ def test_causal_block_decoding_by_definition_is_the_librarys(threshold):
         answer, forwards = run.decode_blocks(
             model, prompt, threshold, both_ways=False, size=run.WINDOW, as_trained=False
         )
-        options = {
-            "strategy": "block",
-            "window_size": run.WINDOW,
-            "entropy_threshold": threshold,
-            "distance_penalty": run.DISTANCE_PENALTY,
-            "max_new_tokens": run.LONGEST_ANSWER,
-        }
+        options = {"strategy": "block", "window_size": run.WINDOW, "entropy_threshold": threshold}
+        options |= {"distance_penalty": run.DISTANCE_PENALTY, "max_new_tokens": run.LONGEST_ANSWER}
         (expected,) = decode(model, None, [prompt], options)
         assert answer == expected.tokens
         assert forwards == expected.forwards

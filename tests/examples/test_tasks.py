@@ -133,15 +133,9 @@ def only(task: str, answer: str, prompt: str = "") -> Prompt:
     ("sample", "text", "verdict"),
     [
         (only("counting", "1, 2, 3"), " 1, 2, 3\n", True),
-        (only("counting", "1, 2, 3"), "1, 2, 3, 4", False),
         (only("sorting", "1, 2"), "1,2", False),
         (only("json", '{"a": 1, "b": [2]}'), '{"b": [2], "a": 1}', True),
-        (only("json", '{"a": 1}'), '{"a": "1"}', False),
-        (only("json", '{"a": true}'), '{"a": 1}', False),
-        (only("json", '{"a": 1}'), '{"a": 1', False),
         (only("arithmetic", "1+1\nAnswer: 2"), "whatever\nAnswer: 2\n", True),
-        (only("arithmetic", "1+1\nAnswer: 2"), "Answer: 2\nAnswer: 3", False),
-        (only("python", "    pass", "Complete this Python code:\ndef f():"), "    pass\n", True),
         (only("python", "    pass", "Complete this Python code:\ndef f():"), "    return 1", False),
     ],
 )

@@ -9,8 +9,6 @@ from test_mask_trainer import FAMILIES, stock_model
 from tiny import tiny_model
 from transformers import CompileConfig
 
-from wedlm_hf.generation import WindowCache
-
 STATIC = {"cache_implementation": "static"}
 STRATEGIES = [
     {},
@@ -104,24 +102,6 @@ def test_a_mask_adapter_decodes_in_fixed_shapes(adapted, lengths, verification):
     assert output.stats.drafted.sum() > 0
 
 
-def test_steps_of_a_mask_adapter_compile_once_and_not_again(adapted):
-    torch._dynamo.reset()
-    compiles = []
-
-    def backend(graph, inputs):
-        compiles.append(graph)
-        return graph.forward
-
-    for lengths in ([5, 2], [3, 8]):
-        _, expected = generate(tiny_model(), prompts_of(lengths), verification="exact")
-        with torch._dynamo.config.patch(error_on_recompile=len(compiles) > 0):
-            options = {"verification": "exact", "window_size": 4, "max_cache_len": 64} | compiled(backend)
-            output, rows = generate(adapted, prompts_of(lengths), **options)
-        assert rows == expected
-        assert output.stats.drafted.sum() > 0
-    assert len(compiles) == 1
-
-
 SLIDING = [each for each in FAMILIES if each != "Llama4"]  # whose layers are chunked, and which torch runs uncompiled
 
 
@@ -177,8 +157,3 @@ def test_inductor_compiles_whole_steps_once(strategy, dtype):
                 assert all(is_nearly_best(exact, *pair, dtype) for pair in zip(prompts, rows, strict=True))
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 1 + (calls[0] == [9]) and not counters["graph_break"]
-
-
-def test_a_cache_that_is_made_with_a_capacity_says_at_once_that_it_compiles():
-    assert WindowCache(capacity=64).is_compileable
-    assert not WindowCache().is_compileable

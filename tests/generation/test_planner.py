@@ -44,11 +44,6 @@ def chain(*chances):
     return [Draft(7, place - 1, place + 1, chance) for place, chance in enumerate(chances)]
 
 
-def test_a_cost_that_is_given_makes_every_call_the_same():
-    speeds = [plans.speed(Planner(StepTimes(0.035), 5), plans.CURVES["flat"], 0.6, 100) for _ in range(2)]
-    assert speeds[0] == speeds[1]
-
-
 def test_rows_that_cost_more_than_they_bring_are_not_planned():
     planner = Planner(StepTimes(1000.0), 5)
     (plan,) = planner.plan([Outlook(chain(0.9, 0.9), 2, ROOM)])
@@ -59,13 +54,6 @@ def test_flat_costs_take_all_drafts_and_masks_there_are():
     planner = Planner(StepTimes(0.0), 5)
     (plan,) = planner.plan([Outlook(chain(0.9, 0.8, 0.7), 3, ROOM)])
     assert len(plan.drafts) == 3 and plan.masks == [5] * 4
-
-
-def test_masks_stand_where_the_path_is_likely_to_end():
-    planner = Planner(StepTimes(0.03), 5)
-    (sure,), (hopeless,) = (planner.plan([Outlook(chain(chance), 1, ROOM)]) for chance in (0.99, 0.01))
-    assert len(sure.drafts) == 1 and sure.masks[1] > sure.masks[0]
-    assert hopeless.masks[0] > 0 and sum(hopeless.masks[1:]) == 0
 
 
 def test_nothing_is_planned_beyond_the_limit():
@@ -87,13 +75,6 @@ def test_parents_stand_before_their_children_and_first_children_right_behind():
     drafts = [Draft(1, -1, 1, 0.6), Draft(2, -1, 1, 0.3, True), Draft(3, 0, 2, 0.9), Draft(4, 1, 2, 0.9)]
     (plan,) = Planner(StepTimes(0.0), 2).plan([Outlook(drafts, 2, ROOM)])
     assert [(draft.token, draft.parent) for draft in plan.drafts] == [(1, -1), (3, 0), (2, -1), (4, 2)]
-
-
-def test_in_a_batch_every_sequence_spends_the_same_columns_on_its_own_best_rows():
-    planner = Planner(StepTimes(0.01), 5)
-    sure, doubtful = planner.plan([Outlook(chain(0.95, 0.95), 2, ROOM), Outlook(chain(0.2, 0.2), 2, ROOM)])
-    assert len(sure.drafts) == len(doubtful.drafts) and sum(sure.masks) == sum(doubtful.masks)
-    assert sure.masks[-1] > doubtful.masks[-1] and doubtful.masks[0] > sure.masks[0]
 
 
 def test_chances_are_corrected_by_what_passed():

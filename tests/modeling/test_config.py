@@ -42,13 +42,10 @@ def test_the_published_dialect_is_read_without_remote_code_and_saved_in_the_newe
         {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {"rope_theta": 5e5, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
         # Scaling added by hand to a file of the newer dialect: the base stands in what the parent throws away.
-        {
-            "rope_theta": ...,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
-            "rope_scaling": {"type": "yarn", "factor": 4.0},
-        },
+        {"rope_theta": ..., "rope_scaling": {"type": "yarn", "factor": 4.0},
+         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     ],
-)
+)  # fmt: skip
 def test_the_rope_base_is_the_stated_one_wherever_it_stands(tmp_path, stated):
     config = read(tmp_path, **stated)
     assert config.rope_parameters["rope_theta"] == 5e5
@@ -85,8 +82,6 @@ def test_the_published_mask_row_is_assumed_only_where_it_exists():
     ("settings", "message"),
     [
         ({"mask_token_id": 320}, r"`mask_token_id` must lie in the vocabulary \(0 to 319\), got 320\."),
-        ({"mask_token_id": -1}, r"`mask_token_id` must lie in the vocabulary \(0 to 319\), got -1\."),
-        ({"mask_token_id": 5, "eos_token_id": 5}, r"must differ from the end token, got 5 for both\."),
         ({"mask_token_id": 5, "eos_token_id": [2, 5]}, r"must differ from the end token, got 5 for both\."),
         ({"mask_token_id": 5, "pad_token_id": 5}, r"must differ from the padding token, got 5 for both\."),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "needs full attention in every layer, got"),

@@ -85,9 +85,8 @@ def attempt(folder: Path, *, is_stock: bool) -> str:
         else:
             model, tokenizer = load_model(folder), load_tokenizer(folder)
             chat = [{"role": "user", "content": "3 + 4"}]
-            inputs = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-            )
+            template = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            inputs = tokenizer.apply_chat_template(chat, **template)
             if inputs["input_ids"].numel() and inputs["input_ids"].shape[1] < 100:
                 model.generate(**inputs, strategy="wedlm", max_new_tokens=3)
     except (OSError, ValueError) as error:
@@ -137,9 +136,7 @@ def test_weights_of_other_shapes_are_an_error_of_one_line(folders):
     whole, _, _, damaged, _ = folders
     copied(whole, damaged)
     edit(damaged / "config.json", intermediate_size=7)
-    assert attempt(damaged, is_stock=False).endswith(
-        "has weights of other shapes than its config states; see the report above."
-    )
+    assert "has weights of other shapes than its config states" in attempt(damaged, is_stock=False)
 
 
 def test_a_template_that_refuses_a_chat_of_its_own_accord_is_not_damaged(folders):

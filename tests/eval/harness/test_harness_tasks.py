@@ -47,27 +47,15 @@ def test_a_reply_is_scored_by_the_rule_of_its_prompt():
 
 LETTERS = {"label": ["A", "B", "C", "D"], "text": ["one", "two", "three", "four"]}
 SHOTS = {
-    "arc_challenge": 0,
-    "arc_easy": 0,
-    "hellaswag": 10,
-    "mmlu_anatomy": 5,
-    "gsm8k": 3,
-    "minerva_math_algebra": 4,
-    "gpqa_diamond_n_shot": 5,
-    "mbpp": 3,
-    "humaneval": 4,
-    "humaneval_plus": 4,
-}
+    "arc_challenge": 0, "arc_easy": 0, "hellaswag": 10, "mmlu_anatomy": 5, "gsm8k": 3, "gpqa_diamond_n_shot": 5,
+    "mbpp": 3, "humaneval": 4, "humaneval_plus": 4,
+}  # fmt: skip
 
 
 def look_alike(path, name=None, **kwargs):
     """Twelve documents in the form of a benchmark's."""
-    program = {
-        "prompt": "def f(x):\n",
-        "canonical_solution": "    return x\n",
-        "test": "def check(f): pass",
-        "entry_point": "f",
-    }
+    program = {"prompt": "def f(x):\n", "canonical_solution": "    return x\n", "test": "def check(f): pass"}
+    program["entry_point"] = "f"
     choice = {"question": "Which?", "choices": ["one", "two", "three", "four"], "answer": 1, "subject": "x"}
     documents = {
         "allenai/ai2_arc": {"question": "Which?", "choices": LETTERS, "answerKey": "B"},
@@ -124,9 +112,7 @@ def test_the_suite_names_tasks_of_the_harness_and_runs_them_with_the_papers_shot
         device="cpu",
     )
     shots = results["n-shot"]
-    assert {name: shots[name] for name in SHOTS if name in shots} == {
-        name: count for name, count in SHOTS.items() if name != "minerva_math_algebra"
-    }
+    assert {name: shots[name] for name in SHOTS if name in shots} == SHOTS
     prompts = {name: entries[0]["arguments"][0] for name, entries in results["samples"].items()}
     assert prompts["arc_easy"][0] == "Question: Which?\nA. one\nB. two\nC. three\nD. four\nAnswer:"
     assert prompts["arc_easy"][1] == " A"
