@@ -85,8 +85,8 @@ class Chat:
         if name and name not in DECODERS:
             raise ValueError(f"Unknown decoder {name!r}: choose among {', '.join(DECODERS)}.")
         if name:  # of the settings of parallel decoding, it gets those that were chosen for it
-            ours = {key: value for key, value in self.first_options.items() if key in SETTING_NAMES}
-            others = {key: value for key, value in self.first_options.items() if key not in SETTING_NAMES}
+            others = dict(self.first_options)
+            ours = {key: others.pop(key) for key in SETTING_NAMES if key in others}
             self.conversation.options = others | with_asked(ours, DECODERS[name])
         options = self.conversation.options
         stored = getattr(self.conversation.model.generation_config, "verification", None)
@@ -136,11 +136,7 @@ def read_piped() -> str | None:
 
 def terminal_reader() -> Callable[[], str | None]:
     """A function that asks for the next input on the terminal, `None` at its end. A pasted text is one input, of any
-    number of lines and any length.
-
-    Raises:
-        ImportError: without prompt_toolkit.
-    """
+    number of lines and any length. Raises `ImportError` without prompt_toolkit."""
     try:
         from prompt_toolkit import PromptSession
     except ImportError:

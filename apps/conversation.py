@@ -18,8 +18,7 @@ from ..eval.prompts import Prompt, answer_limit, encode_prompt
 from ..generation.cache import WindowCache
 from ..modeling_wedlm import WeDLMForCausalLM
 
-LONGEST_ANSWER = 1024
-"""New tokens of an answer at most, where neither the options nor the checkpoint say."""
+LONGEST_ANSWER = 1024  # new tokens at most, where neither the options nor the checkpoint say
 
 
 class AnswerStopped(KeyboardInterrupt):
@@ -42,32 +41,20 @@ class Turn:
 
 
 class Conversation:
-    """Turns of a user and a model.
-
-    Args:
-        model: in evaluation mode.
-        tokenizer: the model's, with a chat template.
-        options: keywords of `generate`, `strategy` among them; may be replaced between turns.
-        system: text of a system message, if any; may be replaced between turns.
-
-    Attributes:
-        messages: `{"role": ..., "content": ...}`, without the system message.
-        turns: what each answer took.
-    """
+    """Turns of a user and a model in evaluation mode, whose tokenizer has a chat template. The options (keywords of
+    `generate`, `strategy` among them) and the text of a system message may be replaced between turns."""
 
     def __init__(
         self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, options: Options, system: str | None = None
     ):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.options = options
-        self.system = system
+        self.model, self.tokenizer = model, tokenizer
+        self.options, self.system = options, system
         self.may_go_on = False  # True while an answer is written, until it is to stop
         self.reset()
 
     def reset(self) -> None:
         """Forgets all turns."""
-        self.messages: list[dict[str, str]] = []
+        self.messages: list[dict[str, str]] = []  # without the system message
         self.turns: list[Turn] = []
         self.cache = WindowCache()
 
@@ -85,14 +72,8 @@ class Conversation:
 
     def ask(self, text: str, write: Callable[[str, int], None]) -> Turn:
         """Asks, and streams the answer by `write` (see [`AnswerStreamer`]). Both are part of the conversation then,
-        unless nothing was answered.
-
-        Returns:
-            What the answer took; the part that there is, where [`stop`] or [`AnswerStopped`] ended it.
-
-        Raises:
-            ValueError: as [`encode_prompt`], and for what `generate` refuses.
-        """
+        unless nothing was answered. Returns what the answer took; where [`stop`] or [`AnswerStopped`] ended it, what
+        there is of it. Raises `ValueError` as [`encode_prompt`], and for what `generate` refuses."""
         messages = [*self.all_messages, {"role": "user", "content": text}]
         prompt = list(encode_prompt(self.model, self.tokenizer, Prompt(messages)).tokens)
         stored_strategy = getattr(self.model.generation_config, "strategy", None)
@@ -102,19 +83,14 @@ class Conversation:
         wanted = self.options.get("max_new_tokens") or stored or LONGEST_ANSWER
         limit = answer_limit(self.model, len(prompt), wanted)
         options = {**self.options, "max_new_tokens": limit, "return_dict_in_generate": True}
+        options |= {"past_key_values": None if is_ar else self.cache, "stopping_criteria": [self._is_stopped]}
         inputs: Any = pad_left([prompt], 0, self.model.device)
         untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
         output, self.may_go_on, start = None, True, time.perf_counter()
         with ForwardCounter(self.model) as counter:
             streamer = AnswerStreamer(self.tokenizer, write)
             try:
-                output = untyped.generate(
-                    **inputs,
-                    past_key_values=None if is_ar else self.cache,
-                    streamer=streamer,
-                    stopping_criteria=[self._is_stopped],
-                    **options,
-                )
+                output = untyped.generate(**inputs, streamer=streamer, **options)
             except AnswerStopped:
                 self.stop()
                 with suppress(AnswerStopped):  # pressed once more

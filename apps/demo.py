@@ -43,10 +43,8 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 LONGEST_ANSWER = 1024
 LARGEST_BODY = 1 << 20  # bytes of a request
-SMALL = 50_000_000
-"""Parameters up to which a run is timed once more without being recorded."""
-KEPT = 64
-"""Replays that can still be saved, the last ones of all tabs together."""
+SMALL = 50_000_000  # parameters up to which a run is timed once more without being recorded
+KEPT = 64  # replays that can still be saved, the last ones of all tabs together
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -56,11 +54,7 @@ class Stopped(Exception):
 
 
 class Form(BaseModel):
-    """What a tab asks for.
-
-    Raises:
-        ValidationError: for a field that is missing, unknown, of another type or out of range.
-    """
+    """What a tab asks for. Raises `ValidationError` for a field that is missing, unknown or not allowed."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -113,18 +107,14 @@ class Demo:
     thread that decodes."""
 
     def __init__(self, models: Models, first: Choice):
-        self.models = models
-        self.first = first
+        self.models, self.first = models, first
         self.kept: OrderedDict[str, tuple[Trace, tuple[Any, ...]]] = OrderedDict()  # and what its form says of AR
         self.worker = ThreadPoolExecutor(1, "decoding")
 
     def page(self, request: Request) -> Response:
-        """The page."""
-        about = {
-            "models": [vars(offer) for offer in self.models.offers],
-            "first": vars(self.first),
-            "longest": LONGEST_ANSWER,
-        }
+        """The page with the form."""
+        offers = [vars(offer) for offer in self.models.offers]
+        about = {"models": offers, "first": vars(self.first), "longest": LONGEST_ANSWER}
         return HTMLResponse(render("demo.html", FOLDER, demo=escaped(json.dumps(about))))
 
     async def run(self, request: Request) -> Response:
@@ -203,16 +193,12 @@ class Demo:
 
         raw = not loaded.tokenizer.chat_template
 
+        repeats = int(count_weights(loaded.model) <= SMALL)
+
         def decoded(with_ar: bool, streamer: Callable[[str], AnswerStreamer] | None) -> Trace:
-            return record(
-                loaded.model,
-                loaded.tokenizer,
-                DecodingRequest([form.prompt], form.keywords, with_ar, raw, form.seed),
-                model_name=loaded.name,
-                repeats=int(count_weights(loaded.model) <= SMALL),
-                digests=loaded.digests,
-                streamer=streamer,
-            )
+            asked = DecodingRequest([form.prompt], form.keywords, with_ar, raw, form.seed)
+            about: dict[str, Any] = {"model_name": loaded.name, "digests": loaded.digests}
+            return record(loaded.model, loaded.tokenizer, asked, repeats=repeats, streamer=streamer, **about)
 
         trace = decoded(not knows_ar, streamer)
         if earlier is not None and knows_ar:
@@ -260,29 +246,15 @@ def _line(event: dict[str, Any]) -> str:
 def application(demo: Demo, hosts: list[str]) -> Starlette:
     """The web application, for requests for these host names only: no page of another site can use it through the
     visitor's browser."""
-    return Starlette(
-        routes=[
-            Route("/", demo.page),
-            Route("/runs", demo.run, methods=["POST"]),
-            Route("/runs/{name}.html", demo.replay),
-        ],
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
-    )
+    post = Route("/runs", demo.run, methods=["POST"])
+    routes = [Route("/", demo.page), post, Route("/runs/{name}.html", demo.replay)]
+    return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
 
 
 def serve(loading: LoadingOptions, model: str | None, *, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C.
-
-    Args:
-        loading: dtype, device, threads and adapter.
-        model: folder or Hub id that the page begins with; `None`: wedlm-nano.
-        host, port: to listen on; port 0 takes any that is free.
-        ready: called with the page's address once it can be opened.
-
-    Raises:
-        OSError: if the port cannot be had, and for a model that cannot be loaded.
-        ValueError: for a model that cannot be loaded.
-    """
+    """Serve the page until Ctrl-C. It begins with a model, a folder or Hub id (`None`: wedlm-nano); port 0 takes any
+    that is free; `ready` is called with the page's address once it can be opened. Raises `OSError` if the port cannot
+    be had, and `OSError` or `ValueError` for a model that cannot be loaded."""
     models = Models(loading)
     first = Choice(model or models.offers[0].model, loading.adapter or "", "")
     demo = Demo(models, first)

@@ -14,8 +14,7 @@ from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
 from ..eval.prompts import read_prompts
 from . import smollm2
 
-IN_MEMORY = 2
-"""Models that stay loaded."""
+IN_MEMORY = 2  # models that stay loaded
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,9 @@ SHOWN = (
 def compare(
     model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: DecodingRequest, console: Console
 ) -> dict[str, list[Decoding]]:
-    """Answer prompts, streaming, and print their cost, next to AR decoding.
-
-    Returns:
-        the answers of each decoder. Where a speed cannot be right, both decoders answered the prompt again, and the
-        seconds are medians.
-
-    Raises:
-        ValueError: whatever `generate` refuses.
-    """
+    """Answer prompts, streaming, and print their cost, next to AR decoding. Returns the answers of each decoder; where
+    a speed cannot be right, both decoders answered the prompt again, and the seconds are medians. Raises `ValueError`
+    for what `generate` refuses."""
     encoded = request.encode(model, tokenizer)
     for options in request.decoders(model, len(encoded[0][1])).values():  # the first call costs more
         short = min(WARM_UP_TOKENS, options.get("max_new_tokens", WARM_UP_TOKENS))
@@ -79,14 +73,11 @@ def compare(
 def records(prompts: Sequence[str | Turns], decodings: Mapping[str, Sequence[Decoding]]) -> list[dict[str, Any]]:
     """The answer and cost of each decoder for each prompt, as values that JSON has."""
     fields = ("text", "tokens", "forwards", "token_instances", "seconds")
-    return [
-        {"prompt": Prompt.of(prompt).text}
-        | {
-            name: {field: getattr(one, field) for field in fields}
-            for name, one in zip(decodings, answers, strict=True)
-        }
-        for prompt, answers in zip(prompts, zip(*decodings.values(), strict=True), strict=True)
-    ]
+    found: list[dict[str, Any]] = [{"prompt": Prompt.of(prompt).text} for prompt in prompts]
+    for name, answers in decodings.items():
+        for record, answer in zip(found, answers, strict=True):
+            record[name] = {field: getattr(answer, field) for field in fields}
+    return found
 
 
 def totals(decodings: Mapping[str, Sequence[Decoding]]) -> dict[str, dict[str, Any]]:

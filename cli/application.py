@@ -33,17 +33,17 @@ _PATIENCE = 0.5  # seconds
 
 
 class _Commands(TyperGroup):
-    """Says in one line what is wrong with a request."""
+    """Says in one line what is wrong with a request. Raises [`typer.Exit`] with the exit code, unless it is 0."""
 
     def make_context(self, *args: Any, **extra: Any) -> Any:
-        """Reads the words before the command. Raises [`typer.Exit`] with code 2 for wrong ones."""
+        """Reads the words before the command."""
         if os.environ.get("COLUMNS") in ("0", "1"):  # of a terminal that does not know its size
             del os.environ["COLUMNS"]
         with _reported({}):
             return super().make_context(*args, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command. Raises [`typer.Exit`] with the exit code, unless it is 0."""
+        """Runs the command."""
         with _reported(ctx.meta):
             return super().invoke(ctx)
 
@@ -189,16 +189,20 @@ def _stopped_by_signals(received: list[int]) -> Iterator[None]:
         sys.unraisablehook = hook
 
 
+@contextmanager
+def stopping(message: str) -> Iterator[None]:
+    """Says what Ctrl-C leaves of the work inside, and ends with the exit code for it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(message, err=True)
+        raise typer.Exit(STOPPED) from None
+
+
 def _insist_every(seconds: float) -> None:
     """Has SIGALRM sent at this interval; 0 for no more. Windows has none."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(import_module("..", __package__).__version__)
-        raise typer.Exit
 
 
 def _set_debug(context: typer.Context, wanted: bool) -> None:
@@ -214,11 +218,12 @@ DebugOption = Annotated[
 @app.callback(invoke_without_command=True)
 def _options(
     context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
     debug: DebugOption = False,
 ) -> None:
+    if version:
+        typer.echo(import_module("..", __package__).__version__)
+        raise typer.Exit
     if context.invoked_subcommand is None and (text := context.get_help()):  # typer may have printed it itself
         typer.echo(text)
 

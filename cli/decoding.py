@@ -10,7 +10,7 @@ import typer
 
 from ..eval.options import NANO, LoadingOptions
 from ..eval.report.request import ReportRequest
-from .application import NO, STOPPED, command, console, need, print_json
+from .application import NO, command, console, need, print_json, stopping
 from .groups import ModelOption
 from .options import (
     CheckpointArgument,
@@ -112,9 +112,8 @@ def trace(
     from ..eval.files import check_output
 
     written = [path for path in (save, output) if path is not None]
-    files = [*written, *(path for path in (prompts.file,) if path is not None)]
     for path in written:
-        check_output(path, [other for other in files if other is not path])
+        check_output(path, [other for other in (*written, prompts.file) if other is not None and other is not path])
     from ..apps import generate as answers
     from ..eval.files import write_text
     from ..eval.trace import page, record
@@ -124,7 +123,7 @@ def trace(
     shown = record.record(loaded, tokenizer, request, model_name=name, repeats=repeats, title="tracing")
     if save is not None:
         write_text(save, page.to_json(shown))
-    page.write_page(shown, output)
+    write_text(output, page.page(shown))
     out, decodings, names = console(quiet=as_json), record.decodings(shown), list(map(str, written))
     out.print(answers.comparison_table(decodings))
     out.print(*names, sep="\n", highlight=False, soft_wrap=True)
@@ -144,12 +143,8 @@ def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption 
     prompts, source = request.prompts()
     loaded, tokenizer = loading.load(request.model)
     has_no_chat_template(tokenizer, request.model)
-    try:
+    with stopping(f"Stopped; the measurements are kept in {request.output}. The same command goes on from here."):
         picked = run(request, loaded, tokenizer, prompts, source, console(stderr=True))
-    except KeyboardInterrupt:
-        kept = f"Stopped; the measurements are kept in {request.output}. The same command goes on from here."
-        typer.echo(kept, err=True)
-        raise typer.Exit(STOPPED) from None
     if as_json:
         typer.echo((request.output / "report.json").read_text(encoding="utf-8"))
     if request.save_settings and picked is None:

@@ -31,14 +31,11 @@ ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HEL
 
 def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Callable[..., None]:
     """Makes a command of a function. The fields of its parameters that are dataclasses become options, and `--model`
-    gives the first of its arguments.
+    gives the first of its arguments. The command has `more` parameters, which the function does not see. When it runs,
+    it raises `UsageError` for a missing argument, and for a model that is named twice.
 
     The first line of a dataclass's docstring is the title of the options' panel in `--help`, and what the docstring
-    says of a field is the help of its option; a field may be `Annotated[type, typer.Option(…)]` instead. The command
-    has `more` parameters, which the function does not see.
-
-    Raises:
-        UsageError: when the command runs, for a missing argument, and for a model that is named twice.
+    says of a field is the help of its option; a field may be `Annotated[type, typer.Option(…)]` instead.
     """
     own = inspect.signature(command, eval_str=True).parameters
     groups: dict[str, Any] = {name: one.annotation for name, one in own.items() if is_dataclass(one.annotation)}
@@ -122,13 +119,10 @@ def _panel(group: type) -> list[inspect.Parameter]:
 
 def _helps(group: type) -> dict[str, str]:
     """What the docstring of a dataclass says of each field, as sentences."""
-    section = re.search(
-        r"^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", inspect.getdoc(group) or "", re.DOTALL | re.MULTILINE
-    )
-    entries = re.findall(r"^    (\w+): (.*(?:\n      .*)*)", section[1] if section else "", re.MULTILINE)
-    return {
-        name: " ".join((text[0].upper() + text[1:] if text[0].isascii() else text).split()) for name, text in entries
-    }
+    section = re.search(r"(?ms)^(?:Args|Attributes):\n(.*?)(?=^\S|\Z)", inspect.getdoc(group) or "")
+    entries = re.findall(r"(?m)^    (\w+): (.*(?:\n      .*)*)", section[1] if section else "")
+    texts = {name: " ".join(text.split()) for name, text in entries}
+    return {name: text[0].upper() + text[1:] if text[0].isascii() else text for name, text in texts.items()}
 
 
 def _list_parser(kind: Any) -> Callable[[str], tuple[Any, ...]]:
@@ -146,11 +140,8 @@ def _list_parser(kind: Any) -> Callable[[str], tuple[Any, ...]]:
 
 
 def parse_settings(given: list[str] | None) -> dict[str, Any]:
-    """`NAME=VALUE` pairs as keywords of `generate`; a value is JSON, or else text.
-
-    Raises:
-        ValueError: for another form, and for a name that is no setting of `generate`.
-    """
+    """`NAME=VALUE` pairs as keywords of `generate`; a value is JSON, or else text. Raises `ValueError` for another
+    form, and for a name that is no setting of `generate`."""
     settings: dict[str, Any] = {}
     for pair in given or ():
         name, equals, value = pair.partition("=")

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..adapters.adapt_config import AdaptConfig
-from .application import STOPPED, app, command, console, need, print_json
+from .application import app, command, console, need, print_json, stopping
 from .options import JsonOption
 
 OutputArgument = Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="Folder to write to; new or empty.")]
@@ -64,17 +65,12 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
 
     words = [re.sub(r"^(-m|--model)(?==|$)", "--model_name_or_path", word) for word in context.args]
     found: list[dict[str, Any]] = []
-    try:
-        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # transformers prints its log there
-            run_training(
-                words,
-                description=context.command.help,
-                epilog=context.command.epilog,
-                report=found.append if as_json else None,
-            )
-    except KeyboardInterrupt:
-        typer.echo("Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.", err=True)
-        raise typer.Exit(STOPPED) from None
+    help_texts = {"description": context.command.help, "epilog": context.command.epilog}
+    with (
+        stopping("Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint."),
+        redirect_stdout(sys.stderr) if as_json else nullcontext(),  # transformers prints its log there
+    ):
+        run_training(words, **help_texts, report=found.append if as_json else None)
     if found:
         print_json(found[0])
 
@@ -106,20 +102,9 @@ def adapt(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    try:
-        made = train_adapter(
-            base,
-            output_dir,
-            config,
-            measure=lambda model, tokenizer, prompts, max_new_tokens: speed_table(
-                model, tokenizer, prompts, max_new_tokens=max_new_tokens, title="AR and verified decoding in turn"
-            ),
-            draw=draw_acceptance,
-            console=console(stderr=True),
-        )
-    except KeyboardInterrupt:
-        typer.echo(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here.", err=True)
-        raise typer.Exit(STOPPED) from None
+    measure, progress = partial(speed_table, title="AR and verified decoding in turn"), console(stderr=True)
+    with stopping(f"Stopped; what was done is kept in {output_dir}. The same command goes on from here."):
+        made = train_adapter(base, output_dir, config, measure=measure, draw=draw_acceptance, console=progress)
     if as_json:
         print_json(made)
         return
@@ -129,13 +114,9 @@ def adapt(
         for row in rows:
             table.add_row(*row)
         out.print(table)
-    out.print(
-        f"The adapter and its model card are in {output_dir}; a larger budget goes on from there. To try it:",
-        shlex.join(("wedlm", "generate", "Why is the sky blue?", "--model", str(output_dir))),
-        sep="\n",
-        highlight=False,
-        soft_wrap=True,
-    )
+    trial = shlex.join(("wedlm", "generate", "Why is the sky blue?", "--model", str(output_dir)))
+    said = f"The adapter and its model card are in {output_dir}; a larger budget goes on from there. To try it:"
+    out.print(said, trial, sep="\n", highlight=False, soft_wrap=True)
 
 
 @command("wedlm merge my-wedlm my-lora merged")
@@ -151,9 +132,7 @@ def merge(
     check_new_folder(output_dir)
     model, tokenizer = load_adapted(base, lora)
     if model.has_mask_adapter:
-        raise ValueError(
-            f"{lora!r} is a mask adapter, which cannot be merged: it acts on the slots of a window alone."
-        )
+        raise ValueError(f"{lora!r} is a mask adapter, which cannot be merged: it acts on slots of a window alone.")
     write_checkpoint(output_dir.absolute(), model, tokenizer, base)
     typer.echo(f"{output_dir}: {base} with {lora}")
 

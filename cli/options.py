@@ -38,11 +38,8 @@ class PromptOptions:
 
     def read(self) -> list[str | Turns]:
         """The prompts on the command line and in the file, or else those that are piped in, or else the built-in ones.
-
-        Raises:
-            OSError: for a file that cannot be read.
-            ValueError: as [`read_rows`], for an empty prompt, and for text that is not UTF-8.
-        """
+        Raises `OSError` for a file that cannot be read, and `ValueError` as [`read_rows`], for an empty prompt, and
+        for text that is not UTF-8."""
         given: list[str | Turns] = []
         for prompt in self.prompts or ():
             if not prompt.strip():
@@ -89,11 +86,8 @@ class DecodingOptions:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> dict[str, Any]:
-        """What was given, as keywords of `generate`.
-
-        Raises:
-            ValueError: for settings of parallel decoding that are out of range, before any weights are read.
-        """
+        """What was given, as keywords of `generate`. Raises `ValueError` for settings of parallel decoding that are
+        out of range, before any weights are read."""
         own = {field.name for field in fields(self)} - {"sample", "seed", "settings"}
         if repeated := own & self.settings.keys():
             option = min(repeated).replace("_", "-")

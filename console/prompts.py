@@ -34,15 +34,12 @@ class PromptRow:
 
 
 def read_text(file: Path) -> tuple[str, str]:
-    """The name of a file, or of standard input for `-`, and its text without a byte order mark.
-
-    Raises:
-        OSError: for a file that cannot be read.
-        ValueError: for a file that is not UTF-8.
-    """
-    name = STANDARD_INPUT if str(file) == "-" else str(file)
-    piped = b"" if sys.stdin is None or name != STANDARD_INPUT else sys.stdin.buffer.read()
-    content = piped if name == STANDARD_INPUT else file.read_bytes()
+    """The name of a file, or of standard input for `-`, and its text without a byte order mark. Raises `OSError` for a
+    file that cannot be read, and `ValueError` for one that is not UTF-8."""
+    if str(file) == "-":
+        name, content = STANDARD_INPUT, b"" if sys.stdin is None else sys.stdin.buffer.read()
+    else:
+        name, content = str(file), file.read_bytes()
     try:
         return name, content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -50,17 +47,10 @@ def read_text(file: Path) -> tuple[str, str]:
 
 
 def read_rows(name: str, text: str) -> list[PromptRow]:
-    """The prompts of a file.
-
-    Args:
-        name: of the file, or [`STANDARD_INPUT`]. JSON Lines if it ends in .jsonl, .ndjson or .json, else one prompt a
-            line. Blank lines are left out.
-        text: what it holds. A JSON row has `prompt`, a text, or `messages`, a conversation; the assistant's reply to
-            the last turn of the user's is left out.
-
-    Raises:
-        ValueError: for binary data, for a file without prompts, and for a malformed row, naming its line.
-    """
+    """The prompts of the file of this name, or of [`STANDARD_INPUT`], and text: JSON Lines if the name ends in .jsonl,
+    .ndjson or .json, else one prompt a line. Blank lines are left out. A JSON row has `prompt`, a text, or `messages`,
+    a conversation; the assistant's reply to the last turn of the user's is left out. Raises `ValueError` for binary
+    data, for a file without prompts, and for a malformed row, naming its line."""
     if "\0" in text:
         raise ValueError(f"Prompts must be UTF-8 text, got a binary file: {shown(name)}.")
     # As in any text file, "\n", "\r\n" and "\r" end lines; other separators that `splitlines` knows occur in prompts.
@@ -107,11 +97,8 @@ def _conversation(row: PromptRow, messages: Any) -> str | Turns:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Turns) -> list[int]:
-    """Tokens of a conversation and of the header that asks for an answer.
-
-    Raises:
-        ValueError: without a chat template, and for messages that it refuses.
-    """
+    """Tokens of a conversation and of the header that asks for an answer. Raises `ValueError` without a chat template,
+    and for messages that it refuses."""
     from jinja2 import TemplateError  # of what transformers needs for templates
 
     try:

@@ -31,24 +31,15 @@ def writer_to(console: Console) -> Callable[[str, int], None]:
 
 
 class AnswerStreamer(BaseStreamer):
-    """Writes text as it becomes final.
-
-    Args:
-        tokenizer: turns tokens into text.
-        write: called with new text and the number, from 1, of the group of tokens that became final with it.
-
-    Attributes:
-        tokens: the final ones so far.
-        seconds: spent in here, not in the decoder.
-    """
+    """Writes text as it becomes final: calls `write` with new text and the number, from 1, of the group of tokens that
+    became final with it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str, int], None]):
-        self.tokenizer = tokenizer
-        self.write = write
-        self.tokens: list[int] = []
+        self.tokenizer, self.write = tokenizer, write
+        self.tokens: list[int] = []  # the final ones so far
         self.written = 0
         self.group = -1  # the prompt comes first
-        self.seconds = 0.0
+        self.seconds = 0.0  # spent in here, not in the decoder
 
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompt, `(1, P)`, then groups of final tokens, `(n,)`, some of them empty."""

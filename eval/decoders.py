@@ -8,8 +8,7 @@ from typing import Any
 
 from ..generation.settings import WeDLMGenerationSettings
 
-Options = Mapping[str, Any]
-"""Keywords of `generate`."""
+Options = Mapping[str, Any]  # keywords of `generate`
 
 AR, BLOCK, WEDLM, TYPICAL, EXACT = "ar", "block", "wedlm", "wedlm+typical", "wedlm+exact"
 
@@ -21,15 +20,12 @@ DECODERS: dict[str, Options] = {
     EXACT: {"strategy": "wedlm", "verification": "exact"},
 }
 
-LOOKUP = "ar+lookup"
-"""Assisted decoding of transformers, which needs no training: drafts are copied from the text so far. One prompt a
-call."""
+LOOKUP = "ar+lookup"  # assisted decoding of transformers: drafts are copied from the text so far; one prompt a call
 
 COMPARED: dict[str, Options] = {**DECODERS, LOOKUP: {"strategy": "ar", "prompt_lookup_num_tokens": 4}}
 """The [`DECODERS`] and what else there is to compare them with."""
 
-FIELDS = ("window_size", "entropy_threshold", "distance_penalty")
-"""The settings that are tried."""
+FIELDS = ("window_size", "entropy_threshold", "distance_penalty")  # the settings that are tried
 
 
 def decoder_name(strategy: str, verification: str) -> str:
@@ -53,18 +49,9 @@ def candidates(
     draft_thresholds: Sequence[float] = (),
     decoders: Sequence[str] = tuple(DECODERS),
 ) -> dict[str, dict[str, Any]]:
-    """Keywords of `generate` by name, for all combinations, AR first.
-
-    Args:
-        windows: W, slots.
-        thresholds: τ, nats.
-        penalties: λ, nats per position; block-wise decoding is tried with the middle one.
-        draft_thresholds: τ of the drafts of verified decoding, which have no λ, nats.
-        decoders: among those [`COMPARED`]; AR is always there.
-
-    Raises:
-        ValueError: for an unknown decoder, and for a value that is no setting.
-    """
+    """Keywords of `generate` by name, for all combinations of W (slots), τ (nats) and λ (nats per position; block-wise
+    decoding is tried with the middle one), AR first. The drafts of verified decoding have τ of their own, and no λ.
+    Raises `ValueError` for a decoder that is not among those [`COMPARED`], and for a value that is no setting."""
     if unknown := [name for name in decoders if name not in COMPARED]:
         raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(COMPARED)}.")
     middle = sorted(penalties)[len(penalties) // 2]

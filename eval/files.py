@@ -12,13 +12,8 @@ __all__ = ["check_folder", "check_output", "write_text", "written_whole"]
 
 
 def check_output(path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
-    """Make sure, before any work, that a file can be written, and is none of the `others` that the same command reads
-    or writes.
-
-    Raises:
-        OSError: where there is no writing.
-        ValueError: for a folder, and for one of the `others`.
-    """
+    """Raises `OSError`, before any work, for a file that cannot be written, and `ValueError` for a folder and for one
+    of the `others` that the same command reads or writes."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder; a file is to be written.")

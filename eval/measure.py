@@ -31,32 +31,24 @@ from ..modeling_wedlm.packed import PACKED, count_weights, is_packed
 from .decoders import Options
 from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 
-WORK_PER_THREAD = 300_000_000
-"""Multiplications of a forward, about 10 ms of a core: with less to do, a thread is not worth waiting for."""
+WORK_PER_THREAD = 300_000_000  # multiplications, about 10 ms of a core: for less, a thread is not worth waiting for
 WINDOW_ROWS = 16  # of a forward, a decoder's window
-
-MOST_TURNS = 5
-"""Turns after which decoding goes on no longer to find a possible speed."""
-
+MOST_TURNS = 5  # after which decoding goes on no longer to find a possible speed
 _COUNTED = ("forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")  # by `generate` itself
+_WITHOUT_EFFECT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 
 Measured = dict[str, Any]
 """One line of the table of measurements."""
 
 
 class ForwardCounter:
-    """Counts and times a model's forwards inside a `with` block.
-
-    Attributes:
-        shapes: rows and tokens per row of each forward.
-        starts: host clock at the start of each forward, seconds.
-        entered, left: host clock at both ends of the block, seconds, once a GPU has done its work.
-    """
+    """Counts and times a model's forwards inside a `with` block. `entered` and `left` are the host clock at both ends
+    of the block, seconds, once a GPU has done its work."""
 
     def __init__(self, model: torch.nn.Module):
         self.model = model
-        self.shapes: list[tuple[int, int]] = []
-        self.starts: list[float] = []
+        self.shapes: list[tuple[int, int]] = []  # rows and tokens per row of each forward
+        self.starts: list[float] = []  # host clock, seconds
         self._begins: list[Any] = []
         self._ends: list[Any] = []
 
@@ -92,11 +84,10 @@ class ForwardCounter:
     @property
     def spans(self) -> list[float]:
         """Seconds inside each forward; on a GPU those of its stream, which must have been waited for."""
-        marks = zip(self._begins, self._ends, strict=False)  # a forward that failed has no end
-        return [
-            begin.elapsed_time(end) / 1000 if isinstance(begin, torch.cuda.Event) else end - begin
-            for begin, end in marks
-        ]
+        marks = list(zip(self._begins, self._ends, strict=False))  # a forward that failed has no end
+        if marks and isinstance(marks[0][0], torch.cuda.Event):
+            return [begin.elapsed_time(end) / 1000 for begin, end in marks]
+        return [end - begin for begin, end in marks]
 
 
 def _mark(tensor: torch.Tensor) -> Any:
@@ -124,31 +115,18 @@ class _FirstTokenClock(BaseStreamer):
 
 @dataclass(frozen=True)
 class Decoding:
-    """The answer to one prompt, and its cost.
+    """The answer to one prompt, and its cost; 0 is what is not known."""
 
-    Attributes:
-        tokens: new tokens, the end token included.
-        text: their text without special tokens.
-        forwards: forwards that the prompt took part in, the prefill included.
-        token_instances: tokens that went through the model after the prompt.
-        seconds: wall clock of `generate`; in a batch, an equal share of it.
-        forward_seconds: the part of it inside the model's forward; 0 where that is not known.
-        first_token_seconds: from the call of `generate` until every prompt of the batch has its first token; 0 where
-            that is not known.
-        drafted_by_depth, accepted_by_depth: drafts that were checked and that passed, by their place in their run.
-        peak_bytes: most CUDA memory that `generate` took beyond what was held before; 0 on other devices.
-    """
-
-    tokens: list[int]
-    text: str
-    forwards: int
-    token_instances: int
-    seconds: float
-    forward_seconds: float = 0.0
-    first_token_seconds: float = 0.0
-    drafted_by_depth: Sequence[int] = ()
-    accepted_by_depth: Sequence[int] = ()
-    peak_bytes: int = 0
+    tokens: list[int]  # new ones, the end token included
+    text: str  # without special tokens
+    forwards: int  # that the prompt took part in, the prefill included
+    token_instances: int  # tokens that went through the model after the prompt
+    seconds: float  # of `generate`; in a batch, an equal share of them
+    forward_seconds: float = 0.0  # the part of them inside the model's forward
+    first_token_seconds: float = 0.0  # from the call until every prompt of the batch has its first token
+    drafted_by_depth: Sequence[int] = ()  # drafts that were checked, by their place in their run
+    accepted_by_depth: Sequence[int] = ()  # those of them that passed
+    peak_bytes: int = 0  # of CUDA memory that `generate` took beyond what was held before
 
 
 @dataclass(frozen=True)
@@ -185,16 +163,12 @@ def in_turn(turns: Sequence[Decoding]) -> Decoding:
     return replace(turns[0], seconds=median(one.seconds for one in turns))
 
 
-def pad_left(
-    prompts: Sequence[list[int]], pad_token: int, device: torch.device | str = "cpu"
-) -> dict[str, torch.Tensor]:
+def pad_left(prompts: Sequence[list[int]], pad_token: int, device: Any = "cpu") -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` of `B` prompts, both `(B, longest)` int64."""
     width = max(map(len, prompts))
-    rows = [(width - len(prompt), prompt) for prompt in prompts]
-    return {
-        "input_ids": torch.tensor([[pad_token] * padding + prompt for padding, prompt in rows], device=device),
-        "attention_mask": torch.tensor([[0] * padding + [1] * len(prompt) for padding, prompt in rows], device=device),
-    }
+    ids = [[pad_token] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
 
 
 def decode(
@@ -206,18 +180,9 @@ def decode(
     *,
     seed: int | None = None,
 ) -> list[Decoding]:
-    """Call `generate` on `B` prompts together, look at the clock, and count twice: by the decoder and by the hook.
-
-    Args:
-        tokenizer: without one, texts are empty.
-        prompts: tokens of each prompt.
-        options: keywords of `generate`.
-        streamer: gets the tokens as `generate` sends them.
-        seed: of sampling; by default the state of torch's generators is left as it is.
-
-    Raises:
-        ValueError: whatever `generate` refuses.
-    """
+    """Call `generate` with these options on `B` prompts (tokens) together, look at the clock, and count twice: by the
+    decoder and by the hook. Without a tokenizer, texts are empty; without a seed, the state of torch's generators is
+    left as it is. Raises `ValueError` for what `generate` refuses."""
     return decode_call(model, tokenizer, prompts, options, streamer, seed=seed)[0]
 
 
@@ -295,18 +260,12 @@ def measure(
     repeats: int = 1,
     title: str = "",
 ) -> list[Measured]:
-    """Decode every prompt with every decoder, in turn (A B A B …), after a warm-up.
+    """Decode every prompt (with its tokens) with every decoder, in turn (A B A B …), after a warm-up.
 
-    Args:
-        prompts: with their tokens (see [`encode_prompt`]).
-        decoders: keywords of `generate` by name; `model` among them is another model, with the same tokenizer.
-        batch_size: prompts of one task decoded together.
-        repeats: of each prompt and decoder.
-        title: of a progress bar on standard error, if any.
-
-    Returns:
-        for each decoder and prompt `decoder`, `batch_size`, the prompt's index as `prompt`, its `task`, the fields of
-        the [`Decoding`], `new_tokens`, `right` (`None` if unknown) and `repeat`.
+    Decoders are keywords of `generate` by name; `model` among them is another model, with the same tokenizer. Only
+    prompts of one task are decoded together. A `title` is that of a progress bar on standard error. Returns, for each
+    decoder, prompt and repeat, `decoder`, `batch_size`, the prompt's index as `prompt`, its `task`, the fields of the
+    [`Decoding`], `new_tokens`, `right` (`None` if unknown) and `repeat`.
     """
     limit = max(options.get("max_new_tokens") or LONGEST_ANSWER for options in decoders.values())
     batches = batches_of(model, prompts, batch_size, limit)
@@ -370,9 +329,6 @@ def environment(model: WeDLMForCausalLM) -> dict[str, str | int]:
     }
 
 
-_WITHOUT_EFFECT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
-
-
 def fingerprint(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Of `weights`, `config` and `tokenizer`, each 16 hexadecimal digits: what decides a model's answers."""
     weights, parameters = hashlib.sha256(), dict(model.named_parameters())
@@ -384,11 +340,11 @@ def fingerprint(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> 
     config = {name: value for name, value in model.config.to_dict().items() if name not in _WITHOUT_EFFECT}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     vocabulary = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    texts = {
-        "config": json.dumps(config, sort_keys=True, default=str),
-        "tokenizer": f"{vocabulary}\n{tokenizer.chat_template}",
+    digests = {
+        "weights": weights,
+        "config": hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()),
+        "tokenizer": hashlib.sha256(f"{vocabulary}\n{tokenizer.chat_template}".encode()),
     }
-    digests = {"weights": weights} | {name: hashlib.sha256(text.encode()) for name, text in texts.items()}
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
 

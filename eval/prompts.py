@@ -25,21 +25,13 @@ TASKS_FILE = "tasks.jsonl"
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is answered.
+    """What is answered."""
 
-    Attributes:
-        messages: turns `{"role": ..., "content": ...}`, the last one the user's.
-        task: groups prompts in tables.
-        answers: those that count as right; none if they are unknown.
-        match: the rule among [`MATCHES`] by which a reply is compared with them.
-        tokens: of the whole prompt; empty before [`encode_prompt`].
-    """
-
-    messages: Turns
-    task: str = OWN_TASK
-    answers: tuple[str, ...] = ()
-    match: str = "exact"
-    tokens: Sequence[int] = ()
+    messages: Turns  # `{"role": ..., "content": ...}`, the last one the user's
+    task: str = OWN_TASK  # groups prompts in tables
+    answers: tuple[str, ...] = ()  # those that count as right; none if they are unknown
+    match: str = "exact"  # the rule among [`MATCHES`] by which a reply is compared with them
+    tokens: Sequence[int] = ()  # of the whole prompt; empty before [`encode_prompt`]
 
     @classmethod
     def of(cls, prompt: str | Turns, **fields: Any) -> Prompt:
@@ -81,25 +73,16 @@ MATCHES: dict[str, Callable[[str, str], bool]] = {
 
 
 def read_prompts(name: str, text: str) -> list[Prompt]:
-    """The prompts of a file, with what is known of the replies to them.
-
-    Args:
-        name: of the file (see [`read_rows`]).
-        text: what it holds. A JSON row may have `task`, `answer` (a text, or a list of accepted ones; in all rows or
-            in none) and `match` (see [`MATCHES`]).
-
-    Raises:
-        ValueError: for a file without prompts, and for a malformed row, naming its line.
-    """
+    """The prompts of the file of this name (see [`read_rows`]) and text, with what is known of the replies to them: a
+    JSON row may have `task`, `answer` (a text, or a list of accepted ones; in all rows or in none) and `match` (see
+    [`MATCHES`]). Raises `ValueError` for a file without prompts, and for a malformed row, naming its line."""
     rows = read_rows(name, text)
     prompts = [_with_answers(row) for row in rows]
-    missing, present = (
-        [row for row, prompt in zip(rows, prompts, strict=True) if bool(prompt.answers) == has]
-        for has in (False, True)
-    )
-    if missing and present:
-        raise missing[0].error(
-            f"there is no `answer`, though line {present[0].line} has one: all rows need one, or none"
+    with_answer = {bool(prompt.answers): row for row, prompt in zip(rows[::-1], prompts[::-1], strict=True)}
+    if len(with_answer) == 2:
+        there = with_answer[True].line
+        raise with_answer[False].error(
+            f"there is no `answer`, though line {there} has one: all rows need one, or none"
         )
     return prompts
 
@@ -108,11 +91,9 @@ def _with_answers(row: PromptRow) -> Prompt:
     """Raises `ValueError` for fields that say nothing."""
     task, answers = row.fields.get("task", OWN_TASK), row.fields.get("answer", [])
     match, messages = row.fields.get("match", "exact"), row.fields.get("messages")
-    if messages and messages[-1]["role"] != "user":
-        got = messages[-1]["role"]
-        raise row.error(
-            f"the last of the `messages` must be the user's (the wanted reply goes into `answer`), got {got}"
-        )
+    if messages and (last := messages[-1]["role"]) != "user":
+        wanted = "must be the user's (the wanted reply goes into `answer`)"
+        raise row.error(f"the last of the `messages` {wanted}, got {last}")
     if not isinstance(task, str) or not task.strip():
         raise row.error(f"`task` must be a text that is not empty, got {task!r}")
     accepted = [answers] if isinstance(answers, str) else answers
@@ -134,14 +115,10 @@ def read_tasks(folder: Path) -> list[Prompt]:
 def split_prompts(
     prompts: Sequence[Prompt], most_tuning: int | None = None, most_others: int | None = None
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts to choose settings on, and others to check them on; no prompt is among both.
-
-    Those of each task are shared out evenly along the file, half of them to each side, but at most `most_tuning` to
-    the first one and `most_others` to the second. Repeated ones are left out.
-
-    Raises:
-        ValueError: if some are wanted to choose settings on, and no task has two different prompts.
-    """
+    """Prompts to choose settings on, and others to check them on; no prompt is among both. Those of each task are
+    shared out evenly along the file, half of them to each side, but at most `most_tuning` to the first one and
+    `most_others` to the second. Repeated ones are left out. Raises `ValueError` if some are wanted to choose settings
+    on, and no task has two different prompts."""
     different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
     by_task: dict[str, list[Prompt]] = {}
     for prompt in different:
@@ -163,12 +140,8 @@ def split_prompts(
 
 
 def encode_prompt(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: Prompt, *, raw: bool = False) -> Prompt:
-    """The prompt with its tokens, by the chat template or, if `raw`, as it is.
-
-    Raises:
-        ValueError: where they leave no room for an answer in the model's context, for a raw conversation, and for one
-            that the chat template refuses.
-    """
+    """The prompt with its tokens, by the chat template or, if `raw`, as it is. Raises `ValueError` where they leave no
+    room for an answer in the model's context, for a raw conversation, and for one that the chat template refuses."""
     if raw and len(prompt.messages) > 1:
         raise ValueError(f"Without a chat template, a row holds one turn, got {len(prompt.messages)}.")
     tokens = list(tokenizer(prompt.text, verbose=False)["input_ids"]) if raw else encode(tokenizer, prompt.messages)

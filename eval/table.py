@@ -22,8 +22,7 @@ from .measure import MOST_TURNS, Measured, Speed, environment, measure, rates
 from .prompts import Prompt
 
 RESAMPLES = 1000
-LEAST_PROMPTS = 6
-"""Fewer give no standard error."""
+LEAST_PROMPTS = 6  # fewer give no standard error
 
 SUMS = ["quality", "same", "new_tokens", "forwards", "token_instances", "seconds", "forward_seconds"]
 COUNTED = ["quality", "same", "tokens_per_forward", "prefix_cacheability"]
@@ -140,9 +139,9 @@ def cells(lines: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] 
         errors = lines[f"{name}_error"] if name in with_errors else blank
         made[name] = [cell(name, *pair) for pair in zip(lines[name], errors, strict=True)]
     if "speed" in made and "tokens_per_forward" in lines:
-        speeds = map(Speed, lines["speed"], lines["tokens_per_forward"])
-        pairs = zip(speeds, made["speed"], strict=True)
-        made["speed"] = [text if speed.is_possible else str(speed) for speed, text in pairs]
+        numbers = zip(lines["speed"], lines["tokens_per_forward"], made["speed"], strict=True)
+        speeds = [(Speed(speed, limit), text) for speed, limit, text in numbers]
+        made["speed"] = [text if speed.is_possible else str(speed) for speed, text in speeds]
     return pd.DataFrame(made, index=lines.index)
 
 
@@ -150,26 +149,20 @@ def speed_table(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt | Sequence[int]],
-    *,
     max_new_tokens: int = 128,
+    *,
     temperature: float | None = None,
     batch_size: int = 1,
     title: str = "",
     others: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Decodes the prompts with each decoder in turn, and again while a speed is impossible, at most five times.
+    """Decodes the prompts (with their tokens, or these alone) with each decoder in turn, and again while a speed is
+    impossible, at most five times.
 
-    Args:
-        prompts: with their tokens, or these alone.
-        max_new_tokens: longest answer.
-        temperature: of sampling; greedy by default.
-        batch_size: prompts of one task decoded together; prompt lookup takes one at a time and is left out of others.
-        title: of a progress bar on standard error, if any.
-        others: models by name, such as this one in other dtypes, whose plain `generate` takes its turn as well.
-
-    Returns:
-        `caption`, `columns` and `rows` of a table; `tokens_per_second` of each decoder; `depths`, the share of
-        verified decoding's drafts that passed at each depth; and the measurements as `measured`.
+    A temperature samples; greedy is the default. Prompt lookup takes one prompt at a time and is left out of batches.
+    Of `others`, models by name such as this one in other dtypes, plain `generate` takes its turn as well. Returns
+    `caption`, `columns` and `rows` of a table; `tokens_per_second` of each decoder; `depths`, the share of verified
+    decoding's drafts that passed at each depth; and the measurements as `measured`.
     """
     is_greedy = temperature is None
     shared = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": not is_greedy}

@@ -168,35 +168,24 @@ def block_elbo(
     seed: int = 0,
     batch_size: int = 1,
 ) -> list[Estimate]:
-    """Estimate what the mask head says of each continuation after its context.
+    """Estimate what the mask head says of each continuation after its context (pairs of tokens, none empty).
 
     Where the AR head gives log p(continuation | context) exactly, the mask head gives a lower bound on it: block after
     block, the mean over all numbers m of masks and all places of them of (n/m)·Σ log p(masked token | what its mask
     sees), n being the block's scored tokens (paper Eq. 10). One draw of masks is an unbiased sample of that mean. The
     masks are a function of the seed, the number of the sample and the tokens alone.
 
-    Args:
-        model: a WeDLM model in evaluation mode, or what PEFT made of one.
-        tokenizer: has the mask, end and padding tokens.
-        pairs: tokens of a context, at least one, and of its continuation, at least one.
-        samples: draws of masks, a forward over context and continuation each; at least 2, for the standard error. A
-            continuation whose masks cannot vary (one token, or blocks of one) takes one.
-        block_size: B; blocks begin at multiples of it, as in training.
-        seed: of the masks.
-        batch_size: pairs scored together.
-
-    Raises:
-        ValueError: for settings out of range, and for a pair without a context or a continuation.
+    Each of the `samples` (at least 2, for the standard error) is a forward over context and continuation; where masks
+    cannot vary (one token, or blocks of one), one is taken. Blocks begin at multiples of `block_size`, as in training.
+    Raises `ValueError` for settings out of range, and for a pair without a context or a continuation.
     """
     for name, value, least in (("samples", samples, 2), ("batch_size", batch_size, 1)):
         if not isinstance(value, int) or value < least:
             raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
-    for pair in pairs:
-        if not all(pair):
-            lengths = " and ".join(str(len(part)) for part in pair)
-            raise ValueError(
-                f"A likelihood needs at least one token of context and one of continuation, got {lengths}."
-            )
+    for context, rest in pairs:
+        if not context or not rest:
+            got = f"got {len(context)} and {len(rest)}"
+            raise ValueError(f"A likelihood needs at least one token of context and one of continuation, {got}.")
     # Strata: same mean as "count", less noise.
     collator = DataCollatorForDualStreamMasking(
         tokenizer, block_size=block_size, num_eos=1, ratio_sampler="stratified", seed=seed

@@ -25,11 +25,8 @@ _simple_evaluate = lm_eval.simple_evaluate
 
 def evaluate(**options: Any) -> dict[str, Any] | None:
     """`lm_eval.simple_evaluate` with our tasks, tokens per forward among the results, and a cache of answers for each
-    set of `model_args`: the harness would hand out those of other settings.
-
-    Raises:
-        ValueError: for batches of `--model hf` with our decoding.
-    """
+    set of `model_args`: the harness would hand out those of other settings. Raises `ValueError` for batches of
+    `--model hf` with our decoding."""
     is_ours, arguments = options.get("model") == "wedlm", options.get("model_args") or {}
     if isinstance(arguments, str):
         arguments = simple_parse_args_string(arguments)

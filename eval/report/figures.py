@@ -42,8 +42,7 @@ LABELS = TITLES | {
 }
 
 ACCEPTANCE = "eval_tokens_per_forward_"
-DRAFTING = {"branch": ("branches", "-"), "chain": ("chain", "--")}
-"""Names and line styles of the ways to draft."""
+DRAFTING = {"branch": ("branches", "-"), "chain": ("chain", "--")}  # names and line styles of the ways to draft
 
 
 @dataclass(frozen=True)
@@ -94,16 +93,13 @@ def _front(sweep: pd.DataFrame, labels: dict[str, str]) -> Figure:
     drawing, (axis,) = _canvas(1)
     front = sweep[sweep["on_front"]].sort_values("speed")
     axis.plot(front["speed"], front["quality"], color="black", linewidth=1, zorder=1, label="Pareto front")
-    axis.errorbar(
-        front["speed"], front["quality"], front["quality_error"], front["speed_error"], fmt="none", ecolor="#d4d7dc"
-    )
+    errors = front["quality_error"], front["speed_error"]
+    axis.errorbar(front["speed"], front["quality"], *errors, fmt="none", ecolor="#d4d7dc")
     for kind, own in sweep.groupby("kind", sort=False):
         axis.plot(own["speed"], own["quality"], "o", color=COLORS[str(kind)], alpha=0.7, markersize=5, label=kind)
     axis.set(xlabel=labels["speed"], ylabel=labels["quality"])
     _legend(axis, 3)
-    caption = (
-        "Each dot is one setting of the sweep. No setting beats those on the line in both; bars are standard errors."
-    )
+    caption = "Each dot is one setting. No setting beats those on the line in both; bars are standard errors."
     return Figure("front", "Quality against speed", caption, drawing)
 
 
@@ -162,9 +158,7 @@ def _area(areas: pd.DataFrame, labels: dict[str, str]) -> Figure | None:
         axis.step([0, *x], [100 * value for value in (y[0], *y)], where="pre", color=color, label=decoder)
     axis.set(xlabel=labels["tokens_per_forward"], ylabel=f"best {labels['quality']}", xlim=(0, None))
     _legend(axis, 2)
-    caption = (
-        "The best quality to be had with at least so many tokens per forward, among settings within 5 points of AR."
-    )
+    caption = "The best quality with at least so many tokens per forward, among settings within 5 points of AR."
     return Figure("area", "Accuracy–parallelism curves", caption, drawing)
 
 
@@ -179,9 +173,9 @@ def _entropy(prompts: pd.DataFrame) -> Figure | None:
     for place, (task, own) in enumerate(prompts.groupby("task", sort=False)):
         how: dict[str, Any] = {"marker": MARKERS[place % 8], "color": shades(place % 10), "linestyle": "none"}
         axis.plot(own["entropy"], own[y], alpha=0.3, markersize=3, markeredgewidth=0, **how)
-        axis.plot(
-            own["entropy"].mean(), own[y].mean(), markersize=9, markeredgecolor="black", label=_plain(task), **how
-        )
+        # A label is neither taken for mathematics nor, with `_` in front, left out.
+        how["label"] = f"\u200b{task}".replace("$", r"\$")
+        axis.plot(own["entropy"].mean(), own[y].mean(), markersize=9, markeredgecolor="black", **how)
     axis.set(xscale="log", xlabel="entropy of AR over its answer, nats per token", ylabel=LABELS["tokens_per_forward"])
     axis.set_ylim(bottom=0)
     _legend(axis, 3)
@@ -201,11 +195,6 @@ def _canvas(panels: int) -> tuple[Drawing, Sequence[Axes]]:
 def _legend(axis: Axes, columns: int) -> None:
     """Above the axes, where no line can be."""
     axis.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, columnspacing=1.2, handletextpad=0.5)
-
-
-def _plain(task: object) -> str:
-    """A label that is neither taken for mathematics nor, with `_` in front, left out."""
-    return f"\u200b{task}".replace("$", r"\$")
 
 
 def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:

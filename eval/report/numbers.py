@@ -21,8 +21,7 @@ from ..measure import ar_logits
 from ..prompts import Prompt
 from ..table import COUNTED, TIMED, by_depth, mark_same, resample, standard_error, summarise, summarise_tasks
 
-AREA_LOSS = 0.05
-"""Settings that lose more of AR's quality have no place on the accuracy–parallelism curve."""
+AREA_LOSS = 0.05  # settings that lose more of AR's quality have no place on the accuracy–parallelism curve
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,9 @@ class Numbers:
         """From the rows of both parts; `prompts` are the headline's. Samples are not compared with AR's."""
         quality, alone = mark_same(table[table["kind"] == "quality"]), _alone(table)
         tasks = summarise_tasks(quality, COUNTED).join(summarise_tasks(alone, TIMED))
+        areas = pd.DataFrame({"area": []})
+        if len(sweep):
+            areas = _areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"])
 
         def compared(frame: pd.DataFrame) -> pd.DataFrame:
             names = [] if is_greedy else [name for name in ("same", "same_error") if name in frame]
@@ -63,9 +65,7 @@ class Numbers:
             batches=compared(_by_batch_size(table)),
             depths=by_depth(quality),
             sweep=compared(sweep),
-            areas=_areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"])
-            if len(sweep)
-            else pd.DataFrame({"area": []}),
+            areas=areas,
             prompts=_by_prompt(quality, alone),
             differences=find_differences(quality, prompts, model) if is_greedy else [],
             table=pd.concat([sweep_table, table]).drop(columns=["tokens", "drafted_by_depth", "accepted_by_depth"]),
@@ -143,16 +143,13 @@ def _by_prompt(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
     return made
 
 
-def find_differences(
-    table: pd.DataFrame, prompts: Sequence[Prompt], model: WeDLMForCausalLM
-) -> list[dict[str, float]]:
-    """Where verified greedy answers (rows with `tokens` and `same`) leave AR's, and how close AR's decision was there.
+def find_differences(table: pd.DataFrame, prompts: Sequence[Prompt], model: Any) -> list[dict[str, float]]:
+    """Where verified greedy answers (rows with `tokens` and `same`) leave AR's, and how close AR's decision was there:
+    in exact arithmetic never, but kernels of another width round differently, so near-ties can fall either way.
 
-    In exact arithmetic there are none. Kernels of another width round differently, so near-ties can fall either way.
     For each answer that differs: `prompt`, `token` (the first new token that does, from 0), `gap` (between AR's two
     best logits there) and `spacing` (of neighbouring numbers of the model's dtype at the best logit).
     """
-    # Beside rows without a prompt, those of whole batches, pandas keeps its number as a float.
     reference = table[table["decoder"] == AR].set_index("prompt")["tokens"]
     found = []
     for row in table[(table["decoder"] == EXACT) & ~table["same"]].itertuples():

@@ -123,10 +123,11 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
             "sweep": settings,
             "areas": cells(numbers.areas, ["area"], ["area"]).reset_index(),
         }
-    return {
-        name: table.rename(columns=lambda column: titles.get(column, column.replace("_", " ")))
-        for name, table in made.items()
-    }
+
+    def title(column: str) -> str:
+        return titles.get(column, column.replace("_", " "))
+
+    return {name: table.rename(columns=title) for name, table in made.items()}
 
 
 def _shares(depths: pd.DataFrame) -> pd.DataFrame:
@@ -153,15 +154,10 @@ def blocks_of(text: str) -> dict[str, str]:
 
 def fill(text: str, blocks: Mapping[str, str]) -> str:
     """Replace what stands between `<!-- measured: NAME -->` and `<!-- /measured -->`, each on a line of its own.
-
-    Raises:
-        ValueError: if the text has no such place, or one with a name that is not in `blocks`.
-    """
+    Raises `ValueError` for a text without such a place, and for a name that is not in `blocks`."""
     names = blocks_of(text)
     unknown = sorted(set(names) - set(blocks))
     if not names or unknown:
-        raise ValueError(
-            "expected blocks <!-- measured: NAME --> … <!-- /measured --> with a name among "
-            f"{', '.join(blocks)}, got {', '.join(unknown) or 'none'}"
-        )
+        form, got = "<!-- measured: NAME --> … <!-- /measured -->", ", ".join(unknown) or "none"
+        raise ValueError(f"expected blocks {form} with a name among {', '.join(blocks)}, got {got}")
     return _PLACE.sub(lambda match: f"{match[1]}{blocks[match[2]]}{match[4]}", text)

@@ -75,11 +75,8 @@ class Store:
 
 @contextmanager
 def opened(folder: Path, request: Mapping[str, Any], *, restart: bool = False) -> Iterator[Store]:
-    """The store of a folder, for one process at a time; `restart` begins anew, whatever the file holds.
-
-    Raises:
-        ValueError: if the file is of another request, or is no such file, and while another process writes to it.
-    """
+    """The store of a folder, for one process at a time; `restart` begins anew, whatever the file holds. Raises
+    `ValueError` for a file of another request or of another kind, and while another process writes to it."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
@@ -185,16 +182,14 @@ class Measurement:
     def _judged(self, part: Part, row: Measured) -> Measured:
         """Quality of an answer, and its entropy if it is AR's."""
         asked = self.model, part.prompts[row["prompt"]].tokens, row["tokens"]
-        found: Measured = {"kind": "quality"}
         if row["right"] is not None:
-            found["quality"] = float(row["right"])
+            quality = float(row["right"])
         elif row["decoder"] == AR and self.request.temperature is None:
-            found["quality"] = 1.0
+            quality = 1.0
         else:
-            found["quality"] = agreeing_tokens(*asked) / row["new_tokens"]
-        if row["decoder"] == AR:
-            found["entropy"] = answer_entropy(*asked)
-        return found
+            quality = agreeing_tokens(*asked) / row["new_tokens"]
+        entropy = {"entropy": answer_entropy(*asked)} if row["decoder"] == AR else {}
+        return {"kind": "quality", "quality": quality, **entropy}
 
     def _decode(self, part: Part, piece: Piece) -> list[Measured]:
         decoders = {name: part.decoders[name] for name in piece.names}

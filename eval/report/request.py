@@ -96,9 +96,8 @@ class ReportRequest:
         if self.save_settings and self.sweep_count == 0:
             raise ValueError("`--save-settings` writes the settings that the sweep picks; `--sweep-count 0` has none.")
         if self.temperature is not None and not 0 < self.temperature < math.inf:
-            raise ValueError(
-                f"`--temperature` must be above 0 and finite, got {self.temperature}: greedy is the default."
-            )
+            got = f"got {self.temperature}: greedy is the default"
+            raise ValueError(f"`--temperature` must be above 0 and finite, {got}.")
         if managed := [name for name in self.settings if name in MANAGED | _COUNTED_ON]:
             raise ValueError(f"`--set {managed[0]}` is decided by the report: leave it out.")
         if min(self.batch_sizes) < 1:
@@ -130,12 +129,8 @@ class ReportRequest:
         return {name: {**options, **shared} for name, options in decoders.items()}
 
     def prompts(self) -> tuple[list[Prompt], str]:
-        """The prompts, and the name of their file.
-
-        Raises:
-            OSError: for a file that cannot be read.
-            ValueError: for a malformed one, and where neither a file nor the checkpoint brings prompts.
-        """
+        """The prompts, and the name of their file. Raises `OSError` for a file that cannot be read, and `ValueError`
+        for a malformed one, and where neither a file nor the checkpoint brings prompts."""
         from ..prompts import TASKS_FILE, read_prompts, read_tasks
 
         if self.file is None:

@@ -40,16 +40,8 @@ def run(
     source: str,
     console: Console,
 ) -> str | None:
-    """Measure, or go on measuring, and write all files.
-
-    Args:
-        request: what is wanted.
-        prompts: with answers all, or none.
-        source: where they are from, for people.
-        console: for progress and for what was found.
-
-    Returns:
-        the name of the settings that were picked; `None` where none is good enough.
+    """Measure, or go on measuring, and write all files; `source` says where the prompts are from. Returns the name of
+    the settings that were picked; `None` where none is good enough.
 
     Raises:
         ValueError: for partial results of another request, for prompts that leave no room for an answer, and whatever
@@ -93,13 +85,12 @@ def run(
     }
     numbers = Numbers.of(sweep_table, sweep, table, others, model, request.temperature is None)
     words = write_report(about, numbers, request.output, request.figures, request.fill or ())
-    for text in filter(None, (words.block("summary"), words.block("chosen"))):
-        console.print(text, highlight=False, soft_wrap=True)
+    said = [words.block("summary"), words.block("chosen")]
     if request.save_settings and picked:
-        write_settings(Path(request.model), settings)
-        path = Path(request.model) / "generation_config.json"
-        written = ", ".join(f"{name} = {value:g}" for name, value in settings.items())
-        console.print(f"{path} now has {written}.", highlight=False, soft_wrap=True)
+        write_settings(path := Path(request.model) / "generation_config.json", settings)
+        said.append(f"{path} now has {', '.join(f'{name} = {value:g}' for name, value in settings.items())}.")
+    for text in filter(None, said):
+        console.print(text, highlight=False, soft_wrap=True)
     console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
     return picked
 
@@ -139,18 +130,17 @@ def _data(
     if len(used) < distinct:
         notes.append(f"{len(used):,} of {distinct:,} prompts were used (--count, --sweep-count).")
     if short:
-        notes.append(
-            f"{len(short)} of {len(used)} prompts leave room for fewer than {request.max_new_tokens} new tokens in "
-            f"the model's context, the longest one for {min(short)}: their answers may be cut, no others are."
+        room = (
+            f"fewer than {request.max_new_tokens} new tokens in the model's context, the longest one for {min(short)}"
         )
+        cut = f"{len(short)} of {len(used)} prompts leave room for {room}"
+        notes.append(f"{cut}: their answers may be cut, no others are.")
     counts = {name: dict(Counter(prompt.task for prompt in some)) for name, some in parts.items()}
     return {"has_answers": bool(used[0].answers), "counts": counts, "notes": notes}
 
 
-def write_settings(checkpoint: Path, settings: Mapping[str, Any]) -> None:
-    """Store settings in a checkpoint's generation_config.json, whole or not at all; which strategy is used stays the
-    caller's choice."""
-    path = checkpoint / "generation_config.json"
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Store settings in a generation_config.json; which strategy is used stays the caller's choice."""
     stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     stored.pop("_from_model_config", None)  # with this flag, loading would drop our fields
     write_text(path, json.dumps(stored | dict(settings), indent=2, sort_keys=True) + "\n")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-from ..files import write_text
 
 FOLDER = Path(__file__).parent
 
@@ -100,7 +97,7 @@ def to_json(trace: Trace) -> str:
 
 
 def page(trace: Trace) -> str:
-    """The page's HTML. The trace lies in it as JSON without `<`, `>` and `&`: no text of it can end its element."""
+    """The page's HTML, with the trace in it."""
     return render("page.html", trace=escaped(to_json(trace)))
 
 
@@ -111,12 +108,7 @@ def render(name: str, *folders: Path, **values: str) -> str:
 
 
 def escaped(data: str) -> str:
-    """JSON that can stand in a script element."""
+    """JSON that can stand in a script element: without `<`, `>` and `&`, no text of it can end the element."""
     for letter in "<>&\u2028\u2029":
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     return data
-
-
-def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the page, whole or not at all."""
-    write_text(path, page(trace))

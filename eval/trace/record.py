@@ -24,45 +24,24 @@ from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from ...generation.trace import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, Options
-from ..measure import (
-    MOST_TURNS,
-    Decoding,
-    ForwardCounter,
-    Speed,
-    decode_call,
-    environment,
-    fingerprint,
-    in_turn,
-)
+from ..measure import MOST_TURNS, Decoding, ForwardCounter, Speed, decode_call, environment, fingerprint, in_turn
 from ..prompts import Prompt, answer_limit, encode_prompt
 from .page import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, RecordedForward, Recording, Run, Trace
 
-Call = tuple[list[Decoding], Any, ForwardCounter]
-"""What [`decode_call`] returns."""
-
-_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""Byte-level tokenizers write bytes as these letters."""
-LEAST_SHARE = 0.001
-"""Tokens of a lower probability are not kept among the likeliest."""
+Call = tuple[list[Decoding], Any, ForwardCounter]  # what [`decode_call`] returns
+LEAST_SHARE = 0.001  # tokens of a lower probability are not kept among the likeliest
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # byte-level tokenizers write these letters
 
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """Prompts, and how to decode them.
+    """Prompts, and how to decode them."""
 
-    Attributes:
-        prompts: at least one; a text is a single turn of the user.
-        options: keywords of `generate`, `strategy` among them.
-        with_ar: AR decoding of each prompt too, right after, with the same options where they apply.
-        raw: take prompts as they are, without the chat template.
-        seed: of sampling, set anew for each prompt and decoder.
-    """
-
-    prompts: Sequence[str | Turns]
-    options: Options
-    with_ar: bool = True
-    raw: bool = False
-    seed: int = 0
+    prompts: Sequence[str | Turns]  # at least one; a text is a single turn of the user
+    options: Options  # keywords of `generate`, `strategy` among them
+    with_ar: bool = True  # AR decoding of each prompt too, right after, with the same options where they apply
+    raw: bool = False  # take prompts as they are, without the chat template
+    seed: int = 0  # of sampling, set anew for each prompt and decoder
 
     def encode(self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
         """Each prompt and its tokens. Raises `ValueError` as [`encode_prompt`]."""
@@ -96,19 +75,12 @@ def record(
     """Decode prompts and keep every step.
 
     Each prompt is decoded once to record its steps and then `repeats` times, decoders in turn, to measure their times:
-    recording takes time, and so does a first call. While the speed is impossible (see [`Speed`]), up to five turns are
-    taken.
+    recording takes time, and so does a first call. Without repeats, the times are those of the recorded call. While
+    the speed is impossible (see [`Speed`]), up to five turns are taken.
 
-    Args:
-        request: what to decode.
-        model_name: as it is shown.
-        repeats: timed calls; with 0, the times are those of the recorded call.
-        title: of a progress bar on standard error, if any.
-        digests: the model's [`fingerprint`], where it is known already.
-        streamer: called with the strategy before each recorded call; what it returns gets the tokens as they come.
-
-    Raises:
-        ValueError: for a strategy that has no steps to show, and whatever `generate` refuses.
+    `digests` are the model's [`fingerprint`], where it is known already; `streamer` is called with the strategy before
+    each recorded call, and what it returns gets the tokens as they come. Raises `ValueError` for a strategy that has
+    no steps to show, and whatever `generate` refuses.
     """
     if request.options["strategy"] == AR:
         raise ValueError("A trace shows parallel decoding: `strategy` must be 'wedlm' or 'block', got 'ar'.")
@@ -182,27 +154,17 @@ def _run(
     )
 
 
-def _ar_steps(
-    prompt: list[int], tokens: list[int], starts: list[float], logits: torch.Tensor
-) -> list[RecordedForward]:
+def _ar_steps(prompt: list[int], tokens: list[int], starts: list[float], logits: Any) -> list[RecordedForward]:
     """The first forward reads the prompt, each other one the last token; logits `(len(tokens), V)`."""
-    steps, sequence = [], prompt + tokens
+    steps, sequence, first = [], prompt + tokens, 0
     numbers = zip(starts, token_entropy(logits).tolist(), _shares(*likeliest(logits)), strict=True)
-    for index, (start, entropy, shares) in enumerate(numbers):
-        end = len(prompt) + index
-        first = end - 1 if index else 0
-        steps.append(
-            RecordedForward(
-                start=start,
-                tokens=sequence[first:end],
-                positions=list(range(first, end)),
-                kinds=(PENDING if index else PROMPT) * (end - first),
-                committed=end - first,
-                predictions=[Prediction(end, "ar", round(entropy, 5), sequence[end], shares)],
-                rejected=[],
-                final=index + 1,
-            )
-        )
+    for final, (start, entropy, shares) in enumerate(numbers, 1):
+        end = len(prompt) + final - 1
+        positions, kinds = list(range(first, end)), (PENDING if first else PROMPT) * (end - first)
+        predictions = [Prediction(end, "ar", round(entropy, 5), sequence[end], shares)]
+        read = sequence[first:end]
+        steps.append(RecordedForward(start, read, positions, kinds, len(read), predictions, [], final))
+        first = end
     return steps
 
 
@@ -239,26 +201,15 @@ def _parallel_steps(
         are_masks = [False] * (count - step.is_mask.shape[1]) + step.is_mask[0, -count:].tolist()
         kinds = "".join(map(kind_of, positions, are_masks))
         decided = {len(prompt) + offset: sequence.get(len(prompt) + offset) for offset in step.decided[0]}
-        predictions = _predictions(
-            step, dict(zip(positions, kinds, strict=True)), decided, end - 1 if is_verified else None
-        )
+        rows = dict(zip(positions, kinds, strict=True))
+        predictions = _predictions(step, rows, decided, end - 1 if is_verified else None)
         settled |= decided.keys()
         while end in settled and end in sequence:
             end += 1
-        rows = zip(positions, read, kinds, strict=True)
-        drafts = [(position, token) for position, token, kind in rows if kind == FILLED and is_verified]
-        steps.append(
-            RecordedForward(
-                start=start,
-                tokens=read,
-                positions=positions,
-                kinds=kinds,
-                committed=step.committed[0],
-                predictions=predictions,
-                rejected=[place for place, token in drafts if place >= end or sequence[place] != token],
-                final=end - len(prompt),
-            )
-        )
+        drafts = [pair for pair in zip(positions, read, strict=True) if is_verified and rows[pair[0]] == FILLED]
+        rejected = [place for place, token in drafts if place >= end or sequence[place] != token]
+        committed, final = step.committed[0], end - len(prompt)
+        steps.append(RecordedForward(start, read, positions, kinds, committed, predictions, rejected, final))
     return steps
 
 

@@ -47,7 +47,7 @@ def shown(opened, tmp_path):
     """Opens a trace's page."""
 
     def open_page(trace):
-        pages.write_page(trace, tmp_path / "trace.html")
+        (tmp_path / "trace.html").write_text(pages.page(trace), encoding="utf-8")
         page = opened((tmp_path / "trace.html").as_uri())
         page.set_default_timeout(5000)
         return page
