@@ -1,11 +1,11 @@
 """The documentation: the paper index names only what exists, pages begin with what they are for."""
 
 import ast
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from tiny import script
 
 import wedlm_hf
 
@@ -87,9 +87,7 @@ def test_every_refusal_in_the_table_of_devices_is_in_the_code():
 
 def test_the_drawings_are_what_the_code_draws(tmp_path, monkeypatch):
     figures = ROOT / "docs" / "figures"
-    spec = importlib.util.spec_from_file_location("draw", figures / "draw.py")
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
+    draw = script("docs/figures/draw.py")
     monkeypatch.setattr(draw, "HERE", tmp_path)
     for drawing in draw.DRAWINGS:
         drawing()

@@ -5,7 +5,6 @@ fence with a title, as in `sh title="needs several GPUs"`, says what its block t
 block are checked.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -21,7 +20,7 @@ import torch
 import typer
 from accelerate.commands.launch import launch_command_parser
 from peft import LoraConfig, get_peft_model
-from tiny import LINES, stock_twin, tiny_model, tiny_tokenizer
+from tiny import LINES, script, stock_twin, tiny_model, tiny_tokenizer
 from torch.distributed.run import get_args_parser
 from transformers import AutoTokenizer
 from typer.main import get_command
@@ -206,11 +205,9 @@ def run_harness(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
 
 def main_of(module: str):
     """The command's function."""
-    spec = importlib.util.spec_from_file_location(Path(module).parent.name.replace("-", "_"), ROOT / module)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    script.VOCABULARY_SAMPLES_PER_TASK = 20
-    return script.main
+    found = script(module)
+    found.VOCABULARY_SAMPLES_PER_TASK = 20
+    return found.main
 
 
 @pytest.mark.parametrize(("page", "block"), cases("sh", titled=True))

@@ -3,6 +3,7 @@
 import json
 from copy import deepcopy
 from functools import lru_cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +102,16 @@ def stock_twin(model: WeDLMForCausalLM, attn_implementation: str = "eager") -> Q
     twin.load_state_dict(model.state_dict())  # strict: no weight missing, none left over
     twin.set_attn_implementation(attn_implementation)
     return twin.eval()
+
+
+def script(path: str) -> Any:
+    """A module of no package, by its path in the repository, such as `examples/dpo/train.py`."""
+    file = Path(__file__).parents[1] / path
+    spec = spec_from_file_location(f"{file.parent.name}_{file.stem}".replace("-", "_"), file)
+    assert spec and spec.loader
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def assert_equal_but_rounding(actual: torch.Tensor, expected: torch.Tensor, roundings: float = 64) -> None:

@@ -44,17 +44,6 @@ def test_drafts_are_those_of_a_search_everywhere(text, drafts, count, cut):
     assert lookup.drafts(text, drafts, count) == expected[:count]
 
 
-def test_a_text_that_repeats_itself_goes_on_repeating():
-    assert TextLookup().drafts([7, 1, 2, 3, 1, 2, 3], [], 8) == []
-    assert TextLookup().drafts([7, 1, 2, 3, 1, 2, 3, 1], [], 8) == [2, 3, 1, 2, 3, 1, 2, 3]
-
-
-def test_a_mask_that_foresees_the_same_makes_a_short_match_enough():
-    text = [5, 6, 7, 8, 9, 5]
-    assert TextLookup().drafts(text, [6, 1], 4) == [6, 7, 8, 9]
-    assert TextLookup().drafts(text, [4, 1], 4) == []
-
-
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.05, "top_k": 0}])
 def test_answers_that_repeat_themselves_are_those_of_ar_decoding_in_fewer_forwards(sampling, monkeypatch):
     model = adapted(initializer_range=0.1)

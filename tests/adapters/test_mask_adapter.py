@@ -80,14 +80,6 @@ def test_the_token_of_a_slot_does_not_matter() -> None:
     assert torch.equal(one, other)
 
 
-def test_a_number_of_slots_and_a_mask_of_trues_say_the_same() -> None:
-    adapted = with_adapter(tiny_model())
-    with torch.no_grad():
-        one = predict(adapted, IDS, 2)
-        other = predict(adapted, IDS, torch.ones(2, 2, dtype=torch.bool))
-    assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("optimizer", [{"fused": True}, {"foreach": True}, {"foreach": False}])
 def test_between_steps_of_training_the_newest_weights_act(optimizer: dict[str, bool]) -> None:
     model = with_adapter(tiny_model())
@@ -147,16 +139,6 @@ def test_the_bases_checkpoint_stays_the_bases(tmp_path: Path) -> None:
     assert not WeDLMForCausalLM.from_pretrained(tmp_path).has_mask_adapter
 
 
-def test_in_bfloat16_the_adapter_is_loaded_in_bfloat16(tmp_path: Path) -> None:
-    saved_adapter(tmp_path)
-    model = tiny_model().to(torch.bfloat16)
-    model.load_mask_adapter(tmp_path)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    with torch.no_grad():
-        base = tiny_model().to(torch.bfloat16)(IDS).logits
-        assert torch.equal(predict(model, IDS, 2)[:, :5], base[:, :5])
-
-
 def test_bad_adapters_are_refused(tmp_path: Path) -> None:
     saved_adapter(tmp_path)
     model = tiny_model()
@@ -177,7 +159,6 @@ def test_bad_adapters_are_refused(tmp_path: Path) -> None:
         model.load_mask_adapter(tmp_path)
     for change, message in (
         ({"head_width": 10**12}, "do not fit its"),
-        ({"rank": 10**12}, "do not fit its"),
         ({"target_modules": ["o_proj", "input_layernorm"]}, "'input_layernorm', which is no linear layer"),
         ({"target_modules": ["o_proj", "forward"]}, "'forward', which no decoder layer has"),
         ({"target_modules": []}, "a list of names"),
@@ -187,7 +168,7 @@ def test_bad_adapters_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             model.load_mask_adapter(tmp_path)
     config.write_text(json.dumps(stated))
-    for value, message in ((3e38, "beyond float16's largest"), (float("nan"), "NaN")):
+    for value, message in ((3e38, "beyond float16's largest"), (float("nan"), "NaN"), (float("inf"), "infinite")):
         save_file({name: torch.full_like(tensor, value) for name, tensor in tensors.items()}, weights)
         with pytest.raises(ValueError, match=message):
             model.load_mask_adapter(tmp_path)
@@ -200,19 +181,6 @@ def test_bad_adapters_are_refused(tmp_path: Path) -> None:
         model.load_mask_adapter(tmp_path)
     with pytest.raises(OSError, match="nowhere"):
         model.load_mask_adapter(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rank": 0}, "`rank` of at least 1"),
-        ({"head_width": -1}, "at least 0"),
-        ({"target_modules": "aa"}, "once each"),
-    ],
-)
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MaskAdapterSettings(**settings)
 
 
 def test_unknown_targets_are_refused() -> None:

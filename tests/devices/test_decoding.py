@@ -206,6 +206,7 @@ PROCESSED = {
     "top-k": {"do_sample": True, "top_k": 9},
     "lengths": {"begin_suppress_tokens": [6]},
     "prefixes": {"repetition_penalty": 1.2},
+    "stop strings": {"stop_strings": ["never said"], "tokenizer": tiny_tokenizer()},
 }
 
 
@@ -233,15 +234,3 @@ def test_the_host_waits_once_a_step(pretend, models, name, processed, lengths):
         waits.append([lines[:3] for lines in pretend.waits])
         steps.append(int(output.stats.forwards.max()))
     assert len(waits[1]) - len(waits[0]) == steps[1] - steps[0], waits[1]
-
-
-@pytest.mark.parametrize("name", ["wedlm", "trees"])
-def test_stop_strings_make_the_host_wait_no_more(pretend, models, name):
-    model, ids = on(pretend.device, models[name]), torch.tensor([prompts_of([6])[0]], device=pretend.device)
-    waits = []
-    for limit in (5, 14):
-        pretend.waits.clear()
-        options = ENDLESS | DECODERS[name] | {"stop_strings": ["never said"], "tokenizer": tiny_tokenizer()}
-        output = model.generate(ids, max_new_tokens=limit, **options)
-        waits.append(len(pretend.waits) - int(output.stats.forwards.max()))
-    assert waits[0] == waits[1]

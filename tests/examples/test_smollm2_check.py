@@ -1,22 +1,13 @@
 """The check of examples/smollm2 finds what it is there to find, on a tiny Llama."""
 
 import argparse
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
+from tiny import script
 from transformers import LlamaConfig, LlamaForCausalLM
 
-CHECK = Path(__file__).parents[2] / "examples" / "smollm2" / "check.py"
-
-
-@pytest.fixture(scope="module")
-def check():
-    spec = importlib.util.spec_from_file_location("smollm2_check", CHECK)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+check = script("examples/smollm2/check.py")
 
 
 class WordTokenizer:
@@ -60,20 +51,18 @@ def options() -> argparse.Namespace:
     return argparse.Namespace(answers=4, samples=640, max_new_tokens=6, batch_size=2, drafts=2, dtype="float32")
 
 
-def test_probabilities_of_all_sequences_sum_to_one(check):
+def test_probabilities_of_all_sequences_sum_to_one():
     found = dict(check.probabilities(tiny_llama(0), torch.tensor([[3, 4, 5]]), eos_token_id=1))
-
     assert len(found) <= check.TOP_K**check.LENGTH
     assert sum(found.values()) == pytest.approx(1)
 
 
-def test_the_same_model_passes(check, options):
+def test_the_same_model_passes(options):
     model = tiny_llama(0)
-
     assert check.check_greedy(OtherDecoder(model), model, WordTokenizer(), options)
     assert check.check_samples(OtherDecoder(model), model, WordTokenizer(), options)
 
 
-def test_another_model_fails(check, options):
+def test_another_model_fails(options):
     assert not check.check_greedy(OtherDecoder(tiny_llama(1)), tiny_llama(0), WordTokenizer(), options)
     assert not check.check_samples(OtherDecoder(tiny_llama(1)), tiny_llama(0), WordTokenizer(), options)

@@ -1,30 +1,19 @@
 """The examples of docs/training.md, in short: a new task for wedlm-nano, and a stock Qwen3 that becomes a WeDLM."""
 
-from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 from peft import PeftModel
+from tiny import script
 from transformers import AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def example(name: str) -> ModuleType:
-    spec = spec_from_file_location(name.replace("-", "_"), EXAMPLES / name / "train.py")
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["SFT", "LoRA"])
 def test_nano_learns_a_new_task(tmp_path, lora):
-    new_task = example("new-task")
+    new_task = script("examples/new-task/train.py")
     prompts = list(islice(new_task.samples(1, "heldout"), 60))
     rows = list(islice(new_task.samples(0, "train"), 2400))
     steps = 240 if lora else 180
@@ -42,7 +31,7 @@ def test_nano_learns_a_new_task(tmp_path, lora):
 
 @pytest.mark.slow
 def test_a_stock_model_is_adapted_at_equal_ar_loss(tmp_path):
-    adaptation = example("adaptation")
+    adaptation = script("examples/adaptation/train.py")
     adaptation.train_stock(tmp_path / "stock", steps=400, seed=0)
     before, after = adaptation.adapt(tmp_path / "stock", tmp_path / "adapted", steps=300, seed=0)
     assert before["eval_tokens_per_forward"] < 1.5

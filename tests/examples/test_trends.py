@@ -1,20 +1,16 @@
 """`examples/paper-findings/trends.py`: what it says of made-up sweeps."""
 
-import importlib.util
 import random
-from pathlib import Path
 
 import pandas as pd
 import pytest
+from tiny import script
 
 from wedlm_hf.eval.decoders import candidates
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "paper-findings" / "trends.py"
-SPEC = importlib.util.spec_from_file_location("trends", SCRIPT)
-example = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(example)
-HOLDS, LARGELY, MIXED, OPEN, FAILS, MISSING = (
-    getattr(example, name) for name in ("HOLDS", "LARGELY", "MIXED", "OPEN", "FAILS", "MISSING")
+example = script("examples/paper-findings/trends.py")
+HOLDS, LARGELY, OPEN, FAILS, MISSING = (
+    getattr(example, name) for name in ("HOLDS", "LARGELY", "OPEN", "FAILS", "MISSING")
 )
 ACCURATE, SLOWER, SLOWER_CLOCK, STREAMING, STREAMING_CLOCK, CACHEABLE, TEXT, TEXT_CLOCK = range(8)
 PROMPTS = 200

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 from test_adapt import SMALL, write_base
 from test_branches import adapted
 from tiny import tiny_model
@@ -31,6 +30,7 @@ def saved(tmp_path_factory) -> Path:
         ({"rank": None}, "must state `rank` and `head_width`, whole numbers"),
         ({"rank": 10**12}, "do not fit its adapter_config.json: `rank` 1000000000000"),
         ({"rank": 0}, "needs a `rank` of at least 1"),
+        ({"head_width": -1}, "at least 0"),
         ({"head_width": True}, "must state `rank` and `head_width`, whole numbers"),
         ({"target_modules": "o_proj"}, "a list of names; got 4, 8 and 'o_proj'"),
         ({"target_modules": [["o_proj"]]}, "a list of names"),
@@ -47,16 +47,6 @@ def test_an_adapter_config_that_makes_no_sense_is_refused(saved, tmp_path, chang
         model.load_mask_adapter(folder)
     assert not model.has_mask_adapter
     model.load_mask_adapter(saved)
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_refused(saved, tmp_path, number):
-    folder = shutil.copytree(saved, tmp_path / "adapter")
-    weights = load_file(folder / "adapter_model.safetensors")
-    next(iter(weights.values())).view(-1)[0] = number
-    save_file(weights, folder / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="hold NaN, infinite numbers"):
-        tiny_model().load_mask_adapter(folder)
 
 
 def test_prompts_that_can_be_read_only_once_are_refused(tmp_path):

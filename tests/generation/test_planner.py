@@ -1,21 +1,14 @@
 """The planner: near the best fixed shape on any curve of costs, and what it is made of."""
 
-import importlib.util
-import sys
 from collections import Counter
-from pathlib import Path
 from random import Random
 
+import plans
 import pytest
 
 from wedlm_hf.generation.planner import Draft, Outlook, Planner
 from wedlm_hf.generation.step_times import StepTimes
 from wedlm_hf.generation.verify import FixedPlan
-
-PATH = Path(__file__).parents[2] / "benchmarks" / "plans.py"
-SPEC = importlib.util.spec_from_file_location("plans", PATH)
-plans = sys.modules["plans"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(plans)
 
 ROOM = 1000
 

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 
 from wedlm_hf.generation.selection import select_masks, token_entropy
@@ -18,11 +17,10 @@ PROBABILITIES = torch.tensor(
 ENTROPIES = [0.0, math.log(2), math.log(4), -0.9 * math.log(0.9) - 0.1 * math.log(0.1)]
 
 
-def select(entropy, tau, lam=0.0, is_mask=None, distance=None):
+def select(entropy, tau):
     entropy = torch.tensor([entropy])
-    distance = torch.arange(entropy.shape[1])[None] if distance is None else torch.tensor([distance])
-    is_mask = torch.ones_like(entropy, dtype=torch.bool) if is_mask is None else torch.tensor([is_mask])
-    return select_masks(entropy, distance, is_mask, tau, lam)[0].nonzero().flatten().tolist()
+    distance, is_mask = torch.arange(entropy.shape[1])[None], torch.ones_like(entropy, dtype=torch.bool)
+    return select_masks(entropy, distance, is_mask, tau, 0.0)[0].nonzero().flatten().tolist()
 
 
 def test_entropy_is_in_nats_and_certain_tokens_have_none():
@@ -48,21 +46,3 @@ def test_without_one_below_it_the_least_is_chosen_and_ties_go_to_the_left():
     assert select([0.9, 0.6, 0.8], tau=0.5) == [1]
     assert select([0.6, 0.9, 0.6], tau=0.5) == [0]
     assert select([0.0, 0.0], tau=0.0) == [0]
-
-
-@pytest.mark.parametrize(("lam", "chosen"), [(0.0, [0, 1, 2, 3]), (0.1, [0, 1]), (0.5, [0])])
-def test_distance_makes_far_masks_wait(lam, chosen):
-    """0.2 + λ·d against τ = 0.35: with λ = 0.1 the third mask is at 0.4."""
-    assert select([0.2] * 4, tau=0.35, lam=lam) == chosen
-
-
-def test_distance_is_logical_not_the_place_in_the_row():
-    """Masks at distance 0, 4 and 5: slots between them are filled."""
-    assert select([0.9, 0.6, 0.3], tau=0.0, lam=0.1, distance=[0, 4, 5]) == [2]
-    assert select([0.9, 0.6, 0.5], tau=0.0, lam=0.1, distance=[0, 4, 5]) == [0]
-
-
-def test_slots_that_are_no_masks_are_never_chosen():
-    assert select([0.0, 0.9, 0.1], tau=0.5, is_mask=[False, True, True]) == [2]
-    assert select([0.0, 0.9, 0.8], tau=0.5, is_mask=[False, True, True]) == [2]
-    assert select([0.0, 0.0], tau=0.5, is_mask=[False, False]) == []
