@@ -38,14 +38,7 @@ settings.load_profile("suite")
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-QUIET = [
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+QUIET = [f"--disable-{name}" for name in ("gpu", "quic", "background-networking", "component-update", "sync")]
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +57,7 @@ def browser():
             pytest.fail(message)
         pytest.skip(message)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=QUIET)
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-first-run", *QUIET])
         yield browser
         browser.close()
 

@@ -136,18 +136,11 @@ def test_the_package_imports_itself_only_by_relative_imports():
 
 def test_every_outside_package_is_declared_in_setup_cfg():
     allowed = {
-        "": set(),
-        "__main__": set(),
-        "generation": declared(),
-        "modeling_wedlm": declared("gguf"),
-        "console": declared("cli"),
-        "training": declared("train"),
-        "adapters": declared("train"),
-        "eval": declared("eval"),
-        "serving": declared("serve", "vllm"),
-        "apps": declared("demo", "chat"),
+        "": set(), "__main__": set(), "generation": declared(), "modeling_wedlm": declared("gguf"),
+        "console": declared("cli"), "training": declared("train"), "adapters": declared("train"),
+        "eval": declared("eval"), "serving": declared("serve", "vllm"), "apps": declared("demo", "chat"),
         "cli": declared("cli"),
-    }
+    }  # fmt: skip
     for name, file in MODULES.items():
         for node in imports_of(file):
             missing = outside_packages(node) - allowed[name.split(".")[0]]
@@ -254,15 +247,11 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
 
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
-    data = [
-        *(file for folder in ("training", "modeling_wedlm", "adapters") for file in ROOT.glob(f"{folder}/*.jinja")),
-        *ROOT.glob("eval/harness/tasks/*"),
-        *ROOT.glob("eval/**/*.html"),
-        *ROOT.glob("eval/trace/page.*s"),
-        *ROOT.glob("apps/demo.[chj]*"),
-        *ROOT.glob("eval/report/*.jinja"),
-        *ROOT.glob("examples/wedlm-nano/[!.]*"),
-    ]
-    files = [*FILES, *(file for file in data if file.is_file()), ROOT / "py.typed"]
+    patterns = (
+        "training/*.jinja modeling_wedlm/*.jinja adapters/*.jinja eval/report/*.jinja eval/harness/tasks/* "
+        "eval/**/*.html eval/trace/page.*s apps/demo.[chj]* examples/wedlm-nano/[!.]*"
+    )
+    data = [file for pattern in patterns.split() for file in ROOT.glob(pattern) if file.is_file()]
+    files = [*FILES, *data, ROOT / "py.typed"]
     expected = {f"wedlm_hf/{file.relative_to(ROOT).as_posix()}" for file in files}
     assert packed == expected | {"wedlm_hf/training/probe.jinja"}

@@ -287,33 +287,20 @@ def test_answers_that_never_end_are_learned_and_said(tmp_path, base):
 
 
 def test_a_full_disk_is_named_and_the_same_call_goes_on(tmp_path, base, whole, monkeypatch):
-    class FullDisk:
+    class FullDisk(io.TextIOWrapper):
         """A file that takes a part of what is written, and then no more."""
 
-        def __init__(self, file: Any):
-            self.file = file
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            self.file.close()
-
-        def write(self, text: str) -> None:
-            self.file.write(text[: len(text) // 2])
+        def write(self, text: str) -> int:
+            super().write(text[: len(text) // 2])
             raise OSError(errno.ENOSPC, "No space left on device")
+
+    def opened(path: Path, *args: Any, **options: Any) -> Any:
+        is_answers = path.name == "answers.jsonl" and args[:1] == ("a",)
+        return FullDisk(open_file(path, "ab")) if is_answers else open_file(path, *args, **options)
 
     open_file = Path.open
     with monkeypatch.context() as patched:
-        patched.setattr(
-            Path,
-            "open",
-            lambda self, *args, **options: (
-                FullDisk(open_file(self, *args, **options))
-                if self.name == "answers.jsonl" and args[:1] == ("a",)
-                else open_file(self, *args, **options)
-            ),
-        )
+        patched.setattr(Path, "open", opened)
         with pytest.raises(OSError, match=r"The disk of '.*out' is full\. What was done is kept: make room, and the"):
             run(tmp_path, base)
     assert (tmp_path / "out" / "work" / "answers.jsonl").stat().st_size > 0

@@ -44,18 +44,10 @@ def run(
         torch.manual_seed(0)
         model.add_mask_adapter(MaskAdapterSettings(rank=4, head_width=8))
         args = MaskTrainingConfig(
-            output_dir=str(folder / name),
-            num_masks=4,
-            batch_slots=40,
-            warmup_steps=2,
-            logging_steps=1,
-            use_cpu=True,
-            disable_tqdm=True,
-            max_grad_norm=1e9,
-            gradient_accumulation_steps=2 // PROCESSES,
-            ddp_backend="gloo" if PROCESSES > 1 else None,
-            **settings,
-        )
+            output_dir=str(folder / name), num_masks=4, batch_slots=40, warmup_steps=2, logging_steps=1, use_cpu=True,
+            disable_tqdm=True, max_grad_norm=1e9, gradient_accumulation_steps=2 // PROCESSES,
+            ddp_backend="gloo" if PROCESSES > 1 else None, **settings,
+        )  # fmt: skip
         trainer = MaskAdapterTrainer(model, args, answers(17), answers(3, seed=1))
         if stop_at is not None:
             trainer.add_callback(StopAt(stop_at))

@@ -93,15 +93,9 @@ class Run:
 
 
 def start(
-    words: list[str],
-    folder: Path,
-    *,
-    limit: int | None = None,
-    pipe: tuple[int, int] | None = None,
-    typing: bool = False,
-    until: str = "",
-    stdin: str = os.devnull,
-) -> Run:
+    words: list[str], folder: Path, *, limit: int | None = None, pipe: tuple[int, int] | None = None,
+    typing: bool = False, until: str = "", stdin: str = os.devnull,
+) -> Run:  # fmt: skip
     """Starts `wedlm WORDS` in a folder; `limit`: the size of its files; `pipe`: both ends, for what it prints;
     `typing`: it reads what is written to its terminal; `until`: see [`Run`]; `stdin`: file that it reads."""
     pid, terminal = pty.fork()

@@ -247,17 +247,11 @@ class Histories(RuleBasedStateMachine):
 def test_after_a_fault_at_any_line_an_answer_is_that_of_a_cold_start_or_a_clear_error(foreseeing):  # noqa: F811
     foreseeing(Histories.answers, errors=0.3)
     Histories.models = tiny_model().double(), adapted().double()
-    run_state_machine_as_test(
-        Histories,
-        settings=settings(
-            max_examples=HISTORIES,
-            stateful_step_count=10,
-            phases=PHASES,
-            report_multiple_bugs=False,
-            derandomize="CACHE_HISTORIES" not in os.environ,
-            database=None,
-        ),
-    )
+    how = settings(
+        max_examples=HISTORIES, stateful_step_count=10, phases=PHASES, report_multiple_bugs=False, database=None,
+        derandomize="CACHE_HISTORIES" not in os.environ,
+    )  # fmt: skip
+    run_state_machine_as_test(Histories, settings=how)
     tried = Histories.tried
     print(dict(tried))
     assert tried["histories"] >= HISTORIES

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import causal_forward, decode, decode_ar
 from test_generation import ENDS, LIMIT, check_every_commit, generate, prompts_of
-from tiny import EOS, MASK, tiny_model, tiny_tokenizer
+from tiny import MASK, tiny_model
 
 from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.drafter import TreeDrafter
@@ -82,24 +82,17 @@ def foreseeing(monkeypatch):
 
 
 @pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize("lengths", [[7], [5, 1, 12]])
-def test_greedy_output_is_that_of_ar_decoding(model, pace, lengths):
-    prompts = prompts_of(lengths)
-    output, rows = generate(model, prompts, verification="exact", **PACES[pace])
-    assert rows == ar_outputs(model, prompts)
-    assert (output.stats.forwards <= output.stats.new_tokens).all()
-
-
-@pytest.mark.parametrize("pace", ["fixed", "counted"])
-@pytest.mark.parametrize("errors", [0.0, 0.2, 0.6])
+@pytest.mark.parametrize("errors", [0.0, 0.2, 0.6, None])
 @pytest.mark.parametrize("lengths", [[7], [5, 1, 12, 3]])
 def test_output_is_that_of_ar_decoding_whatever_share_of_the_drafts_passes(model, foreseeing, pace, errors, lengths):
     prompts = prompts_of(lengths)
     expected = ar_outputs(model, prompts)
-    foreseeing(expected, errors)
+    if errors is not None:  # otherwise the adapter's own drafts
+        foreseeing(expected, errors)
     output, rows = generate(model, prompts, verification="exact", **PACES[pace])
     assert rows == expected
-    if errors < 0.5 and len(prompts) > 1:
+    assert (output.stats.forwards <= output.stats.new_tokens).all()
+    if errors in (0.0, 0.2) and len(prompts) > 1 and pace != "timed":
         assert output.stats.tokens_per_forward > 1.3
         assert output.stats.accepted.sum() > 0
 
@@ -334,8 +327,8 @@ def test_typical_acceptance_depends_on_no_clock(qwen3, monkeypatch):
     assert outputs[0] == outputs[1]
 
 
-def test_stop_strings_streams_scores_and_traces_work_as_without_branches(qwen3, foreseeing):
-    prompt, tokenizer = prompts_of([6]), tiny_tokenizer()
+def test_streams_scores_and_traces_work_as_without_branches(qwen3, foreseeing):
+    prompt = prompts_of([6])
     (expected,) = ar_outputs(qwen3, prompt)
     foreseeing([expected], 0.2)
     shown = []
@@ -366,13 +359,6 @@ def test_stop_strings_streams_scores_and_traces_work_as_without_branches(qwen3, 
         columns = step.filled[0]
         drafted = dict(zip(step.logit_positions[0, columns].tolist(), step.tokens[0, columns].tolist(), strict=True))
         drafted = {position: token for position, token in drafted.items() if position < 6 + LIMIT - 1}
-    stop = next(text for text in map(tokenizer.decode, expected[3:]) if text.isascii() and text.isprintable())
-    stopped = qwen3.generate(
-        torch.tensor(prompt), strategy="wedlm", verification="exact", **FIXED, max_new_tokens=LIMIT, eos_token_id=EOS,
-        stop_strings=[stop], tokenizer=tokenizer,
-    )  # fmt: skip
-    text = tokenizer.decode(stopped[0, 6:])
-    assert stop in text and len(stopped[0]) < 6 + LIMIT
 
 
 # --- trees -----------------------------------------------------------------------------------------------------------

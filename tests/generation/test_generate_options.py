@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from test_generation import monotonous
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from transformers import (
     DynamicCache,
@@ -27,13 +28,7 @@ from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 
 PROMPT = torch.tensor([[20, 40, 9, 31, 77]])
 FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, "max_new_tokens": 20}
-EXACT = {
-    "strategy": "wedlm",
-    "verification": "exact",
-    "entropy_threshold": 2.0,
-    "slot_cost": 0.04,
-    "max_new_tokens": 20,
-}
+EXACT = FAST | {"verification": "exact", "slot_cost": 0.04}
 
 
 @pytest.fixture(scope="module")
@@ -579,14 +574,8 @@ def test_a_cache_that_was_filled_under_autocast_goes_on_without_it_and_back(mode
 @pytest.mark.parametrize("stored", [{}, {"verification": "exact"}])
 @pytest.mark.parametrize("given", [{}, {"window_size": 3}])
 def test_a_stored_window_counts_for_the_verification_that_is_stored(stored, given):
-    """Weights whose drafts are always right: the widest forward tells how far the window may grow."""
-    model = storing(stored | {"strategy": "wedlm", "window_size": 2, "entropy_threshold": 0.5})
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        model.model.norm.weight.zero_()
-        model.model.norm.weight[0] = 1.0
-        model.model.embed_tokens.weight[:, 0] = 100.0
-        model.lm_head.weight[50, 0] = 10.0
+    """Where drafts are always right, the widest forward tells how far the window may grow."""
+    model = monotonous(storing(stored | {"strategy": "wedlm", "window_size": 2, "entropy_threshold": 0.5}))
     options = {"verification": "exact", "max_new_tokens": 200, "slot_cost": 0.0}
     output = model.generate(PROMPT, **options, **given, return_dict_in_generate=True, output_trace=True)
     masks = max(int(step.is_mask.sum()) for step in output.trace)

@@ -222,16 +222,21 @@ def test_verified_greedy_output_is_the_ar_output(model, window_size, tau):
         assert output.stats.drafted.sum() == 0
 
 
-def test_verified_decoding_uses_good_drafts(qwen3):
-    """Weights that make every slot predict the same token: each draft is right, so W + 1 tokens come of a forward."""
-    model = tiny_model()
+def monotonous(model):
+    """The model, with weights that make every slot predict token 50: each draft is right."""
     with torch.no_grad():
         model.lm_head.weight.zero_()
         model.model.norm.weight.zero_()
         model.model.norm.weight[0] = 1.0
         model.model.embed_tokens.weight[:, 0] = 100.0
         model.lm_head.weight[50, 0] = 10.0
-    output, rows = generate(model, prompts_of([5]), verification="exact", window_size=8, max_new_tokens=32)
+    return model
+
+
+def test_verified_decoding_uses_good_drafts():
+    """W + 1 tokens come of a forward."""
+    model, prompts = monotonous(tiny_model()), prompts_of([5])
+    output, rows = generate(model, prompts, verification="exact", window_size=8, max_new_tokens=32)
     assert rows == [[50] * 32]
     assert output.stats.acceptance_rate == 1
     assert output.stats.forwards.item() <= 6

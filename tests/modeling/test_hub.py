@@ -78,13 +78,9 @@ print(json.dumps(results))
 def run_clean_process(jobs: list[dict[str, Any]], folder: Path) -> list[list[list[int]]]:
     folder.mkdir()
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_MODULES_CACHE")}
-    result = subprocess.run(
-        [sys.executable, "-I", "-c", CLEAN_PROCESS, json.dumps(jobs)],
-        env=kept | {"HF_MODULES_CACHE": str(folder / "code"), "HF_HUB_OFFLINE": "1"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-    )
+    environment = kept | {"HF_MODULES_CACHE": str(folder / "code"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-I", "-c", CLEAN_PROCESS, json.dumps(jobs)]
+    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -107,16 +103,11 @@ def test_three_generations_are_byte_identical_and_generate_without_our_package(t
         inputs = tokenizer(PROMPT, return_tensors="pt")
         expected.append([model.generate(**inputs, **settings)[0].tolist() for settings in SETTINGS])
     jobs = [
-        {
-            "source": str(tmp_path / style / str(generation)),
-            "target": str(tmp_path / style / str(generation + 1)) if generation < 3 else None,
-            "shards": shards,
-            "prompt": PROMPT,
-            "settings": SETTINGS,
-        }
+        {"source": str(tmp_path / style / str(generation)), "shards": shards, "prompt": PROMPT, "settings": SETTINGS,
+         "target": str(tmp_path / style / str(generation + 1)) if generation < 3 else None}
         for generation in (1, 2, 3)
         for style, shards in VARIANTS.items()
-    ]
+    ]  # fmt: skip
     assert run_clean_process(jobs, tmp_path / "process") == 3 * expected
     for style in VARIANTS:
         first, second, third = (contents(tmp_path / style / str(generation)) for generation in (1, 2, 3))

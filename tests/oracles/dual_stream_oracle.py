@@ -115,17 +115,11 @@ def batch_of(rows: list[list[Slot]]) -> dict[str, torch.Tensor]:
     length = max(len(row) for row in rows)
     rows = [padded(row, length) for row in rows]
     columns = {
-        "input_ids": "token",
-        "position_ids": "position",
-        "stream_ids": "stream",
-        "block_ids": "block",
-        "document_ids": "document",
-        "targets": "target",
-        "loss_weights": "weight",
-    }
-    return {
-        name: torch.tensor([[getattr(slot, field) for slot in row] for row in rows]) for name, field in columns.items()
-    }
+        "input_ids": "token", "position_ids": "position", "stream_ids": "stream", "block_ids": "block",
+        "document_ids": "document", "targets": "target", "loss_weights": "weight",
+    }  # fmt: skip
+    values = {name: [[getattr(slot, field) for slot in row] for row in rows] for name, field in columns.items()}
+    return {name: torch.tensor(table) for name, table in values.items()}
 
 
 def last_nll(model, tokens: list[int], positions: list[int], target: int) -> torch.Tensor:

@@ -72,21 +72,14 @@ def documents(draw) -> tuple[list[int], list[bool]]:
 packed_rows = st.lists(st.lists(documents(), min_size=1, max_size=3), min_size=1, max_size=3)
 
 
-@given(
-    packed_rows,
-    st.fixed_dictionaries(
-        {
-            "block_size": st.integers(1, 9),
-            "num_eos": st.integers(1, 4),
-            "ar_weight": st.sampled_from([0.0, 0.5, 1.0]),
-            "num_copies": st.integers(1, 3),
-            "ratio_sampler": st.sampled_from(["count", "stratified"]),
-            "suffix_probability": st.sampled_from([0.0, 0.7]),
-            "seed": st.integers(0, 5),
-        }
-    ),
-    st.sampled_from(["seq_lengths", "document_ids"]),
-)
+noises = st.fixed_dictionaries({
+    "block_size": st.integers(1, 9), "num_eos": st.integers(1, 4), "ar_weight": st.sampled_from([0.0, 0.5, 1.0]),
+    "num_copies": st.integers(1, 3), "ratio_sampler": st.sampled_from(["count", "stratified"]),
+    "suffix_probability": st.sampled_from([0.0, 0.7]), "seed": st.integers(0, 5),
+})  # fmt: skip
+
+
+@given(packed_rows, noises, st.sampled_from(["seq_lengths", "document_ids"]))
 def test_a_batch_is_what_the_oracle_lays_out_for_the_masks_drawn(rows, settings, packing):
     examples = []
     for row in rows:

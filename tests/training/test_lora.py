@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from test_sft_trainer import CHATS, settings_of, trainer_on
+from test_sft_trainer import CHATS, MESSAGES, settings_of, trainer_on
 from tiny import MASK, tiny_model, tiny_tokenizer
 from transformers import BitsAndBytesConfig
 
@@ -27,14 +26,7 @@ def with_new_mask_row(**overrides):
 
 
 def train(folder, model, **settings):
-    trainer = trainer_on(
-        folder,
-        Dataset.from_dict({"messages": CHATS}),
-        model=model,
-        peft=LoraConfig(**CONFIG | settings),
-        max_steps=3,
-        learning_rate=0.5,
-    )
+    trainer = trainer_on(folder, model=model, peft=LoraConfig(**CONFIG | settings), max_steps=3, learning_rate=0.5)
     trainer.train()
     return trainer
 
@@ -79,16 +71,10 @@ def test_an_adapter_of_a_model_in_four_bits_trains_saves_loads_and_decodes(tmp_p
     with_new_mask_row(hidden_size=64, intermediate_size=128, tie_word_embeddings=tied).save_pretrained(base)
     tiny_tokenizer().save_pretrained(base)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    trainer = WeDLMSFTTrainer(
-        base,
-        settings_of(
-            tmp_path / "adapter", max_steps=5, learning_rate=0.03, eval_decoding_samples=1, eval_decoding_tokens=8
-        ),
-        Dataset.from_dict({"messages": CHATS}),
-        Dataset.from_dict({"messages": CHATS[:2]}),
-        peft_config=LoraConfig(**CONFIG | settings),
-        quantization_config=four_bits,
-    )
+    few = {"max_steps": 5, "learning_rate": 0.03, "eval_decoding_samples": 1, "eval_decoding_tokens": 8}
+    config, peft = settings_of(tmp_path / "adapter", **few), LoraConfig(**CONFIG | settings)
+    data = MESSAGES, MESSAGES.select(range(2))
+    trainer = WeDLMSFTTrainer(base, config, *data, peft_config=peft, quantization_config=four_bits)
     layers = [module for module in trainer.model.modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
     assert len(layers) == 2 * len(PROJECTIONS)
     trained = [(name, weight) for name, weight in trainer.model.named_parameters() if weight.requires_grad]
