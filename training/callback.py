@@ -17,11 +17,8 @@ class DynamicMaskingCallback(TrainerCallback):
         Trainer(..., data_collator=DataCollatorForDualStreamMasking(tokenizer), callbacks=[DynamicMaskingCallback()])
 
     The training data get a collator of their own, whose epoch follows the trainer's, through persistent data workers
-    and over a resume; evaluation keeps the trainer's collator, and so the same masks at every evaluation.
-
-    Raises:
-        ValueError: at the start of training, under context or sequence parallelism, or if the training data are not
-            collated by [`DataCollatorForDualStreamMasking`].
+    and over a resume; evaluation keeps the trainer's collator, and so the same masks at every evaluation. Raises
+    `ValueError` at the start of training under context or sequence parallelism, and for another collator.
     """
 
     def on_train_begin(
@@ -34,16 +31,14 @@ class DynamicMaskingCallback(TrainerCallback):
     ) -> None:
         """Gives the training data their own collator."""
         refuse_context_parallelism(args.parallelism_config or AcceleratorState().parallelism_config)
-        loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # inside accelerate's wrapper
-        owner, name = loader, "collate_fn"
-        if isinstance(loader.collate_fn, RemoveColumnsCollator):
-            owner, name = loader.collate_fn, "data_collator"
+        owner: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # inside accelerate's wrapper
+        name = "collate_fn"
+        if isinstance(owner.collate_fn, RemoveColumnsCollator):
+            owner, name = owner.collate_fn, "data_collator"
         collator = getattr(owner, name)
         if not isinstance(collator, DataCollatorForDualStreamMasking):
-            raise ValueError(
-                "DynamicMaskingCallback needs a `data_collator` of type DataCollatorForDualStreamMasking, "
-                f"got {type(collator).__name__}."
-            )
+            wanted = "DynamicMaskingCallback needs a `data_collator` of type DataCollatorForDualStreamMasking"
+            raise ValueError(f"{wanted}, got {type(collator).__name__}.")
         self.collator = replace(collator)
         self.epoch = int(state.epoch or 0)
         setattr(owner, name, self.collator)

@@ -103,12 +103,9 @@ class DataCollatorForDualStreamMasking:
         Raises:
             ValueError: for an example without `input_ids`, or with columns that do not fit them.
         """
-        tokens = read_tokens(examples)
-        eos: Any = self.tokenizer.eos_token_id
+        tokens, eos = read_tokens(examples), self.tokenizer.eos_token_id
         documents = split_responses(tokens, eos, self.num_eos)
-        memory = memory_stream(
-            tokens, documents, eos_token_id=eos, block_size=self.block_size, ar_weight=self.ar_weight
-        )
+        memory = memory_stream(tokens, documents, eos, self.block_size, self.ar_weight)
         prediction = self._prediction(memory, self._noise_keys(tokens.input_ids, documents))
         batch = side_by_side(memory, prediction, documents.sequences, self.tokenizer.pad_token_id)
         return batch | {"labels": _clean_labels(memory, documents.sequences)}
@@ -171,8 +168,7 @@ def check_settings(settings: Any) -> None:
 def read_tokens(examples: Sequence[Mapping[str, Any]]) -> Tokens:
     """The tokens of a batch's examples, concatenated. Raises `ValueError` for columns that do not fit together."""
     parts, marks = [], []
-    lengths: list[int] = []
-    sequences: list[int] = []
+    lengths, sequences = list[int](), list[int]()
     for sequence, example in enumerate(examples):
         if "input_ids" not in example:
             raise ValueError(f"An example needs `input_ids`, got the columns {sorted(example)}.")
@@ -193,9 +189,8 @@ def _supervised(example: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Te
         if example.get(column) is not None:
             marks = torch.as_tensor(example[column])
             if marks.shape != input_ids.shape:
-                raise ValueError(
-                    f"`{column}` must be as long as `input_ids`, got {len(marks)} and {len(input_ids)} entries."
-                )
+                got = f"got {len(marks)} and {len(input_ids)} entries"
+                raise ValueError(f"`{column}` must be as long as `input_ids`, {got}.")
             supervised &= marks != (IGNORE_INDEX if column == "labels" else 0)
             if column == "labels" and not torch.equal(marks[supervised], input_ids[supervised]):
                 raise ValueError("`labels` must repeat `input_ids`, unshifted, wherever they are not -100.")

@@ -33,7 +33,7 @@ _SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 class Outcome(IntEnum):
-    """What becomes of an example."""
+    """What becomes of an example; the first two are trained on."""
 
     WHOLE = 0
     SHORTENED = 1
@@ -43,7 +43,7 @@ class Outcome(IntEnum):
     @property
     def is_kept(self) -> bool:
         """Whether it is trained on."""
-        return self in (Outcome.WHOLE, Outcome.SHORTENED)
+        return self <= Outcome.SHORTENED
 
 
 _MEANING = {
@@ -55,14 +55,10 @@ _MEANING = {
 
 @dataclass
 class DataReport:
-    """How many examples of a dataset are trained on as they are, and what became of the others.
-
-    Attributes:
-        outcomes: number of examples by [`Outcome`].
-    """
+    """How many examples of a dataset are trained on as they are, and what became of the others."""
 
     name: str
-    outcomes: Counter[int]
+    outcomes: Counter[int]  # number of examples by [`Outcome`]
 
     @property
     def kept(self) -> int:
@@ -96,37 +92,24 @@ def is_chat(example: Mapping[str, Any], text_field: str) -> bool:
 def read_example(
     example: Mapping[str, Any], index: int, *, name: str, kind: str, text_field: str, needs_assistant: bool
 ) -> dict[str, Any]:
-    """The columns that an example of its kind is tokenised from, and no others: TRL might take them for its own.
-
-    Args:
-        example, index: of the dataset called `name`, from 0 on.
-        kind, text_field: see [`kind_of`]; the kind is that of the first example.
-        needs_assistant: whether assistant turns alone are supervised.
-
-    Returns:
-        The columns, and `outcome`: `UNSUPERVISED` for a conversation without a turn to learn.
-
-    Raises:
-        ValueError: for an example that cannot be read, with its number and what is wrong.
-    """
+    """The columns that an example of its kind is tokenised from, and no others: TRL might take them for its own. The
+    kind (see [`kind_of`]) is that of the first example; `needs_assistant` says that assistant turns alone are
+    supervised. Returns the columns, and `outcome`: `UNSUPERVISED` for a conversation without a turn to learn. Raises
+    `ValueError` for an example that cannot be read, with its number and what is wrong."""
     where = f"Example {index + 1} of the {name} dataset"
     columns = sorted(column for column, value in example.items() if value is not None)
     if not kind:
-        raise ValueError(
-            f"{where} has the columns {columns}. It needs `messages` (or `conversations`), `prompt` and `completion`, "
-            f"`{text_field}`, or `input_ids`."
-        )
+        wanted = f"`messages` (or `conversations`), `prompt` and `completion`, `{text_field}`, or `input_ids`"
+        raise ValueError(f"{where} has the columns {columns}. It needs {wanted}.")
     if kind_of(example, text_field) != kind:
-        raise ValueError(
-            f"{where} has the columns {columns}, and the first one has `{kind}`: all must be of one kind."
-        )
+        first = f"the first one has `{kind}`: all must be of one kind"
+        raise ValueError(f"{where} has the columns {columns}, and {first}.")
     if kind == "input_ids":
         _check_tokens(example, where)
         kept = {column: example[column] for column in ("input_ids", *_MARKS, "seq_lengths") if column in example}
         return kept | {"outcome": Outcome.WHOLE}
-    parts: Any = {
-        column: example.get(column) for column in (("prompt", "completion") if kind == "prompt" else (kind,))
-    }
+    names = ("prompt", "completion") if kind == "prompt" else (kind,)
+    parts: Any = {name: example.get(name) for name in names}
     allowed, wanted = _SHAPES.get(kind, ((str,), "a string"))
     if not any(all(isinstance(part, shape) for part in parts.values()) for shape in allowed):
         shown = f"{[*parts.values()] if kind == 'prompt' else example[kind]!r:.80}"
@@ -176,9 +159,8 @@ def _check_tokens(example: Mapping[str, Any], where: str) -> None:
     for column in _MARKS:
         marks = example.get(column)
         if marks is not None and not (hasattr(marks, "__len__") and len(marks) == len(tokens)):
-            raise ValueError(
-                f"{where}: `{column}` must be a list as long as `input_ids`, {len(tokens)} entries, got {marks!r:.80}."
-            )
+            wanted = f"a list as long as `input_ids`, {len(tokens)} entries"
+            raise ValueError(f"{where}: `{column}` must be {wanted}, got {marks!r:.80}.")
 
 
 def fit_example(
@@ -233,12 +215,8 @@ class Preparation:
         example, text_field = first_example(dataset, name), self.args.dataset_text_field
         if self.args.assistant_only_loss is None:
             self.args.assistant_only_loss = is_chat(example, text_field)
-        reading: dict[str, Any] = {
-            "name": name,
-            "kind": kind_of(example, text_field),
-            "text_field": text_field,
-            "needs_assistant": self.args.assistant_only_loss,
-        }
+        reading: dict[str, Any] = {"name": name, "kind": kind_of(example, text_field), "text_field": text_field}
+        reading["needs_assistant"] = self.args.assistant_only_loss
         read_example(example, 0, **reading)
         return reading
 
@@ -250,12 +228,6 @@ class Preparation:
             how = self._how(dataset, f"Reading {name} dataset")
             dataset = dataset.map(read_example, with_indices=True, fn_kwargs=reading, remove_columns=columns, **how)
             return self._drop(dataset, name, is_last=False)
-
-    def read_evaluation(self, datasets: Any) -> Any:
-        """[`read`] for what to evaluate on: nothing, a dataset, or several by name."""
-        if isinstance(datasets, dict):
-            return {name: self.read(dataset, name) for name, dataset in datasets.items()}
-        return datasets if datasets is None else self.read(datasets, "eval")
 
     def fit(self, dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Any:
         """Shortens tokenised examples to `max_length`, drops what cannot be learnt, counts, and reports. Raises

@@ -16,11 +16,8 @@ _RATIO, _STRATUM, _LAYOUT, _CELLS = range(4)
 
 
 def draw_noise(keys: Sequence[int], block_counts: Sequence[int], block_size: int) -> torch.Tensor:
-    """The noise of [`mask_blocks`] for several documents, each a function of its own 64-bit key alone.
-
-    Returns:
-        `(K, B + 3)` float32, uniform in [0, 1); K is the sum of `block_counts`, the documents' numbers of blocks.
-    """
+    """The noise of [`mask_blocks`] for several documents, each a function of its own 64-bit key alone: `(K, B + 3)`
+    float32, uniform in [0, 1); K is the sum of `block_counts`, the documents' numbers of blocks."""
     noise = torch.empty(sum(block_counts), _CELLS + block_size)
     generator = torch.Generator()
     for key, rows in zip(keys, noise.split(list(block_counts)), strict=True):
@@ -96,8 +93,5 @@ def mask_blocks(
 
 def reorder_blocks(masked: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
     """Topological reordering within each block: observed tokens first, then masks, both in logical order (paper §4.1).
-
-    Returns:
-        `(K, B)` int64: the cell that lies at each row of its block; cells that hold no token (`present`) come last.
-    """
+    `(K, B)` int64: the cell that lies at each row of its block; cells that hold no token (`present`) come last."""
     return (masked.long() + 2 * ~present).argsort(dim=-1, stable=True)

@@ -18,14 +18,9 @@ _FRACTIONS = 4
 def evaluation_sums(
     batch: Mapping[str, torch.Tensor], output: Any, collator: DataCollatorForDualStreamMasking
 ) -> dict[str, torch.Tensor]:
-    """Sums over the tokens of each sequence; over sequences, batches and processes they simply add up.
-
-    Args:
-        batch, output: of the collator, and of the model, see `WeDLMCausalLMOutputWithPast`.
-
-    Returns:
-        Pairs of a sum and, under the same name and `/count`, of what to divide it by; every tensor is `(B,)` float64.
-    """
+    """Sums over the tokens of each sequence of a batch, from the model's output on it: pairs of a sum and, under
+    the same name and `/count`, of what to divide it by, every tensor `(B,)` float64. Over sequences, batches and
+    processes they simply add up."""
     has_target = batch["targets"] != IGNORE_INDEX
     memory = has_target & (batch["stream_ids"] == 0)
     masked = has_target & (batch["stream_ids"] > 0)
@@ -76,17 +71,10 @@ def prompt_of(example: Mapping[str, Any]) -> list[int]:
 def tokens_per_forward(model: Any, prompts: Sequence[list[int]], max_new_tokens: int, device: torch.device) -> float:
     """Answers prompts by streaming parallel decoding, greedily, one at a time, with the model's own settings."""
     new_tokens = forwards = 0
+    how = {"strategy": "wedlm", "do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": max_new_tokens}
     for prompt in prompts:
-        input_ids = torch.tensor([prompt], device=device)
-        output = model.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            strategy="wedlm",
-            do_sample=False,
-            repetition_penalty=1.0,
-            max_new_tokens=max_new_tokens,
-            return_dict_in_generate=True,
-        )
+        ids = torch.tensor([prompt], device=device)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **how)
         new_tokens += int(output.stats.new_tokens.sum())
         forwards += int(output.stats.forwards.sum())
     return new_tokens / max(forwards, 1)

@@ -64,12 +64,11 @@ def prepare_model(
     Raises `OSError` for what cannot be loaded, and `ValueError` for what cannot be trained or used together."""
     if isinstance(model, str):
         check_source(model, (init_kwargs or {}).get("revision"), is_base=peft_config is not None)
-    elif peft_config is not None and model.config.name_or_path:
-        check_source(model.config.name_or_path, None, is_base=True)
-    if isinstance(model, str):
         model, tokenizer = load_model(model, args, tokenizer, init_kwargs, quantization_config)
-    elif tokenizer is None:
-        tokenizer = load_tokenizer(str(model.config.name_or_path or ""))
+    else:
+        if peft_config is not None and model.config.name_or_path:
+            check_source(model.config.name_or_path, None, is_base=True)
+        tokenizer = tokenizer or load_tokenizer(str(model.config.name_or_path or ""))
     check_vocabulary(model, tokenizer, args)
     if args.assistant_only_loss:
         check_template(tokenizer, args)
@@ -93,9 +92,8 @@ def load_model(
     if read_source_config(name, revision).model_type != "wedlm":
         attention = settings.pop("attn_implementation", None)
         if left_over := sorted(set(settings) - {"revision"}):
-            raise ValueError(
-                f"`model_init_kwargs` {left_over} are not for {name!r}, which is converted while it is read."
-            )
+            reason = "which is converted while it is read"
+            raise ValueError(f"`model_init_kwargs` {left_over} are not for {name!r}, {reason}.")
         if quantization_config is not None:
             raise ValueError(f"Convert {name!r} before you quantise it: `wedlm convert {name} FOLDER`.")
         conversion = convert(name, revision=revision)
@@ -146,11 +144,9 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLM
         raise ValueError(
             f"The tokenizer has ids up to {largest}, and the model {rows} embedding rows: they do not belong together."
         )
-    length = (args.max_length or 0) + args.num_eos - 1
-    if length > config.max_position_embeddings:
-        logger.warning(
-            f"`max_length` + `num_eos` - 1 is {length}, and the model has {config.max_position_embeddings} positions."
-        )
+    length, positions = (args.max_length or 0) + args.num_eos - 1, config.max_position_embeddings
+    if length > positions:
+        logger.warning(f"`max_length` + `num_eos` - 1 is {length}, and the model has {positions} positions.")
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:

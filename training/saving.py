@@ -30,10 +30,8 @@ def only_writer(folder: Path, is_writer: bool = True) -> Iterator[None]:
     """Keeps the runs of other processes from writing into a folder meanwhile; may be entered repeatedly.
 
     The system frees the lock when its process ends, however it ends. File systems without locks go without, and so do
-    processes of a run that are not its first (`is_writer`). The folder is made if it is not there.
-
-    Raises:
-        OSError: while another process holds the lock, and for a folder that cannot be written to.
+    processes of a run that are not its first (`is_writer`). The folder is made if it is not there. Raises `OSError`
+    while another process holds the lock, and for a folder that cannot be written to.
     """
     if not is_writer:
         yield
@@ -43,9 +41,8 @@ def only_writer(folder: Path, is_writer: bool = True) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
-        raise OSError(
-            f"Another run is writing into {str(folder)!r}: wait until it has ended, or choose another `output_dir`."
-        ) from None
+        otherwise = "wait until it has ended, or choose another `output_dir`"
+        raise OSError(f"Another run is writing into {str(folder)!r}: {otherwise}.") from None
     except NotImplementedError:
         pass
     try:
@@ -122,10 +119,8 @@ class AtomicSaveTrainer(Trainer):
 
     @contextmanager
     def _staged(self, folder: Path, publish: Callable[[Path], None]) -> Iterator[Path]:
-        """A folder inside `folder` to write to; in the end, `publish` moves its content to where it belongs.
-
-        Nodes may share a disk or have their own: the first process of each publishes what it finds.
-        """
+        """A folder inside `folder` to write to; in the end, `publish` moves its content to where it belongs. Nodes may
+        share a disk or have their own: the first process of each publishes what it finds."""
         unfinished = folder / _UNFINISHED
         with only_writer(folder, self.args.process_index == 0):
             if self.args.local_process_index == 0:
@@ -201,11 +196,9 @@ def newest_complete_checkpoint(output_dir: Path) -> Path:
 
 
 def check_resumable(checkpoint: Path) -> None:
-    """Raises `ValueError` unless a checkpoint holds all that a resumed run needs: `Trainer` starts afresh in silence.
-
-    These are the states of the trainer, of the optimizer and of the learning rate's schedule, whole to the last byte;
-    DeepSpeed keeps the latter two in a folder of its own. Weights are checked where they are loaded.
-    """
+    """Raises `ValueError` unless a checkpoint holds the states of the trainer, of the optimizer and of the learning
+    rate's schedule, whole to the last byte: `Trainer` starts afresh in silence. DeepSpeed keeps the latter two in a
+    folder of its own. Weights are checked where they are loaded."""
     problem, is_deepspeed = "", any(checkpoint.glob("global_step*"))
     if not checkpoint.is_dir():
         problem = "there is no such folder"
@@ -218,10 +211,8 @@ def check_resumable(checkpoint: Path) -> None:
     elif damaged := [path.name for path in checkpoint.glob("*.pt*") if not _is_whole(path)]:
         problem = f"its {' and '.join(damaged)} is damaged"
     if problem:
-        raise ValueError(
-            f"{str(checkpoint)!r} cannot be resumed: {problem}. To begin a new run from its weights, pass it as the "
-            "model."
-        )
+        otherwise = "To begin a new run from its weights, pass it as the model."
+        raise ValueError(f"{str(checkpoint)!r} cannot be resumed: {problem}. {otherwise}")
 
 
 def _is_whole(file: Path) -> bool:

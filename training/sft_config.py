@@ -94,12 +94,9 @@ class WeDLMSFTConfig(SFTConfig):
             if getattr(self, name) != allowed:
                 raise ValueError(f"`{name}` must be {allowed!r}, got {getattr(self, name)!r}: {reason}.")
         if self.packing and self.packing_strategy == "wrapped":
-            raise ValueError(
-                "`packing_strategy` must be 'bfd' or 'bfd_split', got 'wrapped': it cuts documents anywhere and "
-                "keeps no border between them."
-            )
+            reason = "it cuts documents anywhere and keeps no border between them"
+            raise ValueError(f"`packing_strategy` must be 'bfd' or 'bfd_split', got 'wrapped': {reason}.")
         if self.max_length is not None and self.max_length < 2:
-            raise ValueError(
-                f"`max_length` must be at least 2 (a prompt and a token to learn), got {self.max_length}."
-            )
+            wanted = "at least 2 (a prompt and a token to learn)"
+            raise ValueError(f"`max_length` must be {wanted}, got {self.max_length}.")
         check_settings(self)

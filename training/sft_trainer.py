@@ -111,18 +111,13 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         if formatting_func is None:  # TRL takes the first example for all: it must see one that is trained on
             train_dataset = self._preparation.read(train_dataset, "train")
-            eval_dataset = self._preparation.read_evaluation(eval_dataset)
-        super().__init__(
-            model,
-            args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=[DynamicMaskingCallback(), *(callbacks or [])],
-            optimizers=optimizers,
-            peft_config=peft_config,
-            formatting_func=formatting_func,
-        )
+            if isinstance(eval_dataset, dict):
+                eval_dataset = {name: self._preparation.read(part, name) for name, part in eval_dataset.items()}
+            elif eval_dataset is not None:
+                eval_dataset = self._preparation.read(eval_dataset, "eval")
+        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
+        rest = {"optimizers": optimizers, "peft_config": peft_config, "formatting_func": formatting_func}
+        super().__init__(model, args, callbacks=[DynamicMaskingCallback(), *(callbacks or [])], **data, **rest)
         args.model_init_kwargs = init_kwargs
         prepare_quantized(self.model)
         # Only now: with `packing=True` the parent refuses every collator but its own.
@@ -142,10 +137,8 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         """Tokenises as the parent does, then shortens, drops and counts, then packs."""
         has_responses = args.assistant_only_loss or self.completion_only_loss
         if packing and args.packing_strategy == "bfd_split" and has_responses:
-            raise ValueError(
-                "`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': an answer without its "
-                "question cannot be learnt."
-            )
+            reason = "an answer without its question cannot be learnt"
+            raise ValueError(f"`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': {reason}.")
         if packing and args.max_length is None:
             raise ValueError("`packing=True` needs a `max_length`, got None.")
         whole = copy.copy(args)
@@ -158,10 +151,12 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         if has_responses and isinstance(dataset, Dataset):
             check_stops(dataset, dataset_name, processing_class.eos_token)
         dataset = dataset.select_columns(["input_ids", "labels"])
+        if args.shuffle_dataset:
+            dataset = dataset.shuffle(seed=args.seed)
         if packing:
-            dataset = dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
             dataset = pack_dataset(dataset, args.max_length, args.packing_strategy)
-        return dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+            dataset = dataset.shuffle(seed=args.seed) if args.shuffle_dataset else dataset
+        return dataset
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The parent's; evaluation has fixed uniform masks."""
@@ -197,11 +192,8 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The parent's.
-
-        Raises:
-            FloatingPointError: for a loss that is not finite; the weights and all checkpoints are as they were.
-        """
+        """The parent's. Raises `FloatingPointError` for a loss that is not finite; weights and checkpoints are as they
+        were."""
         loss = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):
             raise FloatingPointError(
@@ -215,18 +207,14 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         """The parent's; a gradient that is not finite ends the training too (fp16's scaler skips such steps)."""
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if grad_norm is not None and self.accelerator.scaler is None and not math.isfinite(float(grad_norm)):
-            raise FloatingPointError(
-                f"The gradient norm of step {self.state.global_step + 1} is {float(grad_norm)}: training ends before "
-                "it reaches the weights."
-            )
+            step = f"The gradient norm of step {self.state.global_step + 1} is {float(grad_norm)}"
+            raise FloatingPointError(f"{step}: training ends before it reaches the weights.")
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """The parent's, with the throughput and both parts of the loss since the last training log.
-
-        `tokens_per_second` counts clean tokens (the memory stream) of all processes, `supervised_tokens_per_second`
-        those with a loss; `ar_nll` and `mask_nll` are means over tokens, in nats, `mask_nll` without its weights.
-        """
+        """The parent's, with the throughput and both parts of the loss since the last training log: clean tokens (the
+        memory stream) of all processes a second, and those with a loss; `ar_nll` and `mask_nll`, means over tokens in
+        nats, `mask_nll` without its weights."""
         if "loss" in logs and self._since_log:
             seconds, self._log_time = time.perf_counter() - self._log_time, time.perf_counter()
             names = list(self._since_log)
@@ -271,11 +259,8 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         return output._replace(metrics=reported)
 
     def _decode(self, dataset: Any) -> dict[str, float]:
-        """Tokens per forward of a few answers to prompts of the dataset.
-
-        Every process answers all of them: sharded weights need every process in every forward. So a stream that each
-        process reads its own part of is not decoded.
-        """
+        """Tokens per forward of a few answers to prompts of the dataset. Every process answers all of them, since
+        sharded weights need every process in every forward: a stream, of which each reads a part, is not decoded."""
         if isinstance(dataset, TorchIterableDataset) and self.accelerator.num_processes > 1:
             return {}
         prompts = list(filter(None, map(prompt_of, islice(iter(dataset), self.args.eval_decoding_samples))))

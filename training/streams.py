@@ -4,7 +4,7 @@ The `S` tokens of a batch's `D` documents are concatenated. A *stream* is a tabl
 tensor `(rows,)` for each column: `owner` (the document, 0…D−1) and what the model takes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -44,13 +44,11 @@ def ranges(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return owner, torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner]
 
 
-def split_responses(tokens: Tokens, eos_token_id: int, num_eos: int) -> Documents:
-    """Each conversation as one document per response: all turns up to its end, itself alone supervised.
-
-    A response is a run of supervised tokens that ends in the end token; `num_eos` − 1 more of these follow it.
-    Supervised tokens behind the last end token are an answer that was cut off: a document too, but no end tokens
-    follow. A conversation without responses stays one document.
-    """
+def split_responses(tokens: Tokens, eos_token_id: Any, num_eos: int) -> Documents:
+    """Each conversation as one document per response: all turns up to its end, itself alone supervised. A response is
+    a run of supervised tokens that ends in the end token; `num_eos` − 1 more of these follow it. Supervised tokens
+    behind the last end token are an answer that was cut off: a document too, but no end tokens follow. A conversation
+    without responses stays one document."""
     input_ids, lengths = tokens.input_ids, tokens.lengths
     ends = lengths.cumsum(0)
     supervised = tokens.supervised.clone()
@@ -75,12 +73,10 @@ def split_responses(tokens: Tokens, eos_token_id: int, num_eos: int) -> Document
 
 
 def memory_stream(
-    tokens: Tokens, documents: Documents, *, eos_token_id: int, block_size: int, ar_weight: float
+    tokens: Tokens, documents: Documents, eos_token_id: Any, block_size: int, ar_weight: float
 ) -> Stream:
     """The clean tokens in order. A row's target is its next token, where that is supervised and not a filled-in end.
-
-    The column `supervised` says which rows hold a supervised token, filled-in end tokens among them.
-    """
+    The column `supervised` says which rows hold a supervised token, filled-in end tokens among them."""
     owner, position = ranges(documents.sizes + documents.fills)
     is_fill = position >= documents.sizes[owner]
     source = (documents.starts[owner] + position).clamp(max=len(tokens.input_ids) - 1)
@@ -103,12 +99,8 @@ def memory_stream(
 
 
 def blocks_with_loss(memory: Stream, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks that hold a supervised token. Other blocks have no loss, and nothing else looks at them.
-
-    Returns:
-        The memory row in each cell of these blocks, `(K, block_size)` int64, -1 for none; and each block's document,
-        `(K,)` int64, ascending.
-    """
+    """The blocks that hold a supervised token; others have no loss, and nothing looks at them. Returns the memory row
+    in each of their cells, `(K, block_size)` int64, -1 for none; and their documents, `(K,)` int64, ascending."""
     cell = memory["position_ids"] % block_size
     begins = cell == 0
     block = begins.cumsum(0) - 1

@@ -57,10 +57,8 @@ class DataConfig:
         if not 0 <= self.eval_share < 1:
             raise ValueError(f"`eval_share` must lie in [0, 1), got {self.eval_share}.")
         if self.eval_share and self.streaming and self.eval_dataset is None:
-            raise ValueError(
-                f"`eval_share` must be 0 with `streaming`, got {self.eval_share}: no share of a stream can be "
-                "kept. Pass an `eval_dataset` to evaluate on."
-            )
+            reason = "no share of a stream can be kept. Pass an `eval_dataset` to evaluate on"
+            raise ValueError(f"`eval_share` must be 0 with `streaming`, got {self.eval_share}: {reason}.")
 
 
 def run(
@@ -90,14 +88,8 @@ def run(
     args.model_init_kwargs = settings | (args.model_init_kwargs or {})  # type: ignore[operator]
     if model.use_peft and model.lora_target_modules is None:
         model.lora_target_modules = "all-linear"  # type: ignore[assignment]
-    trainer = WeDLMSFTTrainer(
-        model.model_name_or_path,
-        args,
-        train_dataset,
-        eval_dataset,
-        peft_config=get_peft_config(model),
-        quantization_config=get_quantization_config(model),
-    )
+    configs: Any = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
+    trainer = WeDLMSFTTrainer(model.model_name_or_path, args, train_dataset, eval_dataset, **configs)
     with only_writer(output, is_writer):
         trainer.train(_resume_from(args))
         metrics = trainer.evaluate() if eval_dataset is not None else {}
@@ -111,13 +103,9 @@ def run(
 
 
 def load(name: str, split: str = "train", *, config_name: str | None = None, streaming: bool = False) -> Any:
-    """Reads a JSONL, JSON or Parquet file, or a dataset of the Hub (or a folder that `datasets` can read).
-
-    A file is one split, of any name; slices such as `"train[:100]"` hold there too.
-
-    Raises:
-        OSError: for a file that is not there.
-        ValueError: for a malformed line of a JSONL file, with its number, and a `config_name` beside a file.
+    """Reads a JSONL, JSON or Parquet file, or a dataset of the Hub (or a folder that `datasets` can read). A file is
+    one split, of any name; slices such as `"train[:100]"` hold there too. Raises `OSError` for a file that is not
+    there, and `ValueError` for a malformed line of a JSONL file, with its number, and a `config_name` beside a file.
     """
     path = Path(name)
     builder = _BUILDERS.get(path.suffix)
@@ -128,9 +116,8 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {name!r}.")
     if config_name is not None:
-        raise ValueError(
-            f"A configuration belongs to a dataset of the Hub, not to the file {name!r}: {config_name!r}."
-        )
+        here = f"not to the file {name!r}"
+        raise ValueError(f"A configuration belongs to a dataset of the Hub, {here}: {config_name!r}.")
     if path.suffix == ".jsonl":
         _check_lines(path)
     try:
@@ -173,11 +160,8 @@ def _datasets(data: DataConfig, seed: int) -> tuple[Any, Any]:
 
 def _model_settings(model: ModelConfig) -> dict[str, Any]:
     """The keywords of `from_pretrained` that were given."""
-    settings = {
-        "revision": None if model.model_revision == "main" else model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    }
+    revision = None if model.model_revision == "main" else model.model_revision
+    settings = {"revision": revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -193,22 +177,20 @@ def _resume_from(args: WeDLMSFTConfig) -> str | bool | None:
 
 def results(trainer: WeDLMSFTTrainer, metrics: dict[str, float]) -> dict[str, Any]:
     """What was trained on what, and what came out; `metrics` of the evaluation, empty where there was none."""
-    weights = [parameter.numel() for parameter in trainer.model.parameters()]
-    trained = [parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad]
+    weights = [(parameter.numel(), parameter.requires_grad) for parameter in trainer.model.parameters()]
     logs: dict[str, Any] = {}
     for entry in trainer.state.log_history:
         logs |= entry
     names = ("loss", "ar_nll", "mask_nll", "tokens_per_second", "supervised_tokens_per_second")
+    evaluated = {name: value for name, value in metrics.items() if isinstance(value, float)}
     return {
         "output_dir": str(trainer.args.output_dir),
         "data": [str(report) for report in trainer.data_reports.values()],
-        "weights": sum(weights),
-        "weights_trained": sum(trained),
+        "weights": sum(count for count, _ in weights),
+        "weights_trained": sum(count for count, is_trained in weights if is_trained),
         "steps": trainer.state.global_step,
         "last": {name: logs[name] for name in names if name in logs},
-        "evaluation": {
-            name: value for name, value in metrics.items() if name.startswith("eval_") and isinstance(value, float)
-        },
+        "evaluation": {name: value for name, value in evaluated.items() if name.startswith("eval_")},
     }
 
 
@@ -219,9 +201,8 @@ def summarize(results: dict[str, Any]) -> None:
         table.add_row("data", report)
     table.add_row("weights trained", f"{results['weights_trained']:,} of {results['weights']:,}")
     table.add_row("steps", str(results["steps"]))
-    for name, value in results["last"].items():
-        table.add_row(f"last {name}", f"{value:,.4g}")
-    for name, value in results["evaluation"].items():
+    last = {f"last {name}": value for name, value in results["last"].items()}
+    for name, value in (last | results["evaluation"]).items():
         table.add_row(name, f"{value:,.4g}")
     Console().print(table)
 
@@ -250,10 +231,8 @@ def _parse(
         raise ValueError(f"The recipe is not UTF-8: {error}.") from None
     except Exception as error:  # PyYAML's, and what settings of a wrong type run into
         if "keywords must be strings" in str(error):
-            raise ValueError(
-                "The name of a setting must be text, but the recipe has a number, a date or yes, no, on, off before "
-                "a colon."
-            ) from None
+            wrong = "a number, a date or yes, no, on, off before a colon"
+            raise ValueError(f"The name of a setting must be text, but the recipe has {wrong}.") from None
         raise ValueError(str(error)) from error
     return data, args, model
 
@@ -265,13 +244,9 @@ def main(
     epilog: str | None = None,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Command line: `[recipe.yaml] [--setting value …]`. `wedlm train` makes one line of what it raises.
-
+    """Command line: `[recipe.yaml] [--setting value …]`. `wedlm train` makes one line of what it raises: `OSError` as
+    [`run`], and `ValueError` for whatever is wrong with the request or with the machine, not with this program.
     `description` and `epilog` are the text of `--help` above the settings, and its last line; `report` as in [`run`].
-
-    Raises:
-        OSError: as in [`run`].
-        ValueError: for whatever is wrong with the request or with the machine, not with this program.
     """
     try:
         run(*_parse(sys.argv[1:] if arguments is None else arguments, description, epilog), report)
