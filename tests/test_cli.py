@@ -15,7 +15,7 @@ import torch
 import typer
 from nano_tasks import TASKS
 from rich.console import Console
-from tiny import MASK, tiny_model, tiny_tokenizer
+from tiny import MASK, tiny_model, tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
 from wedlm_hf import __version__, cli
@@ -33,13 +33,7 @@ LABELS = ["new tokens", "forwards", "tokens per forward", "prefix cacheability",
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model = tiny_model()
-    model.generation_config.suppress_tokens = [MASK]
-    model.generation_config.entropy_threshold = 2.0
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), suppress_tokens=[MASK], entropy_threshold=2.0)
 
 
 @pytest.fixture

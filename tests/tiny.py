@@ -83,6 +83,16 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return deepcopy(_tokenizer())
 
 
+def write_checkpoint(folder: Path, model: WeDLMForCausalLM | None = None, **generation: Any) -> Path:
+    """Saves a model with its tokenizer, and with settings in its generation config. Returns the folder."""
+    model = model or tiny_model()
+    for name, value in generation.items():
+        setattr(model.generation_config, name, value)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def edit(file: Path, **changes: Any) -> None:
     """Changes fields of a JSON file; `...` takes one out."""
     stated = json.loads(file.read_text()) | changes

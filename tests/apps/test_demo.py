@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
-from tiny import tiny_model, tiny_tokenizer
+from tiny import MASK, write_checkpoint
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
@@ -26,12 +26,7 @@ PROMPT = "1, 2, 3"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model = tiny_model()
-    model.generation_config.suppress_tokens = [3]
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(write_checkpoint(tmp_path_factory.mktemp("checkpoint"), suppress_tokens=[MASK]))
 
 
 @pytest.fixture(scope="module")

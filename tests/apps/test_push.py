@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
@@ -24,10 +24,7 @@ OWN = "---\nlicense: mit\n---\n\n# Mine\n"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved") / "model"
-    tiny_tokenizer().save_pretrained(folder)
-    tiny_model().save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("saved") / "model")
 
 
 @pytest.fixture

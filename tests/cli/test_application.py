@@ -34,13 +34,8 @@ def invoke(*words, **keywords):
 
 def run(*words, stdout=subprocess.PIPE, **environment):
     """Runs the program itself, in a process of its own; output as bytes."""
-    return subprocess.run(
-        [sys.executable, "-m", "wedlm_hf", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        env=os.environ | environment,
-    )
+    command, streams = [sys.executable, "-m", "wedlm_hf", *words], {"stdout": stdout, "stderr": subprocess.PIPE}
+    return subprocess.run(command, stdin=subprocess.DEVNULL, **streams, env=os.environ | environment)
 
 
 def save_lora(base, folder):

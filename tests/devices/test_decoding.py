@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_generation import ENDS, new_tokens, padded, prompts_of
+from test_generation import ENDS, Recorder, new_tokens, padded, prompts_of
 from test_mask_adapter import with_adapter
 from tiny import tiny_model, tiny_tokenizer
 
@@ -118,29 +118,15 @@ def test_a_cache_goes_on_over_turns(pretend, models, name):
     assert warm == [cold[1], cold[1], cold[0], cold[0]]
 
 
-class Received:
-    def __init__(self):
-        self.pieces, self.drafts = [], []
-
-    def put(self, value):
-        assert value.device.type == "cpu"  # as `generate` sends them
-        self.pieces += [value.tolist()]
-
-    def put_draft(self, value):
-        self.drafts += [value.tolist()]
-
-    def end(self):
-        self.pieces.append("end")
-
-
 @pytest.mark.parametrize("name", ["wedlm", "trees"])
 @pytest.mark.parametrize("lengths", [[6], [5, 9]], ids=["one", "batch"])
 def test_streamers_get_what_they_get_on_the_cpu(pretend, models, name, lengths):
     found = []
     for model in (models[name], on(pretend.device, models[name])):
-        found.append(Received())
+        found.append(Recorder())
         generate(model, prompts_of(lengths), **DECODERS[name], streamer=found[-1])
-    assert found[0].pieces == found[1].pieces and found[0].drafts == found[1].drafts
+    pieces = [[value.tolist() for value in one.puts] for one in found]
+    assert pieces[0] == pieces[1] and found[0].drafts == found[1].drafts and found[1].ended
 
 
 @pytest.mark.parametrize("name", ["wedlm", "verified", "trees"])

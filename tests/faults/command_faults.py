@@ -34,7 +34,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "../examples/wedlm-nano"), str(TESTS / "
 
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
-from tiny import LINES, MASK, stock_twin, tiny_model, tiny_tokenizer  # noqa: E402
+from tiny import LINES, MASK, stock_twin, tiny_model, tiny_tokenizer, write_checkpoint  # noqa: E402
 
 from wedlm_hf.cli import main  # noqa: E402
 
@@ -248,11 +248,8 @@ COMMANDS = {
 
 def prepare(folder: Path) -> None:
     """A tiny model, a stock one, prompts and chats."""
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    model.generation_config.suppress_tokens = [MASK]
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    shutil.copytree(folder / "model", folder / "base")
+    tokenizer = tiny_tokenizer()
+    shutil.copytree(write_checkpoint(folder / "model", suppress_tokens=[MASK]), folder / "base")
     tokenizer.mask_token = None
     stock_twin(tiny_model()).save_pretrained(folder / "stock")
     tokenizer.save_pretrained(folder / "stock")

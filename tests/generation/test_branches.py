@@ -6,7 +6,7 @@ from random import Random
 import pytest
 import torch
 from oracle import causal_forward, decode, decode_ar
-from test_generation import ENDS, LIMIT, check_every_commit, generate, prompts_of
+from test_generation import ENDS, LIMIT, Recorder, check_every_commit, generate, prompts_of
 from tiny import MASK, tiny_model
 
 from wedlm_hf.adapters.attach import add_mask_adapter
@@ -17,7 +17,6 @@ from wedlm_hf.generation import mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
 from wedlm_hf.generation.planner import Draft, Plan, Planner
 from wedlm_hf.generation.sampling import SHORTLIST
-from wedlm_hf.generation.verify import VerifyRule
 
 FIXED = {"adaptive_window": False, "window_size": 4}
 COUNTED = {"slot_cost": 0.01}  # a slot cost leaves no part to the clock
@@ -275,26 +274,6 @@ def test_drafts_and_counts_are_those_of_a_replay_from_scratch(window_size, head_
             assert sum(by_depth) == getattr(output.stats, name).item() and by_depth == sorted(by_depth, reverse=True)
 
 
-def test_a_chain_takes_the_place_of_branches_where_attention_takes_no_mask(qwen3, foreseeing, monkeypatch):
-    prompt = prompts_of([6])
-    expected = ar_outputs(qwen3, prompt)
-    foreseeing(expected, 0.3)
-    monkeypatch.setattr(mixin, "DENSE_MASK_ATTENTION", ())
-    masks = []
-    order = VerifyRule.order
-
-    def checked_order(rule, sequences, is_fixed):
-        masks.append(sequences[0].masks[:-1])
-        found = order(rule, sequences, is_fixed)
-        assert found.visibility is None
-        return found
-
-    monkeypatch.setattr(VerifyRule, "order", checked_order)
-    output, rows = generate(qwen3, prompt, verification="exact", **FIXED)
-    assert rows == expected
-    assert not any(map(any, masks)) and output.stats.accepted.sum() > 0
-
-
 class WithSlots:
     """A model that is told which rows are slots by their tokens, for the oracle."""
 
@@ -331,22 +310,11 @@ def test_streams_scores_and_traces_work_as_without_branches(qwen3, foreseeing):
     prompt = prompts_of([6])
     (expected,) = ar_outputs(qwen3, prompt)
     foreseeing([expected], 0.2)
-    shown = []
-
-    class Streamer:
-        def put(self, value):
-            shown.append(value.tolist())
-
-        def put_draft(self, value):
-            pass
-
-        def end(self):
-            shown.append("end")
-
-    options = {"verification": "exact", **FIXED, "output_trace": True, "output_logits": True, "streamer": Streamer()}
+    shown = Recorder()
+    options = {"verification": "exact", **FIXED, "output_trace": True, "output_logits": True, "streamer": shown}
     output, (row,) = generate(qwen3, prompt, **options)
     assert row == expected
-    assert [token for tokens in shown[1:-1] for token in tokens] == expected and shown[-1] == "end"
+    assert torch.cat(shown.puts[1:]).tolist() == expected and shown.ended
     scores = causal_forward(qwen3, prompt[0] + expected, list(range(6 + len(expected))))[5:-1]
     found = torch.log_softmax(scores, -1).gather(1, torch.tensor(expected)[:, None])[:, 0]
     torch.testing.assert_close(output.log_probs[0], found, atol=1e-3, rtol=1e-3)

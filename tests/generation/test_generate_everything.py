@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_generation import Recorder
 from tiny import MASK, PAD, START, stock_twin, tiny_model, tiny_tokenizer
 from transformers import (
     CompileConfig,
@@ -98,17 +99,6 @@ class StopAt(StoppingCriteria):
 
     def __call__(self, input_ids, scores, **kwargs):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
-
-
-class Recorder:
-    def __init__(self):
-        self.puts = []
-
-    def put(self, value):
-        self.puts.append(value)
-
-    def end(self):
-        self.puts.append(None)
 
 
 def length_is(length: int, **options: Any) -> Callable[[Run], None]:
@@ -233,8 +223,8 @@ def keeps(name: str) -> Callable[[Run], None]:
 def streams(run: Run) -> None:
     recorder = Recorder()
     output = run(streamer=recorder, eos_token_id=int(run()[0, WIDTH + 3]))  # one row ends before the other
-    assert recorder.puts[0].tolist() == PROMPTS.tolist() and recorder.puts[-1] is None
-    assert torch.stack(recorder.puts[1:-1], dim=1).tolist() == output[:, WIDTH:].tolist()
+    assert recorder.puts[0].tolist() == PROMPTS.tolist() and recorder.ended
+    assert torch.stack(recorder.puts[1:], dim=1).tolist() == output[:, WIDTH:].tolist()
 
 
 def keeps_step_with_other_processes(run: Run) -> None:
@@ -400,17 +390,10 @@ def of_status(status: str) -> list[Any]:
 
 
 # Every refusal says what is wrong, and where there is another way, which.
-REFUSALS = "|".join(
-    [
-        "is not supported with `strategy=",
-        "decodes greedily or by sampling, but the other options ask for",
-        "needs the tokens before each position",
-        "requires `trust_remote_code=True`",
-        "brings a loop of its own",
-        "counts positions from each row's first token",
-        "has no use for the inputs",
-        "An assistant decodes as AR",
-    ]
+REFUSALS = (
+    "is not supported with `strategy=|decodes greedily or by sampling, but the other options ask for|"
+    "needs the tokens before each position|requires `trust_remote_code=True`|brings a loop of its own|"
+    "counts positions from each row's first token|has no use for the inputs|An assistant decodes as AR"
 )
 
 

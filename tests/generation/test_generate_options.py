@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from test_generation import monotonous
+from test_generation import Recorder, monotonous
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from transformers import (
     DynamicCache,
@@ -270,20 +270,6 @@ def test_a_criterion_that_answers_for_the_whole_batch_is_refused_beside_other_ro
 
 
 # --- streaming, pipelines, threads, failures -------------------------------------------------------------------------
-
-
-class Recorder:
-    def __init__(self):
-        self.puts, self.drafts, self.ended = [], [], False
-
-    def put(self, value):
-        self.puts.append(value)
-
-    def put_draft(self, value, **kwargs):
-        self.drafts.append(value.tolist())
-
-    def end(self):
-        self.ended = True
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])

@@ -58,6 +58,23 @@ def generate(model, prompts, **options):
     )
 
 
+class Recorder:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.puts, self.drafts, self.ended = [], [], False
+
+    def put(self, value):
+        assert value.device.type == "cpu"  # as `generate` sends them
+        self.puts.append(value)
+
+    def put_draft(self, value):
+        self.drafts.append(value.tolist())
+
+    def end(self):
+        self.ended = True
+
+
 @pytest.mark.parametrize("window_size", [1, 4, 16, 32])
 @pytest.mark.parametrize("tau", [0, 0.3, 1.5, 100])
 @pytest.mark.parametrize("lam", [0, 0.02, 0.5])

@@ -37,6 +37,7 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }  # fmt: skip
+HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
 
 # One of each kind that people have: what sets it apart from its class's defaults.
@@ -122,21 +123,9 @@ def test_a_llama_config_of_the_older_dialect_is_read(tmp_path):
         ("Llama 2", {"final_logit_softcapping": 30.0}, r"a soft cap on logits \(final_logit_softcapping=30\.0\)"),
         ("Llama 2", {"attn_logit_softcapping": 50.0}, r"a soft cap on attention scores \(attn_logit_softcapping"),
         ("Llama 2", {"num_local_experts": 8}, r"a mixture of experts \(num_local_experts=8\)"),
-        (
-            "Qwen3",
-            {"quantization_config": {"quant_method": "fp8"}},
-            r"quantized weights \(quantization_config={'quant_",
-        ),
-        (
-            "Llama 2",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-            r"partial rotary embeddings \(partial_rotary_factor=0\.5\)",
-        ),
-        (
-            "Llama 2",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rotary embeddings of the type 'dynamic'",
-        ),
+        ("Qwen3", {"quantization_config": {"quant_method": "fp8"}}, r"quantized weights \(quantization_config="),
+        ("Llama 2", {"rope_parameters": HALF_ROPE}, r"partial rotary embeddings \(partial_rotary_factor=0\.5\)"),
+        ("Llama 2", {"rope_parameters": LINEAR | {"rope_type": "dynamic"}}, "rotary embeddings of the type 'dynamic'"),
     ],
 )
 def test_what_wedlms_network_has_not_is_refused_by_name(tmp_path, kind, changes, message):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import edit, tiny_model, tiny_tokenizer
+from tiny import edit, tiny_model, write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from wedlm_hf import WeDLMForCausalLM
@@ -24,19 +24,12 @@ LOADERS = [load_config_dict, load_model, load_tokenizer]
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("original") / "checkpoint"
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("original") / "checkpoint")
 
 
 @pytest.fixture
 def checkpoint(original, tmp_path) -> Path:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    for file in original.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+    return Path(shutil.copytree(original, tmp_path / "checkpoint"))
 
 
 def python(code: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:

@@ -33,6 +33,7 @@ from wedlm_hf.serving.server import build_app, listen
 NAME = "nano"
 CHAT = [{"role": "user", "content": "Count from 5 to 50 by 5."}]
 ANSWER = "5, 10, 15, 20, 25, 30, 35, 40, 45, 50"
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 ENDLESS = {"strategy": "ar", "min_new_tokens": 400}  # a second or more
 
 
@@ -312,11 +313,7 @@ def post(server, body):
         ({"max_tokens": 500}, "context is 512 tokens, but the request asks for 520", "messages"),
         ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing", "messages.0.role"),
         ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens", "messages"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "Input should be 'text'",
-            None,
-        ),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "Input should be 'text'", None),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools", "tools"),
     ],
     ids=lambda value: str(value)[:50],

@@ -63,15 +63,9 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 def run(
-    folder: Path,
-    name: str,
-    packed: bool = False,
-    parallel: dict[str, int] | None = None,
-    resume: bool = False,
-    style: Any = "qwen3",
-    gradient_accumulation_steps: int = 1,
-    **settings: Any,
-) -> None:
+    folder: Path, name: str, packed: bool = False, parallel: dict[str, int] | None = None, resume: bool = False,
+    style: Any = "qwen3", gradient_accumulation_steps: int = 1, **settings: Any,
+) -> None:  # fmt: skip
     """Trains, and writes `FOLDER/NAME`: the model, and losses and gradient norms of all steps in log.json."""
     processes = int(os.environ.get("WORLD_SIZE", 1))
     data_parallel = 1 if parallel and "tp_size" in parallel else processes
@@ -82,20 +76,14 @@ def run(
         return WeDLMForCausalLM.from_pretrained(folder / f"start-{style}", distributed_config=sharding)
 
     def trainer(model: Any) -> Trainer:
-        return Trainer(
-            model=model,
-            args=TrainingArguments(
-                str(folder / f"{name} checkpoints"),
-                per_device_train_batch_size=len(rows) // data_parallel // gradient_accumulation_steps,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                save_strategy="steps" if resume else "no",
-                ddp_backend="gloo" if processes > 1 else None,
-                **ARGUMENTS | settings,
-            ),
-            train_dataset=rows,
-            data_collator=DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3),
-            callbacks=[DynamicMaskingCallback()],
-        )
+        args = TrainingArguments(
+            str(folder / f"{name} checkpoints"), gradient_accumulation_steps=gradient_accumulation_steps,
+            per_device_train_batch_size=len(rows) // data_parallel // gradient_accumulation_steps,
+            save_strategy="steps" if resume else "no", ddp_backend="gloo" if processes > 1 else None,
+            **ARGUMENTS | settings,
+        )  # fmt: skip
+        collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3)
+        return Trainer(model, args, collator, rows, callbacks=[DynamicMaskingCallback()])
 
     run = trainer(load())
     run.train()

@@ -15,7 +15,7 @@ from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.commands.config.config_args import load_config_from_file
 from distributed_worker import REFUSED, SCENARIOS, STEPS, main, save_starts
 from test_sft_trainer import CHATS
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_model, write_checkpoint
 
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 from wedlm_hf.training.callback import refuse_context_parallelism
@@ -128,8 +128,7 @@ def test_what_cannot_work_is_refused_with_the_reason(two_processes, name):
 
 @pytest.mark.slow
 def test_a_recipe_under_torchrun_loses_a_process_and_goes_on_under_accelerate_as_if_uninterrupted(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_checkpoint(tmp_path / "model")
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     words = [f"--model_name_or_path={tmp_path / 'model'}", f"--dataset={tmp_path / 'chats.jsonl'}", "--max_steps=30"]
     words += "--use_cpu true --bf16 false --block_size 4 --optim sgd --learning_rate 0.01".split()

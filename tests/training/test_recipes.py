@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from test_sft_trainer import CHATS
-from tiny import stock_twin, tiny_model, tiny_tokenizer
+from tiny import stock_twin, tiny_model, tiny_tokenizer, write_checkpoint
 from trl import ModelConfig, TrlParser
 from typer.testing import CliRunner
 
@@ -32,10 +32,7 @@ QUICK = (
 
 @pytest.fixture
 def checkpoint(tmp_path) -> str:
-    folder = tmp_path / "model"
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(write_checkpoint(tmp_path / "model"))
 
 
 @pytest.fixture

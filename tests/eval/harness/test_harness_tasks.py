@@ -91,26 +91,17 @@ def test_the_suite_names_tasks_of_the_harness_and_runs_them_with_the_papers_shot
     monkeypatch.setattr(evaluate, "load", lambda name: CodeEval())
     # Its extra packages are not among those of the tests, and one of MMLU's 57 parts is enough.
     suite["task"] = [child for child in suite["task"] if child.get("group") != "minerva_math"]
-    suite["task"] = [
-        {"task": "mmlu_anatomy", **{k: v for k, v in child.items() if k != "group"}}
-        if child.get("group") == "mmlu"
-        else child
-        for child in suite["task"]
-    ]
+    (mmlu,) = (child for child in suite["task"] if child.get("group") == "mmlu")
+    mmlu["task"] = "mmlu_anatomy"
+    del mmlu["group"]
     settings = suite["metadata"]
     manager.task_index["wedlm_paper"].cfg = suite
     manager.task_index["wedlm_paper"].yaml_path = None
     results = harness.evaluate(
-        model="wedlm",
-        model_args={"pretrained": str(NANO)} | settings["model_args"],
-        tasks=["wedlm_paper"],
-        gen_kwargs=settings["gen_kwargs"] | {"max_gen_toks": 8},
-        task_manager=manager,
-        limit=1,
-        bootstrap_iters=0,
-        confirm_run_unsafe_code=True,
-        device="cpu",
-    )
+        model="wedlm", model_args={"pretrained": str(NANO)} | settings["model_args"], tasks=["wedlm_paper"],
+        gen_kwargs=settings["gen_kwargs"] | {"max_gen_toks": 8}, task_manager=manager, limit=1, bootstrap_iters=0,
+        confirm_run_unsafe_code=True, device="cpu",
+    )  # fmt: skip
     shots = results["n-shot"]
     assert {name: shots[name] for name in SHOTS if name in shots} == SHOTS
     prompts = {name: entries[0]["arguments"][0] for name, entries in results["samples"].items()}

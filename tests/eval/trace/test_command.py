@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import tiny_tokenizer
+from tiny import tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
@@ -15,10 +15,7 @@ PROMPT = "1, 2, 3"
 
 @pytest.fixture(scope="module")
 def checkpoint(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoint")
-    model.save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"), model)
 
 
 @pytest.fixture
