@@ -38,7 +38,7 @@ UNTRAINED = "decodes only"
 
 # The name in transformers, what its config has beside the sizes, and kinds of layers that are worth a word.
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
-    "Afmoe": ({}, "experts"),
+    "Afmoe": (EXPERTS, "experts"),
     "Apertus": ({}, ""),
     "Arcee": ({}, ""),
     "BitNet": ({}, ""),
@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "DiffLlama": ({}, UNTRAINED),
     "Dots1": (DEEPSEEK | {"n_shared_experts": 1, "num_key_value_heads": 2}, "experts"),
     "Ernie4_5": (HEADS, ""),
-    "Ernie4_5_Moe": ({}, "experts"),
+    "Ernie4_5_Moe": (EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "experts"),
     "Exaone4": (WINDOW | {"sliding_window_pattern": 4}, "sliding and full attention"),
     "ExaoneMoe": (EXPERTS | WINDOW | {"n_group": 1, "topk_group": 1}, "experts; sliding and full attention"),
     "Falcon": ({"alibi": False}, "rotary models; attention of its own; " + UNTRAINED),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_mask_adapter import with_adapter
 from tiny import EOS, randomize, tiny_model
 from transformers import TrainerCallback
 
@@ -34,14 +35,9 @@ def answers(count: int = 5, seed: int = 0) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def adapted_model(style: Any = "qwen3", **settings: Any) -> Any:
+def adapted_model(style: Any = "qwen3") -> Any:
     """A tiny model whose adapter does something everywhere."""
-    model = tiny_model(style)
-    torch.manual_seed(1)
-    adapter = model.add_mask_adapter(MaskAdapterSettings(**{"rank": 4, "head_width": 8} | settings))
-    for parameter in adapter.parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
+    return with_adapter(tiny_model(style))
 
 
 def batch_of(some_answers: list[dict[str, Any]], stride: int = 3) -> dict[str, torch.Tensor]:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from oracle import causal_forward, decode, decode_ar
 from test_generation import ENDS, LIMIT, Recorder, check_every_commit, generate, prompts_of
+from test_mask_adapter import with_adapter
 from tiny import MASK, tiny_model
 
-from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.drafter import TreeDrafter
 from wedlm_hf.adapters.lookup import TextLookup
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
@@ -25,13 +25,7 @@ PACES = {"fixed": FIXED, "counted": COUNTED, "timed": {}}
 
 def adapted(style="qwen3", head_width=8, **overrides):
     """A tiny model with a random mask adapter that changes every mask."""
-    model = tiny_model(style, **overrides)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        adapter = add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=head_width))
-        for parameter in adapter.parameters():
-            parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
+    return with_adapter(tiny_model(style, **overrides), MaskAdapterSettings(rank=4, head_width=head_width))
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])

@@ -59,21 +59,14 @@ def logits_of(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def plain_logits(model, tokens: list[int], positions: list[int]) -> torch.Tensor:
-    ids = torch.tensor([tokens])
+    ids, places = torch.tensor([tokens]), torch.tensor([positions])
     with torch.no_grad():
-        return model(
-            input_ids=ids, position_ids=torch.tensor([positions]), attention_mask=torch.ones_like(ids)
-        ).logits[0]
+        return model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids)).logits[0]
 
 
 def gradients(model, loss: torch.Tensor) -> list[torch.Tensor]:
     parameters = list(model.parameters())
-    return [
-        torch.zeros_like(parameter) if gradient is None else gradient
-        for parameter, gradient in zip(
-            parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True
-        )
-    ]
+    return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
 
 
 random_documents = st.builds(
@@ -139,17 +132,11 @@ def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_re
         for document, copy in {(slot.document, slot.stream) for slot in slots if slot.stream > 0}:
             tokens = documents[document].tokens
             for block in {slot.block for slot in slots if (slot.document, slot.stream) == (document, copy)}:
-                index = [
-                    i
-                    for i, slot in enumerate(slots)
-                    if (slot.document, slot.stream, slot.block) == (document, copy, block)
-                ]
-                prefix = list(range(block * BLOCK))
-                expected = plain_logits(
-                    model,
-                    [tokens[position] for position in prefix] + [slots[i].token for i in index],
-                    prefix + [slots[i].position for i in index],
-                )
+                place = document, copy, block
+                index = [i for i, slot in enumerate(slots) if (slot.document, slot.stream, slot.block) == place]
+                prefix, own = list(range(block * BLOCK)), [slots[i] for i in index]
+                ids = [tokens[position] for position in prefix] + [slot.token for slot in own]
+                expected = plain_logits(model, ids, prefix + [slot.position for slot in own])
                 assert_equal_but_rounding(logits[row, index], expected[len(prefix) :])
                 compared += len(index)
     assert compared == sum(slot.stream > 0 for documents in ROWS for slot in packed(documents))
@@ -163,10 +150,8 @@ def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_re
 def test_loss_and_gradient_equal_one_plain_forward_for_each_target(attention, ar_weight):
     model = tiny_model(attn_implementation=attention).double()
     count = sum(sum(document.supervised) for row in ROWS for document in row)
-    mask_loss, ar_loss = (
-        sum(losses)
-        for losses in zip(*(document_losses(model, document, BLOCK) for row in ROWS for document in row), strict=True)
-    )
+    losses = [document_losses(model, document, BLOCK) for row in ROWS for document in row]
+    mask_loss, ar_loss = map(sum, zip(*losses, strict=True))
     expected = (mask_loss + ar_weight * ar_loss) / (1 + ar_weight) / count
 
     loss = model(**batch_of([packed(row, ar_weight) for row in ROWS]), num_items_in_batch=count).loss

@@ -59,10 +59,8 @@ def test_each_token_has_its_own_place_and_its_blocks_sum():
             tokens, supervised = example["input_ids"], supervised_of(example)
             for position in range(17):
                 is_response = position < len(tokens) and supervised[position]
-                expected = (
-                    -last_nll(model, tokens[:position], [*range(position)], tokens[position]) if is_response else 0
-                )
-                assert log_probs.ar_tokens[row, position].item() == pytest.approx(float(expected), abs=1e-4)
+                nll = last_nll(model, tokens[:position], [*range(position)], tokens[position]) if is_response else 0
+                assert log_probs.ar_tokens[row, position].item() == pytest.approx(-float(nll), abs=1e-4)
     for tokens, blocks in ((log_probs.ar_tokens, log_probs.ar_blocks), (log_probs.mask_tokens, log_probs.mask_blocks)):
         assert tokens.shape == (3, 17) and blocks.shape == (3, 5)
         padded = torch.nn.functional.pad(tokens, (0, 3)).view(3, 5, BLOCK).sum(-1)
