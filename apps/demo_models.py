@@ -63,7 +63,12 @@ class Models:
         found = [Offer(str(NANO), "wedlm-nano, 1.9M parameters", note, list(DEMO_PROMPTS))]
         if (smollm2.ADAPTER / "adapter_config.json").is_file():
             note = "A real model with a mask adapter. The first time, 93 MB are fetched from the package index."
-            found.append(Offer("smollm2", "SmolLM2-135M-Instruct + adapter", note, _real_prompts(), "exact"))
+            file = smollm2.ADAPTER / "prompts-heldout.jsonl"
+            heldout = read_prompts(file.name, file.read_text(encoding="utf-8"))
+            prompts = list({prompt.task: prompt.text for prompt in reversed(heldout)}.values())[
+                ::-1
+            ]  # one of each kind
+            found.append(Offer("smollm2", "SmolLM2-135M-Instruct + adapter", note, prompts, "exact"))
         return found
 
     def load(self, choice: Choice, tell: Callable[[dict[str, Any]], None] = lambda event: None) -> Loaded:
@@ -94,10 +99,3 @@ class Models:
         for strategy in ("wedlm", "ar"):  # the first call costs more
             decode(model, tokenizer, [tokenizer("1, 2").input_ids], {"strategy": strategy, "max_new_tokens": 4})
         return Loaded(name, model, tokenizer, fingerprint(model, tokenizer), threads)
-
-
-def _real_prompts() -> list[str]:
-    """One prompt of each kind that nothing was chosen on."""
-    path = smollm2.ADAPTER / "prompts-heldout.jsonl"
-    prompts = read_prompts(path.name, path.read_text(encoding="utf-8"))
-    return list({prompt.task: prompt.text for prompt in reversed(prompts)}.values())[::-1]

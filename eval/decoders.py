@@ -66,7 +66,10 @@ def candidates(
         for setting in itertools.product(windows, *values[decoder]) if decoder in decoders else ():
             options = configured(decoder, *setting)
             WeDLMGenerationSettings(**options)  # refuses what is out of range
-            named[setting_name(decoder, options)] = options
+            shown = [
+                f"{symbol}={options[name]:g}" for symbol, name in zip("Wτλ", FIELDS, strict=True) if name in options
+            ]
+            named[" ".join([decoder, *shown])] = options  # such as `wedlm W=6 τ=0.4 λ=0.02`
     return named
 
 
@@ -74,9 +77,3 @@ def configured(decoder: str, window: int, threshold: float, penalty: float | Non
     """Keywords of `generate` of a decoder other than AR."""
     settings = dict(zip(FIELDS, (window, threshold, penalty), strict=True))
     return {**DECODERS[decoder], **{name: value for name, value in settings.items() if value is not None}}
-
-
-def setting_name(decoder: str, options: Mapping[str, Any]) -> str:
-    """Such as `wedlm W=6 τ=0.4 λ=0.02`."""
-    symbols = zip(("W", "τ", "λ"), FIELDS, strict=True)
-    return " ".join([decoder, *(f"{symbol}={options[name]:g}" for symbol, name in symbols if name in options)])

@@ -37,8 +37,7 @@ MOST_TURNS = 5  # after which decoding goes on no longer to find a possible spee
 _COUNTED = ("forwards", "token_instances", "drafted_by_depth", "accepted_by_depth")  # by `generate` itself
 _WITHOUT_EFFECT = {"_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 
-Measured = dict[str, Any]
-"""One line of the table of measurements."""
+Measured = dict[str, Any]  # a line of the table of measurements
 
 
 class ForwardCounter:

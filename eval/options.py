@@ -44,12 +44,8 @@ class LoadingOptions:
 
     def load(self, checkpoint: str | None) -> tuple[Any, Any]:
         """Model, in evaluation mode, and tokenizer of a folder or Hub id, or of the folder of an adapter (see
-        [`load_adapted`]); of wedlm-nano for None.
-
-        Raises:
-            OSError: for what cannot be loaded.
-            ValueError: likewise, and for an unknown device.
-        """
+        [`load_adapted`]); of wedlm-nano for None. Raises `OSError` or `ValueError` for what cannot be loaded, and
+        `ValueError` for an unknown device."""
         import torch
         from transformers.utils.logging import disable_progress_bar
 

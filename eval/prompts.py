@@ -15,12 +15,9 @@ from ..console.prompts import PromptRow, Turns, read_rows
 from ..console.prompts import encode as encode  # belongs to these names, too
 from ..generation.request import context_length
 
-LONGEST_ANSWER = 256
-"""New tokens of an answer at most, where nothing else is asked for (transformers' own default is 20)."""
-
+LONGEST_ANSWER = 256  # new tokens at most, where nothing else is asked for (transformers' own default is 20)
 OWN_TASK = "prompts"  # of rows that name none
-TASKS_FILE = "tasks.jsonl"
-"""Prompts that a checkpoint folder may bring along."""
+TASKS_FILE = "tasks.jsonl"  # prompts that a checkpoint folder may bring along
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,9 @@ def model_card(
     training: str = "",
     metadata: dict[str, Any] | None = None,
 ) -> str:
-    """The card of a model, by its config and the card of what it was made from.
-
-    Args:
-        model: of this package.
-        folder: where it is saved; with a chat template there, the example is a chat.
-        repo_id: of the Hub, for title and example.
-        training: Markdown on how it was trained.
-        metadata: further fields of [`ModelCardData`], which go before those of the base.
-    """
+    """The card of a model of this package, by its config and the card of what it was made from. With a chat template
+    in the folder where it is saved, the example is a chat. `training` is Markdown on how it was trained; fields of
+    `metadata` go before those of the base."""
     base, inherited = provenance(str(model.config.name_or_path or ""))
     fields = {"library_name": "transformers", "pipeline_tag": "text-generation", "base_model": base}
     return render(

@@ -94,21 +94,16 @@ class WeDLMConfig(Qwen3Config):
 
 def not_wedlm(name: str, kind: str) -> ValueError:
     """For a stock model where a WeDLM checkpoint is expected: the error that says what helps."""
-    return ValueError(
-        f"{name} is a {kind}, not a WeDLM checkpoint: pass its mask adapter (`--adapter`, in Python "
-        "`load_mask_adapter`), train one (`wedlm adapt MODEL OUT`), or make a WeDLM checkpoint of it (`wedlm convert "
-        "MODEL OUT`) and train that."
-    )
+    adapted = "pass its mask adapter (`--adapter`, in Python `load_mask_adapter`), train one (`wedlm adapt MODEL OUT`)"
+    converted = "make a WeDLM checkpoint of it (`wedlm convert MODEL OUT`) and train that"
+    return ValueError(f"{name} is a {kind}, not a WeDLM checkpoint: {adapted}, or {converted}.")
 
 
 def rope_base(config_dict: dict[str, Any]) -> float | None:
     """The RoPE base that a config states at top level (published checkpoints), in `rope_parameters` or `rope_scaling`;
     `None` where none is. Raises `ValueError` for two: the parent would take one of them, or neither, in silence."""
-    places = {
-        "rope_theta": config_dict,
-        "rope_parameters": config_dict.get("rope_parameters") or {},
-        "rope_scaling": config_dict.get("rope_scaling") or {},
-    }
+    places = {name: config_dict.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+    places = {"rope_theta": config_dict, **places}
     stated = {name: place["rope_theta"] for name, place in places.items() if place.get("rope_theta") is not None}
     if len(set(stated.values())) > 1:
         raise ValueError(f"The WeDLM config states different RoPE bases: {stated}.")

@@ -28,11 +28,9 @@ MASK_TOKEN = "<|mask|>"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What [`convert`] made, and its report.
-
-    The mask's row is `"existing"` (the tokenizer had the token; the row is the source's), `"unused"` (a row without a
-    token) or `"added"` (the embeddings grew). The last two start from the mean.
-    """
+    """What [`convert`] made, and its report. The mask's row is `"existing"` (the tokenizer had the token; the row is
+    the source's), `"unused"` (a row without a token) or `"added"` (the embeddings grew); the last two start from the
+    mean."""
 
     model: WeDLMForCausalLM  # in evaluation mode, in the dtype of the source; float32 from a GGUF file
     tokenizer: PreTrainedTokenizerBase  # the source's, with a mask token
@@ -137,11 +135,9 @@ def write_checkpoint(target: Path, model: WeDLMForCausalLM, tokenizer: PreTraine
 
 @contextmanager
 def _written_whole(target: Path) -> Iterator[Path]:
-    """A folder whose content becomes `target`'s at the end, or is removed if anything goes wrong.
-
-    A new folder appears by one rename. A folder that is there already may be a mount point, a link's target or the
-    working folder of a shell: it stays, and its files are moved into it, config.json last.
-    """
+    """A folder whose content becomes `target`'s at the end, or is removed if anything goes wrong. A new folder appears
+    by one rename. One that is there already may be a mount point, a link's target or the working folder of a shell: it
+    stays, and its files are moved into it, config.json last."""
     is_there = target.is_dir()
     unfinished = (target if is_there else target.parent) / f".{target.name}.{uuid.uuid4().hex}"
     try:
@@ -181,11 +177,9 @@ def _load_weights(source: str, revision: str | None, gguf_file: str | None, conf
         model = WeDLMForCausalLM.from_pretrained(None, config=config, state_dict=stock.state_dict())
     # Older Llama checkpoints store what RoPE computes from its base.
     unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith("rotary_emb.inv_freq"))
-    if info["missing_keys"] or unexpected:
-        raise ValueError(
-            f"The weights of {source!r} do not fit its config: missing {sorted(info['missing_keys'])}, "
-            f"unexpected {unexpected}."
-        )
+    if (missing := sorted(info["missing_keys"])) or unexpected:
+        fault = f"missing {missing}, unexpected {unexpected}"
+        raise ValueError(f"The weights of {source!r} do not fit its config: {fault}.")
     return model
 
 

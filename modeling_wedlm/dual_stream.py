@@ -79,9 +79,9 @@ def dual_stream_mask(
             "Dual-stream training needs an attention implementation that takes an arbitrary mask "
             f"('sdpa', 'eager' or 'flex_attention'), got {implementation!r}."
         )
-    batch_size, length = stream_ids.shape
+    size, length = stream_ids.shape
     return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
-        batch_size=batch_size, q_length=length, kv_length=length, q_offset=0, kv_offset=0,
+        batch_size=size, q_length=length, kv_length=length, q_offset=0, kv_offset=0,
         mask_function=dual_stream_mask_function(stream_ids, block_ids, document_ids),
         attention_mask=None, allow_is_causal_skip=False,
         config=model.config, dtype=inputs_embeds.dtype, device=inputs_embeds.device,
@@ -94,16 +94,11 @@ def token_nll(
     targets: torch.Tensor,
     chunk_size: int = 1024,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative log-likelihood of each target, in float32, without ever holding all logits.
+    """Negative log-likelihood of each target, `(N,)` int64 in `[0, V)`, from `(N, D)` hidden states of the slots that
+    carry a loss, without ever holding all logits: those of `chunk_size` rows exist at a time, and are computed again
+    in the backward pass. The head, `(n, D) -> (n, V)`, is *called*, so that LoRA, FSDP and tensor-parallel hooks fire.
 
-    Args:
-        lm_head: the head, *called* (so that LoRA, FSDP and tensor-parallel hooks fire), `(n, D) -> (n, V)`.
-        hidden_states: `(N, D)`, only slots that carry a loss.
-        targets: `(N,)` int64 in `[0, V)`.
-        chunk_size: rows whose logits exist at a time; they are computed again in the backward pass.
-
-    Returns:
-        `(N,)` float32, in nats; and `(N,)` bool, whether the target is the likeliest token.
+    Returns `(N,)` float32, in nats; and `(N,)` bool, whether the target is the likeliest token.
     """
 
     def chunk_nll(hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,17 +126,12 @@ def dual_stream_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Σ w·nll / N over the slots that have a target: mask loss and auxiliary AR loss at once (paper Eq. 10).
 
-    Args:
-        lm_head, chunk_size: see [`token_nll`].
-        hidden_states: `(B, T, D)`.
-        targets: `(B, T)` int64; -100 where a slot carries no loss.
-        loss_weights: `(B, T)` float32; 1/γ, the AR weight and the normalisation of their sum are in here.
-        num_items_in_batch: supervised tokens of the whole optimizer step; 0 gives a loss of 0.
+    Of `(B, T, D)` hidden states, `(B, T)` int64 targets, -100 where a slot carries no loss, and `(B, T)` float32
+    weights, which hold 1/γ, the AR weight and the normalisation of their sum; N is the number of supervised tokens of
+    the whole optimizer step, 0 gives a loss of 0. The head and chunks are those of [`token_nll`].
 
-    Returns:
-        The loss, a scalar; and each slot's negative log-likelihood, `(B, T)` float32, 0 without a target; both
-        attached to the graph even if no slot has a target. And whether a slot's target is the likeliest token,
-        `(B, T)` bool.
+    Returns the loss, a scalar; and each slot's negative log-likelihood, `(B, T)` float32, 0 without a target; both
+    attached to the graph even if no slot has a target. And whether its target is the likeliest token, `(B, T)` bool.
     """
     slots = (targets.flatten() != -100).nonzero().squeeze(-1)
     nll, correct = token_nll(lm_head, hidden_states.flatten(0, 1)[slots], targets.flatten()[slots], chunk_size)

@@ -37,11 +37,8 @@ _DROPPED = (
 
 
 def read_family(config_dict: dict[str, Any], source: str) -> PreTrainedConfig:
-    """The stock config of a checkpoint, called `source`, that can become a WeDLM one.
-
-    Raises:
-        ValueError: for a checkpoint of another family, or with parts that WeDLM's network does not have.
-    """
+    """The stock config of a checkpoint, called `source`, that can become a WeDLM one. Raises `ValueError` for one of
+    another family, or with parts that WeDLM's network does not have."""
     model_type = config_dict.get("model_type")
     if model_type not in FAMILIES:
         parts = _foreign_parts(config_dict)
@@ -74,17 +71,13 @@ def wedlm_config(source_config: PreTrainedConfig, mask_token_id: int) -> WeDLMCo
 
 def _foreign_parts(config_dict: dict[str, Any]) -> list[str]:
     """Parts of this config that WeDLM's network does not have, each with the field that names it."""
-    parts = [
-        f"{part} ({field}={config_dict[field]})" for field, part in _FOREIGN_PARTS.items() if config_dict.get(field)
-    ]
+    found = {field: value for field in _FOREIGN_PARTS if (value := config_dict.get(field))}
+    parts = [f"{_FOREIGN_PARTS[field]} ({field}={value})" for field, value in found.items()]
     if config_dict.get("attention_bias") and config_dict.get("model_type") != "qwen2":  # Qwen2's code ignores it
         parts.append("a bias on the attention's output projection `o_proj` (attention_bias=True)")
-    has_window = config_dict.get("sliding_window") is not None
-    if has_window or any(kind != "full_attention" for kind in config_dict.get("layer_types") or ()):
-        parts.append(
-            "attention that is not full in every layer "
-            f"(sliding_window={config_dict.get('sliding_window')}, layer_types={config_dict.get('layer_types')})"
-        )
+    window, kinds = config_dict.get("sliding_window"), config_dict.get("layer_types")
+    if window is not None or any(kind != "full_attention" for kind in kinds or ()):
+        parts.append(f"attention that is not full in every layer (sliding_window={window}, layer_types={kinds})")
     rope = {**(config_dict.get("rope_scaling") or {}), **(config_dict.get("rope_parameters") or {})}
     share = rope.get("partial_rotary_factor", config_dict.get("partial_rotary_factor"))
     if share not in (None, 1, 1.0):

@@ -28,12 +28,7 @@ SHIPPED = (
 )  # fmt: skip
 
 _PACKAGE = Path(__file__).parents[1]
-_IMPORT = re.compile(r"^from (?:\.|\.\.\w+\.)(\w+) import ", flags=re.MULTILINE)
-
-
-def _flat_name(stem: str) -> str:
-    """`cache` -> `cache_wedlm`; names that end so already stay."""
-    return f"{stem.removesuffix('_wedlm')}_wedlm"
+_IMPORT = re.compile(r"^from (?:\.|\.\.\w+\.)(\w+?)(?:_wedlm)? import ", flags=re.MULTILINE)
 
 
 def hub_files() -> dict[str, str]:
@@ -41,17 +36,13 @@ def hub_files() -> dict[str, str]:
     files = {}
     for path in SHIPPED:
         text = (_PACKAGE / path).read_text(encoding="utf-8")
-        text = _IMPORT.sub(lambda found: f"from .{_flat_name(found[1])} import ", text)
-        files[f"{_flat_name(Path(path).stem)}.py"] = text
+        files[f"{Path(path).stem.removesuffix('_wedlm')}_wedlm.py"] = _IMPORT.sub(r"from .\1_wedlm import ", text)
     return files
 
 
 def write_hub_files(directory: str | os.PathLike[str]) -> dict[str, str]:
-    """Writes the files that ship into `directory` (made if it is not there), each whole or not at all.
-
-    Returns:
-        The `auto_map` of the config.json beside them.
-    """
+    """Writes the files that ship into `directory` (made if it is not there), each whole or not at all. Returns the
+    `auto_map` of the config.json beside them."""
     target = Path(directory)
     for name, text in hub_files().items():
         write_text(target / name, text)

@@ -38,11 +38,8 @@ def find_checkpoint(
 ) -> dict[str, Any]:
     """Looks for a checkpoint, without reading it: a folder or Hub id, where `subfolder` holds `file`. Returns the
     keywords that each `from_pretrained` on it takes, with `local_files_only=True` where the Hub cannot be reached.
-
-    Raises:
-        OSError: for a folder that is not there or lacks `file`, and for a Hub id that is neither cached nor reachable.
-        ValueError: for a name that cannot be a folder nor a Hub id.
-    """
+    Raises `OSError` for a folder that is not there or lacks `file` and a Hub id that is neither cached nor reachable,
+    and `ValueError` for a name that cannot be a folder nor a Hub id."""
     name, kind = os.fspath(source), "adapter" if file == ADAPTER_FILE else "checkpoint"
     options: dict[str, Any] = {"trust_remote_code": False, "revision": revision, "local_files_only": False}
     options |= {"subfolder": subfolder} if subfolder else {}
@@ -69,9 +66,8 @@ def find_checkpoint(
         return options
     if not isinstance(try_to_load_from_cache(name, file, revision=revision), str):
         why = "offline mode is on (HF_HUB_OFFLINE)" if is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
-        raise OSError(
-            f"{name!r} is no folder here and cannot be loaded as a Hub id: it is not in the cache, and {why}."
-        )
+        fault = "is no folder here and cannot be loaded as a Hub id: it is not in the cache"
+        raise OSError(f"{name!r} {fault}, and {why}.")
     return options | {"local_files_only": True}
 
 
@@ -116,10 +112,8 @@ def load_tokenizer(
     found = find_checkpoint(source, revision=revision, subfolder=subfolder, file=file)
     if gguf is None:  # without these files, transformers makes up an empty tokenizer for some model types
         where = {key: value for key, value in found.items() if key != "trust_remote_code"}
-        files = (
-            cached_file(source, file, _raise_exceptions_for_missing_entries=False, **where) for file in TOKENIZER_FILES
-        )
-        if not any(files):
+        where["_raise_exceptions_for_missing_entries"] = False
+        if not any(cached_file(source, file, **where) for file in TOKENIZER_FILES):
             raise FileNotFoundError(f"{name!r} has no {' or '.join(TOKENIZER_FILES)}: a tokenizer is missing.")
     _check_json(Path(name, subfolder), "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
     with reading(f"The tokenizer of {name!r}"):
@@ -139,20 +133,12 @@ def load_model(
     model_class: Any = WeDLMForCausalLM,
     **options: Any,
 ) -> Any:
-    """The model of a checkpoint, which is a folder or Hub id.
+    """The model of a checkpoint, which is a folder or Hub id; `model_class.from_pretrained` takes the further options.
 
-    Args:
-        source, revision: as in [`find_checkpoint`].
-        dtype: of the weights. `"auto"` is the checkpoint's own; `"packed"` is 16-bit weights and float32 rows, on a
-            CPU ([`pack`]); `"fastest"` is what this CPU computes fastest ([`use_fastest`]), elsewhere as `"auto"`.
-        device: where the model is put.
-        model_class: whose `from_pretrained` loads it.
-        options: further arguments of `from_pretrained`.
-
-    Raises:
-        OSError: as [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors.
-        ValueError: for a checkpoint of another model type, a damaged config, weights that do not fit, and packed
-            ones elsewhere than on a CPU.
+    The dtype `"auto"` is the checkpoint's own; `"packed"` is 16-bit weights and float32 rows, on a CPU ([`pack`]);
+    `"fastest"` is what this CPU computes fastest ([`use_fastest`]), elsewhere as `"auto"`. Raises `OSError` as
+    [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors; `ValueError` for a checkpoint
+    of another model type, a damaged config, weights that do not fit, and packed ones elsewhere than on a CPU.
     """
     if dtype == PACKED and torch.device(device).type != "cpu":
         raise ValueError(f"`dtype={PACKED!r}` is for CPUs, and the model is to be on {str(device)!r}.")
@@ -241,9 +227,8 @@ def _check_token_ids(name: str, value: Any) -> None:
     """Raises `ValueError` for what a generation config cannot have as `bos_token_id` and so on."""
     ids = value if isinstance(value, list) else [value]
     if any(not isinstance(one, int) or isinstance(one, bool) for one in ids if value is not None):
-        raise ValueError(
-            f"`{name}` of generation_config.json must be an integer or a list of integers, got {value!r}."
-        )
+        wanted = "an integer or a list of integers"
+        raise ValueError(f"`{name}` of generation_config.json must be {wanted}, got {value!r}.")
 
 
 @contextmanager
@@ -254,14 +239,11 @@ def reading(what: str) -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
+        fault = f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"
         if "trust_remote_code=True" in str(error):
-            raise ValueError(
-                f"{what} needs Python code of its own, which is not run unless you pass `trust_remote_code=True`."
-            ) from error
-        if "ignore_mismatched_sizes" in str(error):
-            raise ValueError(
-                f"{what} has weights of other shapes than its config states; see the report above."
-            ) from error
-        if type(error) is ValueError:  # subclasses, such as those of JSON and Unicode, do not say where
+            fault = "needs Python code of its own, which is not run unless you pass `trust_remote_code=True`."
+        elif "ignore_mismatched_sizes" in str(error):
+            fault = "has weights of other shapes than its config states; see the report above."
+        elif type(error) is ValueError:  # subclasses, such as those of JSON and Unicode, do not say where
             raise
-        raise ValueError(f"{what} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{what} {fault}") from error

@@ -56,20 +56,18 @@ class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
     ) -> Any:
         """Like the parent's, but where that starts missing weights at random and warns, this raises `ValueError`,
         unless `output_loading_info=True` leaves the judgement to the caller; `OSError` for damaged weight files."""
-        name = str(pretrained_model_name_or_path)
+        name, kwargs = str(pretrained_model_name_or_path), {**kwargs, "output_loading_info": True}
         try:
-            loaded: Any = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
+            loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except SafetensorError as error:
             raise OSError(f"The weights of {name!r} are damaged or truncated: {error}.") from error
         if output_loading_info:
             return loaded
         model, info = loaded
         if missing := sorted(info["missing_keys"]):
+            shown = ", ".join(missing[:3]) + ", …" * (len(missing) > 3)
             raise ValueError(
-                f"{name!r} lacks {len(missing)} of the weights that {cls.__name__} needs with this config: "
-                f"{', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}."
+                f"{name!r} lacks {len(missing)} of the weights that {cls.__name__} needs with this config: {shown}."
             )
         return model
 
@@ -119,14 +117,8 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)}
         else:
             masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}
-        return super().forward(
-            attention_mask=masks,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
+        return super().forward(attention_mask=masks, position_ids=position_ids, **kwargs)
 
     def _physical_causal_mask(self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any) -> Any:
         # Without `position_ids`: transformers would take reordered ones for packed sequences and split at each jump.

@@ -56,20 +56,11 @@ def load_source(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
 ) -> Any:
-    """A causal language model in the class that transformers has for it, in evaluation mode.
-
-    Args:
-        source: folder or Hub id, or the path of a GGUF file.
-        revision: branch, tag or commit of a Hub id.
-        gguf_file: name of a GGUF file in that folder or Hub id.
-        dtype: of the weights; `"auto"` is the checkpoint's own, float32 for a GGUF file; `"packed"` and
-            `"fastest"` as [`load_model`] takes them, for inference alone.
-        device: where the model is put.
-
-    Raises:
-        ImportError: for a GGUF file without the package `gguf`.
-        OSError, ValueError: for what is missing, damaged or not read whole by transformers.
-    """
+    """A causal language model in the class that transformers has for it, in evaluation mode, of a folder or Hub id, a
+    GGUF file in it, or the path of one. The dtype `"auto"` is the checkpoint's own, float32 for a GGUF file;
+    `"packed"` and `"fastest"`, as [`load_model`] takes them, are for inference alone. Raises `ImportError` for a GGUF
+    file without the package `gguf`, and `OSError` or `ValueError` for what is missing, damaged or not read whole by
+    transformers."""
     folder, gguf_file, name = split_source(source, gguf_file)
     if isinstance(dtype, str) and dtype not in ("auto", FASTEST, PACKED):
         dtype = getattr(torch, dtype)
@@ -178,19 +169,15 @@ def _check_gguf(path: str) -> None:
         architecture = reader.fields["general.architecture"].contents()
     except Exception as error:  # whatever the reading of a damaged file raises
         raise OSError(f"{path!r} is not a GGUF file, or damaged or truncated: {error}") from error
-    own = _TENSORS_OF.get(architecture)
-    left_out = [
-        tensor.name
-        for tensor in reader.tensors
-        if not _TENSOR.fullmatch(tensor.name) and not (own and own.fullmatch(tensor.name))
-    ]
+    known = [_TENSOR] + ([_TENSORS_OF[architecture]] if architecture in _TENSORS_OF else [])
+    names = [tensor.name for tensor in reader.tensors]
+    left_out = [name for name in names if not any(pattern.fullmatch(name) for pattern in known)]
     for name in ("rope.scaling.type", "attention.sliding_window", "expert_count", "final_logit_softcapping"):
         field = reader.fields.get(f"{architecture}.{name}")
         if field is not None and field.contents() not in (0, "none"):
             left_out.append(f"{architecture}.{name}={field.contents()}")
     if left_out:
-        hint = ": its RoPE scaling" if left_out == ["rope_freqs.weight"] else ""
-        raise ValueError(
-            f"{path!r} holds {', '.join(left_out[:3])}{', …' if len(left_out) > 3 else ''}{hint}, which transformers "
-            "does not read from GGUF files. Convert the safetensors checkpoint of this model instead."
-        )
+        shown = ", ".join(left_out[:3]) + ", …" * (len(left_out) > 3)
+        shown += ": its RoPE scaling" if left_out == ["rope_freqs.weight"] else ""
+        instead = "Convert the safetensors checkpoint of this model instead."
+        raise ValueError(f"{path!r} holds {shown}, which transformers does not read from GGUF files. {instead}")

@@ -35,8 +35,7 @@ ALONE = {"stop_strings": None, "max_time": None, "repetition_penalty": 1.0, "no_
 
 
 class RequestError(Exception):
-    """A request that is not answered: with a status of HTTP, OpenAI's name of the error, if it has one, and the field
-    of the request that is wrong, if it is known."""
+    """A request that is not answered: its status of HTTP, OpenAI's name of the error, and the field that is wrong."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, param: str | None = None):
         super().__init__(message)
@@ -176,7 +175,7 @@ class Batch(BaseStreamer, StoppingCriteria):
         self.is_prompt = False
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Nothing."""
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Which sequences are over, `(B,)`."""
@@ -309,11 +308,9 @@ def fit_into_context(call: Call, model: Any, length: int, config: GenerationConf
         message = f"The prompt must have 1 to {context - 1} tokens for this model's context, got {length}."
         raise RequestError(message, code=code if length else None)
     if call.limit is not None and length + call.limit > context:
-        raise RequestError(
-            f"This model's context is {context} tokens, but the request asks for {length + call.limit}: {length} in "
-            f"the prompt, {call.limit} for the answer.",
-            code=code,
-        )
+        asked = f"{length + call.limit}: {length} in the prompt, {call.limit} for the answer"
+        message = f"This model's context is {context} tokens, but the request asks for {asked}."
+        raise RequestError(message, code=code)
     stored = model.generation_config.max_new_tokens or DEFAULT_NEW_TOKENS
     config.max_new_tokens = call.limit or min(stored, context - length)
     if (least := config.min_new_tokens or 0) > config.max_new_tokens:

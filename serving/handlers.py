@@ -22,7 +22,7 @@ from transformers.cli.serving.utils import BaseHandler, GenerationState
 from ..eval.decoders import with_asked
 from ..generation.settings import SETTING_NAMES
 from .calls import CURRENT_CALL, Call, CallManager, RequestError
-from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, prompts_of, read, settings_of
+from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
 
 GREEDY_BELOW = 1e-5  # a temperature so low is none, as in vLLM: logits divided by it would be infinite
 
@@ -90,7 +90,7 @@ class ParallelHandler(BaseHandler):
             message = f"The chat template refuses these messages: {error}"
             raise RequestError(message, param=self.prompt_field) from None
         except (RequestError, ValueError) as error:
-            refused = error if isinstance(error, RequestError) else RequestError(str(error))
+            refused = _as_request_error(error)
             if str(error).startswith(("The prompt", "This model's context")):
                 refused.param = self.prompt_field
             elif refused.param is None:
@@ -170,7 +170,8 @@ class TextHandler(ParallelHandler, CompletionHandler):
         config = self._build_generation_config(body, model.generation_config)
         calls: list[Call] = []
         answers: list[Any] = []
-        for prompt in prompts_of(body["prompt"]):
+        given = body["prompt"]
+        for prompt in [given] if isinstance(given, str) or isinstance(given[0], int) else given:
             if not isinstance(prompt, str):
                 check_tokens("prompt", prompt, self.model_manager.vocab_size)
             tokens = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
@@ -184,6 +185,10 @@ class TextHandler(ParallelHandler, CompletionHandler):
             else:  # a task has the call of the moment at which it is made
                 answers.append(asyncio.create_task(self._non_streaming(*rest)))
         return calls, answers if body.get("stream") else await asyncio.gather(*answers)
+
+
+def _as_request_error(error: Exception) -> RequestError:
+    return error if isinstance(error, RequestError) else RequestError(str(error))
 
 
 def check_tokens(field: str, tokens: Any, vocab_size: int) -> None:
@@ -236,13 +241,14 @@ async def _sent(begun: list[Any], events: AsyncIterator[Any], options: dict[str,
     """The lines of a stream. The last chunk has the usage, unless `include_usage` is false; where it is true, the
     usage has a chunk of its own, as in OpenAI's API."""
     asks, chunk = options.get("include_usage"), {}
+    without = {} if asks is None else {"usage": None}
     try:
         for chunk in begun:
-            yield _line(chunk if asks is None else {**chunk, "usage": None})
+            yield _line(chunk | without)
         async for chunk in events:
-            yield _line(chunk if asks is None else {**chunk, "usage": None})
+            yield _line(chunk | without)
     except (RequestError, ValueError) as error:
-        yield _line((error if isinstance(error, RequestError) else RequestError(str(error))).body())
+        yield _line(_as_request_error(error).body())
     else:
         if asks:
             yield _line({**chunk, "choices": []})

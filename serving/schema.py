@@ -197,11 +197,6 @@ def settings_of(request: Request) -> dict[str, Any]:
     return {name: value for name in SETTING_NAMES if (value := getattr(request, name, None)) is not None}
 
 
-def prompts_of(prompt: str | list[Any]) -> list[Any]:
-    """The prompts of a completion, each a text or token ids."""
-    return prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-
-
 def _field(problem: Any) -> str | None:
     return ".".join(map(str, problem["loc"])) or None
 

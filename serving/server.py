@@ -11,7 +11,6 @@ import asyncio
 import logging
 import socket
 import uuid
-from collections.abc import Awaitable, Callable
 from copy import deepcopy
 from typing import Any
 
@@ -38,7 +37,7 @@ class ClientWatch:
     def __init__(self, app: Any, running: set[Call]):
         self.app, self.running = app, running
 
-    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers a request."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)

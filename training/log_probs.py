@@ -41,18 +41,10 @@ def response_log_probs(
     its older self see the same ones, and their ratios are free of most of the masks' noise. Several `num_copies` and
     `ratio_sampler="stratified"` lower what is left of it.
 
-    Args:
-        model: a WeDLM model, or what DDP, FSDP or PEFT made of one: it is *called*, so that their hooks fire. Dropout,
-            if there is any, follows its mode.
-        examples: tokenised, see [`DataCollatorForDualStreamMasking`]; one conversation each, not packed.
-        collator: its block size, mask layout, sampler, copies, seed and epoch are used; end tokens beyond the
-            response's own are not, and neither are its loss weights.
-
-    Returns:
-        The log-probabilities; position t of a sequence is token t of its example.
-
-    Raises:
-        ValueError: for no examples, packed ones, and whatever the collator refuses.
+    The model, or what DDP, FSDP or PEFT made of it, is *called*, so that their hooks fire; dropout follows its mode.
+    Examples are tokenised, one conversation each. Of the collator, end tokens beyond the response's own and loss
+    weights are not used. Position t of the result is token t of its example. Raises `ValueError` for no examples,
+    packed ones, and whatever the collator refuses.
     """
     if not examples:
         raise ValueError("`examples` must hold at least one example, got none.")

@@ -28,19 +28,14 @@ def draw_noise(keys: Sequence[int], block_counts: Sequence[int], block_size: int
 def sample_masked_counts(
     supervised_counts: torch.Tensor, noise: torch.Tensor, ratio_sampler: RatioSampler, document_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws how many supervised tokens of each block are masked, and the weight 1/γ of each of them.
+    """Draws how many of the n_k supervised tokens of each block, `(K,)` int64, are masked: m_k, `(K,)` int64, zero
+    where n_k is zero; and the weight 1/γ_k of each of them, `(K,)` float32. The noise, `(K, ≥ 2)` float32, is uniform
+    in [0, 1).
 
-    Args:
-        supervised_counts: `(K,)` int64, n_k.
-        noise: `(K, ≥ 2)` float32, uniform in [0, 1).
-        ratio_sampler: `"count"`: m_k ~ Uniform{1…n_k}, γ_k = m_k / n_k, an unbiased bound on −log p.
-            `"stratified"`: the same law for each block, spread evenly over the document's blocks (less noise in the
-            loss). `"gamma"`: literally the paper's, γ_k ~ Uniform(0, 1) and m_k = round(γ_k n_k), which leaves some
-            blocks without a mask.
-        document_ids: `(K,)` int64, ascending; the blocks that strata are spread over.
-
-    Returns:
-        m_k `(K,)` int64, zero where n_k is zero, and 1/γ_k `(K,)` float32.
+    `"count"`: m_k ~ Uniform{1…n_k}, γ_k = m_k / n_k, an unbiased bound on −log p. `"stratified"`: the same law for
+    each block, spread evenly over the blocks of a document, `(K,)` int64, ascending (less noise in the loss).
+    `"gamma"`: literally the paper's, γ_k ~ Uniform(0, 1) and m_k = round(γ_k n_k), which leaves some blocks without a
+    mask.
     """
     uniform = noise[:, _RATIO]
     if ratio_sampler == "gamma":
@@ -67,18 +62,12 @@ def mask_blocks(
     suffix_probability: float = 0.0,
     document_ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the masked tokens of every block (paper §4.2).
+    """Chooses the masked tokens of every block among the supervised ones, `(K, B)` bool (paper §4.2), by the noise of
+    [`draw_noise`] and the law of [`sample_masked_counts`]: `(K, B)` bool, and 1/γ of each block, `(K,)` float32.
 
-    Args:
-        supervised: `(K, B)` bool; only these are ever masked.
-        noise: `(K, B + 3)` float32, see [`draw_noise`].
-        ratio_sampler: see [`sample_masked_counts`].
-        suffix_probability: share of blocks whose *last* m_k supervised tokens are masked, which is what decoding meets
-            right after a commit; the others get m_k tokens uniformly without replacement (the paper's layout).
-        document_ids: `(K,)` int64, see [`sample_masked_counts`]; all blocks are one document's if left out.
-
-    Returns:
-        `masked` `(K, B)` bool, and 1/γ of each block, `(K,)` float32.
+    Of a share of the blocks, `suffix_probability`, the *last* m_k supervised tokens are masked, which is what decoding
+    meets right after a commit; the others get m_k tokens uniformly without replacement (the paper's layout). All
+    blocks are one document's if `document_ids` are left out.
     """
     if document_ids is None:
         document_ids = torch.zeros(len(supervised), dtype=torch.int64)

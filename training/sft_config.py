@@ -21,6 +21,11 @@ _LEAST = {
 }  # fmt: skip
 
 
+def setting(default: Any, text: str) -> Any:
+    """A field with its text for `--help`."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class WeDLMSFTConfig(SFTConfig):
     """[`trl.SFTConfig`] with the settings of dual-stream training, and the defaults of the released fine-tuning code.
@@ -34,40 +39,28 @@ class WeDLMSFTConfig(SFTConfig):
     """
 
     # The released defaults; SFTConfig's are for larger steps of an AR loss.
-    learning_rate: float = field(default=3e-6, metadata={"help": "Peak learning rate (paper §6.1: 3e-6)."})
-    lr_scheduler_type: str = field(default="cosine", metadata={"help": "Schedule of the learning rate (paper §6.1)."})
-    warmup_steps: float = field(
-        default=0.1, metadata={"help": "Warm-up: a number of steps, or below 1 a share of them (released code: 0.1)."}
-    )
-    weight_decay: float = field(default=0.01, metadata={"help": "AdamW's (released code)."})
-    num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the data (released code)."})
-    gradient_accumulation_steps: int = field(
-        default=8, metadata={"help": "Micro-batches of an optimizer step (released code)."}
-    )
-    max_length: int | None = field(
-        default=2048, metadata={"help": "Longest example, in tokens (released code); longer ones are shortened."}
-    )
-    use_cache: bool = field(
-        default=True, metadata={"help": "Written into the saved config, for decoding; training never uses a cache."}
-    )
-    assistant_only_loss: bool | None = field(  # type: ignore[assignment]
-        default=None, metadata={"help": "Supervise assistant turns alone; by default for chat data."}
+    learning_rate: float = setting(3e-6, "Peak learning rate (paper §6.1: 3e-6).")
+    lr_scheduler_type: str = setting("cosine", "Schedule of the learning rate (paper §6.1).")
+    warmup_steps: float = setting(0.1, "Warm-up: a number of steps, or below 1 a share of them (released code: 0.1).")
+    weight_decay: float = setting(0.01, "AdamW's (released code).")
+    num_train_epochs: float = setting(3.0, "Passes over the data (released code).")
+    gradient_accumulation_steps: int = setting(8, "Micro-batches of an optimizer step (released code).")
+    max_length: int | None = setting(2048, "Longest example, in tokens (released code); longer ones are shortened.")
+    use_cache: bool = setting(True, "Written into the saved config, for decoding; training never uses a cache.")
+    assistant_only_loss: bool | None = setting(  # type: ignore[assignment]
+        None, "Supervise assistant turns alone; by default for chat data."
     )
 
-    block_size: int = field(default=32, metadata={"help": "B, tokens of a prediction block (paper §6.1)."})
-    ratio_sampler: RatioSampler = field(
-        default="count", metadata={"help": "Law of the masked counts; 'gamma' is literally the paper's (§4.2)."}
+    block_size: int = setting(32, "B, tokens of a prediction block (paper §6.1).")
+    ratio_sampler: RatioSampler = setting(  # noqa: RUF009
+        "count", "Law of the masked counts; 'gamma' is literally the paper's (§4.2)."
     )
-    suffix_probability: float = field(
-        default=0.0, metadata={"help": "Share of blocks whose masks are a suffix instead of uniform (paper: 0)."}
-    )
-    num_copies: int = field(default=1, metadata={"help": "Prediction copies of one memory stream (paper: 1)."})
-    num_eos: int = field(default=8, metadata={"help": "End tokens after a response (released code)."})
-    ar_weight: float = field(default=1.0, metadata={"help": "a, weight of the AR loss (released code; Eq. 10)."})
-    eval_decoding_samples: int = field(
-        default=4, metadata={"help": "Prompts of the evaluation set that each evaluation decodes; 0 for none."}
-    )
-    eval_decoding_tokens: int = field(default=128, metadata={"help": "Most new tokens of each of these answers."})
+    suffix_probability: float = setting(0.0, "Share of blocks whose masks are a suffix instead of uniform (paper: 0).")
+    num_copies: int = setting(1, "Prediction copies of one memory stream (paper: 1).")
+    num_eos: int = setting(8, "End tokens after a response (released code).")
+    ar_weight: float = setting(1.0, "a, weight of the AR loss (released code; Eq. 10).")
+    eval_decoding_samples: int = setting(4, "Prompts of the evaluation set that each evaluation decodes; 0 for none.")
+    eval_decoding_tokens: int = setting(128, "Most new tokens of each of these answers.")
 
     def __post_init__(self) -> None:
         if self.chat_template_path == "chatml":

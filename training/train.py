@@ -25,7 +25,7 @@ from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .model import check_source
 from .saving import only_writer
-from .sft_config import WeDLMSFTConfig
+from .sft_config import WeDLMSFTConfig, setting
 from .sft_trainer import WeDLMSFTTrainer
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,12 @@ class DataConfig:
     dataset: str = field(
         metadata={"help": "A .jsonl, .json or .parquet file, or a folder or Hub id that `datasets` reads."}
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub id."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a folder or Hub id."})
-    streaming: bool = field(default=False, metadata={"help": "Read while training; needs `max_steps`."})
-    eval_dataset: str | None = field(default=None, metadata={"help": "Like `dataset`, to evaluate on."})
-    eval_split: str = field(default="test", metadata={"help": "Split of `eval_dataset`."})
-    eval_share: float = field(
-        default=0.0, metadata={"help": "Share of `dataset` to keep for evaluation where there is no `eval_dataset`."}
-    )
+    dataset_config: str | None = setting(None, "Configuration of a Hub id.")
+    dataset_split: str = setting("train", "Split of a folder or Hub id.")
+    streaming: bool = setting(False, "Read while training; needs `max_steps`.")
+    eval_dataset: str | None = setting(None, "Like `dataset`, to evaluate on.")
+    eval_split: str = setting("test", "Split of `eval_dataset`.")
+    eval_share: float = setting(0.0, "Share of `dataset` to keep for evaluation where there is no `eval_dataset`.")
 
     def __post_init__(self) -> None:
         for name in ("dataset", "eval_dataset"):
@@ -64,15 +62,10 @@ class DataConfig:
 def run(
     data: DataConfig, args: WeDLMSFTConfig, model: ModelConfig, report: Callable[[dict[str, Any]], None] | None = None
 ) -> WeDLMSFTTrainer:
-    """Loads data and model, trains, evaluates, saves; returns the trainer.
-
-    The [`results`] go to `report`; by default they are printed as a table.
-
-    Raises:
-        OSError: for files that cannot be read or written, and while another run writes into the output folder.
-        ValueError: for settings or data that cannot be trained on.
-        FloatingPointError: for a loss that is not finite.
-    """
+    """Loads data and model, trains, evaluates, saves; returns the trainer. The [`results`] go to `report`; by default
+    they are printed as a table. Raises `OSError` for files that cannot be read or written, and while another run
+    writes into the output folder; `ValueError` for settings or data that cannot be trained on; `FloatingPointError`
+    for a loss that is not finite."""
     if model.model_name_or_path is None:
         raise ValueError("`model_name_or_path` is required: a folder or Hub id of a checkpoint.")
     if not args.output_dir or Path(args.output_dir).is_file():

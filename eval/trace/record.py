@@ -248,7 +248,7 @@ def decodings(trace: Trace) -> dict[str, list[Decoding]]:
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[str]:
-    """The part of the text that each token brings. Together they are the text without special tokens."""
+    """The part of the text, without special tokens, that each token brings."""
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     pieces, written = [], 0
     for count in range(1, len(tokens) + 1):

@@ -1,14 +1,5 @@
-r"""WeDLM checkpoints on vLLM, as a plug-in: nothing of vLLM is forked.
-
-Installed beside vLLM, it is found by itself (entry point `vllm.general_plugins`), and `vllm serve CHECKPOINT` or
-`LLM(CHECKPOINT)` loads WeDLM checkpoints. They decode like any AR model. One flag makes it verified parallel decoding,
-whose output is the same in fewer forwards:
-
-    vllm serve CHECKPOINT --dtype float32 \
-        --speculative-config '{"model": "wedlm_hf.serving.vllm.Proposer", "num_speculative_tokens": 16}'
-
-docs/serving.md goes through every option.
-"""
+"""WeDLM checkpoints on vLLM, as a plug-in that vLLM finds by itself (entry point `vllm.general_plugins`). They decode
+like any AR model or, with `speculative_config`, by verified parallel decoding; docs/serving.md has every option."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -27,19 +27,13 @@ FUSED_INTO = {part: name for name, parts in FUSED.items() for part in parts}
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer of vLLM, `base`, with an update added to the rows that are masks.
+    """A linear layer of vLLM, `base`, with an update added to the rows that are masks; where it `sums`, the parts of
+    the processes must be added up."""
 
-    Args:
-        down: `(in, ranks)`, of all layers that are fused into it, side by side; of a layer that is cut along its
-            inputs, this process' part.
-        up: `(ranks, out)`, this process' part; each fused layer's updates its own outputs only.
-        flags: `(most rows, 1)`, 1 for rows that are masks, otherwise 0.
-        sums: the parts of the processes must be added up.
-    """
-
+    # (in, ranks), of all layers that are fused into it; of a layer that is cut along its inputs, this process' part.
     down: torch.Tensor
-    up: torch.Tensor
-    flags: torch.Tensor
+    up: torch.Tensor  # (ranks, out), this process' part; each fused layer's updates its own outputs only
+    flags: torch.Tensor  # (most rows, 1), 1 for rows that are masks, otherwise 0
 
     def __init__(self, base: nn.Module, down: torch.Tensor, up: torch.Tensor, flags: torch.Tensor, sums: bool):
         super().__init__()
@@ -90,29 +84,22 @@ class VllmMaskAdapter(nn.Module):
             owner = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
             linear = getattr(owner, name)
             downs: list[torch.Tensor] = []
-            ups: list[tuple[int, torch.Tensor]] = []  # where the outputs begin, and the part of this process
-            start = 0
+            ups: list[torch.Tensor] = []  # of each part, what this process has; no rows where it has no update
             for place, target in enumerate(parts):
                 size = linear.output_partition_sizes[place] if name in FUSED else linear.output_size
-                if target in settings.target_modules:
-                    down, up = weights[f"down.{target}"][index].T, weights[f"up.{target}"][index].T
-                    if name in FUSED:
-                        pieces = up.split(size, dim=1)  # fewer than processes where key/value heads are shared
-                        up = pieces[rank * len(pieces) // world]
-                    else:
-                        down = down.chunk(world)[rank]
-                    downs.append(down)
-                    ups.append((start, up))
-                start += size
-            combined = torch.zeros(
-                sum(up.shape[0] for _, up in ups), start, dtype=self.dtype, device=self.flags.device
-            )
-            row = 0
-            for begin, up in ups:
-                combined[row : row + up.shape[0], begin : begin + up.shape[1]] = up
-                row += up.shape[0]
+                if target not in settings.target_modules:
+                    ups.append(self.flags.new_zeros(0, size))
+                    continue
+                down, up = weights[f"down.{target}"][index].T, weights[f"up.{target}"][index].T
+                if name in FUSED:
+                    pieces = up.split(size, dim=1)  # fewer than processes where key/value heads are shared
+                    up = pieces[rank * len(pieces) // world]
+                else:
+                    down = down.chunk(world)[rank]
+                downs.append(down)
+                ups.append(up)
             down = torch.cat(downs, dim=1).contiguous()
-            setattr(owner, name, AdaptedLinear(linear, down, combined, self.flags, sums))
+            setattr(owner, name, AdaptedLinear(linear, down, torch.block_diag(*ups), self.flags, sums))
 
     def _make_head(
         self, settings: MaskAdapterSettings, hidden_size: int, weights: dict[str, torch.Tensor]
@@ -138,16 +125,9 @@ class VllmMaskAdapter(nn.Module):
     def draft(
         self, model: Any, hidden: torch.Tensor, logits: torch.Tensor, before: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Chooses the drafts of each request one after the other.
-
-        Args:
-            hidden: `(A, K, H)`, last hidden states of the masks.
-            logits: `(A, K, V)`, theirs.
-            before: `(A, 2)` int64, the two tokens before the first.
-
-        Returns:
-            `(A, K)` int64, the drafts; `(A, K)`, their probabilities over a shortlist of tokens.
-        """
+        """Chooses the drafts of each request one after the other, from the masks' last hidden states `(A, K, H)`,
+        their logits `(A, K, V)`, and the two tokens before the first, `(A, 2)` int64. Returns the drafts, `(A, K)`
+        int64, and their probabilities over a shortlist of tokens, `(A, K)`."""
         assert self.head is not None
         shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices
         weight = getattr(model.lm_head, "weight", None)

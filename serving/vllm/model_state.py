@@ -82,9 +82,8 @@ class VerifyingSampler(WrappedSampler):
         super().__init__(sampler)
         self.model, self.most = model, vllm_config.num_speculative_tokens
         places, device = vllm_config.scheduler_config.max_num_seqs, sampler.req_states.device
-        settings = SimpleNamespace(
-            num_speculative_tokens=self.most, enable_adaptive_verification=False, rejection_sample_method="standard"
-        )
+        standard = {"enable_adaptive_verification": False, "rejection_sample_method": "standard"}
+        settings = SimpleNamespace(num_speculative_tokens=self.most, **standard)
         self.verifier = RejectionSampler(sampler, settings, device)
         self.columns = torch.arange(self.most + 1, device=device)
         self.extra = torch.ones(places, device=device)  # tokens beyond the first of steps with drafts, a running mean
@@ -189,14 +188,7 @@ class StreamingSampler(WrappedSampler):
         """`(R,)` tokens, which are never masks, and the entropies `(R,)` of the distributions as they are."""
         entropies = token_entropy(logits)
         logits[:, self.windows.mask_token_id] = -torch.inf
-        sampled, _ = self.sampler.sample(
-            logits,
-            batch.expanded_idx_mapping,
-            batch.idx_mapping,
-            batch.idx_mapping_np,
-            batch.positions[batch.logits_indices],
-            batch.input_ids[batch.logits_indices],
-            batch.expanded_local_pos,
-            batch.seq_lens_cpu_upper_bound.numpy(),
-        )
+        requests = batch.expanded_idx_mapping, batch.idx_mapping, batch.idx_mapping_np
+        rows = batch.positions[batch.logits_indices], batch.input_ids[batch.logits_indices], batch.expanded_local_pos
+        sampled, _ = self.sampler.sample(logits, *requests, *rows, batch.seq_lens_cpu_upper_bound.numpy())
         return sampled.long(), entropies

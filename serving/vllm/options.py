@@ -81,14 +81,13 @@ class EngineOptions:
             raise ValueError(f"{other} is for verified decoding and excludes 'verification': 'none'.")
         if self.mask_adapter is not None:
             if not self.is_drafting:
+                off = "A mask adapter drafts tokens for verified decoding, which is off"
                 raise ValueError(
-                    "A mask adapter drafts tokens for verified decoding, which is off: pass `speculative_config` too, "
-                    "or leave the mask adapter out. AR decoding does not use it."
+                    f"{off}: pass `speculative_config` too, or leave it out. AR decoding does not use it."
                 )
             if vllm_config.lora_config is not None:
-                raise ValueError(
-                    "A mask adapter cannot be served together with vLLM's LoRA: merge the LoRA into the checkpoint."
-                )
+                why = "A mask adapter cannot be served together with vLLM's LoRA"
+                raise ValueError(f"{why}: merge the LoRA into the checkpoint.")
             self._check_adapter(self.mask_adapter, vllm_config.model_config)
         if self.always_draft and not self.is_drafting:
             raise ValueError("'always_draft' goes with `speculative_config`, which switches verified decoding on.")
@@ -105,10 +104,8 @@ class EngineOptions:
             return
         tokens = spec.num_speculative_tokens
         if tokens is None or not 2 <= tokens <= MOST_SPECULATIVE_TOKENS:
-            raise ValueError(
-                f"`num_speculative_tokens`, the most drafts and masks of a request's step, must lie between 2 and "
-                f"{MOST_SPECULATIVE_TOKENS}, got {tokens}."
-            )
+            named = "`num_speculative_tokens`, the most drafts and masks of a request's step,"
+            raise ValueError(f"{named} must lie between 2 and {MOST_SPECULATIVE_TOKENS}, got {tokens}.")
         if spec.rejection_sample_method == "synthetic":
             raise ValueError("Verified decoding of WeDLM cannot accept drafts at synthetic rates.")
 
@@ -185,13 +182,9 @@ class RequestOptions:
         if largest_window is None:
             for name in ("entropy_threshold", "distance_penalty"):
                 if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"`{PREFIX}{name}` is an option of the paper's decoder: the engine must run with "
-                        "'verification': 'none'."
-                    )
+                    needed = "the engine must run with 'verification': 'none'"
+                    raise ValueError(f"`{PREFIX}{name}` is an option of the paper's decoder: {needed}.")
         elif self.strategy == "ar":
             raise ValueError("`wedlm_strategy='ar'` goes with verified decoding; this engine decodes without it.")
-        elif self.window_size is not None and self.window_size > largest_window:
-            raise ValueError(
-                f"`wedlm_window_size` can be at most the engine's, {largest_window}, got {self.window_size}."
-            )
+        elif (size := self.window_size) is not None and size > largest_window:
+            raise ValueError(f"`wedlm_window_size` can be at most the engine's, {largest_window}, got {size}.")

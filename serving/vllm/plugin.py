@@ -62,22 +62,17 @@ class StartUpChecks:
 
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
-        """Checks what was asked for, and puts the scheduler in place that it needs.
-
-        Raises:
-            ValueError: for a checkpoint without a mask token, and options that cannot be honoured.
-        """
+        """Checks what was asked for, and puts the scheduler in place that it needs. Raises `ValueError` for a
+        checkpoint without a mask token, and options that cannot be honoured."""
         options = EngineOptions.of(vllm_config)
         options.check(vllm_config)
         scheduler = vllm_config.scheduler_config
         if options.verification == "none":
             _stream(vllm_config, options)
         elif options.is_drafting:
-            if scheduler.scheduler_cls is not None:
-                raise ValueError(
-                    "Verified decoding of WeDLM brings a scheduler of its own and cannot work with another one, got "
-                    f"scheduler_cls={scheduler.scheduler_cls!r}."
-                )
+            if (other := scheduler.scheduler_cls) is not None:
+                why = "Verified decoding of WeDLM brings a scheduler of its own and cannot work with another one"
+                raise ValueError(f"{why}, got scheduler_cls={other!r}.")
             scheduler.scheduler_cls = "wedlm_hf.serving.vllm.scheduler.WeDLMScheduler"
             if vllm_config.use_v2_model_runner:
                 _draft_on_runner_v2(vllm_config)

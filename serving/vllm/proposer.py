@@ -101,13 +101,8 @@ class Proposer:
     def propose(
         self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, **kwargs: Any
     ) -> list[list[int]]:
-        """The drafts and masks of each request for the next step.
-
-        Args:
-            sampled_token_ids: what the step gave each request; none for a part of a prompt.
-            num_tokens_no_spec: `(requests,)`, tokens of each request so far.
-            token_ids_cpu: `(requests, max_model_len)`, those tokens.
-        """
+        """The drafts and masks of each request for the next step, from what the step gave each (nothing for a part of
+        a prompt), the numbers of its tokens so far, `(requests,)`, and those tokens, `(requests, max_model_len)`."""
         step, self._step = self._step, None
         assert step is not None, "vLLM's model runner was not prepared"
         self._finish(step, sampled_token_ids)
@@ -164,12 +159,8 @@ class Proposer:
         rows = torch.tensor([each + each[-1:] * (most - len(each)) for each in masks.values()], device=device)
         before = [texts[index, lengths[index] - 2 : lengths[index]].tolist() for index in masks]
         drafted, chances = self.model.draft(step.hidden[rows], logits[rows], torch.tensor(before, device=device))
-        return {
-            index: (tokens[: len(each)], its_chances[: len(each)])
-            for (index, each), tokens, its_chances in zip(
-                masks.items(), drafted.tolist(), chances.tolist(), strict=True
-            )
-        }
+        found = zip(masks.items(), drafted.tolist(), chances.tolist(), strict=True)
+        return {index: (tokens[: len(each)], own[: len(each)]) for (index, each), tokens, own in found}
 
     @property
     def _unused_masks(self) -> int:

@@ -21,14 +21,8 @@ def prepare_runner() -> None:
     if hasattr(GPUModelRunner, "wedlm_originals"):
         return
     GPUModelRunner.wedlm_originals = {}
-    wrappers = (
-        _calc_spec_decode_metadata,
-        _sample,
-        _input_fits_in_drafter,
-        propose_draft_token_ids,
-        take_draft_token_ids,
-    )
-    for wrapper in wrappers:
+    wrappers = _calc_spec_decode_metadata, _sample, _input_fits_in_drafter
+    for wrapper in (*wrappers, propose_draft_token_ids, take_draft_token_ids):
         name = wrapper.__name__
         original = getattr(GPUModelRunner, name)
         GPUModelRunner.wedlm_originals[name] = original
@@ -94,14 +88,11 @@ def take_draft_token_ids(self: Any) -> Any:
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """A value of each request, repeated for each of its tokens.
+    """A value of each request, `x` `(requests,)`, with `replace_to` for `replace_from`, repeated for each of its
+    tokens. `cu_num_tokens` `(requests,)` are those of a request and of those before it, `num_tokens` of all.
 
     In place of vLLM's own on CPUs, which fills a copy of its result that nobody reads
     (https://github.com/vllm-project/vllm/issues/55005): temperatures, top-k and top-p of drafts are random there.
-
-    Args:
-        x: `(requests,)`; where it is `replace_from`, it is written as `replace_to`.
-        cu_num_tokens: `(requests,)`, tokens of a request and of those before it; `num_tokens` of all.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts.long(), output_size=num_tokens)

@@ -14,19 +14,6 @@ class Windows:
 
     Slots are counted from the first token whose keys and values are not in the cache: first the pending tokens, then
     the window, each slot of it filled or a mask.
-
-    Args:
-        places: M.
-        largest: the largest window W.
-
-    Attributes:
-        tokens: `(M, C)` int64, of each slot.
-        is_filled: `(M, C)`.
-        order: `(M, C)` int64, the slots in the order in which they are run: filled ones, masks, then unused ones.
-        pending, size: `(M,)`, slots that are pending, and those in use.
-        window: `(M,)`, W of each request.
-        threshold, penalty: `(M,)`, τ in nats and λ in nats per position.
-        left: `(M,)`, new tokens still allowed, those that are pending included.
     """
 
     def __init__(self, places: int, largest: int, mask_token_id: int, device: torch.device):
@@ -34,9 +21,10 @@ class Windows:
         shape = places, 2 * largest
         self.tokens = torch.full(shape, mask_token_id, device=device)
         self.is_filled = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.order = self.columns.repeat(places, 1)
+        self.order = self.columns.repeat(places, 1)  # in which slots are run: filled ones, masks, then unused ones
+        # Pending slots, those in use, W, and new tokens still allowed, those that are pending included.
         self.pending, self.size, self.window, self.left = torch.zeros(4, places, dtype=torch.int64, device=device)
-        self.threshold, self.penalty = torch.zeros(2, places, device=device)
+        self.threshold, self.penalty = torch.zeros(2, places, device=device)  # τ in nats, λ in nats per position
 
     def begin(self, places: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
         """Windows of masks alone, behind a prompt, at `places`, `(A,)`, with `left`, `(A,)`, new tokens allowed.
@@ -48,17 +36,10 @@ class Windows:
     def advance(
         self, places: torch.Tensor, rows: torch.Tensor, entropies: torch.Tensor, sampled: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Fills masks, commits what was pending, and slides the windows.
-
-        Args:
-            places: `(A,)`.
-            rows: `(A,)`, slots that were run, the first of the order.
-            entropies: `(A, C)` float32, nats, of the distributions at them.
-            sampled: `(A, C)` int64, tokens for them.
-
-        Returns:
-            `(A, C)` int64, committed tokens, of which the first `(A,)` count; `(A, C)` the tokens to run next.
-        """
+        """Fills masks, commits what was pending, and slides the windows at `places`, `(A,)`. Of the order's slots the
+        first `rows`, `(A,)`, were run, with these entropies, `(A, C)` float32 in nats, and tokens for them, `(A, C)`
+        int64. Returns the committed tokens, `(A, C)`, of which the first `(A,)` count, and those to run next, `(A,
+        C)`."""
         order, filled = self.order[places], self.is_filled[places]
         pending, size = self.pending[places], self.size[places, None]
         is_mask = ~filled.gather(1, order) & (self.columns < size) & (self.columns < rows[:, None])
