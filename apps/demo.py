@@ -233,7 +233,7 @@ def with_ar_of(trace: Trace, other: Trace) -> Trace:
 
 def first_of(error: ValidationError) -> str:
     """The place of the first error in a form, what is wanted there, and what was found."""
-    first = error.errors(include_url=False)[0]
+    first = error.errors()[0]
     where, what = ".".join(map(str, first["loc"])) or "the request", first["msg"]
     got = "" if first["type"] in ("missing", "json_invalid") else f", got {first['input']!r:.40}"
     return f"{where}: {what[0].lower()}{what[1:]}{got}"

@@ -15,21 +15,17 @@ from .streams import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class ResponseLogProbs:
-    """What [`response_log_probs`] returns; all in nats, with the graph, and 0 outside responses.
+    """What [`response_log_probs`] returns; all float32, in nats, with the graph, and 0 outside responses.
 
-    Attributes:
-        ar_tokens: `(B, L)` float32, log p(x[t] | x[<t]) of the next-token head: exact.
-        mask_tokens: `(B, L)` float32, each token's part of the block-wise bound: its log-probability at its mask,
-            times 1/γ of its block, over the number of prediction copies; 0 where no copy masks it. Their sum over a
-            response is an unbiased estimate of a lower bound on its log-probability.
-        ar_blocks, mask_blocks: `(B, K)` float32, their sums over each block. Where a conversation has several
-            responses, blocks of the same number count together.
+    A token's part of the block-wise bound is its log-probability at its mask, times 1/γ of its block, over the number
+    of prediction copies; 0 where no copy masks it. Their sum over a response is an unbiased estimate of a lower bound
+    on its log-probability. Where a conversation has several responses, blocks of the same number count together.
     """
 
-    ar_tokens: torch.Tensor
-    mask_tokens: torch.Tensor
-    ar_blocks: torch.Tensor
-    mask_blocks: torch.Tensor
+    ar_tokens: torch.Tensor  # (B, L), log p(x[t] | x[<t]) of the next-token head: exact
+    mask_tokens: torch.Tensor  # (B, L), each token's part of the block-wise bound
+    ar_blocks: torch.Tensor  # (B, K), sums over each block
+    mask_blocks: torch.Tensor  # (B, K), likewise
 
 
 def response_log_probs(

@@ -75,7 +75,9 @@ def run(
     output, is_writer = Path(args.output_dir), args.process_index == 0
     with only_writer(output, is_writer and output.exists()):
         pass  # refused before any work
-    settings = _model_settings(model)
+    given = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    given["revision"] = None if model.model_revision == "main" else model.model_revision
+    settings = {name: value for name, value in given.items() if value is not None}
     check_source(model.model_name_or_path, settings.get("revision"), is_base=model.use_peft)
     train_dataset, eval_dataset = _datasets(data, args.seed)
     args.model_init_kwargs = settings | (args.model_init_kwargs or {})  # type: ignore[operator]
@@ -149,13 +151,6 @@ def _datasets(data: DataConfig, seed: int) -> tuple[Any, Any]:
         parts = train.train_test_split(test_size=data.eval_share, seed=seed)
         return parts["train"], parts["test"]
     return train, None
-
-
-def _model_settings(model: ModelConfig) -> dict[str, Any]:
-    """The keywords of `from_pretrained` that were given."""
-    revision = None if model.model_revision == "main" else model.model_revision
-    settings = {"revision": revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _resume_from(args: WeDLMSFTConfig) -> str | bool | None:

@@ -90,7 +90,7 @@ def _of_sweep(numbers: Numbers, window: int, labels: dict[str, str]) -> list[Fig
 
 
 def _front(sweep: pd.DataFrame, labels: dict[str, str]) -> Figure:
-    drawing, (axis,) = _canvas(1)
+    drawing, (axis,) = _canvas()
     front = sweep[sweep["on_front"]].sort_values("speed")
     axis.plot(front["speed"], front["quality"], color="black", linewidth=1, zorder=1, label="Pareto front")
     errors = front["quality_error"], front["speed_error"]
@@ -151,7 +151,7 @@ def _area(areas: pd.DataFrame, labels: dict[str, str]) -> Figure | None:
     areas = areas[areas["area"].notna() & (areas.index != AR)]
     if not len(areas):
         return None
-    drawing, (axis,) = _canvas(1)
+    drawing, (axis,) = _canvas()
     for decoder, curve in areas["curve"].items():
         x, y = zip(*curve, strict=True)
         color = COLORS[str(decoder)]
@@ -167,7 +167,7 @@ def _entropy(prompts: pd.DataFrame) -> Figure | None:
     if decoder is None:
         return None
     y = f"tokens_per_forward, {decoder}"
-    drawing, (axis,) = _canvas(1)
+    drawing, (axis,) = _canvas()
     shades = matplotlib.colormaps["tab10"]
     prompts = prompts.assign(entropy=prompts["entropy"].clip(lower=1e-4))
     for place, (task, own) in enumerate(prompts.groupby("task", sort=False)):
@@ -186,7 +186,7 @@ def _entropy(prompts: pd.DataFrame) -> Figure | None:
     return Figure("entropy", "Speed by entropy of the text", caption, drawing)
 
 
-def _canvas(panels: int) -> tuple[Drawing, Sequence[Axes]]:
+def _canvas(panels: int = 1) -> tuple[Drawing, Sequence[Axes]]:
     """A figure as wide as a phone, with panels below each other over the same x."""
     drawing = Drawing(figsize=(4.8, 1.5 + 2.05 * panels), layout="constrained")
     return drawing, list(drawing.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])

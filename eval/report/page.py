@@ -96,7 +96,8 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
     main, errors = ["quality", "tokens_per_forward", "prefix_cacheability"], ["quality", "speed"]
     timed = ["tokens_per_second", "speed", "first_token_seconds", "own_cost", "same"]
     timed += ["peak_bytes"] * bool(numbers.batches["peak_bytes"].notna().any())
-    headline = numbers.headline
+    headline, depths = numbers.headline, numbers.depths
+    shares = (depths["accepted"] / depths["drafted"]).unstack("depth").iloc[:, :MOST_DEPTHS]
     # AR's quality by task, then that of the others with their speeds; the last line is that of all tasks together.
     tasks = pd.concat([numbers.tasks, headline.assign(task=ALL_TASKS).set_index("task", append=True)])
     by_task = cells(tasks, ["quality", "tokens_per_forward", "speed"])
@@ -110,7 +111,7 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
             {f"{name}: {titles[key]}": by_task.loc[name][key] for name, key in columns}
         ).reset_index(),
         "batches": cells(numbers.batches, timed).reset_index(),
-        "depths": _shares(numbers.depths).reset_index(),
+        "depths": shares.map("{:.2f}".format, "ignore").fillna("–").rename(columns=str).reset_index(),
         "entropy": cells(texts, texts.columns).reset_index(),
     }
     if len(sweep := numbers.sweep):
@@ -128,12 +129,6 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
         return titles.get(column, column.replace("_", " "))
 
     return {name: table.rename(columns=title) for name, table in made.items()}
-
-
-def _shares(depths: pd.DataFrame) -> pd.DataFrame:
-    """Of the drafts at each depth that were checked, how many passed, as texts."""
-    shares = (depths["accepted"] / depths["drafted"]).unstack("depth").iloc[:, :MOST_DEPTHS]
-    return shares.map("{:.2f}".format, "ignore").fillna("–").rename(columns=str)
 
 
 def as_markdown(table: pd.DataFrame) -> str:

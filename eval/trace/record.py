@@ -89,8 +89,10 @@ def record(
         decoders = request.decoders(model, len(tokens))
         calls: dict[str, list[Call]] = {name: [] for name in decoders}
         for turn in itertools.count():
-            if turn > repeats and (turn > MOST_TURNS or _is_speed_possible(list(calls.values()))):
-                break
+            if turn > repeats:  # recorded calls count only where there are no others
+                own, *ar = (in_turn([call[0][0] for call in some[1:] or some]) for some in calls.values())
+                if turn > MOST_TURNS or not ar or Speed.of(ar, [own]).is_possible:
+                    break
             for name, options in decoders.items():
                 kept = {} if turn else {"output_logits" if name == AR else "output_trace": True}
                 told = None if turn or streamer is None else streamer(name)
@@ -108,12 +110,6 @@ def record(
         special=sorted(ids & set(tokenizer.all_special_ids)),
         recordings=recordings,
     )
-
-
-def _is_speed_possible(calls: Sequence[Sequence[Call]]) -> bool:
-    """Recorded calls count only where there are no others."""
-    own, *ar = (in_turn([call[0][0] for call in (some[1:] or some)]) for some in calls)
-    return not ar or Speed.of(ar, [own]).is_possible
 
 
 def _run(
