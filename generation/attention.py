@@ -23,6 +23,8 @@ DENSE_MASK_ATTENTION = ("sdpa", "eager")
 # Kinds of layers whose mask is known here, by the names of `config.layer_types`.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 GROUPED = "wedlm_grouped_sdpa"
+# Rows up to which a CPU's 16-bit matrix products give a row the same bits: oneDNN takes another kernel for more.
+ROWS_ALIKE = 32
 # Forwards under way that read grouped masks, by the identity of their config.
 _READING: Counter[int] = Counter()
 _LOCK = Lock()
@@ -64,7 +66,7 @@ class StepAttention:
         self.groups = next(iter(groups), 1) if is_known and len(groups) <= 1 else 0
 
     def masks(
-        self, write: CacheWrite, position_ids: torch.Tensor, visibility: Visibility | None
+        self, write: CacheWrite, position_ids: torch.Tensor, visibility: Visibility | None, alone: int | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """The `attention_mask` of a forward.
 
@@ -72,6 +74,8 @@ class StepAttention:
             write: where the forward writes.
             position_ids: `(A, Q)` int64, logical positions.
             visibility: of branches.
+            alone: how many of the first rows attend one by one, see [`attends_by_row`]; 0 for prompts, whose rows
+                attend together, in the very call of AR decoding. `None`: all rows attend together.
 
         Returns:
             `None` where the model makes the right one by itself; a tensor where all layers are of one kind, and
@@ -88,8 +92,8 @@ class StepAttention:
         for kind in self.kinds:
             near = _near(kind, write, position_ids, self.config)
             mask = visible if near is None else visible & near
-            if self.groups:
-                mask = grouped_mask(mask, self.groups, self.dtype)
+            if self.groups and alone != 0:
+                mask = grouped_mask(mask, self.groups, self.dtype, alone or 0)
             elif self.implementation != "sdpa":
                 mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
             masks[kind] = mask
@@ -128,19 +132,41 @@ def _near(kind: str, write: CacheWrite, queries: torch.Tensor, config: Any) -> t
     return keys > queries - config.sliding_window
 
 
-def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+def attends_by_row(model: Any) -> bool:
+    """Whether each real row of a step should attend in a call of its own, the call of an AR step.
+
+    A row's last bits depend on how many rows attend together. In 16 bits the next layer rounds that up to a different
+    number now and then, and answers part at near-ties; a CPU's matrix products give a row the same bits in any company
+    of up to [`ROWS_ALIKE`], so attention is all that differs. A CPU's calls are cheap, too.
+    """
+    is_known = implementation_of(model) == "sdpa" and bool(StepAttention(model).groups)
+    return is_known and model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
+
+
+def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype, alone: int = 0) -> torch.Tensor:
     """The mask of [`grouped_sdpa`], made once for all layers.
 
     Args:
         visible: `(B or 1, 1, Q, K)` bool.
         groups: query heads of each key/value head, G.
         dtype: of the queries.
+        alone: N, how many of the first rows attend one by one; with B = 1.
 
     Returns:
-        `(B or 1, 1, G * Q, K)`, additive.
+        `(B or 1, 1, G * (Q - N), K)`, additive, of the other rows; its attribute `alone` has the keys of each of N.
     """
-    mask = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
-    return mask.repeat(1, 1, groups, 1)
+    together = visible[:, :, alone:]
+    mask = torch.zeros_like(together, dtype=dtype).masked_fill_(~together, float("-inf")).repeat(1, 1, groups, 1)
+    if alone:
+        mask.alone = [_keys(row) for row in visible[0, 0, :alone]]  # type: ignore[attr-defined]
+    return mask
+
+
+def _keys(visible: torch.Tensor) -> slice | torch.Tensor:
+    """The keys that a row sees, from `(K,)` bool: a range, if they are one, is read where it is."""
+    keys = visible.nonzero()[:, 0]
+    first, last = int(keys[0]), int(keys[-1])
+    return slice(first, last + 1) if last - first + 1 == len(keys) else keys
 
 
 def grouped_sdpa(
@@ -168,15 +194,26 @@ def grouped_sdpa(
     Returns:
         `(A, Q, H, D)`, and `None` in place of the weights.
     """
+    how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
+    outputs = []
+    if alone := getattr(attention_mask, "alone", ()):
+        is_grouped = query.shape[1] != key.shape[1]
+        for row, keys in zip(query[:, :, : len(alone)].split(1, dim=2), alone, strict=True):
+            output = F.scaled_dot_product_attention(
+                row, key[:, :, keys], value[:, :, keys], enable_gqa=is_grouped, **how
+            )
+            outputs.append(output)
+        query = query[:, :, len(alone) :]
     folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     if attention_mask is None or attention_mask.shape[2] != folded.shape[2]:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    output = F.scaled_dot_product_attention(
-        folded, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
-    )
-    return output.view(*query.shape[:3], -1).transpose(1, 2).contiguous(), None
+    if query.shape[2]:
+        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, **how)
+        outputs.append(output.view(*query.shape[:3], -1))
+    output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(GROUPED, grouped_sdpa)

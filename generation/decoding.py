@@ -135,7 +135,8 @@ class ParallelDecoder:
         positions = order.position_ids
         if self.request.table:  # a guess behind its end will not count
             positions = positions.clamp(max=self.request.table - 1)
-        masks = self.attention.masks(write, positions, order.visibility)
+        alone = (positions.shape[1] - order.masks_behind) * (self.steps > 0) if self.rule.is_by_row else None
+        masks = self.attention.masks(write, positions, order.visibility, alone)
         forward = self.compiled if self.compiled is not None and self.steps > 0 else self.model
         with predicting as states, self.attention.reading(masks):
             inputs: dict[str, Any] = {"input_ids": order.input_ids}

@@ -14,7 +14,7 @@ from transformers.generation import (
     SynthIDTextWatermarkLogitsProcessor,
 )
 
-from .attention import DENSE_MASK_ATTENTION, implementation_of
+from .attention import DENSE_MASK_ATTENTION, ROWS_ALIKE, attends_by_row, implementation_of
 from .cache import WindowCache
 from .decoding import ParallelDecoder
 from .drafter import Drafter
@@ -305,7 +305,10 @@ def _rule(
     planner: Planner = FixedPlan(size, is_chain, drafter.lost)
     if is_planned:
         planner = _planner(model, settings, sampler, size - drafter.lost, is_chain, drafter.lost)
-    return VerifyRule(settings, sampler, request.end_tokens, drafter, planner, size)
+    is_exact = settings.verification == "exact" and not is_static and len(request.prompts) == 1
+    is_by_row = is_exact and attends_by_row(model)
+    planner.most_rows = ROWS_ALIKE if is_by_row else None
+    return VerifyRule(settings, sampler, request.end_tokens, drafter, planner, size, is_by_row)
 
 
 def _takes_any_mask(model: Any) -> bool:

@@ -111,6 +111,7 @@ class Planner:
 
     def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0):
         self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
+        self.most_rows: int | None = None  # of a step; `None`: any number
         self.key: Any = None  # of what it learned about, where that is kept
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}  # passed and tried drafts of each bin
@@ -255,7 +256,8 @@ class Planner:
             values = [
                 sum(column) for column in zip_longest(*self._values(outlooks, trees, worth, drafts), fillvalue=0.0)
             ]
-            for count, value in enumerate(values, 1):
+            room = None if self.most_rows is None else max(0, self.most_rows - 1 - drafts)
+            for count, value in enumerate(values[:room], 1):
                 gain += value
                 net = gain - cost(drafts + count, True)
                 if least is not None:

@@ -64,6 +64,7 @@ class FillRule:
     settings: WeDLMGenerationSettings
     sampler: TokenSampler
     size: int
+    is_by_row = False
 
     def order(self, sequences: Sequence[SequenceState], is_fixed: bool) -> PhysicalOrder:
         """The rows of a forward; `is_fixed`: always the same number."""

@@ -60,6 +60,8 @@ class VerifyRule:
         drafter: of what may follow.
         planner: of what is checked.
         size: W, for forwards of fixed shapes.
+        is_by_row: real rows attend one by one, see [`attends_by_row`], and no masks stand behind the prompt: its
+            forward is AR decoding's.
     """
 
     settings: WeDLMGenerationSettings
@@ -68,6 +70,7 @@ class VerifyRule:
     drafter: Drafter
     planner: Planner
     size: int
+    is_by_row: bool = False
     _is_prefill: bool = field(default=True, init=False)
 
     def order(self, sequences: Sequence[SequenceState], is_fixed: bool) -> PhysicalOrder:
@@ -217,6 +220,10 @@ class VerifyRule:
 
     def begin(self, sequences: Sequence[SequenceState]) -> None:
         """Plans the first step, on the prompts."""
+        if self.is_by_row:
+            for one in sequences:
+                one.drafts, one.masks = [], [0]
+            return
         self._plan(sequences, [Outlook([], 0, one.remaining) for one in sequences])
 
     def _plan(self, sequences: Sequence[SequenceState], outlooks: Sequence[Outlook]) -> None:
