@@ -26,7 +26,7 @@ from wedlm_hf.apps.conversation import Conversation
 from wedlm_hf.apps.demo import Demo, application
 from wedlm_hf.apps.demo_models import Choice, Models
 from wedlm_hf.eval.options import NANO, LoadingOptions
-from wedlm_hf.eval.trace.page import write_page
+from wedlm_hf.eval.trace.page import page as trace_page
 from wedlm_hf.eval.trace.record import DecodingRequest, record
 
 FOLDER = Path(__file__).parent
@@ -82,7 +82,7 @@ def replay(browser: Browser, name: str, scheme: str) -> None:
     trace = record(model, tokenizer, DecodingRequest([prompt], {"strategy": "wedlm", **options}), model_name=NANO.name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.html")
-        write_page(trace, path)
+        path.write_text(trace_page(trace), encoding="utf-8")
         page = open_page(browser, f"{path.as_uri()}#forward={forward}", 1280, 900, scheme)
         page.screenshot(path=FOLDER / f"{name}.png")
 
@@ -93,7 +93,7 @@ def race(browser: Browser, name: str) -> None:
     trace = record(model, tokenizer, DecodingRequest([RACE], {"strategy": "wedlm"}), model_name=NANO.name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.html")
-        write_page(trace, path)
+        path.write_text(trace_page(trace), encoding="utf-8")
         page = open_page(browser, path.as_uri(), 1000, 620, "light")
         page.evaluate("document.querySelector('.controls').style.display = 'none'")
         shots = []
