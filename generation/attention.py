@@ -135,9 +135,8 @@ def _near(kind: str, write: CacheWrite, queries: torch.Tensor, config: Any) -> t
 def attends_by_row(model: Any) -> bool:
     """Whether each real row of a step should attend in a call of its own, the call of an AR step.
 
-    A row's last bits depend on how many rows attend together. In 16 bits the next layer rounds that up to a different
-    number now and then, and answers part at near-ties; a CPU's matrix products give a row the same bits in any company
-    of up to [`ROWS_ALIKE`], so attention is all that differs. A CPU's calls are cheap, too.
+    A row's last bits depend on how many rows attend together, and in 16 bits answers then part at near-ties. A CPU's
+    matrix products give a row the same bits beside up to [`ROWS_ALIKE`] others: attention is all that differs.
     """
     is_known = implementation_of(model) == "sdpa" and bool(StepAttention(model).groups)
     return is_known and model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
@@ -199,10 +198,8 @@ def grouped_sdpa(
     if alone := getattr(attention_mask, "alone", ()):
         is_grouped = query.shape[1] != key.shape[1]
         for row, keys in zip(query[:, :, : len(alone)].split(1, dim=2), alone, strict=True):
-            output = F.scaled_dot_product_attention(
-                row, key[:, :, keys], value[:, :, keys], enable_gqa=is_grouped, **how
-            )
-            outputs.append(output)
+            seen = key[:, :, keys], value[:, :, keys]
+            outputs.append(F.scaled_dot_product_attention(row, *seen, enable_gqa=is_grouped, **how))
         query = query[:, :, len(alone) :]
     folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     if attention_mask is None or attention_mask.shape[2] != folded.shape[2]:
