@@ -23,7 +23,7 @@ DENSE_MASK_ATTENTION = ("sdpa", "eager")
 # Kinds of layers whose mask is known here, by the names of `config.layer_types`.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 GROUPED = "wedlm_grouped_sdpa"
-# Rows up to which a CPU's 16-bit matrix products give a row the same bits: oneDNN takes another kernel for more.
+# Rows up to which a CPU's bfloat16 products give a row the same bits: oneDNN takes another kernel for more.
 ROWS_ALIKE = 32
 # Forwards under way that read grouped masks, by the identity of their config.
 _READING: Counter[int] = Counter()
@@ -135,11 +135,11 @@ def _near(kind: str, write: CacheWrite, queries: torch.Tensor, config: Any) -> t
 def attends_by_row(model: Any) -> bool:
     """Whether each real row of a step should attend in a call of its own, the call of an AR step.
 
-    A row's last bits depend on how many rows attend together, and in 16 bits answers then part at near-ties. A CPU's
-    matrix products give a row the same bits beside up to [`ROWS_ALIKE`] others: attention is all that differs.
+    A row's last bits depend on how many rows attend together, and in bfloat16 answers then part at near-ties. A CPU's
+    bfloat16 products give a row the same bits beside up to [`ROWS_ALIKE`] others: attention is all that differs.
     """
-    is_known = implementation_of(model) == "sdpa" and bool(StepAttention(model).groups)
-    return is_known and model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
+    is_concerned = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    return is_concerned and bool(StepAttention(model).groups)
 
 
 def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype, alone: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""In 16 bits on a CPU, real rows attend one by one: the logits of verified decoding are those of AR, bit for bit."""
+"""In bfloat16 on a CPU, real rows attend one by one: the logits of verified decoding are those of AR, bit for bit."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ def test_a_row_that_attends_alone_has_the_bits_of_an_ar_step() -> None:
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_logits_in_sixteen_bits_are_those_of_ar_to_the_bit(do_sample: bool) -> None:
+def test_logits_in_bfloat16_are_those_of_ar_to_the_bit(do_sample: bool) -> None:
     assert not attends_by_row(llama())
     # Widths of whole vectors, as in real models: what is left over is computed by other instructions.
     model = llama(hidden_size=128, intermediate_size=256, vocab_size=128, initializer_range=0.1).bfloat16()
