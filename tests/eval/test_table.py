@@ -83,7 +83,8 @@ SHORT = [Prompt.of("", tokens=[5, 6, 7 + index], task="ab"[index % 2]) for index
 
 @pytest.mark.filterwarnings("error::FutureWarning:wedlm_hf", "error::DeprecationWarning:wedlm_hf")
 @pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"temperature": 0.7}], ids=str)
-def test_the_speed_table_has_what_was_measured(adapted, options):
+def test_the_speed_table_has_what_was_measured(adapted, options, monkeypatch):
+    monkeypatch.setattr(tables, "MOST_TURNS", 1)  # a busy machine takes more turns, and medians over them are no sums
     made = tables.speed_table(*adapted, SHORT, max_new_tokens=12, **options)
     names = ["ar", "wedlm+exact"] if "batch_size" in options else ["ar", "ar+lookup", "wedlm+exact"]
     assert [line[0] for line in made["rows"]] == names
