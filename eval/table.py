@@ -40,9 +40,6 @@ TITLES = {
     "same": "same answers",
     "peak_bytes": "peak MiB",
     "loss": "largest loss",
-    "area": "area, AR = 1",
-    "entropy": "entropy, nats",
-    "answer_tokens": "tokens of an answer",
 }
 """Columns in words, for tables and axes; other names are words already."""
 
@@ -54,8 +51,6 @@ FORMATS = {
     "speed": (1, ".2f", "×"),
     "first_token_seconds": (1000, ".1f", ""),
     "peak_bytes": (2**-20, ".1f", ""),
-    "answer_tokens": (1, ".0f", ""),
-    "entropy": (1, ".2g", ""),
     "loss": (1, ".1f", ""),
 }
 """Factor, format and unit; of other names, two digits."""

@@ -72,21 +72,17 @@ def figures(numbers: Numbers, window: int, quality: str) -> list[Figure]:
     `quality` says what quality is."""
     with matplotlib.rc_context(STYLE):
         labels = {**LABELS, "quality": f"{quality}, %"}
-        made = _of_sweep(numbers, window, labels) if len(numbers.sweep) else []
         batches = numbers.batches.reset_index().astype({"batch_size": str})
         drawing = _lines(batches, "batch_size", "decoder", ["tokens_per_second", "speed"], {}, labels)
         caption = "All decoders in turn on the same prompts, tasks mixed."
-        made += [_entropy(numbers.prompts), Figure("batches", "Speed by batch size", caption, drawing)]
-        return [figure for figure in made if figure is not None]
-
-
-def _of_sweep(numbers: Numbers, window: int, labels: dict[str, str]) -> list[Figure | None]:
-    """Those that compare settings."""
-    sweep = numbers.sweep.assign(**{name: 100 * numbers.sweep[name] for name in ("quality", "quality_error")})
-    windows = sweep["window_size"].dropna().unique()
-    shown = window if window in windows or not len(windows) else max(windows)
-    effects = _effects(sweep[sweep["window_size"] == shown], dict(sweep.loc[AR]), labels)
-    return [_front(sweep, labels), *effects, _area(numbers.areas, labels)]
+        made = [Figure("batches", "Speed by batch size", caption, drawing)]
+        if len(sweep := numbers.sweep):
+            sweep = sweep.assign(**{name: 100 * sweep[name] for name in ("quality", "quality_error")})
+            windows = sweep["window_size"].dropna().unique()
+            shown = window if window in windows or not len(windows) else max(windows)
+            effects = _effects(sweep[sweep["window_size"] == shown], dict(sweep.loc[AR]), labels)
+            made = [_front(sweep, labels), *effects, *made]
+        return made
 
 
 def _front(sweep: pd.DataFrame, labels: dict[str, str]) -> Figure:
@@ -98,7 +94,7 @@ def _front(sweep: pd.DataFrame, labels: dict[str, str]) -> Figure:
     for kind, own in sweep.groupby("kind", sort=False):
         axis.plot(own["speed"], own["quality"], "o", color=COLORS[str(kind)], alpha=0.7, markersize=5, label=kind)
     axis.set(xlabel=labels["speed"], ylabel=labels["quality"])
-    _legend(axis, 3)
+    _legend(axis)
     caption = "Each dot is one setting. No setting beats those on the line in both; bars are standard errors."
     return Figure("front", "Quality against speed", caption, drawing)
 
@@ -143,47 +139,8 @@ def _lines(
         if panel != "quality":
             axis.set_ylim(bottom=0)
     axes[-1].set_xlabel(labels[x])
-    _legend(axes[0], 3)
+    _legend(axes[0])
     return drawing
-
-
-def _area(areas: pd.DataFrame, labels: dict[str, str]) -> Figure | None:
-    areas = areas[areas["area"].notna() & (areas.index != AR)]
-    if not len(areas):
-        return None
-    drawing, (axis,) = _canvas()
-    for decoder, curve in areas["curve"].items():
-        x, y = zip(*curve, strict=True)
-        color = COLORS[str(decoder)]
-        axis.step([0, *x], [100 * value for value in (y[0], *y)], where="pre", color=color, label=decoder)
-    axis.set(xlabel=labels["tokens_per_forward"], ylabel=f"best {labels['quality']}", xlim=(0, None))
-    _legend(axis, 2)
-    caption = "The best quality with at least so many tokens per forward, among settings within 5 points of AR."
-    return Figure("area", "Accuracy–parallelism curves", caption, drawing)
-
-
-def _entropy(prompts: pd.DataFrame) -> Figure | None:
-    decoder = next((name for name in (EXACT, WEDLM) if f"tokens_per_forward, {name}" in prompts), None)
-    if decoder is None:
-        return None
-    y = f"tokens_per_forward, {decoder}"
-    drawing, (axis,) = _canvas()
-    shades = matplotlib.colormaps["tab10"]
-    prompts = prompts.assign(entropy=prompts["entropy"].clip(lower=1e-4))
-    for place, (task, own) in enumerate(prompts.groupby("task", sort=False)):
-        how: dict[str, Any] = {"marker": MARKERS[place % 8], "color": shades(place % 10), "linestyle": "none"}
-        axis.plot(own["entropy"], own[y], alpha=0.3, markersize=3, markeredgewidth=0, **how)
-        # A label is neither taken for mathematics nor, with `_` in front, left out.
-        how["label"] = f"\u200b{task}".replace("$", r"\$")
-        axis.plot(own["entropy"].mean(), own[y].mean(), markersize=9, markeredgecolor="black", **how)
-    axis.set(xscale="log", xlabel="entropy of AR over its answer, nats per token", ylabel=LABELS["tokens_per_forward"])
-    axis.set_ylim(bottom=0)
-    _legend(axis, 3)
-    caption = (
-        f"Decoder: {decoder}. Small: a prompt; large: the mean of a task. An answer of n tokens has at most n tokens "
-        "per forward. What lies below 10⁻⁴ is drawn there."
-    )
-    return Figure("entropy", "Speed by entropy of the text", caption, drawing)
 
 
 def _canvas(panels: int = 1) -> tuple[Drawing, Sequence[Axes]]:
@@ -192,9 +149,9 @@ def _canvas(panels: int = 1) -> tuple[Drawing, Sequence[Axes]]:
     return drawing, list(drawing.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
 
 
-def _legend(axis: Axes, columns: int) -> None:
+def _legend(axis: Axes) -> None:
     """Above the axes, where no line can be."""
-    axis.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, columnspacing=1.2, handletextpad=0.5)
+    axis.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, columnspacing=1.2, handletextpad=0.5)
 
 
 def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:

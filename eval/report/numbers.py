@@ -1,7 +1,4 @@
-"""What a report makes of its table: summaries by decoder, task, batch size and setting, all with pandas.
-
-`N` prompts, `D` decoders or settings, `R` resamples.
-"""
+"""What a report makes of its table: summaries by decoder, task, batch size and setting, all with pandas."""
 
 from __future__ import annotations
 
@@ -16,12 +13,10 @@ import pandas as pd
 import torch
 
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..decoders import AR, EXACT, FIELDS, LOOKUP, WEDLM
+from ..decoders import AR, EXACT, FIELDS
 from ..measure import ar_logits
 from ..prompts import Prompt
-from ..table import COUNTED, TIMED, by_depth, mark_same, resample, standard_error, summarise, summarise_tasks
-
-AREA_LOSS = 0.05  # settings that lose more of AR's quality have no place on the accuracy–parallelism curve
+from ..table import COUNTED, TIMED, by_depth, mark_same, summarise, summarise_tasks
 
 
 @dataclass(frozen=True)
@@ -33,8 +28,6 @@ class Numbers:
     batches: pd.DataFrame  # by (batch_size, decoder): speed, own cost, seconds to the first token, CUDA memory
     depths: pd.DataFrame  # of each decoder that tells, how many drafts were `drafted` and `accepted` at each `depth`
     sweep: pd.DataFrame  # a row for each setting (see [`sweep_numbers`]); empty if none were tried
-    areas: pd.DataFrame  # `area` and `area_error` of each decoder, and its `curve`; empty likewise
-    prompts: pd.DataFrame  # of the headline: `task`, `entropy`; of decoders with drafts: tokens per forward, speed
     differences: list[dict[str, float]]  # of verified greedy answers that are not AR's (see [`find_differences`])
     table: pd.DataFrame  # the rows that all of this is made of
 
@@ -51,9 +44,6 @@ class Numbers:
         """From the rows of both parts; `prompts` are the headline's. Samples are not compared with AR's."""
         quality, alone = mark_same(table[table["kind"] == "quality"]), _alone(table)
         tasks = summarise_tasks(quality, COUNTED).join(summarise_tasks(alone, TIMED))
-        areas = pd.DataFrame({"area": []})
-        if len(sweep):
-            areas = _areas(sweep_table[sweep_table["kind"] == "quality"], sweep["kind"])
 
         def compared(frame: pd.DataFrame) -> pd.DataFrame:
             names = [] if is_greedy else [name for name in ("same", "same_error") if name in frame]
@@ -65,8 +55,6 @@ class Numbers:
             batches=compared(_by_batch_size(table)),
             depths=by_depth(quality),
             sweep=compared(sweep),
-            areas=areas,
-            prompts=_by_prompt(quality, alone),
             differences=find_differences(quality, prompts, model) if is_greedy else [],
             table=pd.concat([sweep_table, table]).drop(columns=["tokens", "drafted_by_depth", "accepted_by_depth"]),
         )
@@ -130,19 +118,6 @@ def _by_batch_size(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, names=["batch_size"])
 
 
-def _by_prompt(quality: pd.DataFrame, timed: pd.DataFrame) -> pd.DataFrame:
-    """Index `prompt`; columns `task`, `entropy`, `answer_tokens`, and both metrics of those with drafts or masks."""
-    ar = quality[quality["decoder"] == AR].set_index("prompt")
-    made = ar[["task", "entropy"]].assign(answer_tokens=ar["new_tokens"])
-    seconds = (timed["seconds"] / timed["new_tokens"]).groupby([timed["decoder"], timed["prompt"]]).median()
-    for decoder in (EXACT, WEDLM, LOOKUP):
-        own = quality[quality["decoder"] == decoder].set_index("prompt")
-        if len(own):
-            made[f"tokens_per_forward, {decoder}"] = own["new_tokens"] / own["forwards"]
-            made[f"speed, {decoder}"] = seconds[AR] / seconds[decoder]
-    return made
-
-
 def find_differences(table: pd.DataFrame, prompts: Sequence[Prompt], model: Any) -> list[dict[str, float]]:
     """Where verified greedy answers (rows with `tokens` and `same`) leave AR's, and how close AR's decision was there:
     in exact arithmetic never, but kernels of another width round differently, so near-ties can fall either way.
@@ -160,39 +135,3 @@ def find_differences(table: pd.DataFrame, prompts: Sequence[Prompt], model: Any)
             spacing = torch.finfo(model.dtype).eps * 2.0 ** (math.frexp(best)[1] - 1)
             found.append({"prompt": int(row.prompt), "token": place, "gap": best - second, "spacing": spacing})
     return found
-
-
-def _areas(table: pd.DataFrame, kinds: pd.Series) -> pd.DataFrame:
-    """Area under the accuracy–parallelism curve of each decoder of a sweep.
-
-    A decoder's points are (t, q) of its settings: tokens per forward and quality. Those that lose more than
-    [`AREA_LOSS`] of quality to AR are left out, and AR's own (1, q_AR) is always among them, for every decoder can
-    fall back to it. The curve at x is the best quality to be had with at least x tokens per forward, max{q : t ≥ x},
-    and 0 beyond the fastest point. The area is its integral over x ≥ 0, divided by q_AR: 1 is AR decoding, and a
-    decoder that loses nothing has as much as it has tokens per forward.
-    """
-    made = resample(table)
-    reference = made["quality"][AR].to_numpy()
-    rows = {}
-    for kind in kinds.unique():
-        names = [name for name in kinds.index[kinds == kind] if name != AR]
-        speeds = np.column_stack([made["tokens_per_forward"][names], np.ones(len(reference))])
-        qualities = np.column_stack([made["quality"][names], reference])
-        curves = [staircase(x, y, q - AREA_LOSS) for x, y, q in zip(speeds, qualities, reference, strict=True)]
-        areas = pd.Series([np.diff(x, prepend=0) @ y for x, y in curves])
-        areas = areas / np.where(reference > 0, reference, np.nan)
-        rows[kind] = {
-            "area": areas.iloc[0],
-            "area_error": standard_error(areas, table["prompt"].nunique()),
-            "curve": np.column_stack(curves[0]).tolist(),
-        }
-    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("decoder")
-
-
-def staircase(x: np.ndarray, y: np.ndarray, least: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
-    """Corners of max{y : t ≥ x} over points (t, y) with y of `least` at least: x ascending, y descending."""
-    order = np.lexsort((-y, -x))
-    order = order[y[order] >= least - 1e-12]
-    is_corner = y[order] > np.concatenate([[-np.inf], np.maximum.accumulate(y[order])[:-1]])
-    corners = order[is_corner][::-1]
-    return x[corners], y[corners]

@@ -18,7 +18,7 @@ from ..decoders import AR, EXACT, FIELDS, LOOKUP, WEDLM
 from ..files import write_text
 from ..table import TITLES, cells
 from .figures import figures
-from .numbers import AREA_LOSS, Numbers
+from .numbers import Numbers
 
 BLOCKS = ("summary", "tasks", "batches", "depths", "setup", "front")
 MOST_DEPTHS = 8
@@ -39,8 +39,6 @@ class Words:
         )
         self._markdown = environment.get_template("report.md.jinja")
         self._page = environment.get_template("report.html")
-        correlations = numbers.prompts.corr("spearman", numeric_only=True)["entropy"]
-        own = [name for name in correlations.index if name.startswith("tokens_per_forward")]
         speeds = cells(numbers.headline, ["speed"])["speed"].to_dict()
         self.facts = {
             "report": report,
@@ -49,9 +47,6 @@ class Words:
             "headline": numbers.headline.to_dict("index"),
             "is_compared": bool(numbers.headline["same"].notna().all()),  # with AR's answers, token for token
             "steps": pd.DataFrame(numbers.differences, columns=["gap", "spacing"]).eval("gap / spacing"),
-            "correlations": {name.partition(", ")[2]: correlations[name] for name in own},
-            "area_loss": f"{100 * AREA_LOSS:g}",
-            "no_area": bool(numbers.areas["area"].isna().any()),
         }
 
     def markdown(self, tables: Mapping[str, str], drawn: Sequence[Any] = ()) -> str:
@@ -104,7 +99,7 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
     shown = [name for name in (WEDLM, EXACT, LOOKUP) if name in headline.index]
     columns = [(name, "quality") for name in (AR, *shown[:1])]
     columns += [(name, column) for name in shown for column in ("tokens_per_forward", "speed")]
-    titles, texts = TITLES | {"quality": quality}, numbers.prompts.groupby("task").mean().sort_values("entropy")
+    titles = TITLES | {"quality": quality}
     made = {
         "summary": cells(headline, [*main, "tokens_per_second", "speed"], errors).reset_index(),
         "tasks": pd.DataFrame(
@@ -112,7 +107,6 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
         ).reset_index(),
         "batches": cells(numbers.batches, timed).reset_index(),
         "depths": shares.map("{:.2f}".format, "ignore").fillna("–").rename(columns=str).reset_index(),
-        "entropy": cells(texts, texts.columns).reset_index(),
     }
     if len(sweep := numbers.sweep):
         settings = sweep[[*FIELDS]].astype(object).map("{:g}".format, "ignore").fillna("")
@@ -122,7 +116,6 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
         made |= {
             "front": settings.loc[sweep[sweep["on_front"]].sort_values("speed", kind="stable").index],
             "sweep": settings,
-            "areas": cells(numbers.areas, ["area"], ["area"]).reset_index(),
         }
 
     def title(column: str) -> str:

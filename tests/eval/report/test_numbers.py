@@ -1,9 +1,8 @@
-"""The grid of settings, fronts, areas, same answers and figures of a report, on made-up tables."""
+"""The grid of settings, fronts, same answers and figures of a report, on made-up tables."""
 
 import json
 import random
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -14,7 +13,7 @@ from wedlm_hf.eval.decoders import DECODERS, candidates
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.eval.report.figures import draw_acceptance, figures
-from wedlm_hf.eval.report.numbers import Numbers, find_differences, pick, settings_table, staircase, sweep_numbers
+from wedlm_hf.eval.report.numbers import Numbers, find_differences, pick, settings_table, sweep_numbers
 from wedlm_hf.eval.report.page import Words, as_markdown, fill, tables
 from wedlm_hf.eval.table import mark_same
 
@@ -32,7 +31,7 @@ def rows(decoder, *, prompts=PROMPTS, quality=1.0, tokens=20, forwards=20, secon
         shared = {"decoder": decoder, "prompt": index, "task": tasks[index % len(tasks)], "batch_size": 1, **counts}
         shared |= {"seconds": got[3], "forward_seconds": 0.8 * got[3], "tokens": [index], "repeat": 0}
         shared |= {"drafted_by_depth": [3, 2], "accepted_by_depth": [2, 1]}
-        made += [shared | {"kind": "quality", "quality": got[0], "entropy": index + 0.5}]
+        made += [shared | {"kind": "quality", "quality": got[0]}]
         made += [shared | {"kind": "speed", "first_token_seconds": 0.1, "peak_bytes": 2**20}]
     return made
 
@@ -92,33 +91,6 @@ def test_the_front_is_what_brute_force_finds():
         assert row["on_front"] != beaten
 
 
-def test_the_staircase_is_the_best_value_at_x_or_beyond_and_the_area_its_integral():
-    rng = random.Random(2)
-    for _ in range(50):
-        points = [(rng.randint(1, 40) / 4, rng.randint(0, 5) / 5) for _ in range(rng.randint(1, 6))]
-        least = rng.choice((0.0, 0.4))
-        x, y = staircase(*np.array(points).T, least)
-        centers = [(index + 0.5) / 8 for index in range(100)]  # all corners lie on multiples of 1/4
-        best = [max((q for t, q in points if t >= center and q >= least), default=0) for center in centers]
-        assert np.diff(x, prepend=0) @ y == pytest.approx(sum(best) / 8)
-        assert list(x) == sorted(x)
-
-
-def test_the_area_of_a_decoder_that_loses_nothing_is_its_tokens_per_forward():
-    def make(strategy, tau, lam):
-        if strategy == "block":  # five times as fast, but wrong: no better than AR
-            return {"quality": 0.0, "forwards": 4}
-        if tau < 0.4:
-            return {"forwards": 10}
-        return {"quality": lambda index: float(index > 0), "forwards": 5}
-
-    areas = made(make).areas
-    assert areas["area"]["ar"] == areas["area"]["block"] == 1
-    assert areas["area"]["wedlm"] == pytest.approx(2 + 2 * 23 / 24)
-    assert areas["curve"]["wedlm"] == [[2, 1], [4, 23 / 24]]
-    assert areas["area_error"]["ar"] == 0 < areas["area_error"]["wedlm"]
-
-
 def test_the_loss_of_a_setting_is_that_of_the_task_that_loses_most():
     def make(strategy, tau, lam):
         return {"quality": lambda index: float(tau < 0.4 or index % 2 == 0), "forwards": round(2 / tau)}
@@ -171,12 +143,8 @@ def test_tasks_may_have_any_name():
     numbers = made(tasks=TASKS)
     text = as_markdown(tables(numbers, "right answers")["tasks"])
     assert r"| a\|b " in text and text.count("\n") == 2 + 4 + 1
-    drawn = figures(numbers, 4, "right answers")
-    for figure in drawn:
+    for figure in figures(numbers, 4, "right answers"):
         assert figure.as_uri().startswith("data:image/svg+xml;base64,")
-    (entropy,) = (figure for figure in drawn if figure.name == "entropy")
-    labels = [text.get_text().strip("\u200b") for text in entropy.drawing.axes[0].get_legend().get_texts()]
-    assert labels == ["all", "a|b", r"\$\frac{\$", "_hidden"]
 
 
 def test_a_task_without_timed_prompts_has_no_speed():

@@ -129,7 +129,7 @@ def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_comp
     assert "Verified decoding:" in text and "setting of unverified" not in text
     assert list(by_decoder(report)) == ["ar", "wedlm+exact", "ar+lookup"]
     assert report["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 4)}
-    assert report["sweep"] == report["areas"] == [] and "## Settings" not in markdown and "tuning" not in markdown
+    assert report["sweep"] == [] and "## Settings" not in markdown and "tuning" not in markdown
     assert "ar+lookup: tokens per forward" in markdown
     sizes = [(row["batch_size"], row["decoder"]) for row in report["batches"]]
     assert sizes == [(1, "ar"), (1, "wedlm+exact"), (1, "ar+lookup"), (2, "ar"), (2, "wedlm+exact")]
@@ -164,9 +164,8 @@ def test_it_writes_a_page_json_csv_and_figures(made):
     ar = by_decoder(report)["ar"]
     assert (ar["tokens_per_forward"], ar["speed"], ar["prompts"], ar["timed"]) == (1, 1, 6, 3)
     assert {"torch", "transformers", "threads", "wedlm_hf"} <= set(report["environment"])
-    names = {"front", "thresholds", "penalties", "block", "area", "entropy", "batches"}
     drawn = {path.stem: path for path in figures.iterdir()}
-    assert names - {"area"} <= set(drawn) <= names
+    assert set(drawn) == {"front", "thresholds", "penalties", "block", "batches"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.values())
     assert "AR’s speed" in text and "report.html" in text
 
@@ -406,10 +405,6 @@ def test_answers_of_a_file_decide_what_is_right(checkpoint, tmp_path):
     few = [checkpoint, *SMALL, "--decoders", "wedlm", "--batch-sizes", 1, "--file", path]
     succeed(*few, "--output", tmp_path / "out")
     assert by_decoder(read(tmp_path / "out"))["ar"]["quality"] == 0.75  # the headline has rows 0, 2, 4, 6
-    path.write_text(rows(*({**row, "answer": "no"} for row in data)))
-    succeed(*few, "--output", tmp_path / "none")
-    assert {entry["area"] for entry in read(tmp_path / "none")["areas"]} == {None}
-    assert "AR has no right answer" in (tmp_path / "none" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_path):
