@@ -16,17 +16,23 @@ mask stands at the position that the AR head decides, so that every mask gives a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 
 from ...generation.mixin import SLOT_COSTS
 from ...generation.planner import Draft, Outlook, Plan, Planner
 from ...generation.step_times import StepTimes, step_clock
 from ...generation.verify import FixedPlan
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
-from .stats import PlanInForce
+
+PAUSE = 10.0  # seconds between two lines in the log
+RATE = 0.05  # of a step in the mean gain
+
+logger = init_logger("vllm.wedlm")
 
 
 @dataclass
@@ -70,7 +76,8 @@ class Proposer:
         slot_cost = SLOT_COSTS.get(device, SLOT_COSTS["cuda"])
         self.times = StepTimes(slot_cost, step_clock(device) if is_alone else None)
         self.planner: Any = None  # once the model is there
-        self.in_force = PlanInForce()
+        self._gain: float | None = None  # tokens that drafts and masks bring a request's step, a running mean
+        self._told: tuple[bool | None, float] = None, -PAUSE  # whether they gain, by the log's last line, and when
         self.states: dict[str, RequestState] = {}
         self.model: Any = None
         self._step: Step | None = None
@@ -121,9 +128,18 @@ class Proposer:
         requests, speculative = len(active), sum(map(len, proposed))
         self.planner.begin(requests + speculative, speculative > 0, requests)
         if not self.always_draft:
-            drafts = sum(len(self.states[step.requests[index]].drafts) for index in active)
-            self.in_force.note(drafts / requests, (speculative - drafts) / requests, self.planner.gain / requests)
+            self._tell(self.planner.gain / requests)
         return proposed
+
+    def _tell(self, gain: float) -> None:
+        """Has a line in vLLM's log where drafting begins or ends."""
+        mean = self._gain = gain if self._gain is None else self._gain + (gain - self._gain) * RATE
+        is_better, (was_better, when) = mean > 0, self._told
+        if is_better != was_better and monotonic() > when + PAUSE:
+            self._told = is_better, monotonic()
+            what, sign = ("Parallel decoding", "more") if is_better else ("AR steps", "fewer")
+            why = "drafts and masks bring %.2f tokens a step %s than AR steps in the same time, as measured so far"
+            logger.info(f"{what}: {why}.", abs(mean), sign)
 
     def _finish(self, step: Step, sampled: list[list[int]]) -> None:
         """Takes in what became of drafts, and the time of steps that follow each other without a pause. Forgets

@@ -21,8 +21,7 @@ def prepare_runner() -> None:
     if hasattr(GPUModelRunner, "wedlm_originals"):
         return
     GPUModelRunner.wedlm_originals = {}
-    wrappers = _calc_spec_decode_metadata, _sample, _input_fits_in_drafter
-    for wrapper in (*wrappers, propose_draft_token_ids, take_draft_token_ids):
+    for wrapper in (_calc_spec_decode_metadata, _sample, _input_fits_in_drafter, propose_draft_token_ids):
         name = wrapper.__name__
         original = getattr(GPUModelRunner, name)
         GPUModelRunner.wedlm_originals[name] = original
@@ -75,14 +74,6 @@ def propose_draft_token_ids(self: Any, *args: Any) -> Any:
         scheduler_output, _, _, _, sampled_hidden, _, metadata, *_ = args
         self.drafter.see(self, scheduler_output, sampled_hidden, metadata)
     return self.wedlm_originals["propose_draft_token_ids"](self, *args)
-
-
-def take_draft_token_ids(self: Any) -> Any:
-    """Sends the plan in force along, to the process of the scheduler."""
-    found = self.wedlm_originals["take_draft_token_ids"](self)
-    if found is not None and _model_that_drafts(self) is not None:
-        found.plan = self.drafter.in_force.numbers
-    return found
 
 
 def expand_batch_to_tokens(

@@ -15,12 +15,10 @@ class WeDLMScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._mask_token_id: int = self.vllm_config.model_config.hf_config.mask_token_id
-        self._plan: dict[str, int] = {}
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Takes in the drafts and masks of the next step."""
         super().update_draft_token_ids(draft_token_ids)
-        self._plan = getattr(draft_token_ids, "plan", {})
         for request_id, proposed in zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=True):
             request = self.requests.get(request_id)
             if request is None or request.is_finished() or request.is_prefill_chunk:
@@ -38,13 +36,6 @@ class WeDLMScheduler(Scheduler):
             for request_id, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
         }
         return super().update_from_output(scheduler_output, model_runner_output)
-
-    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's, with the plan in force where vLLM has numbers by name that it does not read without LoRA."""
-        stats = super().make_stats(*args, **kwargs)
-        if stats is not None and self.vllm_config.lora_config is None:
-            stats.running_lora_adapters = self._plan
-        return stats
 
     def _masks_in(self, tokens: list[int]) -> int:
         """The number of masks, which are the last of a request's speculative tokens."""
