@@ -17,9 +17,8 @@ from .streams import (
     Stream,
     Tokens,
     blocks_with_loss,
+    by_sequence,
     memory_stream,
-    places_of,
-    ranges,
     side_by_side,
     split_responses,
 )
@@ -108,20 +107,22 @@ class DataCollatorForDualStreamMasking:
         memory = memory_stream(tokens, documents, eos, self.block_size, self.ar_weight)
         prediction = self._prediction(memory, self._noise_keys(tokens.input_ids, documents))
         batch = side_by_side(memory, prediction, documents.sequences, self.tokenizer.pad_token_id)
-        return batch | {"labels": _clean_labels(memory, documents.sequences)}
+        labels = memory["input_ids"].masked_fill(~memory["supervised"], IGNORE_INDEX)
+        return batch | {"labels": by_sequence(labels, documents.sequences[memory["owner"]], IGNORE_INDEX)}
 
     def _prediction(self, memory: Stream, keys: Sequence[int]) -> Stream:
         """The blocks that carry a loss, masked and reordered, copy after copy; a masked row's target is its token.
         The noise has a key for each document."""
         rows, owner = blocks_with_loss(memory, self.block_size)
-        counts = torch.bincount(owner, minlength=len(keys))
-        owner, number = ranges(counts * self.num_copies)
-        copy = number // counts[owner]
-        block = (counts.cumsum(0) - counts)[owner] + number % counts[owner]
+        block = torch.arange(len(rows)).repeat(self.num_copies)
+        copy = torch.arange(self.num_copies).repeat_interleave(len(rows))
+        order = owner[block].argsort(stable=True)
+        block, copy, owner = block[order], copy[order], owner[block[order]]
+        counts = torch.bincount(owner, minlength=len(keys)).tolist()
         grid = rows[block]
         present = grid >= 0
         supervised = memory["supervised"][grid] & present
-        noise = draw_noise(keys, (counts * self.num_copies).tolist(), self.block_size)
+        noise = draw_noise(keys, counts, self.block_size)
         masked, inverse_ratios = mask_blocks(
             supervised, noise, self.ratio_sampler, self.suffix_probability, owner * self.num_copies + copy
         )
@@ -211,12 +212,3 @@ def _document_lengths(example: Mapping[str, Any], input_ids: torch.Tensor) -> li
             f"positive and add up to their number; got {len(input_ids)} tokens and lengths {lengths}."
         )
     return lengths
-
-
-def _clean_labels(memory: Stream, sequences: torch.Tensor) -> torch.Tensor:
-    """The supervised tokens of each sequence's documents, one document after the other, `(B, L)`; elsewhere -100."""
-    start, length = places_of(torch.bincount(memory["owner"], minlength=len(sequences)), sequences)
-    labels = torch.full((int(sequences[-1] + 1) * length,), IGNORE_INDEX)
-    place = start[memory["owner"]] + memory["position_ids"]
-    labels[place] = memory["input_ids"].masked_fill(~memory["supervised"], IGNORE_INDEX)
-    return labels.view(-1, length)

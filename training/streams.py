@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 IGNORE_INDEX = -100
 Stream = dict[str, torch.Tensor]
@@ -36,12 +37,6 @@ class Documents(NamedTuple):
     supervised_from: torch.Tensor  # position of the first token that this document may supervise
     fills: torch.Tensor  # end tokens to append
     sequences: torch.Tensor  # of the batch, as above
-
-
-def ranges(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`0…size−1` for each size, concatenated: the index of the size that each entry belongs to, and the entry."""
-    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    return owner, torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner]
 
 
 def split_responses(tokens: Tokens, eos_token_id: Any, num_eos: int) -> Documents:
@@ -77,7 +72,9 @@ def memory_stream(
 ) -> Stream:
     """The clean tokens in order. A row's target is its next token, where that is supervised and not a filled-in end.
     The column `supervised` says which rows hold a supervised token, filled-in end tokens among them."""
-    owner, position = ranges(documents.sizes + documents.fills)
+    sizes = documents.sizes + documents.fills
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    position = torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner]
     is_fill = position >= documents.sizes[owner]
     source = (documents.starts[owner] + position).clamp(max=len(tokens.input_ids) - 1)
     input_ids = tokens.input_ids[source].masked_fill(is_fill, eos_token_id)
@@ -116,33 +113,14 @@ def side_by_side(
 ) -> dict[str, torch.Tensor]:
     """The model's columns, each `(B, T)`: both streams of each document, one behind the other, and the documents one
     after the other in each sequence. In a stream, rows of one document stand together, and documents ascend."""
-    sizes = [torch.bincount(stream["owner"], minlength=len(sequences)) for stream in (memory, prediction)]
-    start, length = places_of(sizes[0] + sizes[1], sequences)
-    behind = (start + sizes[0])[prediction["owner"]] + ranges(sizes[1])[1]
-    place = torch.cat([start[memory["owner"]] + memory["position_ids"], behind])
-    number = torch.arange(len(sequences)) - first_documents(sequences)
-    batch = {}
-    for name, padding in (PADDING | {"input_ids": pad_token_id}).items():
-        if name == "document_ids":
-            values = torch.cat([number[stream["owner"]] for stream in (memory, prediction)])
-        else:
-            values = torch.cat([memory[name], prediction[name]])
-        column = torch.full((int(sequences[-1] + 1) * length,), padding, dtype=values.dtype)
-        column[place] = values
-        batch[name] = column.view(-1, length)
-    return batch
+    rows = {name: torch.cat([memory[name], prediction[name]]) for name in prediction}
+    owner = rows.pop("owner")
+    rows["document_ids"] = owner - torch.searchsorted(sequences, sequences)[owner]  # their number in the sequence
+    order = owner.argsort(stable=True)
+    padding = PADDING | {"input_ids": pad_token_id}
+    return {name: by_sequence(rows[name][order], sequences[owner[order]], padding[name]) for name in padding}
 
 
-def first_documents(sequences: torch.Tensor) -> torch.Tensor:
-    """The first document of the sequence that each document lies in, `(D,)`; `sequences` as in [`places_of`]."""
-    counts = torch.bincount(sequences)
-    return (counts.cumsum(0) - counts)[sequences]
-
-
-def places_of(sizes: torch.Tensor, sequences: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where each document begins in a flattened batch, `(D,)`, and how long its sequences are; `sizes` are the rows
-    of each document, `(D,)` int64."""
-    ends = sizes.cumsum(0)
-    starts = ends - sizes - (ends - sizes)[first_documents(sequences)]
-    length = int((starts + sizes).max())
-    return sequences * length + starts, length
+def by_sequence(rows: torch.Tensor, sequences: torch.Tensor, padding: float) -> torch.Tensor:
+    """`(B, T)` of `(rows,)`, with the sequence of the batch that each lies in, ascending."""
+    return pad_sequence(rows.split(torch.bincount(sequences).tolist()), batch_first=True, padding_value=padding)
