@@ -10,31 +10,23 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, DynamicLayer
 
 SMALLEST_CAPACITY = 64
 
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """Where a forward's keys and values go.
+    """Where a forward's keys and values go."""
 
-    Attributes:
-        start: first slot of every row, where all rows write the same contiguous range; otherwise `None`.
-        slots: `(B, Q)` int64, the slot of each physical row.
-        end: one past the highest slot written; attention sees the slots before it.
-    """
-
-    start: int | None
-    slots: torch.Tensor
-    end: int
+    start: int | None  # first slot of every row, where all rows write the same contiguous range
+    slots: torch.Tensor  # `(B, Q)` int64, the slot of each physical row
+    end: int  # one past the highest slot written; attention sees the slots before it
 
 
-class WindowLayer(CacheLayerMixin):
-    """One layer's buffers `(B, H, C, D)`. `keys` and `values` show the committed part, `(B, H, longest row, D)`."""
-
-    is_sliding = False
-    is_croppable = True
+class WindowLayer(DynamicLayer):
+    """One layer's buffers `(B, H, C, D)`. `keys` and `values` show the committed part, `(B, H, longest row, D)`; rows
+    that are shorter end in slots that hold nothing."""
 
     def __init__(self, cache: "WindowCache"):
         self.cache = cache
@@ -42,20 +34,18 @@ class WindowLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """`(B, H, longest row, D)`; rows that are shorter end in slots that hold nothing."""
+        """Of the committed part."""
         return self._keys[:, :, : self.get_seq_length()] if self.is_initialized else None
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """`(B, H, longest row, D)`, see `keys`."""
+        """Of the committed part."""
         return self._values[:, :, : self.get_seq_length()] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Empty buffers of the states' rows, heads, widths, dtypes and device."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        batch_size, heads, _, width = key_states.shape
-        self._keys = key_states.new_empty(batch_size, heads, 0, width)
-        self._values = value_states.new_empty(batch_size, heads, 0, value_states.shape[-1])
+        self._keys, self._values = key_states[:, :, :0].detach(), value_states[:, :, :0].detach()
         self.is_initialized = True
 
     def update(
@@ -105,17 +95,9 @@ class WindowLayer(CacheLayerMixin):
         for buffer in (self._keys, self._values):
             buffer[[row, other]] = buffer[[other, row]]
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key length and offset of a forward that appends `query_length` tokens."""
-        return self.get_seq_length() + query_length, 0
-
     def get_seq_length(self) -> int:
         """Committed slots of the longest row in use."""
         return max(self.cache.lengths[: self.cache._in_use], default=0)
-
-    def get_max_length(self) -> int:
-        """-1: it grows."""
-        return -1
 
 
 class WindowCache(Cache):
@@ -169,13 +151,20 @@ class WindowCache(Cache):
         Raises:
             ValueError: if the cache holds another number of sequences, or tokens that are not the first of a prompt.
         """
-        self._set_up(len(prompts), device)
+        if len(self.lengths) != len(prompts):
+            if any(self.lengths):
+                raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
+            self.reset()
+            self.token_ids = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
+            self.lengths = [0] * len(prompts)
+        self._rows, self._in_use = list(range(len(prompts))), len(prompts)
         self.lengths = self._known_lengths(prompts)
         held = [self.token_ids, *(layer._keys for layer in self.layers)]
         if any(tensor.is_inference() for tensor in held) and not torch.is_inference_mode_enabled():
             self.batch_select_indices(torch.arange(len(prompts)))  # copies, which can be written
 
     def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
+        """Of the beginning of each prompt that its row holds."""
         lengths = []
         for row, (prompt, cached) in enumerate(zip(prompts, self.lengths, strict=True)):
             known = self.token_ids[row, :cached].tolist()
@@ -187,16 +176,6 @@ class WindowCache(Cache):
                 )
             lengths.append(min(len(known), len(prompt) - 1))
         return lengths
-
-    def _set_up(self, batch_size: int, device: torch.device) -> None:
-        if len(self.lengths) != batch_size:
-            if any(self.lengths):
-                raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {batch_size}.")
-            self.reset()
-            self.token_ids = torch.empty(batch_size, 0, dtype=torch.int64, device=device)
-            self.lengths = [0] * batch_size
-        self._rows = list(range(batch_size))
-        self._in_use = batch_size
 
     def plan(self, counts: list[int], slots: torch.Tensor, input_ids: torch.Tensor) -> CacheWrite:
         """Says where the next forward writes.
@@ -226,14 +205,9 @@ class WindowCache(Cache):
         """
         longest = max(map(len, kept))
         if any(places and places[-1] >= len(places) for places in kept):  # a path through a tree: closes the gaps
-            moves = [[start + place for place in places] for start, places in zip(self.lengths, kept, strict=False)]
-            sources = torch.tensor([each + [0] * (longest - len(each)) for each in moves])
-            targets = torch.tensor(
-                [
-                    [*range(start, start + len(places)), *[0] * (longest - len(places))]
-                    for start, places in zip(self.lengths, kept, strict=False)
-                ]
-            )
+            starts = torch.tensor(self.lengths[: len(kept)])[:, None]
+            sources = starts + torch.tensor([[*places, *range(len(places), longest)] for places in kept])
+            targets = starts + torch.arange(longest)
             for layer in self.layers:
                 layer.move(sources, targets)
             index = torch.arange(len(kept))[:, None].to(self.token_ids.device)
@@ -282,7 +256,7 @@ class WindowCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores a layer's new states where the step planned, or at the end; returns what they may attend to."""
+        """Stores a layer's new states where the step planned; returns what they may attend to."""
         if self._write is None:
             raise ValueError(
                 "A `WindowCache` takes the steps of `generate(strategy='wedlm')` and no other forward: pass a "
@@ -290,10 +264,8 @@ class WindowCache(Cache):
             )
         while len(self.layers) <= layer_idx:
             self.layers.append(WindowLayer(self))
-        states: tuple[torch.Tensor, torch.Tensor] = self.layers[layer_idx].update(
-            key_states, value_states, self._write
-        )
-        return states
+        layer: WindowLayer = self.layers[layer_idx]
+        return layer.update(key_states, value_states, self._write)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` slots of every row (negative, as everywhere in transformers)."""

@@ -7,8 +7,8 @@ cached yet; behind them stands a *window* of slots, filled or masked, or drafts 
     2. forward  one forward in this order on top of the cache, at logical positions
     3. select   tokens for the rows that predict one
     4. settle   what of them is final: the window slides past it, or the drafts that passed
-    5. commit   the keys and values of rows that saw nothing but final tokens; the rest is overwritten by the next
-    forward 6. finish   sequences that hold an end token, meet a stopping criterion or reach the limit
+    5. commit   the keys and values of rows that saw nothing but final tokens; the next forward overwrites the rest
+    6. finish   sequences that hold an end token, meet a stopping criterion or reach the limit
     7. prepare  the others for the next step: masks, or drafts and masks
 
 What 1, 3, 4 and 7 are in detail is up to a rule: [`FillRule`] (the paper's), [`BlockRule`] or [`VerifyRule`]. The
@@ -18,7 +18,6 @@ loop knows nothing of the model but its `forward`.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,34 +51,31 @@ class StepOutcome:
 class ParallelDecoder:
     """One `generate` call.
 
-    Args:
-        model: called as `model(input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)`.
-            Where its `has_mask_adapter` is true, `model.predicting(slots)` is a context in which a forward takes its
-            last rows for slots, and which notes their hidden states.
-        request: what to decode.
-        rule: fill, fill block by block, or verify.
-        cache: empty, or holding a beginning of every prompt.
-        compiled: called instead of `model` after the first forward, always with the same shapes.
-        go_on: is told before each step whether this process has finished, and says whether there is another step.
-        After
-            the end, processes that share the model's weights take part in each other's forwards.
-
     Raises:
         ValueError: if the cache does not hold a beginning of the prompt, or if there is nothing to choose from because
             the model's logits are NaN or the processors leave no token.
     """
 
+    # Called as `model(input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)`. Where its
+    # `has_mask_adapter` is true, `model.predicting(slots)` is a context in which a forward takes its last rows for
+    # slots, and which notes their hidden states.
     model: Any
     request: DecodingRequest
     rule: FillRule | VerifyRule
-    cache: WindowCache
-    compiled: Callable[..., Any] | None
+    cache: WindowCache  # empty, or holding a beginning of every prompt
+    compiled: Callable[..., Any] | None  # called after the first forward, always with the same shapes
+    # Is told before each step whether this process has finished, and says whether there is another step: after the
+    # end, processes that share the model's weights take part in each other's forwards.
     go_on: Callable[[bool], bool]
 
     def __post_init__(self) -> None:
         self.steps = 0
         self.attention = StepAttention(self.model)
-        self.cache.open(self.request.prompts, self.request.prompt_ids.device)
+        prompts, criteria = self.request.prompt_ids, self.request.stopping_criteria
+        # Elsewhere the host would wait for the answer to each token.
+        is_on_host = criteria and all(isinstance(each, HOST_CRITERIA) for each in criteria)
+        self._criteria_prompts = prompts.cpu() if is_on_host else prompts
+        self.cache.open(self.request.prompts, prompts.device)
         self.sequences = [
             SequenceState(index, list(prompt), len(prompt), cached, self.request.limit)
             for index, (prompt, cached) in enumerate(zip(self.request.prompts, self.cache.lengths, strict=True))
@@ -87,13 +83,9 @@ class ParallelDecoder:
         self.rule.begin(self.sequences)
 
     def run(self, observers: Sequence[Callable[[StepOutcome], None]]) -> torch.Tensor:
-        """Decodes all sequences to their end.
+        """Decodes all sequences to their end. Returns the new tokens, `(B, longest)` int64, padded after each one's.
 
-        Args:
-            observers: are told of each step, when its sequences are prepared for the next one.
-
-        Returns:
-            The new tokens, `(B, longest)` int64, padded after each sequence's end.
+        Observers are told of each step when its sequences are prepared for the next one.
         """
         while self.go_on(is_finished := all(one.is_finished for one in self.sequences)):
             if is_finished:
@@ -105,11 +97,6 @@ class ParallelDecoder:
         self.cache.close()
         tokens = [torch.tensor(one.new_tokens, device=self.request.prompt_ids.device) for one in self.sequences]
         return pad_sequence(tokens, batch_first=True, padding_value=self.request.pad_token_id)
-
-    @cached_property
-    def prompts_on_host(self) -> torch.Tensor:
-        """`(B, P)` int64, the padded prompts on the CPU."""
-        return self.request.prompt_ids.cpu()
 
     def _step(self) -> StepOutcome:
         # In the order of the cache's buffers: those that decode, or all of them where shapes are fixed.
@@ -128,9 +115,8 @@ class ParallelDecoder:
     def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, SlotStates | None]:
         """Logits `(A, M, V)` float32, and what is known of the masks behind them."""
         write = self.cache.plan(order.counts, order.cache_slots, order.input_ids)
-        has_slots = self.model.has_mask_adapter and order.slot_mask is not None
         predicting: AbstractContextManager[Any] = nullcontext()
-        if has_slots:
+        if self.model.has_mask_adapter:
             predicting = self.model.predicting(order.slot_mask)
         positions = order.position_ids
         if self.request.table:  # a guess behind its end will not count
@@ -155,7 +141,8 @@ class ParallelDecoder:
         # Those of the mask token are overwritten later, so they are copied where a compiled forward may own them.
         logits = outputs.logits.to(order.input_ids.device)
         logits, behind = logits.split([order.logit_count, order.masks_behind], dim=1)
-        slots = SlotStates(states.hidden if has_slots else None, behind) if order.masks_behind else None
+        hidden = None if states is None else states.hidden
+        slots = SlotStates(hidden, behind) if order.masks_behind else None
         return logits.to(torch.float32, copy=self.compiled is not None), slots
 
     def _embeds(self, order: PhysicalOrder) -> torch.Tensor:
@@ -218,9 +205,7 @@ class ParallelDecoder:
         if self.request.stopping_criteria:
             # A criterion may tell sequences apart by their index: it gets a batch in which this one is where it
             # should be.
-            prompt = self.request.prompt_ids[one.index]
-            if all(isinstance(each, HOST_CRITERIA) for each in self.request.stopping_criteria):
-                prompt = self.prompts_on_host[one.index]  # else the host would wait for the answer to each token
+            prompt = self._criteria_prompts[one.index]
             sequence = torch.cat([prompt, prompt.new_tensor([*one.new_tokens, *tokens])])
             sequences = sequence.expand(len(self.sequences), -1)
             for count in range(1, len(tokens) + 1):

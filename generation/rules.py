@@ -22,48 +22,31 @@ Cut = Callable[[SequenceState, list[int]], int]
 
 @dataclass(frozen=True)
 class SlotStates:
-    """The masks behind the rows with logits.
+    """The masks behind the rows with logits."""
 
-    Attributes:
-        hidden: `(A, masks, H)`, last hidden states; `None` without a mask adapter.
-        logits: `(A, masks, V)`, raw, in the model's dtype: one pass of the head makes them beside the others.
-    """
-
-    hidden: torch.Tensor | None
-    logits: torch.Tensor
+    hidden: torch.Tensor | None  # `(A, masks, H)`, last hidden states; `None` without a mask adapter
+    logits: torch.Tensor  # `(A, masks, V)`, raw, in the model's dtype: one pass of the head makes them with the others
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What is chosen from the logits of a forward.
+    """What is chosen from the logits of a forward. Tensors are `(A, M)` bool."""
 
-    Attributes:
-        choice: a token for each row with logits, and what it was chosen from.
-        marks: `(A, M)` bool. Filling: the masks that take their token. Under verification: the AR rows that find the
-            draft right behind them plausible.
-        is_mask: `(A, M)` bool, rows that are masks.
-        is_broken: `(A, M)` bool, where there is nothing to choose from: the logits are NaN, or no token is left.
-    """
-
-    choice: Choice
+    choice: Choice  # a token for each row with logits, and what it was chosen from
+    # Filling: the masks that take their token. Under verification: the AR rows that find the draft right behind them
+    # plausible.
     marks: torch.Tensor
     is_mask: torch.Tensor
-    is_broken: torch.Tensor
+    is_broken: torch.Tensor  # where there is nothing to choose from: the logits are NaN, or no token is left
 
 
 @dataclass
 class FillRule:
-    """The paper's: masks of low entropy are filled, and what has no gap to its left is final.
-
-    Args:
-        settings: how to decode.
-        sampler: which token fills a slot.
-        size: W.
-    """
+    """The paper's: masks of low entropy are filled, and what has no gap to its left is final."""
 
     settings: WeDLMGenerationSettings
     sampler: TokenSampler
-    size: int
+    size: int  # W
     is_by_row = False
 
     def order(self, sequences: Sequence[SequenceState], is_fixed: bool) -> PhysicalOrder:
@@ -119,14 +102,12 @@ class FillRule:
     def guess(
         self, order: PhysicalOrder, sequences: Sequence[SequenceState], selection: Selection, slots: SlotStates | None
     ) -> torch.Tensor | None:
-        """`None`: what stands in the window is known from the selection."""
+        """Numbers for [`prepare`], `(A, numbers)` float32, on the device; none here: the selection says it all."""
         return None
 
     def prepare(self, outcomes: Sequence[SequenceOutcome], guesses: list[list[float]]) -> None:
-        """Gives each sequence masks for the next step."""
-        for outcome in outcomes:
-            if not outcome.sequence.is_finished:
-                self.begin([outcome.sequence])
+        """Gives the sequences that go on masks for the next step."""
+        self.begin([outcome.sequence for outcome in outcomes if not outcome.sequence.is_finished])
 
     def begin(self, sequences: Sequence[SequenceState]) -> None:
         """Gives new sequences their first masks."""

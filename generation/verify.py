@@ -45,31 +45,19 @@ class FixedPlan(Planner):
             plans.append(Plan(drafts, [count if count > self.lost else 0 for count in masks]))
         return plans
 
-    def learn(self, draft: Draft, has_passed: bool) -> None:
-        """Nothing."""
-
 
 @dataclass
 class VerifyRule:
-    """How verified decoding uses a forward.
-
-    Args:
-        settings: how to decode.
-        sampler: what the AR head chooses.
-        end_tokens: tokens that end a sequence.
-        drafter: of what may follow.
-        planner: of what is checked.
-        size: W, for forwards of fixed shapes.
-        is_by_row: real rows attend one by one, see [`attends_by_row`], and no masks stand behind the prompt: its
-            forward is AR decoding's.
-    """
+    """How verified decoding uses a forward: the methods of [`FillRule`]."""
 
     settings: WeDLMGenerationSettings
-    sampler: TokenSampler
+    sampler: TokenSampler  # chooses for the AR head
     end_tokens: frozenset[int]
     drafter: Drafter
     planner: Planner
-    size: int
+    size: int  # W, for forwards of fixed shapes
+    # Real rows attend one by one, see [`attends_by_row`], and no masks stand behind the prompt: its forward is AR
+    # decoding's.
     is_by_row: bool = False
     _is_prefill: bool = field(default=True, init=False)
 
@@ -109,14 +97,8 @@ class VerifyRule:
     def settle(
         self, one: SequenceState, first: int, tokens: list[int], marks: list[bool], cut: Cut
     ) -> SequenceOutcome:
-        """Keeps the path that the AR rows follow, and their own token at its end.
-
-        Args:
-            one: the sequence.
-            first: the column of the logits of its last final token.
-            tokens, marks: of [`Selection`], from that column on.
-            cut: how many of the tokens that could be final are.
-        """
+        """Keeps the path that the AR rows follow, and their own token at its end; `first` is the column of the last
+        final token."""
         path = _path(one, tokens, marks)
         for place, draft in enumerate(one.drafts):
             if draft.parent in path:
@@ -141,15 +123,15 @@ class VerifyRule:
     def guess(
         self, order: PhysicalOrder, sequences: Sequence[SequenceState], selection: Selection, slots: SlotStates | None
     ) -> torch.Tensor | None:
-        """What masks draft behind the path that the AR rows follow, see [`Drafter.guess`]; `None` without masks. The
-        path is found on the device: the host does not know it yet."""
+        """What masks draft behind the path that the AR rows follow, see [`Drafter.guess`]; `None` without masks."""
         if slots is None:
             return None
         ends = self._ends(order, sequences, selection)
         return self.drafter.guess(ends, slots) if ends.masks.numel() else None
 
     def _ends(self, order: PhysicalOrder, sequences: Sequence[SequenceState], selection: Selection) -> Ends:
-        chosen, indices = selection.choice.tokens, [one.index for one in sequences]
+        """Where these paths end, found on the device: the host does not know it yet."""
+        chosen = selection.choice.tokens
         if chosen.device.type == "cpu":  # nothing waits there, and Python is faster than small tensors
             ends = []
             for one, tokens, marks in zip(sequences, chosen.tolist(), selection.marks.tolist(), strict=True):
@@ -165,7 +147,7 @@ class VerifyRule:
             offsets = torch.tensor(
                 [[one.new_count + count] for one, (_, _, count) in zip(sequences, ends, strict=True)]
             )
-            return Ends(masks.clamp(max=order.masks_behind - 1), before, offsets, indices)
+            return Ends(masks.clamp(max=order.masks_behind - 1), before, offsets, order.sequences)
         most = 1 + max(len(one.drafts) for one in sequences)
         rows = [self._real_rows(one, order.logit_count, most) for one in sequences]
         table = torch.tensor(rows, device=chosen.device)
@@ -180,7 +162,7 @@ class VerifyRule:
             (start + torch.minimum(places, (count - 1).clamp(min=0))).clamp(max=order.masks_behind - 1),
             torch.cat([token, chosen.gather(1, column)], 1).clamp(min=0),
             order.offsets.gather(1, column) + 1,
-            indices,
+            order.sequences,
         )
 
     def _real_rows(self, one: SequenceState, logit_count: int, count: int) -> list[list[int]]:
@@ -203,12 +185,7 @@ class VerifyRule:
         return range(sum(one.masks[: place + 1]) + self.drafter.lost, sum(one.masks[: place + 2]))
 
     def prepare(self, outcomes: Sequence[SequenceOutcome], guesses: list[list[float]]) -> None:
-        """Drafts behind the new last tokens, and plans the next step.
-
-        Args:
-            outcomes: of all sequences.
-            guesses: the numbers that [`guess`] found, of each.
-        """
+        """Drafts behind the new last tokens, and plans the next step."""
         if not self._is_prefill:
             self.planner.finish(sum(len(outcome.new_tokens) for outcome in outcomes))
         going = [

@@ -23,29 +23,17 @@ from .planner import Draft
 
 @dataclass
 class SequenceState:
-    """One sequence of a call.
+    """One sequence of a call. It has a window, or drafts and masks under verification."""
 
-    Attributes:
-        index: its place in the call.
-        tokens: final tokens: the prompt's (-1 behind embeddings), then the new ones.
-        prompt_length: how many of them are the prompt's.
-        committed: how many of them are in the cache.
-        limit: new tokens allowed.
-        window: what is in each slot, `None` for a mask. Not under verification.
-        drafts: under verification, guesses behind the last final token, parents first.
-        masks: under verification, how many stand behind the last final token, and behind each draft.
-        is_finished: nothing more is decoded here.
-    """
-
-    index: int
-    tokens: list[int]
-    prompt_length: int
-    committed: int
-    limit: int
-    window: list[int | None] = field(default_factory=list)
-    drafts: list[Draft] = field(default_factory=list)
-    masks: list[int] = field(default_factory=list)
-    is_finished: bool = False
+    index: int  # its place in the call
+    tokens: list[int]  # final: the prompt's (-1 behind embeddings), then the new ones
+    prompt_length: int  # how many of them are the prompt's
+    committed: int  # how many of them are in the cache
+    limit: int  # new tokens allowed
+    window: list[int | None] = field(default_factory=list)  # what is in each slot, `None` for a mask
+    drafts: list[Draft] = field(default_factory=list)  # guesses behind the last final token, parents first
+    masks: list[int] = field(default_factory=list)  # how many stand behind the last final token, and each draft
+    is_finished: bool = False  # nothing more is decoded here
 
     @property
     def new_tokens(self) -> list[int]:
@@ -66,11 +54,6 @@ class SequenceState:
     def pending(self) -> int:
         """Final tokens that are not in the cache yet."""
         return len(self.tokens) - self.committed
-
-    @property
-    def filled_slots(self) -> list[int]:
-        """Slots of the window that are filled, ascending."""
-        return [slot for slot, token in enumerate(self.window) if token is not None]
 
     @property
     def mask_slots(self) -> list[int]:
@@ -100,27 +83,16 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class SequenceOutcome:
-    """What a step did to one sequence.
-
-    Attributes:
-        sequence: the sequence.
-        new_tokens: tokens that became final.
-        kept: physical rows of the forward whose keys and values entered the cache, counted from its first one.
-        decided: `(column of the logits, slot, token)` for each new token, or slot, whose value this step settled.
-        filled: the same for each mask that was filled.
-        checked: drafts that were checked.
-        accepted: places of those that passed, a path.
-        drafting: masks of the forward, counted from its first one, that draft what follows the new tokens.
-    """
+    """What a step did to one sequence."""
 
     sequence: SequenceState
-    new_tokens: list[int]
-    kept: list[int]
-    decided: list[tuple[int, int, int]]
-    filled: list[tuple[int, int, int]] = field(default_factory=list)
+    new_tokens: list[int]  # that became final
+    kept: list[int]  # physical rows whose keys and values entered the cache, counted from the sequence's first one
+    decided: list[tuple[int, int, int]]  # column of the logits, slot and token of each slot whose value was settled
+    filled: list[tuple[int, int, int]] = field(default_factory=list)  # the same of each mask that was filled
     checked: list[Draft] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    drafting: range = range(0)
+    accepted: list[int] = field(default_factory=list)  # places of those that passed, a path
+    drafting: range = range(0)  # masks, counted from the sequence's first one, that draft what follows
 
 
 @dataclass(frozen=True)
@@ -137,38 +109,24 @@ class Visibility:
 class PhysicalOrder:
     """One forward's rows in physical order: padding, then pending tokens, filled slots and masks, each ascending.
 
-    Attributes:
-        sequences: the place in the call of each entry's sequence.
-        input_ids: `(A, Q)` int64.
-        position_ids: `(A, Q)` int64, logical positions.
-        cache_slots: `(A, Q)` int64, where keys and values go: behind the row's cached ones; padding last, unseen.
-        counts: physical rows that are not padding, per entry.
-        slots: `(A, M)` int64, the window slot that each of the last M physical rows (but for `masks_behind`) predicts;
-            -1 for none.
-        slot_lists: the same as lists, without the -1 in front.
-        first: new tokens so far, per entry.
-        offsets: `(A, M)` int64, new tokens in front of each of `slots`.
-        slot_mask: which of the last physical rows are masks, `(A, masks of the entry with the most)` bool; their
-            number where that is the same for all entries, `None` where there are none.
-        masks_behind: physical rows behind those that predict `slots`: masks, and padding where there are fewer of
-            them.
-        mask_counts: how many of them are masks, per entry.
-        visibility: for an order that is not plain causal, see [`Visibility`].
-    """
+    Tensors are int64; lists have an item for each entry."""
 
-    sequences: list[int]
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    cache_slots: torch.Tensor
-    counts: list[int]
+    sequences: list[int]  # places in the call
+    input_ids: torch.Tensor  # `(A, Q)`
+    position_ids: torch.Tensor  # `(A, Q)`, logical positions
+    cache_slots: torch.Tensor  # `(A, Q)`, where keys and values go: behind the cached ones; padding last, unseen
+    counts: list[int]  # physical rows that are not padding
+    # `(A, M)`, the window slot that each of the last M physical rows (but for `masks_behind`) predicts; -1 for none.
     slots: torch.Tensor
-    slot_lists: list[list[int]]
-    first: list[int]
-    offsets: torch.Tensor
+    slot_lists: list[list[int]]  # the same without the -1 in front
+    first: list[int]  # new tokens so far
+    offsets: torch.Tensor  # `(A, M)`, new tokens in front of each of `slots`
+    # Which of the last physical rows are masks, `(A, masks of the entry with the most)` bool; their number where that
+    # is the same for all entries, `None` where there are none.
     slot_mask: int | torch.Tensor | None
-    masks_behind: int
-    mask_counts: list[int]
-    visibility: Visibility | None
+    masks_behind: int  # physical rows behind those that predict `slots`: masks, and padding where there are fewer
+    mask_counts: list[int]  # how many of them are masks
+    visibility: Visibility | None  # for an order that is not plain causal
 
     @property
     def logit_count(self) -> int:
@@ -266,9 +224,9 @@ class _Columns:
     @classmethod
     def of(cls, one: SequenceState, filler: int, size: int, behind: int, mask_offset: int) -> "_Columns":
         begin, end = one.committed, len(one.tokens)
-        filled = [*one.filled_slots, *one.mask_slots]
-        tokens = [*one.tokens[begin:], *(filler if (token := one.window[slot]) is None else token for slot in filled)]
-        positions = [*range(begin, end), *(end + slot for slot in filled)]
+        slots = sorted(range(len(one.window)), key=lambda slot: one.window[slot] is None)  # masks last
+        tokens = [*one.tokens[begin:], *(filler if (token := one.window[slot]) is None else token for slot in slots)]
+        positions = [*range(begin, end), *(end + slot for slot in slots)]
         if one.is_finished:
             tokens, positions = [], []
         tokens += [draft.token for draft in one.drafts]
