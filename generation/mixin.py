@@ -1,6 +1,7 @@
 """`model.generate(..., strategy="wedlm")`: how parallel decoding plugs into transformers' `generate`."""
 
 from collections.abc import Callable
+from sys import maxsize
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -307,7 +308,7 @@ def _rule(
         planner = _planner(model, settings, sampler, size - drafter.lost, is_chain, drafter.lost)
     is_exact = settings.verification == "exact" and not is_static and len(request.prompts) == 1
     is_by_row = is_exact and attends_by_row(model)
-    planner.most_rows = ROWS_ALIKE if is_by_row else None
+    planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
     return VerifyRule(settings, sampler, request.end_tokens, drafter, planner, size, is_by_row)
 
 

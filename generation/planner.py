@@ -35,6 +35,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate, takewhile, zip_longest
 from operator import neg
+from sys import maxsize
 from typing import Any, NamedTuple
 
 from .step_times import StepTimes
@@ -111,7 +112,7 @@ class Planner:
 
     def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0):
         self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
-        self.most_rows: int | None = None  # of a step; `None`: any number
+        self.most_rows = maxsize  # of one sequence's step
         self.key: Any = None  # of what it learned about, where that is kept
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}  # passed and tried drafts of each bin
@@ -201,7 +202,7 @@ class Planner:
         for outlook in outlooks:
             tree = [(-reach, place) for place, reach in enumerate(self.reaches(outlook.drafts))]
             tree = [(-reach, place) for reach, place in sorted(tree) if outlook.drafts[place].depth < outlook.room]
-            trees.append(tree[: max(DRAFT_COUNTS[-1], self.depth)])
+            trees.append(tree[: min(max(DRAFT_COUNTS[-1], self.depth), self.most_rows - 1)])
             if outlook.foreseen:
                 self._learn_gains(outlook, trees[-1], worth)
         plain, best = self._options(outlooks, trees, worth, before)
@@ -256,8 +257,7 @@ class Planner:
             values = [
                 sum(column) for column in zip_longest(*self._values(outlooks, trees, worth, drafts), fillvalue=0.0)
             ]
-            room = None if self.most_rows is None else max(0, self.most_rows - 1 - drafts)
-            for count, value in enumerate(values[:room], 1):
+            for count, value in enumerate(values[: self.most_rows - 1 - drafts], 1):
                 gain += value
                 net = gain - cost(drafts + count, True)
                 if least is not None:

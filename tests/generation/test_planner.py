@@ -57,6 +57,14 @@ def test_nothing_is_planned_beyond_the_limit():
         assert all(depth + count < room for depth, count in enumerate(plan.masks))
 
 
+def test_a_step_has_no_more_rows_than_it_may():
+    planner = Planner(StepTimes(0.0), 40)
+    planner.most_rows = 32
+    for drafts in (0, 20, 31, 40):
+        (plan,) = planner.plan([Outlook(chain(*[0.99] * drafts), drafts, 100)])
+        assert min(drafts, 31) < 1 + len(plan.drafts) + sum(plan.masks) <= 32
+
+
 def test_siblings_are_checked_where_a_first_draft_often_fails():
     drafts = [Draft(1, -1, 1, 0.4), Draft(2, -1, 1, 0.35, True), Draft(3, 0, 2, 0.2)]
     planner = Planner(StepTimes(0.05), 5)
