@@ -1,7 +1,5 @@
 """The work of `wedlm chat`: a conversation on a terminal, or with lines that are piped in."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

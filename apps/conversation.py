@@ -1,7 +1,5 @@
 """A conversation with a model, whose cache is kept from turn to turn."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import suppress

@@ -5,8 +5,6 @@ decoding is done by one thread, one request after the other, so that no run take
 nothing but the loaded models.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

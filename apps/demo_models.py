@@ -1,7 +1,5 @@
 """Models that `wedlm demo` offers, and those that it has loaded."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

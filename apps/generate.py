@@ -1,7 +1,5 @@
 """The work of `wedlm generate`: answers prompts, streaming, next to AR decoding with the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

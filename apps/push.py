@@ -1,7 +1,5 @@
 """The work of `wedlm push`: a folder is checked as someone without this package loads it, then uploaded to the Hub."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

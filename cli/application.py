@@ -4,8 +4,6 @@ Exit codes: 0 done; 1 the answer is no (nothing good enough was found, a check f
 request is wrong or cannot be honoured; as shells say it, 130 after Ctrl-C, 141 after a closed pipe, 143 after SIGTERM.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -1,7 +1,5 @@
 """Commands that decode: generate, chat, trace, report, demo, serve."""
 
-from __future__ import annotations
-
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,7 +50,7 @@ def generate(
 
 def _asked(
     prompts: PromptOptions, decoding: DecodingOptions, loading: LoadingOptions, model: str | None, compare: bool
-) -> tuple[Any, Any, DecodingRequest]:
+) -> tuple[Any, Any, "DecodingRequest"]:
     """The model, its tokenizer, and the request."""
     keywords, texts = decoding.keywords(), prompts.read()
     from ..eval.trace.record import DecodingRequest

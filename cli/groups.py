@@ -1,7 +1,5 @@
 """Commands whose options are the fields of dataclasses, and whose model is an argument or `--model`."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Commands that make models and send them to the Hub: convert, train, adapt, merge, push."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """Options that several commands share: prompts, and how they are decoded."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Progress of long work on standard error: a bar with the time left on a terminal, elsewhere a line now and then."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Prompts of the user's: files of them, read the same way by every command, and chat templates. Light to import."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys
@@ -96,7 +94,7 @@ def _conversation(row: PromptRow, messages: Any) -> str | Turns:
     return turns if len(turns) > 1 else turns[0]["content"]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, messages: Turns) -> list[int]:
+def encode(tokenizer: "PreTrainedTokenizerBase", messages: Turns) -> list[int]:
     """Tokens of a conversation and of the header that asks for an answer. Raises `ValueError` without a chat template,
     and for messages that it refuses."""
     from jinja2 import TemplateError  # of what transformers needs for templates

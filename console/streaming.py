@@ -1,7 +1,5 @@
 """Answers on a terminal while they are decoded."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

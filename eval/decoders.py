@@ -1,7 +1,5 @@
 """The ways of decoding that are compared, under the names that tables, figures, files and commands have for them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Writing files: each appears whole or not at all, and whether it can be written is known before any work."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

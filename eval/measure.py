@@ -6,8 +6,6 @@ decode each prompt one right after the other, in one process, so that whatever e
 `B` prompts decoded together.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -51,7 +49,7 @@ class ForwardCounter:
         self._begins: list[Any] = []
         self._ends: list[Any] = []
 
-    def __enter__(self) -> ForwardCounter:
+    def __enter__(self) -> "ForwardCounter":
         self.entered = self.left = now(self.model)
         self._hooks = (
             self.model.register_forward_pre_hook(self._count, with_kwargs=True),
@@ -140,7 +138,7 @@ class Speed:
     limit: float
 
     @classmethod
-    def of(cls, ar: Sequence[Decoding], own: Sequence[Decoding]) -> Speed:
+    def of(cls, ar: Sequence[Decoding], own: Sequence[Decoding]) -> "Speed":
         """From answers to the same prompts. Where they differ, AR's seconds count for as many tokens as the decoder
         has."""
         pairs = list(zip(ar, own, strict=True))

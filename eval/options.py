@@ -1,7 +1,5 @@
 """The built-in model and prompts, and the choice of a model and a machine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Prompts: read from files, turned into tokens, and the rules by which a reply to one is right."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -31,7 +29,7 @@ class Prompt:
     tokens: Sequence[int] = ()  # of the whole prompt; empty before [`encode_prompt`]
 
     @classmethod
-    def of(cls, prompt: str | Turns, **fields: Any) -> Prompt:
+    def of(cls, prompt: str | Turns, **fields: Any) -> "Prompt":
         """A text, which is a single turn of the user, or the turns of a conversation."""
         return cls([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, **fields)
 

@@ -7,8 +7,6 @@ ones for every decoder, so that differences between decoders are differences on 
 `N` prompts, `D` decoders, `R` resamples; row 0 of R + 1 is that of the prompts as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ transformers' server runs `generate` calls one after the other on a thread of th
 requests that decode alike share a call, clients take turns, and a call ends as soon as its clients have gone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import logging

@@ -1,7 +1,5 @@
 """transformers' handlers of OpenAI's endpoints, for a model that decodes in parallel."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

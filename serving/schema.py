@@ -4,8 +4,6 @@ A field that is not here is refused, and so is a value that cannot be honoured: 
 ignored in silence. Fields on which no answer depends are accepted.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 
@@ -97,7 +95,7 @@ class Request(_GenerationFields):
         return value or None
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Request:
+    def _fits_together(self) -> "Request":
         if self.stream_options and not self.stream:
             raise ValueError("`stream_options` goes with `stream`: true")
         if self.frequency_penalty is not None and self.repetition_penalty is not None:

@@ -5,8 +5,6 @@ here: transformers' loader takes `getattr(transformers, architecture)`. If it as
 classes are registered with, [`LoadedModel`] would not be needed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket

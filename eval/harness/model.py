@@ -1,7 +1,5 @@
 """The model `wedlm` of lm-evaluation-harness: parallel decoding, and the block ELBO as another likelihood."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Running lm-evaluation-harness with our tasks, and tokens per forward in its table of results."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Figures of a report, and of the training log of a mask adapter."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a report makes of its table: summaries by decoder, task, batch size and setting, all with pandas."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -40,7 +38,7 @@ class Numbers:
         prompts: Sequence[Prompt],
         model: WeDLMForCausalLM,
         is_greedy: bool = True,
-    ) -> Numbers:
+    ) -> "Numbers":
         """From the rows of both parts; `prompts` are the headline's. Samples are not compared with AR's."""
         quality, alone = mark_same(table[table["kind"] == "quality"]), _alone(table)
         tasks = summarise_tasks(quality, COUNTED).join(summarise_tasks(alone, TIMED))

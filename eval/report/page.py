@@ -1,8 +1,6 @@
 """What a report writes: one template, as Markdown and as a page without outside resources; JSON, CSV, and measured
 tables in Markdown files of the user's."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -5,8 +5,6 @@ off is repeated as a whole. An adaptive window depends on all sequences of a bat
 one at a time where quality is measured; prompt lookup takes one at a time anyway.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

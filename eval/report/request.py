@@ -1,7 +1,5 @@
 """The request of `wedlm report`. Imports that take seconds stand inside: `--help` needs none."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -121,14 +119,14 @@ class ReportRequest:
 
         return candidates(self.windows, self.thresholds, self.penalties, self.draft_thresholds, self.decoders)
 
-    def common(self, decoders: Mapping[str, Options]) -> dict[str, Options]:
+    def common(self, decoders: "Mapping[str, Options]") -> "dict[str, Options]":
         """The keywords of each decoder, with those of all."""
         shared = {**self.settings, "max_new_tokens": self.max_new_tokens, "do_sample": False}
         if self.temperature is not None:
             shared |= {"do_sample": True, "temperature": self.temperature}
         return {name: {**options, **shared} for name, options in decoders.items()}
 
-    def prompts(self) -> tuple[list[Prompt], str]:
+    def prompts(self) -> "tuple[list[Prompt], str]":
         """The prompts, and the name of their file. Raises `OSError` for a file that cannot be read, and `ValueError`
         for a malformed one, and where neither a file nor the checkpoint brings prompts."""
         from ..prompts import TASKS_FILE, read_prompts, read_tasks

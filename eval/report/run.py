@@ -4,8 +4,6 @@ Settings are compared on *tuning* prompts (the *sweep*); the *headline* numbers 
 settings on other prompts. A run that was stopped goes on where it was.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

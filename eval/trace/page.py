@@ -1,7 +1,5 @@
 """A recorded generation; as JSON, whose fields are those of [`Trace`], and as one HTML file that replays it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path

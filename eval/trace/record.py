@@ -1,7 +1,5 @@
 """Decodes prompts and keeps every step, next to AR decoding of the same prompts at the same clock."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys
