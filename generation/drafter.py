@@ -17,20 +17,12 @@ from .window import SequenceState
 
 
 class Ends(NamedTuple):
-    """Where the steps of `A` sequences end, known to the device alone.
+    """Where the steps of `A` sequences end, known to the device alone. Tensors are int64."""
 
-    Attributes:
-        masks: `(A, K)` int64, the masks of the forward that draft what follows; where a sequence has fewer than K of
-            them, the last one again.
-        before: `(A, 2)` int64, the last two tokens.
-        offsets: `(A, 1)` int64, new tokens.
-        sequences: their places in the call.
-    """
-
-    masks: torch.Tensor
-    before: torch.Tensor
-    offsets: torch.Tensor
-    sequences: list[int]
+    masks: torch.Tensor  # `(A, K)`, the masks that draft what follows; the last one again where there are fewer than K
+    before: torch.Tensor  # `(A, 2)`, the last two tokens
+    offsets: torch.Tensor  # `(A, 1)`, new tokens
+    sequences: list[int]  # their places in the call
 
 
 class Winner(NamedTuple):
@@ -49,35 +41,23 @@ class Drafter:
         sampler: how the AR head will choose.
         end_tokens: tokens that end a sequence.
         entropy_threshold: tau, nats: drafts end at the first mask whose H is not below.
-
-    Attributes:
-        lost: masks behind a row that draft nothing: the first one stands at the position of the AR row's own token.
     """
 
-    lost = 1
+    lost = 1  # masks behind a row that draft nothing: the first one stands at the position of the AR row's own token
 
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], entropy_threshold: float):
         self.sampler, self.end_tokens, self.entropy_threshold = sampler, end_tokens, entropy_threshold
 
     def guess(self, ends: Ends, slots: SlotStates) -> torch.Tensor:
         """What masks predict, as numbers for [`draft`], `(A, numbers)` float32: the host reads them with what else it
-        must know of a step, and waits once.
-
-        Args:
-            ends: of all sequences, also of those that are found to be finished.
-            slots: the masks of the forward.
-        """
+        must know of a step, and waits once. Also of sequences that are found to be finished."""
         entries = torch.arange(len(ends.masks), device=ends.masks.device)[:, None]
         hidden = None if slots.hidden is None else slots.hidden[entries, ends.masks]
         return self._guess(slots.logits[entries, ends.masks].float(), hidden, ends).flatten(1)
 
     def draft(self, winners: Sequence[Winner], guesses: list[list[float]]) -> list[Outlook]:
-        """What may follow each sequence's final tokens.
-
-        Args:
-            winners: the sequences that go on.
-            guesses: what [`guess`] found, of each entry; empty without masks.
-        """
+        """What may follow each sequence's final tokens, from what [`guess`] found of each entry; nothing without
+        masks."""
         found = []
         for winner in winners:
             drafts = self._drafts(winner, guesses[winner.entry]) if winner.masks else []

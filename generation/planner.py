@@ -59,45 +59,37 @@ Tree = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
 
 
 class Draft(NamedTuple):
-    """A guess behind a sequence's root.
-
-    Attributes:
-        token: what is guessed.
-        parent: the place of the draft that it follows in the list of drafts; -1 for the root.
-        depth: 1 behind the root.
-        chance: the drafter's own probability; `None` for drafts from the text.
-        is_sibling: a likelier token is drafted behind the same parent.
-    """
+    """A guess behind a sequence's root."""
 
     token: int
-    parent: int
-    depth: int
-    chance: float | None
-    is_sibling: bool = False
+    parent: int  # the place of the draft that it follows in the list of drafts; -1 for the root
+    depth: int  # 1 behind the root
+    chance: float | None  # the drafter's own probability; `None` for drafts from the text
+    is_sibling: bool = False  # a likelier token is drafted behind the same parent
 
 
 class Outlook(NamedTuple):
-    """What a sequence can do next: drafts, parents first; depths of them that masks drafted; new tokens allowed."""
+    """What a sequence can do next."""
 
-    drafts: list[Draft]
-    foreseen: int
-    room: int
+    drafts: list[Draft]  # parents first
+    foreseen: int  # depths of them that masks drafted
+    room: int  # new tokens allowed
 
 
 class Plan(NamedTuple):
-    """A sequence's rows of the next forward: drafts, parents first; how many masks follow the root and each draft."""
+    """A sequence's rows of the next forward."""
 
-    drafts: list[Draft]
-    masks: list[int]
+    drafts: list[Draft]  # parents first
+    masks: list[int]  # how many follow the root and each draft
 
 
 class Choice(NamedTuple):
-    """What a plan nets, in tokens of all sequences; its drafts and masks; what the best row left out would bring."""
+    """A plan for all sequences."""
 
-    net: float
-    drafts: int
+    net: float  # tokens of all of them
+    drafts: int  # of each, and masks
     masks: int
-    left_out: float
+    left_out: float  # what the best row left out would bring
 
 
 class Planner:

@@ -48,17 +48,13 @@ def _is_any(processor: object, names: list[str]) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen for each slot.
+    """What was chosen for each slot; arbitrary where nothing was to choose."""
 
-    Attributes:
-        tokens: `(A, M)` int64; -1 where there was nothing to choose from, arbitrary where nothing was to choose.
-        scores: `(A, M, V)` float32, processed; where nothing was to choose, arbitrary.
-        mask_logits: `(A, M)` float32, the raw logits of MASK, which counts as −∞ in the others; `None` without MASK.
-    """
-
-    tokens: torch.Tensor
-    scores: torch.Tensor
-    mask_logits: torch.Tensor | None
+    tokens: torch.Tensor  # `(A, M)` int64; -1 where there was nothing to choose from
+    scores: torch.Tensor  # `(A, M, V)` float32, processed
+    mask_logits: (
+        torch.Tensor | None
+    )  # `(A, M)` float32, MASK's raw ones, which count as −∞ in `scores`; if there is one
 
 
 class PositionNoise:
@@ -100,19 +96,12 @@ def _split_mix(seed: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class TokenSampler:
-    """Chooses tokens: logits processors in transformers' order, then argmax or a draw.
+    """Chooses tokens: logits processors in transformers' order, then argmax or a draw."""
 
-    Args:
-        processors: a `LogitsProcessorList`, as `generate` prepared it.
-        do_sample: draw from the processed distribution; otherwise its argmax.
-        mask_token_id: never chosen: its logit counts as −∞; `None` where the vocabulary has no MASK.
-        prompt_ids: `(B, P)` int64, the padded prompts, which processors see too.
-    """
-
-    processors: Any
-    do_sample: bool
-    mask_token_id: int | None
-    prompt_ids: torch.Tensor
+    processors: Any  # a `LogitsProcessorList`, as `generate` prepared it
+    do_sample: bool  # draw from the processed distribution; otherwise its argmax
+    mask_token_id: int | None  # never chosen: its logit counts as −∞; `None` where the vocabulary has no MASK
+    prompt_ids: torch.Tensor  # `(B, P)` int64, the padded prompts, which processors see too
 
     def __post_init__(self) -> None:
         length = SCORE_PROCESSORS + LENGTH_PROCESSORS
