@@ -108,5 +108,5 @@ class TreeDrafter(Drafter):
         is_plain = type(head) is torch.nn.Linear and head.bias is None and type(head.weight) is torch.nn.Parameter
         table = head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`
         if table is not None and not head._forward_hooks:
-            return torch.einsum("ash,abh->abs", table[shortlist].float(), states.float())
+            return states.float() @ table[shortlist].float().mT
         return head(states).gather(2, shortlist[:, None].expand(-1, before.shape[1], -1)).float()

@@ -124,7 +124,7 @@ class Product:
                 self._left = None
             if found is not None:
                 return found
-        outputs = dict(enumerate(self._of(rows).split(self.sizes, dim=-1)))
+        outputs = dict(enumerate(torch.split_with_sizes(self._of(rows), self.sizes, -1)))
         found = outputs.pop(part)
         self._left = rows, version, outputs
         return found
@@ -162,6 +162,14 @@ class PackedEmbedding(nn.Embedding):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "PackedEmbedding":
         _refuse_change(fn)  # before anything of a model is moved: its embeddings come first
         return self
+
+
+class PackedNorm(nn.RMSNorm):
+    """An `nn.RMSNorm` of six small operations, where torch's own takes nine on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`(..., H)` float32, both."""
+        return (x * (x * x).mean(-1, keepdim=True).add_(self.eps).rsqrt_()).mul_(self.weight)
 
 
 def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -263,13 +271,13 @@ def _groups(places: Mapping[int, list[tuple[nn.Module, str]]]) -> list[list[list
 
 @torch.no_grad()
 def _use_fused_norms(model: nn.Module) -> None:
-    """Gives a float32 model torch's own RMSNorm, one operation instead of six, where it has the very same bits."""
+    """Gives a float32 model norms of fewer operations, where they have the very same bits."""
     for module in list(model.modules()):
         for name, norm in module.named_children():
             weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
             if not type(norm).__name__.endswith("RMSNorm") or len(norm.state_dict()) != 1 or weight is None or not eps:
                 continue
-            fused = nn.RMSNorm(weight.shape, eps, device="meta")
+            fused = PackedNorm(weight.shape, eps, device="meta")
             fused.weight, fused.training = weight, norm.training
             rows = torch.randn(8, *weight.shape)
             if weight.ndim == 1 and norm.forward(rows).equal(fused.forward(rows)):
@@ -378,6 +386,7 @@ def _in_one_thread(function: Callable[[], _Result]) -> _Result:
 # The kernels.
 
 _multiply: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic_fp16", None), "default", None)
+_multiply = getattr(_multiply, "_op", _multiply)  # called through Python's dispatcher, a product takes 5 µs more
 
 
 def _pack(weight: torch.Tensor) -> Any:
