@@ -108,6 +108,3 @@ def rope_base(config_dict: dict[str, Any]) -> float | None:
     if len(set(stated.values())) > 1:
         raise ValueError(f"The WeDLM config states different RoPE bases: {stated}.")
     return next(iter(stated.values()), None)
-
-
-__all__ = ["WeDLMConfig"]

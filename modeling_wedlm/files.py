@@ -45,6 +45,3 @@ def is_stream(path: Path) -> bool:
 def link_target(path: Path) -> Path:
     """What a symbolic link leads to, else the path itself."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
-
-
-__all__ = ["write_text", "written_whole"]

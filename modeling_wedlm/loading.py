@@ -80,22 +80,19 @@ def is_hub_reachable() -> bool:
     return True
 
 
-def load_config_dict(source: str | os.PathLike[str], *, revision: str | None = None) -> dict[str, Any]:
-    """What config.json of a checkpoint of any model type says. Raises as [`find_checkpoint`], and `ValueError` for a
-    file that holds no JSON object."""
-    options = find_checkpoint(source, revision=revision)
-    _check_json(Path(source), CONFIG_FILE)
+def load_config_dict(source: str | os.PathLike[str], *, revision: str | None = None, **found: Any) -> dict[str, Any]:
+    """What config.json of a checkpoint of any model type says; `found` is what [`find_checkpoint`] returned beside the
+    revision, where it was called already. Raises as that, and `ValueError` for a file that holds no JSON object."""
+    options = {**found, "revision": revision} if found else find_checkpoint(source, revision=revision)
+    _check_json(Path(source, found.get("subfolder", "")), CONFIG_FILE)
     with reading(f"The config of {os.fspath(source)!r}"):
         config_dict: dict[str, Any] = PreTrainedConfig.get_config_dict(source, **options)[0]
     return config_dict
 
 
-def require_wedlm(source: str | os.PathLike[str], **options: Any) -> None:
-    """Raises `ValueError` for the checkpoint of a model of another type; `options` are what [`find_checkpoint`]
-    returned, where it was called already."""
-    with reading(f"The config of {os.fspath(source)!r}"):
-        config_dict = PreTrainedConfig.get_config_dict(source, **options or find_checkpoint(source))[0]
-    kind = config_dict.get("model_type", WeDLMConfig.model_type)
+def require_wedlm(source: str | os.PathLike[str], **found: Any) -> None:
+    """Raises `ValueError` for the checkpoint of a model of another type; else as [`load_config_dict`]."""
+    kind = load_config_dict(source, **found).get("model_type", WeDLMConfig.model_type)
     if kind != WeDLMConfig.model_type:
         raise not_wedlm(repr(os.fspath(source)), f"model of type {kind!r}")
 

@@ -41,6 +41,7 @@ class WeDLMAttention(Qwen3Attention):
         position_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The parent's, without the position ids."""
         return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
 
@@ -122,15 +123,9 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
 
     def _physical_causal_mask(self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any) -> Any:
         # Without `position_ids`: transformers would take reordered ones for packed sequences and split at each jump.
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-        )
-        if self.config._attn_implementation == "sdpa" or not isinstance(mask, torch.Tensor):
-            return mask
-        if mask.ndim == 4 and mask.dtype == torch.bool:
+        mask: Any = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values=past_key_values)
+        is_boolean = isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype == torch.bool
+        if is_boolean and self.config._attn_implementation != "sdpa":
             # A caller's own mask arrives here untouched, and attention other than sdpa would *add* it as 0 and 1.
             lowest = torch.finfo(inputs_embeds.dtype).min
             mask = torch.zeros_like(mask, dtype=inputs_embeds.dtype).masked_fill(~mask, lowest)
@@ -208,6 +203,3 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             if given is not None:
                 logits_to_keep = torch.arange(given.shape[1], device=given.device)[-logits_to_keep:]
         return super().forward(logits_to_keep=logits_to_keep, **inputs)
-
-
-__all__ = ["WeDLMForCausalLM", "WeDLMModel", "WeDLMPreTrainedModel"]

@@ -8,8 +8,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .callback import DynamicMaskingCallback as DynamicMaskingCallback
     from .collator import DataCollatorForDualStreamMasking as DataCollatorForDualStreamMasking
+    from .collator import DynamicMaskingCallback as DynamicMaskingCallback
     from .log_probs import ResponseLogProbs as ResponseLogProbs
     from .log_probs import response_log_probs as response_log_probs
     from .saving import AtomicSaveTrainer as AtomicSaveTrainer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AtomicSaveTrainer": "saving", "DataCollatorForDualStreamMasking": "collator",
-    "DynamicMaskingCallback": "callback", "ResponseLogProbs": "log_probs", "WeDLMSFTConfig": "sft_config",
+    "DynamicMaskingCallback": "collator", "ResponseLogProbs": "log_probs", "WeDLMSFTConfig": "sft_config",
     "WeDLMSFTTrainer": "sft_trainer", "response_log_probs": "log_probs",
 }  # fmt: skip
 

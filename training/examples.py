@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
@@ -81,12 +81,6 @@ def kind_of(example: Mapping[str, Any], text_field: str) -> str:
     """The column that says what kind of data an example is; empty where there is none."""
     kinds = ("input_ids", "messages", "conversations", "prompt", text_field)
     return next((name for name in kinds if example.get(name) is not None), "")
-
-
-def is_chat(example: Mapping[str, Any], text_field: str) -> bool:
-    """Whether an example consists of turns."""
-    kind = kind_of(example, text_field)
-    return kind in ("messages", "conversations") or (kind == "prompt" and isinstance(example["prompt"], list))
 
 
 def read_example(
@@ -177,9 +171,10 @@ def fit_example(
             f"{max(input_ids)}: another tokenizer made them."
         )
     stops = False
-    for start, end in _runs(labels):
-        closed = next((i for i in range(end - 1, start - 1, -1) if input_ids[i] == tokenizer.eos_token_id), None)
-        if closed is not None and not str(tokenizer.decode(input_ids[closed + 1 : end])).strip():
+    for is_supervised, run in groupby(range(len(labels)), lambda place: labels[place] != IGNORE_INDEX):
+        places = list(run)
+        closed, end = max((i for i in places if input_ids[i] == tokenizer.eos_token_id), default=-1), places[-1] + 1
+        if is_supervised and closed >= 0 and not str(tokenizer.decode(input_ids[closed + 1 : end])).strip():
             labels[closed + 1 : end] = [IGNORE_INDEX] * (end - closed - 1)
             stops = True
     outcome = Outcome.WHOLE if _is_supervised(labels) else Outcome.UNSUPERVISED
@@ -194,13 +189,6 @@ def _is_supervised(labels: list[int]) -> bool:
     return any(label != IGNORE_INDEX for label in labels[1:])
 
 
-def _runs(labels: list[int]) -> list[tuple[int, int]]:
-    """Start and end of each run of supervised tokens."""
-    marks = [False, *(label != IGNORE_INDEX for label in labels), False]
-    edges = [i for i in range(len(labels) + 1) if marks[i] != marks[i + 1]]
-    return list(zip(edges[::2], edges[1::2], strict=True))
-
-
 class Preparation:
     """Reads, fits and counts the examples of a run's datasets, map or iterable."""
 
@@ -213,9 +201,10 @@ class Preparation:
     def check_first(self, dataset: Any, name: str) -> dict[str, Any]:
         """The keywords of [`read_example`] for a dataset. Raises `ValueError` if its first example cannot be read."""
         example, text_field = first_example(dataset, name), self.args.dataset_text_field
-        if self.args.assistant_only_loss is None:
-            self.args.assistant_only_loss = is_chat(example, text_field)
-        reading: dict[str, Any] = {"name": name, "kind": kind_of(example, text_field), "text_field": text_field}
+        kind = kind_of(example, text_field)
+        if self.args.assistant_only_loss is None:  # chat data
+            self.args.assistant_only_loss = bool(kind) and isinstance(example[kind], list) and kind != "input_ids"
+        reading: dict[str, Any] = {"name": name, "kind": kind, "text_field": text_field}
         reading["needs_assistant"] = self.args.assistant_only_loss
         read_example(example, 0, **reading)
         return reading
@@ -224,40 +213,50 @@ class Preparation:
         """Checks each example, leaves it the columns of its kind, and drops conversations without a turn to learn.
         Raises `ValueError` for an example that cannot be read, and where nothing is left."""
         reading, columns = self.check_first(dataset, name), list(first_example(dataset, name))
-        with PartialState().main_process_first():
-            how = self._how(dataset, f"Reading {name} dataset")
-            dataset = dataset.map(read_example, with_indices=True, fn_kwargs=reading, remove_columns=columns, **how)
-            return self._drop(dataset, name, is_last=False)
+        how = {"with_indices": True, "remove_columns": columns}
+        return self._apply(read_example, reading, dataset, name, is_last=False, **how)
 
-    def fit(self, dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Any:
-        """Shortens tokenised examples to `max_length`, drops what cannot be learnt, counts, and reports. Raises
-        `ValueError` where nothing is left. With "bfd_split" nothing is shortened: packing splits what is too long."""
+    def fit(
+        self, dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, has_responses: bool
+    ) -> Any:
+        """Shortens tokenised examples to `max_length`, drops what cannot be learnt, counts, and reports. With
+        "bfd_split" nothing is shortened: packing splits what is too long. Raises `ValueError` where nothing is left,
+        and where no whole response of a dataset that `has_responses`, not streamed, ends in the end token."""
         splits = self.args.packing and self.args.packing_strategy == "bfd_split"
-        limits = {"max_length": None if splits else self.args.max_length, "vocab_size": vocab_size}
-        with PartialState().main_process_first():
-            how = self._how(dataset, f"Fitting {name} dataset")
-            dataset = dataset.map(fit_example, fn_kwargs={"tokenizer": tokenizer, **limits}, **how)
-            return self._drop(dataset, name, is_last=True)
+        limit = None if splits else self.args.max_length
+        fitting = {"tokenizer": tokenizer, "max_length": limit, "vocab_size": vocab_size}
+        dataset = self._apply(fit_example, fitting, dataset, name, is_last=True)
+        if has_responses and isinstance(dataset, Dataset):
+            stops = [stops for stops, outcome in zip(dataset["stops"], dataset["outcome"], strict=True) if not outcome]
+            if stops and not any(stops):
+                raise ValueError(
+                    f"No response of the {name} dataset ends in the end token {tokenizer.eos_token!r}: the model "
+                    "would never learn to stop. Pass the token that ends them as `eos_token` (for ChatML: "
+                    "'<|im_end|>')."
+                )
+        return dataset
 
     def report_streams(self) -> None:
         """Reports what has been read of the datasets that were not counted before."""
         for name in list(self._counts):
             self._report(name)
 
-    def _how(self, dataset: Any, title: str) -> dict[str, Any]:
-        return {"desc": title, "num_proc": self.args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
-
-    def _drop(self, dataset: Any, name: str, *, is_last: bool) -> Any:
-        """Leaves out what cannot be trained on, and counts it; the last time, counts and reports what is left, too."""
+    def _apply(self, make: Any, options: Any, dataset: Any, name: str, *, is_last: bool, **how: Any) -> Any:
+        """Makes each example, leaves out what cannot be trained on, and counts it; the last time, counts and reports
+        what is left, too."""
         if name not in self._counts:  # in shared memory: data workers read the streams
             self._counts[name] = torch.zeros(len(Outcome), dtype=torch.int64).share_memory_()
         counts = self._counts[name]
         if not isinstance(dataset, Dataset):
+            dataset = dataset.map(make, fn_kwargs=options, **how)
             return dataset.filter(_count_and_keep, fn_kwargs={"counts": counts, "count_kept": is_last})
-        outcomes = torch.tensor(dataset["outcome"], dtype=torch.int64)
+        how |= {"desc": f"{'Fitting' if is_last else 'Reading'} {name} dataset"}
+        with PartialState().main_process_first():
+            dataset = dataset.map(make, fn_kwargs=options, num_proc=self.args.dataset_num_proc, **how)
+            outcomes = torch.tensor(dataset["outcome"], dtype=torch.int64)
+            dataset = dataset.filter(lambda outcome: Outcome(outcome).is_kept, input_columns="outcome")
         is_kept = torch.tensor([outcome.is_kept for outcome in Outcome])[outcomes]
         counts += torch.bincount(outcomes if is_last else outcomes[~is_kept], minlength=len(counts))
-        dataset = dataset.filter(lambda outcome: Outcome(outcome).is_kept, input_columns="outcome")
         if is_last or not len(dataset):
             self._report(name)
         return dataset
@@ -275,13 +274,3 @@ def _count_and_keep(example: Any, counts: torch.Tensor, count_kept: bool) -> boo
     if count_kept or not outcome.is_kept:
         counts[outcome] += 1
     return outcome.is_kept
-
-
-def check_stops(dataset: Dataset, name: str, eos_token: Any) -> None:
-    """Raises `ValueError` where no whole response of a fitted dataset ends in the end token."""
-    stops = [row_stops for row_stops, outcome in zip(dataset["stops"], dataset["outcome"], strict=True) if not outcome]
-    if stops and not any(stops):
-        raise ValueError(
-            f"No response of the {name} dataset ends in the end token {eos_token!r}: the model would never learn to "
-            "stop. Pass the token that ends them as `eos_token` (for ChatML: '<|im_end|>')."
-        )

@@ -6,7 +6,7 @@ import os
 import shutil
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Beside what they become, so that a rename is enough. Pushes to the Hub leave out what begins with an underscore.
 _UNFINISHED, _FINISHED, _LOCK = "_saving", "_saved", "_lock"
+_WEIGHTS = "model*.safetensors*"
 
 
 @contextmanager
@@ -71,7 +72,7 @@ class AtomicSaveTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(output_dir or str(self.args.output_dir))
-        with self._staged(folder, lambda finished: _move_files(finished, folder)) as unfinished:
+        with self._staged(folder) as unfinished:
             super().save_model(str(unfinished), _internal_call=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -88,15 +89,14 @@ class AtomicSaveTrainer(Trainer):
 
     def save_state(self) -> None:
         """The parent's."""
-        folder = Path(str(self.args.output_dir))
-        with self._staged(folder, lambda finished: _move_files(finished, folder)) as unfinished:
+        with self._staged(Path(str(self.args.output_dir))) as unfinished:
             if self.is_world_process_zero():
                 self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run_dir = Path(self._get_output_dir(trial))
         name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._staged(run_dir, lambda finished: _move_folder(finished, name, run_dir)) as unfinished:
+        with self._staged(run_dir) as unfinished:
             super()._save_checkpoint(model, trial)
             if self.state.best_model_checkpoint == str(unfinished / name):
                 self.state.best_model_checkpoint = str(run_dir / name)
@@ -118,9 +118,9 @@ class AtomicSaveTrainer(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     @contextmanager
-    def _staged(self, folder: Path, publish: Callable[[Path], None]) -> Iterator[Path]:
-        """A folder inside `folder` to write to; in the end, `publish` moves its content to where it belongs. Nodes may
-        share a disk or have their own: the first process of each publishes what it finds."""
+    def _staged(self, folder: Path) -> Iterator[Path]:
+        """A folder inside `folder` to write to; in the end, its content moves up. Nodes may share a disk or have their
+        own: the first process of each moves what it finds."""
         unfinished = folder / _UNFINISHED
         with only_writer(folder, self.args.process_index == 0):
             if self.args.local_process_index == 0:
@@ -144,45 +144,31 @@ class AtomicSaveTrainer(Trainer):
             finally:
                 self._is_staging = False
             self.accelerator.wait_for_everyone()
-            self._publish(unfinished, publish)
-
-    def _publish(self, unfinished: Path, publish: Callable[[Path], None]) -> None:
-        finished = unfinished.with_name(_FINISHED)
-        is_first = self.args.process_index == 0
-        for is_my_turn in (is_first, self.args.local_process_index == 0 and not is_first):
-            if is_my_turn:
-                try:
-                    os.rename(unfinished, finished)
-                except FileNotFoundError:
-                    pass  # published by the first process of another node: the disk is shared
-                else:
-                    publish(finished)
-                    shutil.rmtree(finished, ignore_errors=True)
-            self.accelerator.wait_for_everyone()
+            is_first = self.args.process_index == 0
+            for is_my_turn in (is_first, self.args.local_process_index == 0 and not is_first):
+                if is_my_turn:
+                    try:
+                        finished = unfinished.rename(folder / _FINISHED)
+                    except FileNotFoundError:
+                        pass  # moved by the first process of another node: the disk is shared
+                    else:
+                        _move(finished, folder)
+                self.accelerator.wait_for_everyone()
 
 
-def _move_folder(finished: Path, name: str, run_dir: Path) -> None:
-    """Puts the checkpoint `name` where it belongs, in place of an older one of that name."""
-    target = run_dir / name
-    if target.exists():
-        os.rename(target, finished / "replaced")
-    os.rename(finished / name, target)
-
-
-def _move_files(finished: Path, folder: Path) -> None:
-    """Moves each file to the same place in `folder`, except for a model card where a person wrote one; removes the
-    weight files there that are not among them."""
-    files = [path.relative_to(finished) for path in sorted(finished.rglob("*")) if path.is_file()]
-    if is_written_by_a_person(read_card(folder)):
-        files = [path for path in files if str(path) != CARD_NAME]
-    weights = {path.name for path in files if path.match("model*.safetensors*")}
-    for path in files:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(finished / path, folder / path)
-    if weights:
-        for path in folder.glob("model*.safetensors*"):
-            if path.name not in weights:
-                path.unlink()
+def _move(finished: Path, folder: Path) -> None:
+    """Moves files and folders into `folder`, in place of older ones, except for a model card where a person wrote one;
+    removes the weight files there that are not among them, and what is left."""
+    weights, keeps_card = {path.name for path in finished.glob(_WEIGHTS)}, is_written_by_a_person(read_card(folder))
+    for path in [path for path in finished.iterdir() if path.name != CARD_NAME or not keeps_card]:
+        target = folder / path.name
+        if target.is_dir():
+            target.rename(finished / f"{path.name}.replaced")
+        path.replace(target)
+    for path in folder.glob(_WEIGHTS) if weights else ():
+        if path.name not in weights:
+            path.unlink()
+    shutil.rmtree(finished, ignore_errors=True)
 
 
 def newest_complete_checkpoint(output_dir: Path) -> Path:

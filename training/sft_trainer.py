@@ -21,9 +21,8 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ..modeling_wedlm.card import is_written_by_a_person, model_card, read_card, write_card
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
-from .callback import DynamicMaskingCallback, refuse_context_parallelism
-from .collator import DataCollatorForDualStreamMasking
-from .examples import Preparation, check_stops, first_example
+from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback, refuse_context_parallelism
+from .examples import Preparation, first_example
 from .metrics import divide, evaluation_sums, prompt_of, tokens_per_forward
 from .model import prepare_model, prepare_quantized
 from .saving import AtomicSaveTrainer
@@ -147,9 +146,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         columns = first_example(dataset, dataset_name)
         if "seq_lengths" in columns:  # packed by its owner
             return dataset.remove_columns("outcome") if "outcome" in columns else dataset
-        dataset = self._preparation.fit(dataset, dataset_name, processing_class, self._vocab_size)
-        if has_responses and isinstance(dataset, Dataset):
-            check_stops(dataset, dataset_name, processing_class.eos_token)
+        dataset = self._preparation.fit(dataset, dataset_name, processing_class, self._vocab_size, has_responses)
         dataset = dataset.select_columns(["input_ids", "labels"])
         if args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)

@@ -18,7 +18,7 @@ from test_sft_trainer import CHATS
 from tiny import tiny_model, write_checkpoint
 
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
-from wedlm_hf.training.callback import refuse_context_parallelism
+from wedlm_hf.training.collator import refuse_context_parallelism
 from wedlm_hf.training.saving import newest_complete_checkpoint
 from wedlm_hf.training.train import main as train
 
