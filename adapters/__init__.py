@@ -4,21 +4,23 @@ Using one of the names below makes the method known to PEFT, where that is insta
 `wedlm --help` reads the settings of `wedlm adapt` from here.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-__all__ = [
-    "MaskAdapterSettings",
-    "WeDLMForCausalLM",
-    "add_mask_adapter",
-    "load_mask_adapter",
-    "save_mask_adapter",
-    "unload_mask_adapter",
-]
+_HOME = {
+    "MaskAdapterSettings": ".adapter_files",
+    "WeDLMForCausalLM": "..modeling_wedlm",
+    "add_mask_adapter": ".attach",
+    "load_mask_adapter": ".attach",
+    "save_mask_adapter": ".attach",
+    "unload_mask_adapter": ".attach",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import registered
-
-    return getattr(registered, name)
+    if find_spec("peft") is not None:
+        import_module(".peft_method", __name__)
+    return getattr(import_module(_HOME[name], __name__), name)

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +54,11 @@ class MaskAdapterSettings:
 
 @dataclass(frozen=True)
 class StoredMaskAdapter:
-    """A mask adapter as it lies in a folder or on the Hub.
-
-    Attributes:
-        settings: its shape.
-        base: what tells the model that it was trained for, see [`base_of`].
-        weights: state dict of the [`MaskAdapter`].
-    """
+    """A mask adapter as it lies in a folder or on the Hub."""
 
     settings: MaskAdapterSettings
-    base: dict[str, Any]
-    weights: dict[str, torch.Tensor]
+    base: dict[str, Any]  # what tells the model that it was trained for, see `base_of`
+    weights: dict[str, torch.Tensor]  # state dict of the `MaskAdapter`
 
     @classmethod
     def read(cls, name: str | os.PathLike[str], **download_options: Any) -> "StoredMaskAdapter":
@@ -102,20 +96,13 @@ class StoredMaskAdapter:
         return cls(settings, base if isinstance(base, dict) else {}, weights)
 
     def write(self, folder: str | os.PathLike[str], base_name: str | None) -> None:
-        """Writes the files, which PEFT reads too, each whole or not at all.
-
-        Args:
-            folder: made if it is not there.
-            base_name: folder or Hub id of the base.
-        """
+        """Writes the files, which PEFT reads too, each whole or not at all; `base_name` is a folder or Hub id."""
         config: dict[str, Any] = {
             "peft_type": PEFT_TYPE,
             "task_type": "CAUSAL_LM",
             "base_model_name_or_path": base_name,
             "inference_mode": True,
-            "rank": self.settings.rank,
-            "target_modules": list(self.settings.target_modules),
-            "head_width": self.settings.head_width,
+            **asdict(self.settings),
             "base": self.base,
         }
         folder = Path(folder)
@@ -200,6 +187,3 @@ def compare_bases(own: Mapping[str, Any], base: Mapping[str, Any], *, any_base: 
         )
     if sizes := ", ".join(f"{name}: {stated[name]!r}, not {own[name]!r}" for name in different if name != "weights"):
         raise ValueError(f"The mask adapter belongs to another base than this model ({sizes}).")
-
-
-__all__ = ["MaskAdapterSettings", "StoredMaskAdapter"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from ..console.prompts import Turns, encode, read_rows
@@ -339,23 +340,23 @@ class _Writer:
         """What the model writes after each row, up to and with its end token; greedily without a `temperature`."""
         pad = self.template.tokenizer.pad_token_id
         pad = min(self.ends, default=0) if pad is None else pad
-        longest = max(map(len, rows))
-        ids = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in rows])
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+        tokens = [torch.tensor(row, dtype=torch.long, device=self.model.device) for row in rows]
+        left: dict[str, Any] = {"batch_first": True, "padding_side": "left"}
+        ids = pad_sequence(tokens, padding_value=pad, **left)
         # Token by token in our own loop: it costs what AR `generate` does, but rows that have ended cost nothing.
         settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "window_size": 1, "do_sample": False}
         if temperature is not None:
             settings |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": 1.0}
         output = self.model.generate(
-            ids.to(self.model.device),
-            attention_mask=mask.to(self.model.device),
+            ids,
+            attention_mask=pad_sequence([torch.ones_like(row) for row in tokens], **left),
             max_new_tokens=max_new_tokens,
             repetition_penalty=1.0,
             pad_token_id=pad,
             stopping_criteria=self.stop,
             **settings,
         )
-        texts: list[list[int]] = output[:, longest:].tolist()
+        texts: list[list[int]] = output[:, ids.shape[1] :].tolist()
         return [
             text[: next((i + 1 for i, token in enumerate(text) if token in self.ends), len(text))] for text in texts
         ]

@@ -7,7 +7,7 @@ subclass of its own class, whose `generate` knows `strategy="wedlm"`; [`unload_m
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -404,21 +404,10 @@ def check_masks(model: Any) -> None:
         tokens, positions, right = [1, 2, 3, 2, 4, 0, 0], [0, 1, 2, 3, 3, 4, 5], 2
         parts = [2, 3, 2, 2, 2], [2, 3, 4, 5, 6], [[2], [3], [4], [5], [4]]
         visibility = Visibility(*(torch.tensor([part], device=device) for part in parts))
-    ids, places = torch.tensor([tokens], device=device), torch.tensor([positions], device=device)
-    slots, cache, attention = torch.arange(len(tokens), device=device)[None], WindowCache(), StepAttention(model)
     try:
         with torch.no_grad(), evaluating(model):
             expected = model(input_ids=torch.tensor([[1, 2, 3, 4]], device=device), use_cache=False).logits[:, -1]
-            cache.open([tokens], device)
-            for part, visible in ((slice(0, 2), None), (slice(2, None), visibility)):
-                write = cache.plan([slots[:, part].shape[1]], slots[:, part], ids[:, part])
-                masks = attention.masks(write, places[:, part], visible)
-                with attention.reading(masks):
-                    logits = model(
-                        input_ids=ids[:, part], attention_mask=masks, position_ids=places[:, part],
-                        past_key_values=cache, use_cache=True,
-                    ).logits  # fmt: skip
-                cache.commit([[0, 1]])
+            logits, _ = decode_step(model, tokens, positions, 2, visibility)
     except Exception as error:
         raise ValueError(f"{name} cannot carry a mask adapter: a forward with masks fails: {error!r}.") from error
     if not is_close(logits[:, right], expected, model):
@@ -426,6 +415,33 @@ def check_masks(model: Any) -> None:
             f"{name} cannot carry a mask adapter: its attention does not follow the masks of a step (its logits "
             f"differ by {(logits[:, right] - expected).abs().max():.1e} of {expected.abs().max():.1e})."
         )
+
+
+def decode_step(
+    model: Any,
+    tokens: list[int],
+    positions: list[int],
+    known: int,
+    visibility: Visibility | None = None,
+    slots: int | None = None,
+) -> tuple[torch.Tensor, Any]:
+    """Logits `(1, T, V)` of the tokens behind the first `known` ones, which lie in a cache, as decoding computes them.
+
+    With a number of `slots`, the last rows are slots, and what is known of them is returned too.
+    """
+    device, cache, attention = model.device, WindowCache(), StepAttention(model)
+    ids, places, rows = torch.tensor([tokens, positions, [*range(len(tokens))]], device=device)[:, None]
+    cache.open([tokens], device)
+    for part, visible, count in ((slice(0, known), None, None), (slice(known, None), visibility, slots)):
+        write = cache.plan([rows[:, part].shape[1]], rows[:, part], ids[:, part])
+        masks = attention.masks(write, places[:, part], visible)
+        with nullcontext() if count is None else model.predicting(count) as found, attention.reading(masks):
+            logits = model(
+                input_ids=ids[:, part], attention_mask=masks, position_ids=places[:, part],
+                past_key_values=cache, use_cache=True,
+            ).logits  # fmt: skip
+        cache.commit([[*range(known)]])
+    return logits, found
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor, model: Any) -> bool:
@@ -475,6 +491,3 @@ def _linear(layer: nn.Module, target: str) -> Any:
         problem = "which is not the name of one layer alone" if len(found) > 1 else problem
         raise ValueError(f"`target_modules` names {target!r}, {problem}.")
     return found[0]
-
-
-__all__ = ["AttachedModel", "add_mask_adapter", "load_mask_adapter", "save_mask_adapter", "unload_mask_adapter"]

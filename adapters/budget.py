@@ -60,60 +60,29 @@ class MaskTrainingConfig(TrainingArguments):
                 raise ValueError(f"`{name}` must be more than 0, got {value}.")
 
 
-def budget_schedule(args: TrainingArguments, used: Callable[[], float], final: float) -> Callable[[int], float]:
-    """The share of the peak learning rate at a step: linear warm-up, then a curve of the share of the budget `used`.
-
-    Args:
-        args: `warmup_steps`, and `lr_scheduler_type`, `"cosine"` or linear.
-        used: the share of the budget that is used, 0 to 1.
-        final: the least share of the peak.
-    """
-
-    def factor(step: int) -> float:
-        shape = 0.5 * (1 + math.cos(math.pi * used())) if args.lr_scheduler_type == "cosine" else 1 - used()
-        return min(1.0, (step + 1) / max(1, args.warmup_steps)) * max(final, shape)
-
-    return factor
-
-
 class Budget(TrainerCallback, ExportableState):
     """How much of the budget is used and on what, kept over resumes; stops, saves and evaluates by it.
 
     Evaluations get [`EVALUATION_SHARE`] of the time beside training, saves [`SAVING_SHARE`]: each is as rare as its
     last one took long. The last evaluation is always made.
-
-    Attributes:
-        clock: seconds.
-        synchronized: the largest of the numbers that the processes give.
-        seconds: of training.
-        mask_rows: trained by all processes.
-        spent: seconds of all evaluations and of all saves.
-        last: seconds of the last evaluation and of the last save.
-        saved_at: `seconds` at the last save.
-        evaluated_at: share of the budget that was used at the last evaluation.
-        settings: what a resumed run must share with the run so far.
-        order: digest of the answers and of the order in which they are trained.
-        first_step: optimizer steps before the present answers.
-        first_epoch: epochs before the present answers.
     """
 
-    _KEPT = (
-        "seconds", "mask_rows", "spent", "last", "saved_at", "evaluated_at", "settings", "order", "first_step",
-        "first_epoch",
-    )  # fmt: skip
+    clock: Clock = time.monotonic
+    synchronized: Callable[[float], float] = float  # the largest of the numbers that the processes give
 
     def __init__(self) -> None:
-        self.clock: Clock = time.monotonic
-        self.synchronized: Callable[[float], float] = float
-        self.seconds, self.mask_rows, self.saved_at, self.evaluated_at = 0.0, 0, 0.0, 0.0
-        self.spent, self.last = ({"evaluation": 0.0, "saving": 0.0} for _ in range(2))
-        self.settings: dict[str, int] = {}
-        self.order, self.first_step, self.first_epoch = "", 0, 0
+        self.seconds, self.mask_rows = 0.0, 0  # of training, by all processes
+        self.spent, self.last = ({"evaluation": 0.0, "saving": 0.0} for _ in range(2))  # seconds: of all, of the last
+        self.saved_at, self.evaluated_at = 0.0, 0.0  # `seconds` at the last save, share of the budget
+        self.settings: dict[str, int] = {}  # what a resumed run must share with the run so far
+        self.order = ""  # digest of the answers and of the order in which they are trained
+        self.first_step, self.first_epoch = 0, 0  # optimizer steps and epochs before the present answers
+        self._kept = tuple(vars(self))
         self._since = self.clock()
 
     def state(self) -> dict[str, Any]:
         """For trainer_state.json."""
-        return {"args": {}, "attributes": {name: getattr(self, name) for name in self._KEPT}}
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in self._kept}}
 
     def progress(self, args: MaskTrainingConfig) -> float:
         """The share of the budget that is used, 0 to 1."""
@@ -123,6 +92,12 @@ class Budget(TrainerCallback, ExportableState):
         if args.mask_rows:
             shares.append(self.mask_rows / args.mask_rows)
         return min(1.0, max(shares))
+
+    def learning_rate(self, args: MaskTrainingConfig, step: int) -> float:
+        """The share of the peak at a step: linear warm-up, then a curve of the share of the budget that is used."""
+        used = self.progress(args)
+        shape = 0.5 * (1 + math.cos(math.pi * used)) if args.lr_scheduler_type == "cosine" else 1 - used
+        return min(1.0, (step + 1) / max(1, args.warmup_steps)) * max(args.final_learning_rate, shape)
 
     def elapsed(self, args: MaskTrainingConfig) -> float:
         """The share of the time that has passed, with what is spent beside training."""

@@ -4,7 +4,6 @@
 target, `P` positions that they predict, `S` candidate tokens, `H` hidden size.
 """
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -14,27 +13,22 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
-from ..generation.attention import StepAttention, layer_types
-from ..generation.cache import WindowCache
+from ..generation.attention import layer_types
 from ..training.streams import IGNORE_INDEX
-from .attach import evaluating, is_close
+from .attach import decode_step, evaluating, is_close
 
 MASK_RUNS = "wedlm_mask_runs"  # the attention function of this module
+DEPTH_DECAY = 0.85  # of the loss weights, which begin at 1: a deep draft counts only if all before it are accepted
+PLAIN_WEIGHT = 0.5  # of the cross-entropy without the previous-token head
 
 
 @dataclass(frozen=True)
 class MaskRuns:
-    """Runs of K masks, each behind a cut in the memory.
+    """Runs of K masks, each behind a cut in the memory."""
 
-    Attributes:
-        memory: the keys and values of the answers, without a graph.
-        length: K.
-        has_softcap: whether the model caps its scores where its layers ask for it: transformers' sdpa does not.
-    """
-
-    memory: DynamicCache
-    length: int
-    has_softcap: bool
+    memory: DynamicCache  # keys and values of the answers, without a graph
+    length: int  # K
+    has_softcap: bool  # scores are capped where layers ask for it: transformers' sdpa does not
 
 
 _RUNS: ContextVar[MaskRuns | None] = ContextVar("wedlm_mask_runs", default=None)
@@ -97,19 +91,12 @@ AttentionMaskInterface.register(MASK_RUNS, sdpa_mask)
 
 @dataclass(frozen=True)
 class Predicted:
-    """Two distributions at each of `N` slots, over the `S` candidates.
+    """Two distributions at each of `N` slots, over the `S` candidates."""
 
-    Attributes:
-        targets: `(N, S)`, the base's probabilities.
-        logits: `(N, S)` of the mask.
-        log_sums: `(N,)`, of the exponentials of the mask's logits of the whole vocabulary, estimated.
-        shares: `(S,)`, the logarithm of how many tokens each candidate stands for.
-    """
-
-    targets: torch.Tensor
-    logits: torch.Tensor
-    log_sums: torch.Tensor
-    shares: torch.Tensor
+    targets: torch.Tensor  # (N, S), the base's probabilities
+    logits: torch.Tensor  # (N, S) of the mask
+    log_sums: torch.Tensor  # (N,), of the exponentials of the mask's logits of the whole vocabulary, estimated
+    shares: torch.Tensor  # (S,), the logarithm of how many tokens each candidate stands for
 
 
 def soft_cross_entropy(predicted: Predicted) -> torch.Tensor:
@@ -131,11 +118,8 @@ class MaskDistillation(nn.Module):
     Args:
         model: with a mask adapter.
         num_masks: K.
-        depth_decay: of the loss weights, which begin at 1: a deep draft counts only if all before it are accepted.
-        plain_weight: of the cross-entropy without the previous-token head.
         top_tokens: likeliest tokens of the base at each position that are candidates.
         sampled_tokens: of all others, how many stand for them.
-        loss: of each slot, `(N,)`.
 
     Raises:
         ValueError: for a model whose masks cannot be run behind many cuts at once.
@@ -145,26 +129,15 @@ class MaskDistillation(nn.Module):
 
     depth_weights: torch.Tensor
 
-    def __init__(
-        self,
-        model: Any,
-        num_masks: int = 4,
-        depth_decay: float = 0.85,
-        plain_weight: float = 0.5,
-        top_tokens: int = 16,
-        sampled_tokens: int = 2048,
-        loss: Callable[[Predicted], torch.Tensor] = soft_cross_entropy,
-    ):
+    def __init__(self, model: Any, num_masks: int = 4, top_tokens: int = 16, sampled_tokens: int = 2048):
         super().__init__()
         self.model: Any = model
         self.config = model.config
         self._text: Any = model.config.get_text_config(decoder=True)
         self._kinds = sorted(set(layer_types(model.config)))
-        self.num_masks, self.loss = num_masks, loss
-        self.plain_weight = plain_weight
-        self.top_tokens, self.sampled_tokens = top_tokens, sampled_tokens
-        weights = torch.tensor([depth_decay**depth for depth in range(num_masks)])
-        self.register_buffer("depth_weights", weights, persistent=False)
+        self.num_masks, self.top_tokens, self.sampled_tokens = num_masks, top_tokens, sampled_tokens
+        self.loss = soft_cross_entropy
+        self.register_buffer("depth_weights", DEPTH_DECAY ** torch.arange(num_masks), persistent=False)
         self._check()
 
     @property
@@ -176,25 +149,15 @@ class MaskDistillation(nn.Module):
     @torch.no_grad()
     def _check(self) -> None:
         """Raises `ValueError` where training would be on other states, or other targets, than decoding has."""
-        name, device, cache = type(self.model).__name__, self.model.device, WindowCache()
-        tokens, attention = [1, 2, 3, *[0] * self.num_masks], StepAttention(self.model)
-        ids, slots = torch.tensor([tokens], device=device), torch.arange(len(tokens), device=device)[None]
-        positions = slots + (slots >= 3)
+        name, device, count = type(self.model).__name__, self.model.device, self.num_masks
+        tokens, positions = [1, 2, 3, *[0] * count], [0, 1, 2, *range(4, 4 + count)]
         try:
             autocast = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
             with evaluating(self.model), torch.autocast(autocast, enabled=False):
-                states = self.masks(self.memory(ids[:, :3])[1], torch.tensor([[2]], device=device))[0, 0]
-                cache.open([tokens], device)
-                for part, count in ((slice(0, 3), None), (slice(3, None), self.num_masks)):
-                    write = cache.plan([slots[:, part].shape[1]], slots[:, part], ids[:, part])
-                    masks = attention.masks(write, positions[:, part], None)
-                    with self.model.predicting(count) as decoding, attention.reading(masks):
-                        logits = self.model(
-                            input_ids=ids[:, part], attention_mask=masks, position_ids=positions[:, part],
-                            past_key_values=cache, use_cache=True,
-                        ).logits  # fmt: skip
-                    cache.commit([[0, 1, 2]])
-                expected, targets = decoding.hidden[0], self._scaled(self.model.get_output_embeddings()(states))
+                _, memory = self.memory(torch.tensor([tokens[:3]], device=device))
+                states = self.masks(memory, torch.tensor([[2]], device=device))[0, 0]
+                logits, slots = decode_step(self.model, tokens, positions, 3, slots=count)
+                expected, targets = slots.hidden[0], self._scaled(self.model.get_output_embeddings()(states))
         except Exception as error:
             raise ValueError(f"{name} cannot train a mask adapter: masks in runs fail: {error!r}.") from error
         if not (is_close(states, expected, self.model) and is_close(targets, logits[0].float(), self.model)):
@@ -252,7 +215,7 @@ class MaskDistillation(nn.Module):
         ]
         correct = [part.argmax(-1) == likeliest for part in logits.detach().chunk(len(states))]
         weights = self.depth_weights.expand_as(counted)[counted]
-        total = losses[-1] + (self.plain_weight * losses[0] if len(states) > 1 else 0)
+        total = losses[-1] + (PLAIN_WEIGHT * losses[0] if len(states) > 1 else 0)
         items = weights.sum() if num_items_in_batch is None else num_items_in_batch
         grid = torch.zeros_like(counted, dtype=torch.float32)
         return {
@@ -322,7 +285,8 @@ class MaskDistillation(nn.Module):
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """What a family makes of its head's output, in float32."""
         config, logits = self._text, logits.float()
-        logits = logits * (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+        logits = logits if scale == 1 else logits * scale
         cap = getattr(config, "final_logit_softcapping", None)
         return logits if cap is None else cap * (logits / cap).tanh()
 
@@ -362,6 +326,7 @@ class MaskDistillation(nn.Module):
         if len(sampled):
             shares[len(likely) :] = torch.tensor(others / len(sampled)).log()
         candidates = torch.cat([likely, sampled])
-        # In portions: all logits in float32 are large.
-        log_sums = torch.cat([self._scaled(portion).logsumexp(-1) for portion in logits.split(64)])
+        # In portions: all logits in float32 are large, and few rows stay in the cache of a CPU.
+        rows = 8 if logits.device.type == "cpu" else 64
+        log_sums = torch.cat([self._scaled(portion).logsumexp(-1) for portion in logits.split(rows)])
         return (self._scaled(logits[:, candidates]) - log_sums[:, None]).exp(), candidates, shares

@@ -23,8 +23,8 @@ from ..modeling_wedlm.loading import (
 )
 from ..modeling_wedlm.packed import PACKED
 from ..modeling_wedlm.sources import load_source, parsed_once, read_source_tokenizer
+from . import load_mask_adapter
 from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
-from .registered import load_mask_adapter
 
 
 @parsed_once()

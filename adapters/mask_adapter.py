@@ -17,24 +17,19 @@ from torch import nn
 
 from .adapter_files import MaskAdapterSettings
 
+Matrices = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
+"""For each target, for each layer, the two matrices of its update, `(rank, in)` and `(out, rank)`."""
+
 
 @dataclass
 class Slots:
-    """The slots of the forward under way.
+    """The slots of the forward under way."""
 
-    Attributes:
-        count: M; the last M physical rows of the forward may be slots.
-        mask: `(B, M, 1)` bool, which of them are; `None` where all are.
-        embedding: `(H,)`, of every slot.
-        weights: for each target, for each layer, its two matrices `(rank, in)` and `(out, rank)`.
-        hidden: `(B, M, H)`, what the head read of the last M rows; set by the forward.
-    """
-
-    count: int
-    mask: torch.Tensor | None
-    embedding: torch.Tensor
-    weights: dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
-    hidden: torch.Tensor | None = None
+    count: int  # M; the last M physical rows of the forward may be slots
+    mask: torch.Tensor | None  # (B, M, 1) bool, which of them are; None where all are
+    embedding: torch.Tensor  # (H,), of every slot
+    weights: Matrices
+    hidden: torch.Tensor | None = None  # (B, M, H), what the head read of the last M rows; set by the forward
 
 
 class _UnderWay(threading.local):  # torch.compile can follow it, unlike a context variable
@@ -77,7 +72,14 @@ class EmbedSlots:
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         """What the layer gives."""
         slots = _UNDER_WAY.slots
-        return None if slots is None else embed_slots(output, slots)
+        if slots is None:
+            return None
+        if slots.count > output.shape[1]:
+            raise ValueError(f"There are more slots, {slots.count}, than rows in the input, {output.shape[1]}.")
+        embedding = slots.embedding.to(output.dtype)
+        real, last = output.split([output.shape[1] - slots.count, slots.count], dim=1)
+        last = embedding.expand_as(last) if slots.mask is None else torch.where(slots.mask, embedding, last)
+        return torch.cat([real, last], dim=1)
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,6 @@ class CatchSlots:
 
 
 HOOKS = (Update, EmbedSlots, CatchSlots)
-
-
-def embed_slots(inputs_embeds: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """`inputs_embeds` `(B, T, H)` with the slots' own embedding where there are slots."""
-    if slots.count > inputs_embeds.shape[1]:
-        raise ValueError(f"There are more slots, {slots.count}, than rows in the input, {inputs_embeds.shape[1]}.")
-    embedding = slots.embedding.to(inputs_embeds.dtype)
-    real, last = inputs_embeds.split([inputs_embeds.shape[1] - slots.count, slots.count], dim=1)
-    last = embedding.expand_as(last) if slots.mask is None else torch.where(slots.mask, embedding, last)
-    return torch.cat([real, last], dim=1)
 
 
 class PreviousTokenHead(nn.Module):
@@ -167,7 +159,7 @@ class MaskAdapter(nn.Module):
             self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))
         hidden_size = len(mask_embedding)
         self.head = PreviousTokenHead(hidden_size, settings.head_width) if settings.head_width else None
-        self._prepared: tuple[Any, dict[str, list[tuple[torch.Tensor, torch.Tensor]]]] | None = None
+        self._prepared: tuple[Any, Matrices] | None = None
         self.to(mask_embedding.device)
 
     @contextmanager
@@ -184,9 +176,7 @@ class MaskAdapter(nn.Module):
         if slots is None:
             yield None
             return
-        mask, count = None, slots if isinstance(slots, int) else slots.shape[1]
-        if isinstance(slots, torch.Tensor):
-            mask = slots[..., None]
+        count, mask = (slots, None) if isinstance(slots, int) else (slots.shape[1], slots[..., None])
         found = Slots(count, mask, self.mask_embedding, self._weights(dtype))
         try:
             _UNDER_WAY.slots = found
@@ -194,7 +184,7 @@ class MaskAdapter(nn.Module):
         finally:
             _UNDER_WAY.slots = None
 
-    def _weights(self, dtype: torch.dtype) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
+    def _weights(self, dtype: torch.dtype) -> Matrices:
         """The matrices of the updates in `dtype`, ready to multiply rows with; made once where they do not train."""
         parameters = [*self.down.values(), *self.up.values()]
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)

@@ -1,7 +1,5 @@
 """How the minutes of `wedlm adapt` are spent: what a model costs on this machine, and the plan that follows."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,49 +34,31 @@ _TABLE_TOKENS, _TABLE_PROMPTS, _DECODERS = 96, 8, 3
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds that a model takes on this machine.
+    """Seconds that a model takes on this machine."""
 
-    Attributes:
-        steps: of a decoding step, by how many sequences are decoded together, in rising order.
-        mask_row: of a mask that is trained, forward and backward.
-        position: of the drafts behind a token of a held-out answer.
-    """
-
-    steps: dict[int, float]
-    mask_row: float
-    position: float
+    steps: dict[int, float]  # of a decoding step, by how many sequences are decoded together, in rising order
+    mask_row: float  # of a mask that is trained, forward and backward
+    position: float  # of the drafts behind a token of a held-out answer
 
     @classmethod
-    def read(cls, stored: dict[str, Any]) -> Pace:
+    def read(cls, stored: dict[str, Any]) -> "Pace":
         """Of what JSON has made of one."""
         return cls(**stored | {"steps": {int(size): step for size, step in stored["steps"].items()}})
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a budget.
+    """What becomes of a budget."""
 
-    Attributes:
-        batch_size: answers that are written together.
-        batch_slots: masks of an optimizer step, about.
-        warmup_steps: optimizer steps.
-        mask_rows: that can be trained, about.
-        positions: tokens of held-out answers that an evaluation may look at; 0 for no evaluation.
-        evaluation_seconds: that this takes, about; 0 where that is not known.
-        table: prompts and tokens of each answer in the last table; zeros for no table.
-        answer_seconds: of the time; 0 where the answers are there.
-        answer_tokens: that are written in it, about.
-    """
-
-    batch_size: int
-    batch_slots: int
-    warmup_steps: int
-    mask_rows: int
-    positions: int
-    table: tuple[int, int]
-    answer_seconds: float = 0.0
-    answer_tokens: int = 0
-    evaluation_seconds: float = 0.0
+    batch_size: int  # answers that are written together
+    batch_slots: int  # masks of an optimizer step, about
+    warmup_steps: int  # optimizer steps
+    mask_rows: int  # that can be trained, about
+    positions: int  # tokens of held-out answers that an evaluation may look at; 0 for no evaluation
+    table: tuple[int, int]  # prompts and tokens of each answer in the last table; zeros for no table
+    answer_seconds: float = 0.0  # of the time; 0 where the answers are there
+    answer_tokens: int = 0  # that are written in it, about
+    evaluation_seconds: float = 0.0  # that this takes, about; 0 where that is not known
 
 
 def default_plan(is_gpu: bool, mask_rows: int) -> Plan:

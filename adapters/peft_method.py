@@ -1,7 +1,7 @@
 """Mask adapters as a PEFT method: `PeftModel.from_pretrained(base, adapter)`, and saving and uploading by PEFT.
 
 PEFT alone does not know the method, so it refuses such an adapter: no other library applies one to slots alone.
-Importing `wedlm_hf.adapters` makes it known.
+Importing this module makes it known, and so does using a name of `wedlm_hf.adapters`.
 """
 
 from dataclasses import dataclass, field
@@ -121,11 +121,15 @@ class MaskAdapterTuner(BaseTuner):
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         """Raises `ValueError`: see [`merge_and_unload`]."""
-        _refuse_merging()
+        self.merge_and_unload()
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raises `ValueError`: merged into the weights, the updates would act on real rows too."""
-        _refuse_merging()
+        raise ValueError(
+            "A mask adapter cannot be merged: it acts on mask rows alone, and in the base's weights it would act on "
+            "every row and change the model's answers. Keep it beside the base; merge other adapters before it is "
+            "loaded."
+        )
 
     def unmerge_adapter(self) -> None:
         """Nothing was merged."""
@@ -169,16 +173,6 @@ def _owner(model: nn.Module) -> Any:
     return [*attached, *found, model][0]
 
 
-def _refuse_merging() -> NoReturn:
-    raise ValueError(
-        "A mask adapter cannot be merged: it acts on mask rows alone, and in the base's weights it would act on every "
-        "row and change the model's answers. Keep it beside the base; merge other adapters before it is loaded."
-    )
-
-
-def register() -> None:
-    """Makes PEFT know mask adapters; calling it again changes nothing."""
-    method = MaskAdapterPeftType.MASK_ADAPTER
-    PEFT_TYPE_TO_CONFIG_MAPPING[method] = MaskAdapterConfig  # type: ignore[index]
-    PEFT_TYPE_TO_TUNER_MAPPING[method] = MaskAdapterTuner  # type: ignore[index]
-    PEFT_TYPE_TO_PREFIX_MAPPING[method] = MaskAdapterTuner.prefix  # type: ignore[index]
+PEFT_TYPE_TO_CONFIG_MAPPING[MaskAdapterPeftType.MASK_ADAPTER] = MaskAdapterConfig  # type: ignore[index]
+PEFT_TYPE_TO_TUNER_MAPPING[MaskAdapterPeftType.MASK_ADAPTER] = MaskAdapterTuner  # type: ignore[index]
+PEFT_TYPE_TO_PREFIX_MAPPING[MaskAdapterPeftType.MASK_ADAPTER] = MaskAdapterTuner.prefix  # type: ignore[index]

@@ -18,7 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
-from .budget import Budget, MaskTrainingConfig, budget_schedule
+from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
 from .layout import Answer, AnswerBatches, DataCollatorForMaskRuns
@@ -32,7 +32,6 @@ class _Epochs(TrainerCallback):
         self.collator = collator
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Other cuts for a new epoch."""
         self.collator.set_epoch(int(state.epoch or 0))
 
 
@@ -103,9 +102,10 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """A learning rate that follows the budget."""
         if self.lr_scheduler is None:
-            args = self.args
-            schedule = budget_schedule(args, lambda: self.budget.progress(args), args.final_learning_rate)
-            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, schedule)
+            self.lr_scheduler = LambdaLR(
+                optimizer or self.optimizer,
+                lambda step: self.budget.learning_rate(self.args, step),  # another object after a resume
+            )
             self._created_lr_scheduler = True
         return self.lr_scheduler
 

@@ -13,7 +13,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import setup_logging, simple_parse_args_string
 
-from ...adapters import registered  # noqa: F401  # `--model hf` takes a mask adapter as `peft=`
+from ...adapters import load_mask_adapter  # noqa: F401  # so that `--model hf` takes a mask adapter as `peft=`
 
 TASKS_FOLDER = Path(__file__).parent / "tasks"
 SUITES = {"paper": "wedlm_paper"}  # `--suite`: the group of tasks, whose metadata hold the settings
