@@ -169,7 +169,7 @@ class PackedNorm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., H)` float32, both."""
-        return (x * (x * x).mean(-1, keepdim=True).add_(self.eps).rsqrt_()).mul_(self.weight)
+        return (x * (x * x).mean(-1, keepdim=True).add_(self.eps or 0.0).rsqrt_()).mul_(self.weight)
 
 
 def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
