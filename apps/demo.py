@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import secrets
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
@@ -249,22 +248,11 @@ def application(demo: Demo, hosts: list[str]) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
 
 
-def serve(loading: LoadingOptions, model: str | None, *, host: str, port: int, ready: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C. It begins with a model, a folder or Hub id (`None`: wedlm-nano); port 0 takes any
-    that is free; `ready` is called with the page's address once it can be opened. Raises `OSError` if the port cannot
-    be had, and `OSError` or `ValueError` for a model that cannot be loaded."""
+def make_server(loading: LoadingOptions, model: str | None, is_local: bool) -> uvicorn.Server:
+    """The page's server, for this machine alone or for any. It begins with a model, a folder or Hub id (`None`:
+    wedlm-nano). Raises `OSError` or `ValueError` for a model that cannot be loaded."""
     models = Models(loading)
     first = Choice(model or models.offers[0].model, loading.adapter or "", "")
-    demo = Demo(models, first)
-    try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise OSError(f"`--port {port}` of {host} cannot be had: {error.strerror}. Try another one, or 0.") from error
-    with listener:
-        models.load(first)  # what is wrong with it is said here, not on the page
-        is_local = host in ("127.0.0.1", "::1", "localhost")
-        hosts = ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"]
-        name = f"[{host}]" if ":" in host else host
-        config = uvicorn.Config(application(demo, hosts), log_level="warning", timeout_graceful_shutdown=1)
-        ready(f"http://{name}:{listener.getsockname()[1]}")
-        uvicorn.Server(config).run(sockets=[listener])
+    models.load(first)  # what is wrong with it is said here, not on the page
+    web = application(Demo(models, first), ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"])
+    return uvicorn.Server(uvicorn.Config(web, log_level="warning", timeout_graceful_shutdown=1))

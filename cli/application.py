@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -230,6 +231,20 @@ def need(what: str, extra: str, *packages: str) -> None:
     """Raises `ValueError` for packages that are not installed."""
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'wedlm-hf[{extra}]'.")
+
+
+@contextmanager
+def listen(host: str, port: int) -> Iterator[tuple[socket.socket, str]]:
+    """A socket that takes connections, and its address for clients. Raises `OSError` for a host that is not there or
+    a port in use."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise OSError(f"Cannot listen on `--host {host} --port {port}`: {error}.") from None
+    with listening:
+        name, number = listening.getsockname()[:2]
+        yield listening, f"http://{f'[{name}]' if ':' in name else name}:{number}"
 
 
 def console(stderr: bool = False, quiet: bool = False) -> Console:

@@ -8,7 +8,7 @@ import typer
 
 from ..eval.options import NANO, LoadingOptions
 from ..eval.report.request import ReportRequest
-from .application import NO, command, console, need, print_json, stopping
+from .application import NO, command, console, listen, need, print_json, stopping
 from .groups import ModelOption
 from .options import (
     CheckpointArgument,
@@ -159,16 +159,17 @@ def demo(
 ) -> None:
     """A page to try it on: AR and WeDLM answer your prompt side by side, on one clock, with all settings."""
     need("The demo", "demo", "starlette", "uvicorn")
-    from ..apps.demo import serve
+    from ..apps.demo import make_server
 
-    def ready(address: str) -> None:
+    is_local = host in ("127.0.0.1", "::1", "localhost")
+    with listen(host, port) as (listening, address):
+        server = make_server(loading, model, is_local)
         typer.echo(f"{address}  (Ctrl-C stops it)")
-        if host not in ("127.0.0.1", "::1", "localhost"):
+        if not is_local:
             typer.echo("Everyone who reaches this address can load any checkpoint on this machine.", err=True)
         if browser:
             webbrowser.open(address)
-
-    serve(loading, model, host=host, port=port, ready=ready)
+        server.run(sockets=[listening])
 
 
 @command(
@@ -191,12 +192,12 @@ def serve(
     """
     need("Serving", "serve", "fastapi", "openai", "uvicorn")
     settings = decoding.keywords()
-    from ..serving.server import build_app, listen, run
+    from ..serving.server import build_app, run
 
-    with listen(host, port) as listening:  # refused here, before any weights are read
+    with listen(host, port) as (listening, address):  # refused here, before any weights are read
         loaded, tokenizer = loading.load(checkpoint)
         import torch
 
         torch.manual_seed(decoding.seed)
         name = served_model_name or checkpoint or NANO.name
-        run(build_app(name, loaded, tokenizer, settings), listening, name)
+        run(build_app(name, loaded, tokenizer, settings), listening, f"{name}: {address}/v1")

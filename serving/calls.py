@@ -49,7 +49,7 @@ class RequestError(Exception):
 
 @dataclass(eq=False)
 class Call:
-    """A prompt of a request."""
+    """A request that is being answered."""
 
     client: Hashable = None  # clients take turns
     is_cancelled: threading.Event = field(default_factory=threading.Event)  # the client has gone, or the server ends

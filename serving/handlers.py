@@ -1,15 +1,12 @@
 """transformers' handlers of OpenAI's endpoints, for a model that decodes in parallel."""
 
-import asyncio
-import copy
 import json
 import re
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import torch
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from jinja2 import TemplateError
 from transformers import GenerationConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -19,7 +16,7 @@ from transformers.cli.serving.utils import BaseHandler, GenerationState
 
 from ..eval.decoders import with_asked
 from ..generation.settings import SETTING_NAMES
-from .calls import CURRENT_CALL, Call, CallManager, RequestError
+from .calls import CURRENT_CALL, CallManager, RequestError
 from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
 
 GREEDY_BELOW = 1e-5  # a temperature so low is none, as in vLLM: logits divided by it would be infinite
@@ -75,10 +72,10 @@ class ParallelHandler(BaseHandler):
         nested = body.get("generation_config")
         asked = {*body, *(nested if isinstance(nested, dict) else ())}
         try:
-            calls, responses = await self._answer(body, request_id)
+            response = await self._answer(body, request_id)
             if not body.get("stream"):
-                return _whole(responses)
-            events = _merged(calls, responses)
+                return response
+            events = _chunks(response)
             begun = [await anext(events)]
             while begun[-1]["choices"][0].get("delta", {}).get("role"):  # no answer yet
                 begun.append(await anext(events))
@@ -96,10 +93,9 @@ class ParallelHandler(BaseHandler):
                 refused.param = next((name for name in re.findall(r"`(\w+)", str(error)) if name in known), None)
             raise refused from None
 
-    async def _answer(self, body: dict[str, Any], request_id: str) -> tuple[list[Call], list[Any]]:
-        """Starts to answer the prompts of a request: calls, and transformers' responses."""
-        response = await super().handle_request(body, request_id)  # type: ignore[misc]
-        return [CURRENT_CALL.get()], [response]
+    async def _answer(self, body: dict[str, Any], request_id: str) -> Any:
+        """transformers' response: whole, or one that streams."""
+        return await super().handle_request(body, request_id)  # type: ignore[misc]
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         if isinstance(body.get("model"), str):
@@ -156,33 +152,21 @@ class ChatHandler(ParallelHandler, ChatCompletionHandler):
 
 
 class TextHandler(ParallelHandler, CompletionHandler):
-    """`/v1/completions`. Identical to transformers' except that a prompt may be token ids, and that there may be
-    several."""
+    """`/v1/completions`. Identical to transformers' except that the prompt may be token ids."""
 
     schema = CompletionRequest
     prompt_field = "prompt"
 
-    async def _answer(self, body: dict[str, Any], request_id: str) -> tuple[list[Call], list[Any]]:
+    async def _answer(self, body: dict[str, Any], request_id: str) -> Any:
         self._validate_request(body)
         name, model, tokenizer = self._resolve_model(body)
-        config = self._build_generation_config(body, model.generation_config)
-        calls: list[Call] = []
-        answers: list[Any] = []
-        given = body["prompt"]
-        for prompt in [given] if isinstance(given, str) or isinstance(given[0], int) else given:
-            if not isinstance(prompt, str):
-                check_tokens("prompt", prompt, self.model_manager.vocab_size)
-            tokens = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
-            calls.append(replace(CURRENT_CALL.get()))
-            CURRENT_CALL.set(calls[-1])
-            inputs = {"input_ids": torch.tensor([tokens], dtype=torch.long)}
-            manager = self.generation_state.get_manager(name)
-            rest = (request_id, model, tokenizer, name, inputs, copy.deepcopy(config), manager)
-            if body.get("stream"):
-                answers.append(self._streaming(*rest))
-            else:  # a task has the call of the moment at which it is made
-                answers.append(asyncio.create_task(self._non_streaming(*rest)))
-        return calls, answers if body.get("stream") else await asyncio.gather(*answers)
+        config, prompt = self._build_generation_config(body, model.generation_config), body["prompt"]
+        if not isinstance(prompt, str):
+            check_tokens("prompt", prompt, self.model_manager.vocab_size)
+        tokens = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        inputs = {"input_ids": torch.tensor([tokens], dtype=torch.long)}
+        rest = (request_id, model, tokenizer, name, inputs, config, self.generation_state.get_manager(name))
+        return self._streaming(*rest) if body.get("stream") else await self._non_streaming(*rest)
 
 
 def _as_request_error(error: Exception) -> RequestError:
@@ -196,43 +180,15 @@ def check_tokens(field: str, tokens: Any, vocab_size: int) -> None:
         raise RequestError(message, param=field)
 
 
-def _whole(responses: list[Any]) -> JSONResponse:
-    """One response to all prompts of a request."""
-    bodies = [json.loads(response.body) for response in responses]
-    choices = [{**body["choices"][0], "index": index} for index, body in enumerate(bodies)]
-    return JSONResponse({**bodies[0], "choices": choices, "usage": _total(bodies)})
-
-
-def _total(bodies: list[dict[str, Any]]) -> dict[str, int]:
-    return {name: sum(body["usage"][name] for body in bodies) for name in bodies[0]["usage"]}
-
-
-async def _merged(calls: list[Call], responses: list[Any]) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of the answers to all prompts of a request, as they come; the last one has the usage of all. Raises
-    whatever an answer failed with."""
-    queue: asyncio.Queue[Any] = asyncio.Queue()
-    ends: list[Any] = []
-
-    async def read_chunks(index: int, response: Any) -> None:
-        async for text in response.body_iterator:
-            for line in filter(None, text.split("\n\n")):
-                await queue.put((index, json.loads(line.removeprefix("data: "))))
-
-    readers = [asyncio.create_task(read_chunks(*pair)) for pair in enumerate(responses)]
-    try:
-        while len(ends) < len(calls):
-            index, chunk = await queue.get()
+async def _chunks(response: Any) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a stream of transformers', as they come. Raises whatever the answer failed with."""
+    call = CURRENT_CALL.get()
+    async for text in response.body_iterator:
+        for line in filter(None, text.split("\n\n")):
+            chunk = json.loads(line.removeprefix("data: "))
             if "error" in chunk:
-                raise calls[index].error or RequestError("The answer failed.", status=500)
-            chunk["choices"][0]["index"] = index
-            if chunk.get("usage"):
-                ends.append({"usage": chunk.pop("usage")})
-                if len(ends) == len(calls):
-                    chunk["usage"] = _total(ends)
+                raise call.error or RequestError("The answer failed.", status=500)
             yield chunk
-    finally:
-        for reader in readers:
-            reader.cancel()
 
 
 async def _sent(begun: list[Any], events: AsyncIterator[Any], options: dict[str, Any]) -> AsyncIterator[str]:

@@ -7,14 +7,22 @@ ignored in silence. Fields on which no answer depends are accepted.
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from .calls import RequestError
 
 _Nothing = Annotated[float | None, Field(ge=0, le=0)]
 _Count = Annotated[int | None, Field(ge=1)]
-_Tokens = Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
 _Share = Annotated[float | None, Field(gt=0, le=1)]
 _SET_BY_SERVER = set("add_generation_prompt conversation return_dict return_tensors tokenize tools".split())
 
@@ -43,7 +51,13 @@ class _StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
-class Request(_GenerationFields):
+# Settings of parallel decoding, which `WeDLMGenerationSettings` checks, and fields on which no answer depends.
+_SETTINGS = tuple(name for name in SETTING_NAMES if name not in ("mask_token_id", "output_trace"))
+_UNUSED = ("metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "user")
+_AnyValue: Any = create_model("_AnyValue", **dict.fromkeys((*_SETTINGS, *_UNUSED), (Any, None)))  # type: ignore
+
+
+class Request(_GenerationFields, _AnyValue):
     """Fields that both endpoints take. `generation_config` holds more of them, as an object or as JSON text."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -59,25 +73,6 @@ class Request(_GenerationFields):
     stop: str | list[str] | None = None
     frequency_penalty: Annotated[float | None, Field(gt=-1, le=2)] = None
     logit_bias: dict[int, float] | None = None
-
-    # Settings of parallel decoding; `WeDLMGenerationSettings` checks them.
-    strategy: Any = None
-    verification: Any = None
-    window_size: Any = None
-    entropy_threshold: Any = None
-    distance_penalty: Any = None
-    acceptance_epsilon: Any = None
-    acceptance_delta: Any = None
-    adaptive_window: Any = None
-    slot_cost: Any = None
-
-    # No answer depends on these.
-    metadata: Any = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
-    service_tier: Any = None
-    store: Any = None
-    user: Any = None
 
     # Only one value of these can be honoured.
     n: Literal[1] | None = None
@@ -157,9 +152,16 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """A body of `/v1/completions`."""
 
-    prompt: str | _Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[_Tokens], Field(min_length=1)]
+    prompt: str | Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _is_one(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
+            raise ValueError("a request has one prompt, a text or token ids: send a request for each")
+        return prompt
 
 
 def read(body: dict[str, Any], schema: type[Request]) -> Request:
@@ -192,7 +194,7 @@ def read(body: dict[str, Any], schema: type[Request]) -> Request:
 
 def settings_of(request: Request) -> dict[str, Any]:
     """The settings of parallel decoding that a request names."""
-    return {name: value for name in SETTING_NAMES if (value := getattr(request, name, None)) is not None}
+    return {name: value for name in _SETTINGS if (value := getattr(request, name)) is not None}
 
 
 def _field(problem: Any) -> str | None:

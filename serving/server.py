@@ -133,15 +133,6 @@ def add_errors(app: FastAPI) -> None:
         return respond(RequestError(f"{type(error).__name__}: {error}", 500))
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections. Raises `OSError` for an address that is not there or in use."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise OSError(f"Cannot listen on `--host {host} --port {port}`: {error}.") from None
-
-
 class Server(uvicorn.Server):
     """uvicorn's, which cuts off what is being answered when it ends."""
 
@@ -152,14 +143,13 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(app: FastAPI, listening: socket.socket, name: str) -> None:
-    """Serves until Ctrl-C or SIGTERM."""
+def run(app: FastAPI, listening: socket.socket, about: str) -> None:
+    """Serves until Ctrl-C or SIGTERM; `about` is the first line of the log."""
     logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it has a line for each request, too
     config = deepcopy(LOGGING_CONFIG)
     config["loggers"][log.name] = {"handlers": ["default"], "level": "INFO", "propagate": False}
     server = Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=SECONDS_TO_END))
-    host, port = listening.getsockname()[:2]
-    log.info("%s: http://%s:%d/v1", name, f"[{host}]" if ":" in host else host, port)
+    log.info(about)
     try:
         server.run(sockets=[listening])
     finally:
