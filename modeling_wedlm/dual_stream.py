@@ -92,7 +92,7 @@ def token_nll(
     lm_head: Callable[[torch.Tensor], torch.Tensor],
     hidden_states: torch.Tensor,
     targets: torch.Tensor,
-    chunk_size: int = 1024,
+    chunk_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Negative log-likelihood of each target, `(N,)` int64 in `[0, V)`, from `(N, D)` hidden states of the slots that
     carry a loss, without ever holding all logits: those of `chunk_size` rows exist at a time, and are computed again
@@ -116,33 +116,6 @@ def token_nll(
     return nll, correct
 
 
-def dual_stream_loss(
-    lm_head: Callable[[torch.Tensor], torch.Tensor],
-    hidden_states: torch.Tensor,
-    targets: torch.Tensor,
-    loss_weights: torch.Tensor,
-    num_items_in_batch: torch.Tensor | int,
-    chunk_size: int = 1024,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Σ w·nll / N over the slots that have a target: mask loss and auxiliary AR loss at once (paper Eq. 10).
-
-    Of `(B, T, D)` hidden states, `(B, T)` int64 targets, -100 where a slot carries no loss, and `(B, T)` float32
-    weights, which hold 1/γ, the AR weight and the normalisation of their sum; N is the number of supervised tokens of
-    the whole optimizer step, 0 gives a loss of 0. The head and chunks are those of [`token_nll`].
-
-    Returns the loss, a scalar; and each slot's negative log-likelihood, `(B, T)` float32, 0 without a target; both
-    attached to the graph even if no slot has a target. And whether its target is the likeliest token, `(B, T)` bool.
-    """
-    slots = (targets.flatten() != -100).nonzero().squeeze(-1)
-    nll, correct = token_nll(lm_head, hidden_states.flatten(0, 1)[slots], targets.flatten()[slots], chunk_size)
-    total = (nll * loss_weights.flatten()[slots]).sum()
-    count = torch.as_tensor(num_items_in_batch, device=total.device)
-    loss = total / count.clamp(min=1)
-    slot_nll = torch.zeros_like(targets, dtype=nll.dtype).flatten().index_copy(0, slots, nll)
-    slot_correct = torch.zeros_like(targets, dtype=torch.bool).flatten().index_copy(0, slots, correct)
-    return loss, slot_nll.view_as(targets), slot_correct.view_as(targets)
-
-
 @dataclass
 class WeDLMCausalLMOutputWithPast(CausalLMOutputWithPast):
     """[`CausalLMOutputWithPast`], and what training and evaluation report beside the loss, 0 without a target."""
@@ -159,17 +132,26 @@ def forward_with_targets(
     labels: torch.Tensor | None,
     num_items_in_batch: torch.Tensor | int | None,
 ) -> WeDLMCausalLMOutputWithPast:
-    """The forward of a [`WeDLMForCausalLM`] and the loss of dual-stream training (paper Eq. 10)."""
+    """The forward of a [`WeDLMForCausalLM`], and Σ w·nll / N over the slots that have a target: mask loss and
+    auxiliary AR loss at once (paper Eq. 10).
+
+    The targets are `(B, T)` int64, -100 where a slot carries no loss; the weights, `(B, T)` float32, hold 1/γ, the AR
+    weight and the normalisation of their sum; N is the number of supervised tokens of the whole optimizer step, 0
+    gives a loss of 0. What it returns is attached to the graph even if no slot has a target.
+    """
     # No cache unless asked for: nothing reads it, and the model config's default is for generation.
     outputs = model.model(**{"use_cache": False} | inputs)
     if num_items_in_batch is None:
         num_items_in_batch = ((targets if labels is None else labels[..., 1:]) != -100).sum()
-    if loss_weights is None:
-        loss_weights = torch.ones_like(targets, dtype=torch.float32)
-    size = max(1, CHUNK_LOGITS // model.config.vocab_size)
-    states = outputs.last_hidden_state
-    loss, nll, correct = dual_stream_loss(model.lm_head, states, targets, loss_weights, num_items_in_batch, size)
+    slots = (targets.flatten() != -100).nonzero().squeeze(-1)
+    states, size = outputs.last_hidden_state.flatten(0, 1)[slots], max(1, CHUNK_LOGITS // model.config.vocab_size)
+    nll, correct = token_nll(model.lm_head, states, targets.flatten()[slots], size)
+    weighted = nll if loss_weights is None else nll * loss_weights.flatten()[slots]
     return WeDLMCausalLMOutputWithPast(
-        loss=loss, token_nll=nll, correct=correct, past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states, attentions=outputs.attentions,
-    )  # fmt: skip
+        loss=weighted.sum() / torch.as_tensor(num_items_in_batch, device=nll.device).clamp(min=1),
+        token_nll=torch.zeros_like(targets, dtype=nll.dtype).flatten().index_copy(0, slots, nll).view_as(targets),
+        correct=torch.zeros_like(targets, dtype=torch.bool).flatten().index_copy(0, slots, correct).view_as(targets),
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )

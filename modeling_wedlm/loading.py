@@ -151,7 +151,11 @@ def load_model(
         loaded = model_class.from_pretrained(source, dtype="auto" if is_ours else dtype, **options)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            _check_token_ids(name, getattr(model.generation_config, name))
+            value = getattr(model.generation_config, name)
+            ids = value if isinstance(value, list) else [value]
+            if any(not isinstance(one, int) or isinstance(one, bool) for one in ids if value is not None):
+                wanted = "an integer or a list of integers"
+                raise ValueError(f"`{name}` of generation_config.json must be {wanted}, got {value!r}.")
     set_format(model, dtype, device)
     return loaded
 
@@ -218,14 +222,6 @@ def _try_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             raise
         except TemplateError:
             pass  # the template refuses this chat on purpose, and is not damaged
-
-
-def _check_token_ids(name: str, value: Any) -> None:
-    """Raises `ValueError` for what a generation config cannot have as `bos_token_id` and so on."""
-    ids = value if isinstance(value, list) else [value]
-    if any(not isinstance(one, int) or isinstance(one, bool) for one in ids if value is not None):
-        wanted = "an integer or a list of integers"
-        raise ValueError(f"`{name}` of generation_config.json must be {wanted}, got {value!r}.")
 
 
 @contextmanager

@@ -23,13 +23,6 @@ def test_tensors_of_two_devices_do_not_meet(pretend, meet):
         meet(ours, cpu)
 
 
-def test_scalars_of_the_cpu_may_meet_all(pretend):
-    ours = torch.tensor([1.0, 2.0], device=pretend.device)
-    assert (ours + torch.tensor(1)).tolist() == [2.0, 3.0]
-    assert ours[torch.tensor(1)].device == pretend.device
-    assert ours.new_tensor([3]).device == torch.arange(3, device=pretend.device).device == pretend.device
-
-
 @pytest.mark.parametrize(
     ("read", "count"),
     [

@@ -124,22 +124,6 @@ def test_a_special_token_that_is_the_mask_or_is_named_as_it_keeps_its_row(tmp_pa
         assert (tokenizer.mask_token, tokenizer.mask_token_id) == (mask, result.mask_token_id)
 
 
-def test_the_id_is_the_tokenizers_and_not_the_published_one(tmp_path):
-    """A stock vocabulary has `<tool_response>` at 151665: here the row behind the last token, taken by another one."""
-    tokenizer = stock_tokenizer()
-    tokenizer.add_tokens(["<tool_response>"])
-    write_source(tmp_path / "source", tokenizer=tokenizer)
-    result = convert(tmp_path / "source", tmp_path / "out")
-    assert result.mask_token_id == tokenizer.convert_tokens_to_ids("<tool_response>") + 1
-    assert AutoConfig.from_pretrained(tmp_path / "out").mask_token_id == result.mask_token_id
-    saved = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert saved.encode("a<|mask|>b<tool_response>") == [
-        *tokenizer.encode("a"),
-        result.mask_token_id,
-        *tokenizer.encode("b<tool_response>"),
-    ]
-
-
 @pytest.mark.parametrize("make", [stock_tokenizer, tiny_tokenizer])
 def test_the_tokenizer_changes_in_nothing_else(tmp_path, make):
     tokenizer = make()
@@ -189,8 +173,8 @@ def test_a_sharded_source_is_read_and_nothing_is_written_unless_asked(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "whole"]
 
 
-def test_the_working_folder_and_a_link_to_a_folder_can_be_filled(tmp_path, monkeypatch):
-    """They cannot be replaced by another folder: a shell, a mount or a link would be left with none."""
+def test_the_working_folder_a_link_to_a_folder_and_a_new_one_can_be_filled(tmp_path, monkeypatch):
+    """The first two cannot be replaced by another folder: a shell, a mount or a link would be left with none."""
     write_source(tmp_path / "source")
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
@@ -198,7 +182,8 @@ def test_the_working_folder_and_a_link_to_a_folder_can_be_filled(tmp_path, monke
     monkeypatch.chdir(tmp_path / "here")
     convert(tmp_path / "source", ".")
     convert(tmp_path / "source", tmp_path / "link")
-    for folder in (Path(), tmp_path / "there"):
+    convert(tmp_path / "source", tmp_path / "new" / "deeper")
+    for folder in (Path(), tmp_path / "there", tmp_path / "new" / "deeper"):
         assert type(AutoModelForCausalLM.from_pretrained(folder)) is WeDLMForCausalLM
         assert not list(folder.glob(".*"))
     assert (tmp_path / "link").is_symlink()
@@ -218,16 +203,6 @@ def test_a_mount_point_can_be_filled(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda old, new: busy(new) if Path(new) == mount else replace(old, new))
     convert(tmp_path / "source", mount)
     assert (mount / "config.json").is_file()
-
-
-def test_an_empty_output_folder_is_filled_and_its_parents_are_made(tmp_path):
-    write_source(tmp_path / "source")
-    (tmp_path / "empty").mkdir()
-    for out in (tmp_path / "empty", tmp_path / "new" / "deeper"):
-        convert(tmp_path / "source", out)
-        assert (out / "model.safetensors").is_file()
-        assert list(out.parent.glob(".*")) == []
-    assert (tmp_path / "empty").stat().st_mode == (tmp_path / "source").stat().st_mode
 
 
 # ---------------------------------------------------------------------------------------------------------- refusals

@@ -1,14 +1,13 @@
 """The network: Qwen's logits, causal attention in physical order whatever the positions, loading, plain generation."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import MASK, PUBLISHED, VOCAB_SIZE, assert_equal_but_rounding, stock_twin, tiny_config, tiny_model
+from tiny import MASK, PUBLISHED, VOCAB_SIZE, assert_equal_but_rounding, stock_twin, tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -203,18 +202,6 @@ def test_input_ids_and_inputs_embeds_exclude_each_other():
             model(**inputs)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_parallel_plans_name_modules_that_exist(style):
-    model = tiny_model(style)
-    names = {re.sub(r"\.\d+", ".*", name) for name, _ in model.named_modules()}
-    assert set(model.tp_plan) <= names
-    linear = {name for name in names if name.endswith("_proj")}
-    assert linear | {"lm_head"} <= set(model.tp_plan)
-    assert {name.removesuffix(".*") for name in model._pp_plan} <= names | {f"model.{name}" for name in names}
-    classes = {type(module).__name__ for module in model.modules()}
-    assert set(model._no_split_modules) <= classes
-
-
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
@@ -286,48 +273,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
     for load in (AutoModelForCausalLM.from_pretrained, WeDLMForCausalLM.from_pretrained):
         with pytest.raises(error, match=message):
             load(tmp_path)
-
-
-def test_a_sharded_checkpoint_with_a_bad_shard_is_refused(tmp_path):
-    tiny_model().save_pretrained(tmp_path, max_shard_size="30KB")
-    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:1000])
-    with pytest.raises(OSError, match="damaged or truncated"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-    shard.unlink()
-    with pytest.raises(OSError, match=re.escape(shard.name)):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
-
-
-def test_a_caller_who_asks_what_was_missing_is_told_instead(tmp_path):
-    write_published_checkpoint(tmp_path, "qwen3")
-    drop_weights(tmp_path)
-    _, report = WeDLMForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert {name.rpartition(".mlp.")[0] for name in report["missing_keys"]} == {"model.layers.1"}
-
-
-@torch.no_grad()
-def test_embeddings_can_grow_and_other_sizes_be_ignored(tmp_path):
-    model = tiny_model(tie_word_embeddings=True)
-    model.resize_token_embeddings(VOCAB_SIZE + 5)
-    model.save_pretrained(tmp_path)
-    grown = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(grown(tokens()).logits, model(tokens()).logits)
-    assert grown.config.vocab_size == grown.lm_head.out_features == VOCAB_SIZE + 5
-    other = WeDLMForCausalLM.from_pretrained(
-        tmp_path, config=tiny_config(vocab_size=400, tie_word_embeddings=True), ignore_mismatched_sizes=True
-    )
-    assert other.lm_head.out_features == 400
-
-
-@torch.no_grad()
-def test_a_state_dict_in_memory_and_a_low_precision_can_be_loaded(tmp_path):
-    model = tiny_model()
-    again = WeDLMForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict())
-    assert torch.equal(again(tokens()).logits, model(tokens()).logits)
-    model.to(torch.bfloat16).save_pretrained(tmp_path)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
-    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 
 def test_settings_of_a_derived_generation_config_survive_saving(tmp_path):

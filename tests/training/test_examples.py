@@ -1,6 +1,5 @@
 """Rows of training data, likely and unlikely: each is read, or refused by its number."""
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,13 +64,3 @@ def test_a_row_is_read_or_refused_by_its_number(row, needs_assistant, index):
     if needs_assistant and turns:
         learnt = any(turn["role"] == "assistant" for turn in turns[-1])
         assert outcome == (Outcome.WHOLE if learnt and all(turns) else Outcome.UNSUPERVISED)
-
-
-def test_a_conversation_without_an_assistant_turn_is_counted_not_refused():
-    row = {"messages": [{"role": "user", "content": "Hi"}]}
-    how = {"name": "train", "kind": "messages", "text_field": "text"}
-    outcomes = [read_example(row, 3, **how, needs_assistant=needs)["outcome"] for needs in (True, False)]
-    assert outcomes == [Outcome.UNSUPERVISED, Outcome.WHOLE]
-    assert read_example({"messages": []}, 3, **how, needs_assistant=False)["outcome"] == Outcome.UNSUPERVISED
-    with pytest.raises(ValueError, match="Example 1 of the train dataset has no turn in `messages`"):
-        read_example({"messages": []}, 0, **how, needs_assistant=False)
