@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from wedlm_hf.adapters import adapt as adapt_module
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import load_mask_adapter
+from wedlm_hf.adapters.model_card import read_log
 from wedlm_hf.cli import app
-from wedlm_hf.training.saving import only_writer
 
 SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
 
@@ -107,22 +108,24 @@ def test_a_base_and_a_budget_make_an_adapter_and_a_card(tmp_path, base, monkeypa
     assert all(one[-1][0] == 1 for one in notes.values())
     assert any("held-out answer 1 of" in note for _, note in notes["[2/3] Training the mask adapter"])
     assert "[3/3] Measuring" in shown
-    log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]
+    log = read_log(out / "work" / "training" / "log.jsonl")
     assert log[-1]["mask_rows"] >= 6 * 600
     assert any(entry.get("eval_tokens", 0) > 0 for entry in log)
     weights = load_file(out / "adapter_model.safetensors")
     assert all(float(weight.abs().sum()) > 0 for name, weight in weights.items() if ".up." in name)  # they begin at 0
 
 
+def run_until(stage: str, monkeypatch: Any, *arguments: Any, **settings: Any) -> None:
+    """A run that is stopped where a stage would begin."""
+    with monkeypatch.context() as patched:
+        patched.setattr(adapt_module._Run, stage, Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(*arguments, **settings)
+
+
 @pytest.mark.parametrize("stage", ["answer", "_split", "train", "publish", "measure", "finish"])
 def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, whole, stage, monkeypatch):
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(adapt_module._Run, stage, stop)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, base)
+    run_until(stage, monkeypatch, tmp_path, base)
     out, _ = run(tmp_path, base)
     assert weights(out) == weights(whole)
     for name in ("answers.jsonl", "training.jsonl", "heldout.jsonl"):
@@ -167,14 +170,10 @@ def test_a_larger_budget_writes_more_answers_and_trains_on(tmp_path, whole, monk
     trained_on = read_answers(out / "work" / "training.jsonl")
     assert len(trained_on) > len(read_answers(whole / "work" / "training.jsonl"))
     assert not {tuple(one["prompt_ids"]) for one in held_out} & {tuple(one["prompt_ids"]) for one in trained_on}
-    log = [json.loads(line) for line in (out / "work" / "training" / "log.jsonl").read_text().splitlines()]
-    assert log[-1]["mask_rows"] >= 6 * tokens
+    assert read_log(out / "work" / "training" / "log.jsonl")[-1]["mask_rows"] >= 6 * tokens
 
     for stage in ("_split", "train"):
-        with monkeypatch.context() as patched:
-            patched.setattr(adapt_module._Run, stage, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                run(stopped, base, tokens=tokens)
+        run_until(stage, monkeypatch, stopped, base, tokens=tokens)
     assert weights(run(stopped, base, tokens=tokens)[0]) == weights(out)
 
 
@@ -211,6 +210,7 @@ def refused(tmp_path: Path, base: Any, error: type[Exception], message: str, **s
         ({"minutes": float("nan")}, "`minutes` must be greater than 0, got nan"),
         ({"answers": Path("a.jsonl")}, "`answers` need no `prompts`"),
         ({"start": "a"}, "The adapter 'a' has its own `rank` and `head_width`: leave these out"),
+        ({"device": "abacus"}, "The device 'abacus' is not available"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, base, settings, message):
@@ -243,10 +243,6 @@ def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
     assert "| decoder | tokens per forward |" in card
     assert "](acceptance.png)\n\n| mask rows | 1 draft | 2 drafts |" in card
     assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_device_that_is_not_there_is_refused(tmp_path, base):
-    refused(tmp_path, base, ValueError, "The device 'abacus' is not available", device="abacus")
 
 
 def test_a_disk_without_room_is_refused(tmp_path, base, monkeypatch):
@@ -287,16 +283,12 @@ def test_answers_that_never_end_are_learned_and_said(tmp_path, base):
 
 
 def test_a_full_disk_is_named_and_the_same_call_goes_on(tmp_path, base, whole, monkeypatch):
-    class FullDisk(io.TextIOWrapper):
-        """A file that takes a part of what is written, and then no more."""
-
-        def write(self, text: str) -> int:
-            super().write(text[: len(text) // 2])
-            raise OSError(errno.ENOSPC, "No space left on device")
-
     def opened(path: Path, *args: Any, **options: Any) -> Any:
-        is_answers = path.name == "answers.jsonl" and args[:1] == ("a",)
-        return FullDisk(open_file(path, "ab")) if is_answers else open_file(path, *args, **options)
+        file = open_file(path, *args, **options)
+        if path.name == "answers.jsonl" and args[:1] == ("a",):  # takes a part of what is written, and then no more
+            file.write("{")
+            file.write = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        return file
 
     open_file = Path.open
     with monkeypatch.context() as patched:
@@ -308,18 +300,9 @@ def test_a_full_disk_is_named_and_the_same_call_goes_on(tmp_path, base, whole, m
     assert weights(out) == weights(whole)
 
 
-def test_two_runs_at_once_are_refused(tmp_path, base, monkeypatch):
-    """The second one is told; the first goes on."""
-    seen, split = [], adapt_module._Run._split
-
-    def second(self: Any, *args: Any) -> None:
-        with pytest.raises(Timeout):
-            FileLock(self.work / "_lock").acquire(blocking=False)
-        seen.append(True)
-        split(self, *args)
-
-    monkeypatch.setattr(adapt_module._Run, "_split", second)
-    out, _ = run(tmp_path, base)
-    assert seen
-    with only_writer(out / "work"):
-        pass
+def test_no_other_run_writes_into_the_folder_meanwhile(tmp_path, base, monkeypatch):
+    lock = FileLock(tmp_path / "out" / "work" / "_lock")
+    monkeypatch.setattr(adapt_module._Run, "_split", lambda *_: lock.acquire(blocking=False))
+    with pytest.raises(Timeout):
+        run(tmp_path, base)
+    lock.acquire(blocking=False)

@@ -32,8 +32,7 @@ def collect(
     return read_answers(file)
 
 
-@pytest.mark.parametrize("spoil", [False, True], ids=["plain", "with sampling settings in its generation config"])
-def test_greedy_answers_are_those_of_generate(tmp_path, spoil):
+def test_greedy_answers_are_those_of_generate_without_the_settings_of_its_generation_config(tmp_path):
     model = tiny_model()
     expected = {}
     for line in LINES:
@@ -42,8 +41,7 @@ def test_greedy_answers_are_those_of_generate(tmp_path, spoil):
             torch.tensor([prompt]), max_new_tokens=24, do_sample=False, suppress_tokens=[MASK], strategy="ar"
         )
         expected[tuple(prompt)] = output[0, len(prompt) :].tolist()
-    if spoil:
-        model.generation_config.update(do_sample=True, temperature=3.0, top_k=2, repetition_penalty=5.0)
+    model.generation_config.update(do_sample=True, temperature=3.0, top_k=2, repetition_penalty=5.0)
     found = collect(tmp_path / "answers.jsonl", 2, model=model)
     assert all(answer["greedy"] for answer in found)
     assert {tuple(answer["prompt_ids"]): answer["response_ids"] for answer in found} == {
@@ -123,6 +121,7 @@ def test_answers_can_be_read_while_the_file_grows(tmp_path):
     file = tmp_path / "answers.jsonl"
     assert read_answers(file) == []
     answers = collect(file, 2)
+    assert json.loads(file.read_text().splitlines()[0]).keys() == {"prompt_ids", "response_ids", "greedy", "batch"}
     with file.open("ab") as stream:
         stream.write(b'{"prompt_ids": [1, 2')
     assert read_answers(file) == answers
@@ -145,8 +144,6 @@ def test_prompts_that_are_all_too_long_are_refused(tmp_path):
     ("name", "content", "expected"),
     [
         ("p.txt", b"one\n\n  two words \r\n", ["one", "two words"]),
-        ("p.NDJSON", b'{"prompt": "c", "answer": 3, "task": null}\n', ["c"]),
-        ("p.json", json.dumps({"messages": TURNS[1:]}).encode(), ["How many?"]),
         ("p.json", json.dumps({"messages": TURNS, "source": "x"}).encode(), [TURNS]),
     ],
 )
@@ -156,19 +153,10 @@ def test_prompts_are_lines_of_text_or_json(tmp_path, name, content, expected):
     assert read_prompts(file) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("p.txt", b"", r"There is no prompt in '.*p\.txt'\."),
-        ("p.txt", b"\xff\xfe\x00\x01", r"must be UTF-8 text, got a binary file"),
-        ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', r"line 2: a row needs either `messages` or `prompt`, got"),
-    ],
-)
-def test_files_without_prompts_are_refused(tmp_path, name, content, message):
-    file = tmp_path / name
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        read_prompts(file)
+def test_files_without_prompts_are_refused(tmp_path):
+    (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(ValueError, match="must be UTF-8 text, got a binary file"):
+        read_prompts(tmp_path / "p.txt")
 
 
 def test_a_single_turn_of_the_users_gives_the_answers_of_its_text(tmp_path):
@@ -221,9 +209,3 @@ def test_conversations_need_a_chat_template_that_takes_their_roles(tmp_path):
 def test_settings_without_meaning_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         AnswerConfig(**settings)
-
-
-def test_lines_are_plain_json(tmp_path):
-    collect(tmp_path / "answers.jsonl", 1)
-    line = json.loads((tmp_path / "answers.jsonl").read_text().splitlines()[0])
-    assert set(line) == {"prompt_ids", "response_ids", "greedy", "batch"}

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from test_mask_adapter import SMALL
+from test_mask_adapter import with_adapter as attached
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,10 +26,8 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
-from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.attach import is_close
 
-SMALL = MaskAdapterSettings(rank=4, head_width=8)
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 96}
 VERIFIED: dict[str, Any] = GREEDY | {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0}
@@ -40,18 +40,14 @@ def llama(**overrides: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**sizes | heads | overrides)).eval()
 
 
-def attached(model: Any) -> Any:
-    torch.manual_seed(1)
-    for parameter in add_mask_adapter(model, SMALL).parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return model
+def trained(model: Any) -> set[str]:
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def state_of(model: Any) -> tuple[Any, ...]:
     hooks = [(name, len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()]
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     configs = model.config.to_dict(), model.generation_config.to_dict()
-    return type(model), hooks, trained, *configs, set(model.state_dict())
+    return type(model), hooks, trained(model), *configs, set(model.state_dict())
 
 
 def test_detaching_gives_the_object_back_as_it_was() -> None:
@@ -89,14 +85,14 @@ def test_a_saved_adapter_is_loaded_by_our_function_by_transformers_and_by_peft(t
 def test_loading_leaves_what_trains_in_training(tmp_path: Path) -> None:
     attached(llama()).save_mask_adapter(tmp_path)
     model = get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    load_mask_adapter(model.base_model.model, tmp_path)
-    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+    base, before = model.base_model.model, trained(model)
+    load_mask_adapter(base, tmp_path)
+    assert trained(model) == before
     with pytest.raises(ValueError, match="has a mask adapter already"):
-        load_mask_adapter(model.base_model.model, tmp_path)
-    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
-    unload_mask_adapter(model.base_model.model)
-    assert {name for name, parameter in model.named_parameters() if parameter.requires_grad} == trained
+        load_mask_adapter(base, tmp_path)
+    assert trained(model) == before
+    unload_mask_adapter(base)
+    assert trained(model) == before
 
 
 def test_a_lora_may_come_after_the_mask_adapter(tmp_path: Path) -> None:
@@ -204,38 +200,20 @@ def test_sharded_weights_are_refused_before_and_after(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
-def refused(kind: str) -> Any:
-    model = llama()
-    if kind == "PEFT":
-        return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))
-    if kind == "torch.compile":
-        return torch.compile(model)
-    if kind == "compiled in place":
-        model.compile()
-    if kind == "DataParallel":
-        return nn.DataParallel(model)
-    if kind == "meta":
-        return model.to("meta")
-    if kind == "partly offloaded":
-        model.model.layers[1].mlp.to("meta")
-    return nn.Linear(2, 2) if kind == "a module" else model
-
-
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("wrap", "message"),
     [
-        ("torch.compile", "OptimizedModule is a compiled one. Attach the adapter first"),
-        ("compiled in place", r"attach the mask adapter before `model.compile\(\)`"),
-        ("DataParallel", "DataParallel is a wrapped one"),
-        ("PEFT", "PeftModelForCausalLM is a wrapped one"),
-        ("meta", "weights of LlamaForCausalLM are on the device 'meta'"),
-        ("partly offloaded", "3 weights of LlamaForCausalLM are on the device 'meta'"),
-        ("a module", "Linear is no one"),
+        (torch.compile, "OptimizedModule is a compiled one. Attach the adapter first"),
+        (lambda model: model.compile() or model, r"attach the mask adapter before `model.compile\(\)`"),
+        (nn.DataParallel, "DataParallel is a wrapped one"),
+        (lambda model: get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")), "PeftModelForCausalLM is a wrapped"),
+        (lambda model: model.model.layers[1].mlp.to("meta") and model, "3 weights of LlamaForCausalLM are on the dev"),
+        (lambda model: model.lm_head, "Linear is no one"),
     ],
 )
-def test_a_model_that_cannot_carry_one_now_is_refused(kind: str, message: str) -> None:
+def test_a_model_that_cannot_carry_one_now_is_refused(wrap: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        add_mask_adapter(refused(kind), SMALL)
+        add_mask_adapter(wrap(llama()), SMALL)
 
 
 def test_attention_that_takes_no_masks_as_tensors_decodes_one_prompt_at_a_time() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from test_mask_adapter import with_adapter
 from torch import nn
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter
@@ -184,14 +185,6 @@ def equal_parts(model: Any) -> Iterator[str]:
         yield "two turns"
 
 
-def with_adapter(model: Any) -> tuple[Any, tuple[str, ...]]:
-    torch.manual_seed(1)
-    adapter = add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8))
-    for parameter in adapter.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return model, adapter.settings.target_modules
-
-
 RARE = set(
     "CodeGen DeepseekV2 Dots1 ExaoneMoe GraniteMoeShared HunYuanMoEV1 HyperCLOVAX Jais2 JetMoe MiniCPM3 "
     "ModernBertDecoder NanoChat Phimoe".split()
@@ -200,13 +193,13 @@ RARE = set(
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES])
 def test_verified_decoding_is_plain_generate(name: str, tmp_path: Path) -> None:
-    model, targets = with_adapter(build(name, FAMILIES[name][0]))
+    model = with_adapter(build(name, FAMILIES[name][0]))
     assert tuple(equal_parts(model)) == WHAT
     model.save_mask_adapter(tmp_path)
     load_mask_adapter(build(name, FAMILIES[name][0]).bfloat16(), tmp_path)
     with pytest.raises(ValueError, match="cannot train") if UNTRAINED in FAMILIES[name][1] else nullcontext():
         MaskDistillation(model)
-    assert row(name, targets) in PAGE.read_text(encoding="utf-8"), f"python {Path(__file__).name} writes {PAGE.name}"
+    assert row(name, model) in PAGE.read_text(encoding="utf-8"), f"python {Path(__file__).name} writes {PAGE.name}"
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -230,7 +223,7 @@ TURNS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", TURNS)
 def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None:
     name, own = TURNS[kind]
-    model, _ = with_adapter(build(name, own))
+    model = with_adapter(build(name, own))
     exact: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 6}
     greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": 96}
     up_to = greedy | {"max_length": 40}
@@ -248,7 +241,7 @@ def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None
 @pytest.mark.parametrize("drafting", [{"adaptive_window": False, "window_size": 6}, {"slot_cost": 0.0}])
 @pytest.mark.parametrize("name", ["CodeGen", "GPTJ"])
 def test_a_table_of_positions_is_used_to_its_end_and_no_further(name: str, drafting: dict[str, Any]) -> None:
-    model, _ = with_adapter(build(name, GPTJ | {"max_position_embeddings": 40}))
+    model = with_adapter(build(name, GPTJ | {"max_position_embeddings": 40}))
     greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": 96}
     exact = greedy | {"strategy": "wedlm", "verification": "exact"} | drafting
     whole = model.generate(prompt(20), **greedy, max_length=41)  # no forward reads the last token
@@ -267,7 +260,7 @@ def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path: Path)
     images = {"vision_config": vision | {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}
     config = transformers.Gemma3Config(text_config=SIZES | GEMMA, image_token_index=95, **images)
     torch.manual_seed(0)
-    model, _ = with_adapter(transformers.Gemma3ForConditionalGeneration(config).eval())
+    model = with_adapter(transformers.Gemma3ForConditionalGeneration(config).eval())
     assert tuple(equal_parts(model)) == WHAT
     model.save_mask_adapter(tmp_path)
     load_mask_adapter(transformers.Gemma3ForConditionalGeneration(config), tmp_path, any_base=True)
@@ -277,7 +270,7 @@ def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path: Path)
 
 
 def test_layers_without_a_cache_of_their_own_decode_in_fixed_shapes() -> None:
-    model, _ = with_adapter(build("Gemma4", FAMILIES["Gemma4"][0]))
+    model = with_adapter(build("Gemma4", FAMILIES["Gemma4"][0]))
     greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     exact = {"strategy": "wedlm", "verification": "exact", "disable_compile": True}
     assert torch.equal(model.generate(prompt(5), **greedy, **exact), model.generate(prompt(5), **greedy))
@@ -289,7 +282,8 @@ def test_an_encoder_decoder_is_refused() -> None:
         add_mask_adapter(transformers.T5ForConditionalGeneration(config))
 
 
-def row(name: str, targets: tuple[str, ...]) -> str:
+def row(name: str, model: Any) -> str:
+    targets = model.mask_adapter.settings.target_modules
     return f"| `{name}` | {FAMILIES[name][1]} | {', '.join(f'`{target}`' for target in targets)} |"
 
 
@@ -297,10 +291,10 @@ def main() -> None:
     """Writes the tables."""
     lines = ["| family | layers | updated by the adapter |", "|---|---|---|"]
     for name, (own, _) in FAMILIES.items():
-        model, targets = with_adapter(build(name, own))
+        model = with_adapter(build(name, own))
         missing = set(WHAT) - set(equal_parts(model))
         assert not missing, f"{name}: {missing}"
-        lines.append(row(name, targets))
+        lines.append(row(name, model))
     lines += ["", "| refused | why |", "|---|---|"]
     lines += [f"| `{name}` | {reason} |" for name, (_, reason) in REFUSED.items()]
     begin, end = "<!-- families: begin -->\n", "<!-- families: end -->"

@@ -1,28 +1,27 @@
-"""Mask adapters: what they may touch, how they are saved, loaded and refused."""
+"""Mask adapters: what they may touch, how they are saved and loaded."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny import MASK, tiny_model
 from transformers import DynamicCache
 
+from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 
 SMALL = MaskAdapterSettings(rank=4, head_width=8)
 
 
-def with_adapter(model: WeDLMForCausalLM, settings: MaskAdapterSettings = SMALL, seed: int = 1) -> WeDLMForCausalLM:
+def with_adapter(model: Any, settings: MaskAdapterSettings = SMALL) -> Any:
     """`model` with a mask adapter that changes every slot."""
-    torch.manual_seed(seed)
-    adapter = model.add_mask_adapter(settings)
-    for parameter in adapter.parameters():
+    torch.manual_seed(1)
+    for parameter in add_mask_adapter(model, settings).parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     return model
 
@@ -68,16 +67,8 @@ def test_a_mask_token_outside_the_slots_is_ordinary_text() -> None:
     ids = torch.tensor([[5, MASK, 7, MASK, MASK]])
     with torch.no_grad():
         actual = predict(adapted, ids, 1)
-        expected = tiny_model()(ids).logits
-    assert torch.equal(actual[:, :4], expected[:, :4])
-
-
-def test_the_token_of_a_slot_does_not_matter() -> None:
-    adapted = with_adapter(tiny_model())
-    with torch.no_grad():
-        one = predict(adapted, torch.tensor([[5, 6, 7, MASK]]), 1)
-        other = predict(adapted, torch.tensor([[5, 6, 7, 9]]), 1)
-    assert torch.equal(one, other)
+        assert torch.equal(actual[:, :4], tiny_model()(ids).logits[:, :4])
+        assert torch.equal(predict(adapted, torch.tensor([[5, MASK, 7, MASK, 9]]), 1), actual)  # and a slot none
 
 
 @pytest.mark.parametrize("optimizer", [{"fused": True}, {"foreach": True}, {"foreach": False}])
@@ -139,81 +130,22 @@ def test_the_bases_checkpoint_stays_the_bases(tmp_path: Path) -> None:
     assert not WeDLMForCausalLM.from_pretrained(tmp_path).has_mask_adapter
 
 
-def test_bad_adapters_are_refused(tmp_path: Path) -> None:
-    saved_adapter(tmp_path)
-    model = tiny_model()
-    weights, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
-    whole, stated = weights.read_bytes(), json.loads(config.read_text())
-
-    weights.write_bytes(whole[:1000])
-    with pytest.raises(OSError, match="damaged or truncated"):
-        model.load_mask_adapter(tmp_path)
-    weights.write_bytes(whole)
-    tensors = load_file(weights)
-    save_file({name: tensor for name, tensor in tensors.items() if "head" not in name}, weights)
-    with pytest.raises(ValueError, match="do not fit"):
-        model.load_mask_adapter(tmp_path)
-    assert not model.has_mask_adapter
-    config.write_text(json.dumps(stated | {"peft_type": "LORA"}))
-    with pytest.raises(ValueError, match="is no mask adapter"):
-        model.load_mask_adapter(tmp_path)
-    for change, message in (
-        ({"head_width": 10**12}, "do not fit its"),
-        ({"target_modules": ["o_proj", "input_layernorm"]}, "'input_layernorm', which is no linear layer"),
-        ({"target_modules": ["o_proj", "forward"]}, "'forward', which no decoder layer has"),
-        ({"target_modules": []}, "a list of names"),
-    ):
-        config.write_text(json.dumps(stated | change))
-        save_file(tensors, weights)
-        with pytest.raises(ValueError, match=message):
-            model.load_mask_adapter(tmp_path)
-    config.write_text(json.dumps(stated))
-    for value, message in ((3e38, "beyond float16's largest"), (float("nan"), "NaN"), (float("inf"), "infinite")):
-        save_file({name: torch.full_like(tensor, value) for name, tensor in tensors.items()}, weights)
-        with pytest.raises(ValueError, match=message):
-            model.load_mask_adapter(tmp_path)
-    save_file({name: tensor.to(torch.int8) for name, tensor in tensors.items()}, weights)
-    with pytest.raises(ValueError, match="must be floating point"):
-        model.load_mask_adapter(tmp_path)
-    assert not model.has_mask_adapter and all(parameter.requires_grad for parameter in model.parameters())
-    config.write_text("{")
-    with pytest.raises(OSError, match="is damaged"):
-        model.load_mask_adapter(tmp_path)
-    with pytest.raises(OSError, match="nowhere"):
-        model.load_mask_adapter(tmp_path / "nowhere")
-
-
-def test_unknown_targets_are_refused() -> None:
-    model = tiny_model()
-    with pytest.raises(ValueError, match="'c_proj', which no decoder layer has"):
-        model.add_mask_adapter(MaskAdapterSettings(target_modules=("c_proj",)))
-    assert not model.has_mask_adapter
-
-
 # PEFT.
 
 TASK = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
 
 
 def test_peft_loads_and_saves_it(tmp_path: Path) -> None:
-    adapted = with_adapter(tiny_model())
-    adapted.save_mask_adapter(tmp_path / "ours")
-    names = ["adapter_config.json", "adapter_model.safetensors"]
-    assert sorted(path.name for path in (tmp_path / "ours").iterdir()) == names
-    loaded = PeftModel.from_pretrained(tiny_model(), str(tmp_path / "ours"))
+    loaded = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path / "ours")))
     with torch.no_grad():
-        expected = predict(adapted, IDS, 2)
-        torch.testing.assert_close(predict(loaded, IDS, 2), expected)
+        torch.testing.assert_close(predict(loaded, IDS, 2), predict(with_adapter(tiny_model()), IDS, 2))
         assert torch.equal(loaded(input_ids=IDS).logits, tiny_model()(IDS).logits)
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     loaded.save_pretrained(tmp_path / "peft")
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "peft"))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    again = tiny_model()
-    again.load_adapter(str(tmp_path / "peft"))
-    with torch.no_grad():
-        torch.testing.assert_close(predict(again, IDS, 2), expected)
+    tiny_model().load_adapter(str(tmp_path / "peft"))  # its config is transformers', too
 
 
 def test_peft_switches_it_off_and_takes_it_away(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_families
 import torch
-import transformers
+from test_families import build
 from test_mask_adapter import with_adapter
-from tiny import EOS, randomize, tiny_model
+from tiny import EOS, tiny_model
 from transformers import TrainerCallback
 
-from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.budget import MaskTrainingConfig
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import measure_acceptance
@@ -65,26 +65,18 @@ def states_behind(model: Any, tokens: torch.Tensor, cut: int) -> torch.Tensor:
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
-    "Gemma2": {"head_dim": 8, "sliding_window": 6, "attn_implementation": "eager", "query_pre_attn_scalar": 8},
+    "Gemma2": {"sliding_window": 6, "attn_implementation": "eager"},
     "Cohere2": {"sliding_window": 3},  # shorter than a run
-    "Llama4": {"head_dim": 8, "attention_chunk_size": 6, "no_rope_layers": [1, 0], "num_local_experts": 2},
+    "Llama4": {"attention_chunk_size": 6, "no_rope_layers": [1, 0]},
     "Granite": {"logits_scaling": 2.0},
-    "GptOss": {"head_dim": 8, "sliding_window": 6, "attn_implementation": "eager", "num_local_experts": 2,
-               "num_experts_per_tok": 1},
-}  # fmt: skip
+    "GptOss": {"sliding_window": 6, "attn_implementation": "eager"},
+}
 
 
 def stock_model(name: str) -> Any:
     """A tiny random model of a family, with a mask adapter that does something everywhere."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-             "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1,
-             "eos_token_id": 2}  # fmt: skip
-    model_class = getattr(transformers, f"{name}ForCausalLM")
-    model = randomize(model_class(model_class.config_class(**shape | FAMILIES[name]))).eval()
-    for parameter in add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8)).parameters():
-        parameter.data += 0.3 * torch.randn_like(parameter)
-    return model
+    shape = {"vocab_size": 320, "num_hidden_layers": 2}
+    return with_adapter(build(name, test_families.FAMILIES[name][0] | shape | FAMILIES[name]))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,9 +108,8 @@ def test_the_minutes_go_into_learning_and_the_time_left_is_true(
     assert 0.8 * total <= learning <= 1.05 * total  # the machine was measured, too
     assert made["training_seconds"] >= total / 2
     checkpoint = newest_complete_checkpoint(tmp_path / "out" / "work" / "training")
-    spent = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["Budget"]["attributes"][
-        "spent"
-    ]
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    spent = state["stateful_callbacks"]["Budget"]["attributes"]["spent"]
     assert spent["evaluation"] <= 0.05 * total
     assert spent["saving"] <= 0.03 * total + 2 * machine.save
     assert seen.keys() == {"[1/3]", "[2/3]"}
@@ -139,7 +139,7 @@ def test_a_plan_follows_from_the_pace() -> None:
 
 def test_a_budget_that_gives_next_to_nothing_is_said_before_any_answer_is_written(tmp_path, monkeypatch) -> None:
     machine, lines = Machine(0.05, 0.01), Console(file=io.StringIO(), width=300)
-    monkeypatch.setattr(adapting, "write_answers", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(adapting, "write_answers", Mock(side_effect=KeyboardInterrupt))
     config = AdaptConfig(minutes=5, prompts=None, **SMALL)
     with machine.running(monkeypatch), pytest.raises(KeyboardInterrupt):
         adapt(write_base(tmp_path / "llama"), tmp_path / "out", config, console=lines, clock=machine)
@@ -166,10 +166,9 @@ def test_answers_get_more_time_where_they_take_longer_than_was_measured(tmp_path
         return replace(found, steps={size: step / 10 for size, step in found.steps.items()})
 
     monkeypatch.setattr(adapting, "measure_pace", measure)
+    config = AdaptConfig(minutes=4, prompts=tmp_path / "prompts.txt", **SMALL)
     with machine.running(monkeypatch):
-        made = adapt(
-            base, tmp_path / "out", AdaptConfig(minutes=4, prompts=tmp_path / "prompts.txt", **SMALL), clock=machine
-        )
+        made = adapt(base, tmp_path / "out", config, clock=machine)
     assert 30 < made["answer_seconds"] <= 125
     assert made["training_seconds"] >= 115
     assert machine.now <= 1.25 * 240 + 60

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_attach import GREEDY, SMALL, llama
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from wedlm_hf import add_mask_adapter
-from wedlm_hf.adapters import MaskAdapterSettings
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
-GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 96}
 
 
 def torchao(name: str) -> TorchAoConfig:
@@ -34,11 +33,15 @@ QUANTIZED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
-    LlamaForCausalLM(LlamaConfig(**sizes | heads)).save_pretrained(path)
+    llama(hidden_size=64, intermediate_size=128).save_pretrained(path)
     return path
+
+
+def attached(model: Any) -> Any:
+    torch.manual_seed(1)
+    for parameter in add_mask_adapter(model, SMALL).parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -48,9 +51,7 @@ def test_verified_decoding_is_the_quantized_bases_own_text(folder: Path, name: s
     ).eval()
     kinds = [type(module) for module in model.modules()], type(model.model.layers[0].mlp.down_proj.weight)
     expected, logits = model.generate(PROMPT, **GREEDY), model(PROMPT).logits
-    torch.manual_seed(1)
-    for parameter in add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8)).parameters():
-        nn.init.normal_(parameter, std=0.2)
+    attached(model)
     settings = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 3}
     assert torch.equal(model.generate(PROMPT, **GREEDY, **settings), expected)
     assert torch.equal(model(PROMPT).logits, logits)
@@ -70,11 +71,8 @@ class WholeTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_quantized_head_of_which_no_rows_can_be_read_drafts_as_any_other(folder: Path) -> None:
-    torch.manual_seed(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for parameter in add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8)).parameters():
-        nn.init.normal_(parameter, std=0.2)
+def test_a_quantized_head_of_which_no_rows_can_be_read_drafts_as_any_other() -> None:
+    model = attached(llama())
     settings = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0, "return_dict_in_generate": True}
     expected = model.generate(PROMPT, **GREEDY, **settings)
     head = model.lm_head.weight

@@ -2,51 +2,84 @@
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from test_adapt import SMALL, write_base
 from test_branches import adapted
-from tiny import tiny_model
+from tiny import edit, tiny_model
 
 from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers, read_prompts
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("adapter")
-    adapted().save_mask_adapter(folder)
-    return folder
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    adapted().save_mask_adapter(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def refused(folder: Path, message: str, error: type[Exception] = ValueError) -> None:
+    model = tiny_model()
+    with pytest.raises(error, match=message):
+        model.load_mask_adapter(folder)
+    assert not model.has_mask_adapter and all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"peft_type": "LORA"}, "is no mask adapter: its `peft_type` is 'LORA'"),
         ({"rank": "4"}, "must state `rank` and `head_width`, whole numbers"),
         ({"rank": 4.5}, "must state `rank` and `head_width`, whole numbers"),
         ({"rank": None}, "must state `rank` and `head_width`, whole numbers"),
         ({"rank": 10**12}, "do not fit its adapter_config.json: `rank` 1000000000000"),
         ({"rank": 0}, "needs a `rank` of at least 1"),
         ({"head_width": -1}, "at least 0"),
+        ({"head_width": 10**12}, "do not fit its adapter_config.json: .* `head_width` 1000000000000"),
         ({"head_width": True}, "must state `rank` and `head_width`, whole numbers"),
         ({"target_modules": "o_proj"}, "a list of names; got 4, 8 and 'o_proj'"),
         ({"target_modules": [["o_proj"]]}, "a list of names"),
+        ({"target_modules": []}, "a list of names"),
         ({"target_modules": ["o_proj", "o_proj"]}, "named once each"),
         ({"target_modules": ["o_proj", "../x"]}, "'../x', which no decoder layer has"),
+        ({"target_modules": ["o_proj", "forward"]}, "'forward', which no decoder layer has"),
+        ({"target_modules": ["o_proj", "input_layernorm"]}, "'input_layernorm', which is no linear layer"),
     ],
 )
-def test_an_adapter_config_that_makes_no_sense_is_refused(saved, tmp_path, changes, message):
-    folder = shutil.copytree(saved, tmp_path / "adapter")
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | changes))
-    model = tiny_model()
-    with pytest.raises(ValueError, match=message):
-        model.load_mask_adapter(folder)
-    assert not model.has_mask_adapter
-    model.load_mask_adapter(saved)
+def test_an_adapter_config_that_makes_no_sense_is_refused(saved, changes, message):
+    edit(saved / "adapter_config.json", **changes)
+    refused(saved, message)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda name, tensor: None if "head" in name else tensor, "do not fit"),
+        (lambda name, tensor: None if "mask_embedding" in name else tensor, r"do not fit .*\n.*mask_embedding"),
+        (lambda name, tensor: tensor.fill_(3e38), "beyond float16's largest"),
+        (lambda name, tensor: tensor.fill_(float("nan")), "NaN"),
+        (lambda name, tensor: tensor.fill_(float("inf")), "infinite"),
+        (lambda name, tensor: tensor.to(torch.int8), "must be floating point"),
+    ],
+)
+def test_weights_that_are_none_are_refused(saved, changed, message):
+    file = saved / "adapter_model.safetensors"
+    found = {name: changed(name, tensor) for name, tensor in load_file(file).items()}
+    save_file({name: tensor for name, tensor in found.items() if tensor is not None}, file)
+    refused(saved, message)
+
+
+def test_damaged_and_missing_files_are_named(saved):
+    weights = saved / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    refused(saved, "damaged or truncated", OSError)
+    (saved / "adapter_config.json").write_text("{")
+    refused(saved, "is damaged", OSError)
+    refused(saved / "nowhere", "nowhere", OSError)
 
 
 def test_prompts_that_can_be_read_only_once_are_refused(tmp_path):
@@ -66,7 +99,7 @@ def test_a_damaged_file_of_an_earlier_run_is_named(tmp_path, monkeypatch, name, 
     if name == "state.json":
         (work / "adapt.json").write_text(json.dumps({"format": adapting.FORMAT} | config.identity(str(base))))
     (work / name).write_bytes(content)
-    monkeypatch.setattr(adapting, "load_source", lambda *arguments, **options: pytest.fail("work was begun"))
+    monkeypatch.setattr(adapting, "load_source", None)  # no work is begun
     with pytest.raises(ValueError, match=f"{name}' is damaged: choose a new folder"):
         adapt(base, tmp_path / "out", config)
     assert (work / name).read_bytes() == content
