@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from .groups import UsageError, with_options
+from .options import UsageError, with_options
 
 NO, WRONG, STOPPED, PIPE_CLOSED = 1, 2, 130, 141  # exit codes
 

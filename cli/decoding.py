@@ -9,12 +9,12 @@ import typer
 from ..eval.options import NANO, LoadingOptions
 from ..eval.report.request import ReportRequest
 from .application import NO, command, console, listen, need, print_json, stopping
-from .groups import ModelOption
 from .options import (
     CheckpointArgument,
     CompareOption,
     DecodingOptions,
     JsonOption,
+    ModelOption,
     PromptOptions,
     has_no_chat_template,
 )

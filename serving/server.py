@@ -101,36 +101,25 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
     def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    add_errors(app)
+    for kind in (RequestError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, refuse)
     app.add_middleware(ClientWatch, running=app.state.running)
     return app
 
 
-def add_errors(app: FastAPI) -> None:
-    """Makes every error of an app one of OpenAI's form, and a line in the log."""
-
-    def respond(error: RequestError) -> JSONResponse:
-        body = error.body()
-        log.info("refused (%d): %s", error.status, body["error"]["message"])
-        return JSONResponse(body, error.status)
-
-    @app.exception_handler(RequestError)
-    async def refused(_: Request, error: RequestError) -> JSONResponse:
-        return respond(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def unreadable(_: Request, error: RequestValidationError) -> JSONResponse:
+async def refuse(request: Request, error: Any) -> JSONResponse:
+    """The response to a request that failed by any exception, in OpenAI's form; a line in the log says why."""
+    if isinstance(error, RequestValidationError):
         problem = error.errors()[0]
         why = problem.get("ctx", {}).get("error", problem["msg"])
-        return respond(RequestError(f"The body of the request must be a JSON object: {why}."))
-
-    @app.exception_handler(HTTPException)
-    async def not_there(request: Request, error: HTTPException) -> JSONResponse:
-        return respond(RequestError(f"{request.method} {request.url.path}: {error.detail}", error.status_code))
-
-    @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> JSONResponse:
-        return respond(RequestError(f"{type(error).__name__}: {error}", 500))
+        error = RequestError(f"The body of the request must be a JSON object: {why}.")
+    elif isinstance(error, HTTPException):
+        error = RequestError(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    elif not isinstance(error, RequestError):
+        error = RequestError(f"{type(error).__name__}: {error}", 500)
+    body = error.body()
+    log.info("refused (%d): %s", error.status, body["error"]["message"])
+    return JSONResponse(body, error.status)
 
 
 class Server(uvicorn.Server):

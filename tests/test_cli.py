@@ -18,14 +18,14 @@ from rich.console import Console
 from tiny import MASK, tiny_model, tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
-from wedlm_hf import __version__, cli
+from wedlm_hf import cli
 from wedlm_hf.apps.generate import compare, comparison_table
 from wedlm_hf.cli.application import console
-from wedlm_hf.cli.groups import with_options
+from wedlm_hf.cli.options import with_options
 from wedlm_hf.console.streaming import AnswerStreamer, printable
 from wedlm_hf.eval import options
-from wedlm_hf.eval import prompts as prompting
 from wedlm_hf.eval.measure import Decoding, ForwardCounter
+from wedlm_hf.eval.prompts import encode
 from wedlm_hf.eval.trace.record import DecodingRequest
 
 LABELS = ["new tokens", "forwards", "tokens per forward", "prefix cacheability", "tokens/s", "speed against AR"]
@@ -79,10 +79,6 @@ def test_help_needs_neither_torch_nor_transformers():
     assert result.stdout.strip() == "[]"
 
 
-def test_version_is_printed():
-    assert CliRunner().invoke(cli.app, ["--version"]).stdout == f"{__version__}\n"
-
-
 # --- generate -----------------------------------------------------------------------------------------------------
 
 
@@ -111,13 +107,6 @@ def test_without_comparison_only_one_decoder_runs(wedlm):
     for arguments, names in ((["--no-compare"], ["wedlm"]), (["--strategy", "ar"], ["ar"])):
         _, output, _ = wedlm("generate", "1, 2, 3", "--max-new-tokens", 5, *arguments)
         assert table_of(output)["strategy"] == names
-
-
-def test_answers_end_at_the_context_where_no_limit_is_given(checkpoint, wedlm, monkeypatch):
-    monkeypatch.setattr(prompting, "LONGEST_ANSWER", 20)
-    assert table_of(wedlm("generate", "1, 2, 3", "--no-compare")[1])["new tokens"] == ["20"]
-    long_prompt = " ".join(["3"] * 250)  # 499 tokens of a context of 512
-    assert int(table_of(wedlm("generate", "--raw", long_prompt, "--no-compare")[1])["new tokens"][0]) < 20
 
 
 def test_sampling_is_a_function_of_the_seed(wedlm):
@@ -151,11 +140,9 @@ def test_rows_of_a_file_are_prompts_and_conversations(wedlm, tmp_path):
     assert (code, errors) == (0, "")
     found = json.loads(output)["answers"]
     assert [answer["prompt"] for answer in found] == ["given", "a\nb", "Be brief.\n1, 2"]
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    for answer, messages in zip(found[1:], ([{"role": "user", "content": "a\nb"}], turns), strict=True):
-        ids = torch.tensor([prompting.encode(tokenizer, messages)])
-        wanted = model.generate(ids, strategy="ar", suppress_tokens=[MASK], max_new_tokens=4)[0, ids.shape[1] :]
-        assert answer["ar"]["tokens"] == wanted.tolist()
+    ids = torch.tensor([encode(tiny_tokenizer(), turns)])
+    wanted = tiny_model().generate(ids, strategy="ar", suppress_tokens=[MASK], max_new_tokens=4)[0, ids.shape[1] :]
+    assert found[2]["ar"]["tokens"] == wanted.tolist()
     assert "› Be brief.\n1, 2\n" in wedlm(*asked)[1]
     assert wedlm(*asked, "--raw") == (2, "", "Error: Without a chat template, a row holds one turn, got 2.\n")
 
@@ -335,17 +322,6 @@ def test_the_table_fits_a_narrow_terminal():
 
 
 # --- train --------------------------------------------------------------------------------------------------------
-
-
-def test_training_gets_the_words_of_the_command_line_as_they_are(monkeypatch):
-    train = pytest.importorskip("wedlm_hf.training.train")
-    words: list[str] = []
-    monkeypatch.setattr(train, "main", lambda given, **_: words.extend(given))
-    given = ["recipe.yaml", "--learning_rate", "1e-4", "--help"]
-    for model in (["--model_name_or_path", "x"], ["--model", "x"], ["-m", "x"]):
-        words.clear()
-        assert CliRunner().invoke(cli.app, ["train", *given, *model]).exit_code == 0
-        assert words == [*given, "--model_name_or_path", "x"]
 
 
 def test_training_without_trl_says_what_to_install(monkeypatch):

@@ -17,7 +17,7 @@ from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from wedlm_hf import __main__, cli
+from wedlm_hf import __main__, __version__, cli
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.cli import application
@@ -120,11 +120,6 @@ def test_the_shell_completes_commands_options_and_values(begun, offered):
 # --- what is wrong ------------------------------------------------------------------------------------------------
 
 
-def test_without_a_command_help_is_shown():
-    result = invoke()
-    assert result.exit_code == 0 and "generate" in result.stdout
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -209,6 +204,11 @@ def test_a_lora_is_written_into_a_checkpoint(folder, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def test_the_version_is_printed_and_help_without_a_command():
+    assert invoke("--version").stdout == f"{__version__}\n"
+    assert invoke().exit_code == 0 and "generate" in invoke().stdout
+
+
 def test_only_debug_shows_a_traceback_wherever_it_stands():
     plain = invoke("generate", "--file", "missing.txt")
     assert (plain.exit_code, plain.stderr.count("\n")) == (2, 1)
@@ -285,7 +285,7 @@ def test_what_adapting_and_training_gave_is_printed_as_json(folder, tmp_path):
     assert results["output_dir"] == str(tmp_path / "adapter") and results["answer_tokens"] >= 60
     assert [row[0] for row in results["table"]["rows"]] == ["ar", "ar+lookup", "wedlm+exact"]
     words = "--use_cpu true --bf16 false --max_steps 2 --max_length 64 --block_size 4 --logging_steps 1".split()
-    words += ["--model_name_or_path", folder / "model", "--dataset", folder / "chats.jsonl"]
+    words += ["-m", folder / "model", "--dataset", folder / "chats.jsonl"]
     words += ["--output_dir", tmp_path / "trained", "--save_strategy", "no", "--disable_tqdm", "true"]
     results = results_of("train", *words)
     assert (results["output_dir"], results["steps"]) == (str(tmp_path / "trained"), 2)
@@ -309,8 +309,5 @@ def test_waiting_threads_sleep_in_commands_unless_the_environment_says_otherwise
     monkeypatch.setattr("wedlm_hf.cli.main", lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
     __main__.main()
     assert seen == [expected]
-
-
-def test_the_command_sets_its_environment_before_torch_is_there():
-    code = "import sys, wedlm_hf.__main__; sys.exit('torch' in sys.modules)"
+    code = "import sys, wedlm_hf.__main__; sys.exit('torch' in sys.modules)"  # which would not see it any more
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

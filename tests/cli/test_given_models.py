@@ -80,7 +80,6 @@ def test_models_adapters_and_both_are_served(given):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("no/such/model",), "There is no checkpoint folder 'no/such/model'."),
         (("none.gguf",), "There is no GGUF file 'none.gguf'."),
         (("empty",), "There is no checkpoint in 'empty': it has no config.json."),
         (("notes.txt",), "The checkpoint must be a folder or a Hub id, got the file 'notes.txt'."),
@@ -92,11 +91,9 @@ def test_models_adapters_and_both_are_served(given):
         (("stock", "stock"), "There is no adapter in 'stock': it has no adapter_config.json."),
         (("stock", "./none"), "There is no adapter folder './none'."),
         (("stock", "notes.txt"), "The adapter must be a folder or a Hub id, got the file 'notes.txt'."),
-        (("stock", "model.gguf"), "The adapter must be a folder or a Hub id, got the file 'model.gguf'."),
         (("stock", "other"), "The mask adapter was trained for another model of this shape: the weights differ."),
         (("stock", "wide"), "The mask adapter belongs to another base than this model (hidden_size: 64, not 32"),
         (("wedlm", "mask"), "The mask adapter belongs to another base than this model (head_dim: 8, not 16)."),
-        (("model.gguf", "mask"), "model.gguf' is not a GGUF file, or damaged or truncated: "),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(given, message):
