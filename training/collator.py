@@ -13,15 +13,18 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from ..generation.settings import check_mask_token_id
-from .masking import RatioSampler, draw_noise, mask_blocks, reorder_blocks
 from .streams import (
     IGNORE_INDEX,
     Documents,
+    RatioSampler,
     Stream,
     Tokens,
     blocks_with_loss,
     by_sequence,
+    draw_noise,
+    mask_blocks,
     memory_stream,
+    reorder_blocks,
     side_by_side,
     split_responses,
 )

@@ -11,9 +11,6 @@ import torch
 from .collator import DataCollatorForDualStreamMasking
 from .streams import IGNORE_INDEX
 
-# Masked fraction γ of the block: (0, ¼], (¼, ½], (½, ¾], (¾, 1].
-_FRACTIONS = 4
-
 
 def evaluation_sums(
     batch: Mapping[str, torch.Tensor], output: Any, collator: DataCollatorForDualStreamMasking
@@ -21,35 +18,23 @@ def evaluation_sums(
     """Sums over the tokens of each sequence of a batch, from the model's output on it: pairs of a sum and, under
     the same name and `/count`, of what to divide it by, every tensor `(B,)` float64. Over sequences, batches and
     processes they simply add up."""
-    has_target = batch["targets"] != IGNORE_INDEX
-    memory = has_target & (batch["stream_ids"] == 0)
-    masked = has_target & (batch["stream_ids"] > 0)
-    block_size, num_copies = collator.block_size, collator.num_copies
-    inverse_ratio = batch["loss_weights"].double() * (1 + collator.ar_weight) * num_copies
+    has_target, in_memory = batch["targets"] != IGNORE_INDEX, batch["stream_ids"] == 0
+    memory, masked = has_target & in_memory, has_target & ~in_memory
+    inverse_ratio = batch["loss_weights"].double() * (1 + collator.ar_weight) * collator.num_copies
     nll, correct = output.token_nll.double(), output.correct.double()
-    supervised = (batch["labels"][..., 1:] != IGNORE_INDEX).sum(-1).double()
-
-    sums: dict[str, torch.Tensor] = {}
-
-    def add(name: str, values: torch.Tensor, where: torch.Tensor) -> None:
-        sums[name] = (values * where).sum(-1)
-        sums[f"{name}/count"] = where.sum(-1).double()
-
-    add("ar_nll", nll, memory)
-    add("ar_accuracy", correct, memory)
-    sums["elbo_nll"] = (nll * inverse_ratio * masked).sum(-1) / num_copies
-    sums["elbo_nll/count"] = supervised
-    add("mask_accuracy", correct, masked)
-    quarter = (_FRACTIONS / inverse_ratio.clamp(min=1)).sub(1e-4).ceil()
-    for part in range(1, _FRACTIONS + 1):
-        add(f"mask_nll_ratio_{part * 100 // _FRACTIONS}", nll, masked & (quarter == part))
-    offset = batch["position_ids"] % block_size
-    first = 0
-    while first < block_size:  # 0, 1, 2-3, 4-7, …
-        last = min(max(2 * first, 1), block_size) - 1 if first else 0
+    cells = {"ar_nll": (nll, memory), "ar_accuracy": (correct, memory), "mask_accuracy": (correct, masked)}
+    quarter = (4 / inverse_ratio.clamp(min=1)).sub(1e-4).ceil()  # γ of the block: (0, ¼], (¼, ½], (½, ¾], (¾, 1]
+    for part in (1, 2, 3, 4):
+        cells[f"mask_nll_ratio_{25 * part}"] = nll, masked & (quarter == part)
+    size, offset = collator.block_size, batch["position_ids"] % collator.block_size
+    for first in [0, *(2**power for power in range((size - 1).bit_length()))]:  # 0, 1, 2-3, 4-7, …
+        last = min(max(2 * first, 1), size) - 1
         name = f"accuracy_offset_{first}" + (f"_{last}" if last > first else "")
-        add(name, correct, masked & (offset >= first) & (offset <= last))
-        first = last + 1
+        cells[name] = correct, masked & (offset >= first) & (offset <= last)
+    sums = {"elbo_nll": (nll * inverse_ratio * masked).sum(-1) / collator.num_copies}
+    sums["elbo_nll/count"] = (batch["labels"][..., 1:] != IGNORE_INDEX).sum(-1).double()
+    for name, (values, where) in cells.items():
+        sums[name], sums[f"{name}/count"] = (values * where).sum(-1), where.sum(-1).double()
     return sums
 
 

@@ -53,12 +53,7 @@ def check_source(name: str, revision: str | None, *, is_base: bool) -> None:
 
 
 def prepare_model(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    args: WeDLMSFTConfig,
-    init_kwargs: dict[str, Any] | None,
-    peft_config: Any,
-    quantization_config: Any,
+    model: Any, tokenizer: Any, args: WeDLMSFTConfig, init_kwargs: Any, peft_config: Any, quantization_config: Any
 ) -> tuple[Any, PreTrainedTokenizerBase, Any]:
     """Model, tokenizer and PEFT config to train with: loaded or converted where the model is a name, and checked.
     Raises `OSError` for what cannot be loaded, and `ValueError` for what cannot be trained or used together."""
@@ -78,11 +73,7 @@ def prepare_model(
 
 
 def load_model(
-    name: str,
-    args: WeDLMSFTConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
-    init_kwargs: dict[str, Any] | None,
-    quantization_config: Any,
+    name: str, args: WeDLMSFTConfig, tokenizer: Any, init_kwargs: dict[str, Any] | None, quantization_config: Any
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model and its tokenizer; a Qwen checkpoint is converted."""
     settings: dict[str, Any] = {**(init_kwargs or {})}

@@ -9,7 +9,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig
 
 from .collator import check_settings
-from .masking import RatioSampler
+from .streams import RatioSampler
 
 CHATML = Path(__file__).with_name("chat_template.jinja")
 

@@ -14,7 +14,7 @@ from wedlm_hf.generation.planner import Draft
 from wedlm_hf.generation.trace import TraceStep
 from wedlm_hf.generation.window import SequenceState, physical_order
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
-from wedlm_hf.training.masking import reorder_blocks
+from wedlm_hf.training.streams import reorder_blocks
 
 HERE = Path(__file__).parent
 NANO = HERE.parents[1] / "examples" / "wedlm-nano"

@@ -184,26 +184,18 @@ def write_gguf(file: Path, model: Any, quantized: bool = False, **fields: Any) -
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     tokens += [f"<|unused{row}|>" for row in range(len(tokens), VOCAB_SIZE)]
     writer = GGUFWriter(file, config.model_type)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_vocab_size(VOCAB_SIZE)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in tokenizer.all_special_tokens else 1 for token in tokens])
-    writer.add_token_merges(
-        [merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]] or ["a b"]
-    )
-    writer.add_eos_token_id(EOS)
-    writer.add_pad_token_id(EOS)
-    writer.add_chat_template(CHAT)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]] or ["a b"]
+    for field, value in {
+        "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
+        "layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"],
+        "rope_dimension_count": config.hidden_size // config.num_attention_heads, "key_length": config.head_dim,
+        "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "token_list": tokens, "token_merges": merges,
+        "token_types": [3 if token in tokenizer.all_special_tokens else 1 for token in tokens],
+        "eos_token_id": EOS, "pad_token_id": EOS, "chat_template": CHAT,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{field}")(value)
     for key, value in fields.items():
         if isinstance(value, np.ndarray):
             writer.add_tensor(key, value)

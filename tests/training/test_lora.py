@@ -110,13 +110,3 @@ def test_the_mask_row_is_trained_only_where_it_is_new_and_nobody_names_other_row
         trainer = trainer_on(tmp_path, model=model, peft=config)
         assert trainer.model.peft_config["default"].trainable_token_indices == expected
         assert config.trainable_token_indices == settings.get("trainable_token_indices")  # the caller's is untouched
-
-
-def test_an_adapter_resumes(tmp_path):
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.5}
-    whole = trainer_on(tmp_path, peft=LoraConfig(**CONFIG), model=with_new_mask_row(), **settings)
-    whole.train()
-    resumed = trainer_on(tmp_path / "resumed", peft=LoraConfig(**CONFIG), model=with_new_mask_row(), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    for weight, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-        torch.testing.assert_close(weight, expected)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wedlm_hf.training.masking import draw_noise, mask_blocks, reorder_blocks, sample_masked_counts
+from wedlm_hf.training.streams import draw_noise, mask_blocks, reorder_blocks, sample_masked_counts
 
 SAMPLERS = ["count", "stratified", "gamma"]
 DRAWS = 6000

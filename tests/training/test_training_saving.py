@@ -287,35 +287,18 @@ def checkpoint_of_one_step(tmp_path_factory):
     return folder / "checkpoint-1"
 
 
-WAITING = """
-import time
-import test_training_saving as tests
-
-class Wait(tests.TrainerCallback):
-    def on_save(self, args, state, control, **kwargs):
-        (folder / "saved").touch()
-        while not (folder / "go").exists():
-            time.sleep(0.05)
-
-trainer = tests.trainer_on(folder, **tests.SETTINGS)
-trainer.add_callback(Wait())
-trainer.train()
-trainer.save_model()
-"""
-
-
 @pytest.mark.slow
-def test_a_second_run_in_the_same_folder_is_refused_and_leaves_the_first_ones_saves_whole(tmp_path, whole):
-    first = start(WAITING, folder=tmp_path)
-    while not (tmp_path / "saved").exists():
+def test_a_second_run_in_the_same_folder_is_refused_and_writes_nothing(tmp_path):
+    hold = "with only_writer(folder):\n    time.sleep(600)"
+    first = start(f"import time\nfrom wedlm_hf.training.saving import only_writer\n{hold}", folder=tmp_path)
+    while not (tmp_path / "_lock").exists():
         assert first.is_alive()
         time.sleep(0.05)
     second = trainer_on(tmp_path, **SETTINGS)
     for write in (second.train, second.save_model, second.save_state):
         with pytest.raises(OSError, match="Another run is writing into"):
             write()
-    (tmp_path / "go").touch()
-    first.join(300)
-    assert first.exitcode == 0
-    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), whole.model)
-    assert_resumes(tmp_path, whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["_lock"]
+    first.kill()
+    first.join()
+    second.save_model()  # the system has freed the lock
