@@ -163,7 +163,9 @@ class _Run:
             raise FileExistsError(
                 f"The output folder must be new, empty, or of an earlier run, got {str(self.out)!r}."
             )
-        self._read_state()
+        if self.state_file.exists():
+            self.state |= _read(self.state_file)
+        self.state.setdefault("dtype", faster_dtype(self.device, self.clock))
         read_config_dict(self.base, config.revision, config.gguf_file)
         self.tokenizer = read_source_tokenizer(self.base, config.revision, config.gguf_file)
         check_conversations(self.tokenizer, self.prompts or ())
@@ -187,12 +189,6 @@ class _Run:
             changes = ", ".join(f"{name}: {before.get(name)!r}, not {self.identity[name]!r}" for name in different)
             raise ValueError(f"{str(self.out)!r} holds a run with other settings ({changes}): choose a new folder.")
 
-    def _read_state(self) -> None:
-        """Reads how far an earlier call has come."""
-        if self.state_file.exists():
-            self.state |= _read(self.state_file)
-        self.state.setdefault("dtype", faster_dtype(self.device, self.clock))
-
     def save_state(self, **changes: Any) -> None:
         """Keeps what the stages cannot see on the disk."""
         self.state |= changes
@@ -210,8 +206,8 @@ class _Run:
 
     def load(self, dtype: str) -> Any:
         """The base."""
-        where: dict[str, Any] = {"revision": self.config.revision, "gguf_file": self.config.gguf_file}
-        return load_source(self.base, dtype=dtype, device=self.device, **where)
+        found = {"revision": self.config.revision, "gguf_file": self.config.gguf_file}
+        return load_source(self.base, **found, dtype=dtype, device=self.device)
 
     @cached_property
     def model(self) -> Any:
@@ -389,6 +385,7 @@ class _Run:
         answers, held_out = read_answers(self.trained_on), read_answers(self.held_out)
         settings = read_adapter_config(self.out)
         entries, table = read_log(self.work / "training" / "log.jsonl"), self.state["table"]
+        curve, figure = acceptance_table(entries), None
         facts = {
             "answers": len(answers),
             "answer_tokens": sum(len(answer["response_ids"]) for answer in answers),
@@ -397,19 +394,14 @@ class _Run:
             **{name: settings[name] for name in ("rank", "head_width")},
             "seed": self.config.seed,
         }
-        is_chat = self.tokenizer.chat_template is not None
-        figure = None
-        if draw is not None and acceptance_table(entries)["rows"]:
+        if draw is not None and curve["rows"]:
             draw(entries, self.out)
             figure = "acceptance.png"
-        card = model_card(self.base, str(self.out), facts | {"is_chat": is_chat}, entries, table, figure)
+        is_chat = self.tokenizer.chat_template is not None
+        card = model_card(self.base, str(self.out), facts | {"is_chat": is_chat}, curve, table, figure)
         if not write_card(self.out, card):
             self.say(f"{self.out / CARD_NAME} was edited: it stays as it is.")
-        return (
-            {"output_dir": str(self.out), "base": self.base}
-            | facts
-            | {"acceptance": acceptance_table(entries), "table": table}
-        )
+        return {"output_dir": str(self.out), "base": self.base, **facts, "acceptance": curve, "table": table}
 
 
 class _ShowProgress(TrainerCallback):
@@ -419,21 +411,17 @@ class _ShowProgress(TrainerCallback):
         self.trainer, self.show, self.note, self.measured = trainer, show, "", 0
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Keeps the newest numbers."""
         if logs and "accepted" in logs:
             self.note = f", {logs['accepted']:.2f} drafts accepted"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Shows them."""
         self._show()
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Shows that an evaluation is under way."""
         self.measured += 1
         self._show(f", held-out answer {self.measured} of {len(self.trainer.eval_dataset)}")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Shows that it is over."""
         self.measured = 0
         self._show()
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ..console.prompts import Turns, encode, read_rows
 
@@ -191,20 +191,14 @@ def write_answers(
     """
     config = config or AnswerConfig()
     found = _mend(file)
-    writer = _Writer(model, _Template.of(tokenizer), config, is_over)
+    writer = _Writer(model, _Template.of(tokenizer), config, is_over, prompts)
     known = {tuple(answer["prompt_ids"]) for answer in found}
     count = AnswerCount(0, 0, 0).plus(found, writer.ends)
-    source = _UserPrompts(writer.template, prompts, config) if prompts is not None else None
     batch, empty = (found[-1]["batch"] + 1 if found else 0), 0
     yield count
     while not is_over():
         with _seeded(config.seed, batch, model.device):
-            if source is not None:
-                rows, greedy = source.batch(batch)
-            else:
-                rows, greedy = writer.draw(random.Random(f"{config.seed} {batch}")), batch % 2 == 0
-                rows = [row for row in dict.fromkeys(rows) if row not in known][: config.batch_size]
-            answers = writer.answer(rows, greedy, batch) if rows else []
+            answers = writer.write(batch, known)
         known |= {tuple(answer["prompt_ids"]) for answer in answers}
         with file.open("a", encoding="utf-8") as stream:
             stream.write("".join(json.dumps(answer) + "\n" for answer in answers))
@@ -213,7 +207,7 @@ def write_answers(
         empty = 0 if answers else empty + 1
         if empty == _EMPTY_BATCHES:
             what = "it answers none of the prompts"
-            if source is None:
+            if prompts is None:
                 what = "it ends no prompt of its own in time; pass `prompts`, a file of them"
             raise ValueError(f"The model gave no answer in {empty} batches: {what}.")
         yield count
@@ -272,42 +266,43 @@ class _Template:
         return tuple(encode(self.tokenizer, prompt))
 
 
-class _UserPrompts:
-    """The user's prompts in rounds: batch n takes the next `batch_size` of them, the first round greedily."""
+class _Writer:
+    """Lets a model write prompts and answers."""
 
-    def __init__(self, template: _Template, prompts: Sequence[str | Turns], config: AnswerConfig) -> None:
-        rows = dict.fromkeys(template.prompt(prompt) for prompt in prompts)
+    def __init__(
+        self,
+        model: Any,
+        template: _Template,
+        config: AnswerConfig,
+        is_over: Callable[[], bool],
+        prompts: Sequence[str | Turns] | None,
+    ):
+        self.model, self.template, self.config, self.is_over = model, template, config, is_over
+        ends = model.generation_config.eos_token_id
+        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
+        rows = dict.fromkeys(template.prompt(prompt) for prompt in prompts or ())
         self.rows = [row for row in rows if len(row) <= config.max_prompt_tokens]
-        self.size = config.batch_size
-        if not self.rows:
+        if prompts is not None and not self.rows:
             raise ValueError(
                 f"All {len(prompts)} prompts are longer than `max_prompt_tokens`, {config.max_prompt_tokens}."
             )
 
-    def batch(self, number: int) -> tuple[list[tuple[int, ...]], bool]:
-        batches = -(-len(self.rows) // self.size)
-        start = number % batches * self.size
-        return self.rows[start : start + self.size], number < batches
-
-
-class _Until(StoppingCriteria):
-    """Ends all sequences once something is over."""
-
-    def __init__(self, is_over: Callable[[], bool]):
-        self.is_over = is_over
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-        return torch.full((len(input_ids),), self.is_over(), device=input_ids.device)
-
-
-class _Writer:
-    """Lets a model write prompts and answers."""
-
-    def __init__(self, model: Any, template: _Template, config: AnswerConfig, is_over: Callable[[], bool]):
-        self.model, self.template, self.config = model, template, config
-        ends = model.generation_config.eos_token_id
-        self.ends = {ends} if isinstance(ends, int) else set(ends or ())
-        self.stop = StoppingCriteriaList([_Until(is_over)])
+    def write(self, number: int, known: Collection[tuple[int, ...]]) -> list[Answer]:
+        """The answers of more than three tokens to the next prompts: the user's in rounds, the first of them greedily,
+        or new ones of the model's own."""
+        size, limit = self.config.batch_size, self.config.max_new_tokens
+        if self.rows:
+            batches = -(-len(self.rows) // size)
+            rows, greedy = self.rows[number % batches * size :][:size], number < batches
+        else:
+            drawn, greedy = self.draw(random.Random(f"{self.config.seed} {number}")), number % 2 == 0
+            rows = [row for row in dict.fromkeys(drawn) if row not in known][:size]
+        texts = self._continue(rows, limit, None if greedy else self.config.temperature) if rows else []
+        return [
+            {"prompt_ids": list(row), "response_ids": text, "greedy": greedy, "batch": number}
+            for row, text in zip(rows, texts, strict=True)
+            if len(text) > 3
+        ]
 
     def draw(self, rng: random.Random) -> list[tuple[int, ...]]:
         """Prompts that the model writes itself: user turns that begin with a starter and that it ends in time."""
@@ -324,14 +319,8 @@ class _Writer:
                 rows.append(row)
         return rows
 
-    def answer(self, rows: Sequence[tuple[int, ...]], greedy: bool, batch: int) -> list[Answer]:
-        """The answers of more than three tokens."""
-        answers = self._continue(rows, self.config.max_new_tokens, None if greedy else self.config.temperature)
-        return [
-            {"prompt_ids": list(row), "response_ids": answer, "greedy": greedy, "batch": batch}
-            for row, answer in zip(rows, answers, strict=True)
-            if len(answer) > 3
-        ]
+    def _stop(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(ids),), self.is_over(), device=ids.device)
 
     @torch.inference_mode()
     def _continue(
@@ -353,7 +342,7 @@ class _Writer:
             max_new_tokens=max_new_tokens,
             repetition_penalty=1.0,
             pad_token_id=pad,
-            stopping_criteria=self.stop,
+            stopping_criteria=StoppingCriteriaList([self._stop]),
             **settings,
         )
         texts: list[list[int]] = output[:, ids.shape[1] :].tolist()

@@ -209,10 +209,8 @@ class MaskDistillation(nn.Module):
         logits = self._scaled(nn.functional.linear(torch.cat(states), lm_head.weight[candidates], bias))
         log_sums = (logits + shares).logsumexp(-1)
         targets, likeliest = teacher[of_slot], teacher.argmax(-1)[of_slot]
-        losses = [
-            self.loss(Predicted(targets, part, log_sum, shares))
-            for log_sum, part in zip(log_sums.chunk(len(states)), logits.chunk(len(states)), strict=True)
-        ]
+        parts = zip(logits.chunk(len(states)), log_sums.chunk(len(states)), strict=True)
+        losses = [self.loss(Predicted(targets, *part, shares)) for part in parts]
         correct = [part.argmax(-1) == likeliest for part in logits.detach().chunk(len(states))]
         weights = self.depth_weights.expand_as(counted)[counted]
         total = losses[-1] + (PLAIN_WEIGHT * losses[0] if len(states) > 1 else 0)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from ..training.streams import IGNORE_INDEX
@@ -40,17 +42,12 @@ class AnswerBatches(Dataset):
         self.answers = [answer for answer in answers if answer["prompt_ids"] and len(answer["response_ids"]) > 1]
         if not self.answers:
             raise ValueError(f"None of the {len(answers)} answers has at least two tokens behind a prompt.")
-        answers = self.answers
-        generator = torch.Generator().manual_seed(seed)
-        jitter = (torch.rand(len(answers), generator=generator) * 16).tolist()
-        order = sorted(
-            range(len(answers)),
-            key=lambda index: len(answers[index]["response_ids"]) + jitter[index],
-        )
+        lengths = torch.tensor([len(answer["response_ids"]) for answer in self.answers])
+        jitter = torch.rand(len(lengths), generator=torch.Generator().manual_seed(seed)) * 16
         self.batches: list[list[int]] = [[]]
-        for index in order:
+        for index in (lengths + jitter).argsort(stable=True).tolist():
             # Rows are padded to the longest, which comes last.
-            cuts = count_cuts(answers[index], cut_stride)
+            cuts = count_cuts(self.answers[index], cut_stride)
             if self.batches[-1] and (len(self.batches[-1]) + 1) * cuts * num_masks > batch_slots:
                 self.batches.append([])
             self.batches[-1].append(index)
@@ -113,20 +110,17 @@ class DataCollatorForMaskRuns:
         answers = [answer for batch in batches for answer in batch]
         tokens = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in answers]
         keys = [self._key(row) for row in tokens]
-        length = max(len(row) for row in tokens)
-        width = max(count_cuts(answer, self.cut_stride) for answer in answers)
-        input_ids = torch.full((len(tokens), length), self.pad_token_id)
-        padded = torch.full((len(tokens), length + self.num_masks + 1), IGNORE_INDEX)
-        cuts = torch.full((len(tokens), width), -1)
-        for index, (answer, row, key) in enumerate(zip(answers, tokens, keys, strict=True)):
-            input_ids[index, : len(row)] = row
-            padded[index, : len(row)] = row
-            drawn = self._cuts(len(answer["prompt_ids"]), len(row), key)
-            cuts[index, : len(drawn)] = drawn
+        drawn = [
+            self._cuts(len(answer["prompt_ids"]), len(row), key)
+            for answer, row, key in zip(answers, tokens, keys, strict=True)
+        ]
+        cuts = pad_sequence(drawn, batch_first=True, padding_value=-1)
         positions = cuts[..., None] + 2 + torch.arange(self.num_masks)
-        labels = padded.gather(1, positions.clamp(min=0).flatten(1)).view_as(positions)
+        padded = pad_sequence(tokens, batch_first=True, padding_value=IGNORE_INDEX)
+        padded = nn.functional.pad(padded, (0, self.num_masks + 1), value=IGNORE_INDEX)
+        labels = padded.gather(1, positions.flatten(1)).view_as(positions)
         return {
-            "input_ids": input_ids,
+            "input_ids": pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id),
             "cuts": cuts,
             "labels": labels.masked_fill(cuts[..., None] < 0, IGNORE_INDEX),
             "noise_key": torch.tensor(sum(keys) % 2**62),

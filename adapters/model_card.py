@@ -12,7 +12,7 @@ def model_card(
     base: str,
     adapter: str,
     facts: dict[str, Any],
-    log: Sequence[dict[str, Any]],
+    curve: dict[str, list[Any]],
     table: dict[str, Any],
     figure: str | None = None,
 ) -> str:
@@ -22,7 +22,7 @@ def model_card(
         base: what the adapter was trained for.
         adapter: folder of the adapter.
         facts: what it was trained on and for how long, and `is_chat`, whether the base has a chat template.
-        log: entries of the training log.
+        curve: see [`acceptance_table`].
         table: what was measured: `caption`, `columns` and `rows`; may be empty.
         figure: name of the file with the acceptance curve, if it was drawn.
     """
@@ -36,7 +36,7 @@ def model_card(
     }
     name = base if is_hub_id(base) else Path(base).stem
     template = Path(__file__).with_suffix(".jinja")
-    made: dict[str, Any] = {"curve": acceptance_table(log), "figure": figure, "table": table, **facts}
+    made: dict[str, Any] = {"curve": curve, "figure": figure, "table": table, **facts}
     return render(template, metadata, name=name, base=base, adapter=adapter, repr=json.dumps, **made)
 
 
