@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
-from torch.utils.data import DataLoader
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from ..generation.settings import check_mask_token_id
@@ -169,17 +168,17 @@ class DynamicMaskingCallback(TrainerCallback):
     """
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        train_dataloader: DataLoader | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: Any, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
         """Gives the training data their own collator."""
         from accelerate.state import AcceleratorState  # which the collator does not need
 
-        refuse_context_parallelism(args.parallelism_config or AcceleratorState().parallelism_config)
+        parallelism: Any = args.parallelism_config or AcceleratorState().parallelism_config
+        if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+            raise ValueError(
+                "Context and sequence parallelism cannot train a dual stream: they cut the sequence into pieces and "
+                "drop the attention mask, which says who sees whom. Use data, sharded (FSDP2) or tensor parallelism."
+            )
         owner: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # inside accelerate's wrapper
         name = "collate_fn"
         if isinstance(owner.collate_fn, RemoveColumnsCollator):
@@ -192,21 +191,10 @@ class DynamicMaskingCallback(TrainerCallback):
         self.epoch = int(state.epoch or 0)
         setattr(owner, name, self.collator)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Sets the epoch before the first batch is drawn."""
         self.collator.set_epoch(self.epoch)
         self.epoch += 1
-
-
-def refuse_context_parallelism(parallelism_config: Any) -> None:
-    """Raises `ValueError` where accelerate's `ParallelismConfig` asks for context or sequence parallelism."""
-    if parallelism_config is not None and (parallelism_config.cp_enabled or parallelism_config.sp_enabled):
-        raise ValueError(
-            "Context and sequence parallelism cannot train a dual stream: they cut the sequence into pieces and drop "
-            "the attention mask, which says who sees whom. Use data, sharded (FSDP2) or tensor parallelism."
-        )
 
 
 def check_settings(settings: Any) -> None:

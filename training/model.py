@@ -31,17 +31,6 @@ def mask_row_is_new(model: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
         return bool((weight[mask].float() - mean).norm() <= 0.02 * mean.norm())
 
 
-def with_mask_row(peft_config: Any, mask_token_id: int) -> Any:
-    """The config with the mask token's row among the trained ones; unchanged if it names rows to train itself."""
-    modules = getattr(peft_config, "modules_to_save", None) or ()
-    if getattr(peft_config, "trainable_token_indices", 0) is not None or "embed_tokens" in modules:
-        return peft_config
-    peft_config = copy.copy(peft_config)
-    peft_config.trainable_token_indices = {"embed_tokens": [mask_token_id]}
-    logger.info(f"The mask token's row {mask_token_id} is new: it is trained along with the adapter.")
-    return peft_config
-
-
 def check_source(name: str, revision: str | None, *, is_base: bool) -> None:
     """Raises `OSError` or `ValueError` for a checkpoint that cannot be trained; reads nothing but its config.
     `is_base`: an adapter is trained on it, which WeDLM must be able to load onto it again."""
@@ -67,8 +56,12 @@ def prepare_model(
     check_vocabulary(model, tokenizer, args)
     if args.assistant_only_loss:
         check_template(tokenizer, args)
-    if peft_config is not None and mask_row_is_new(model, tokenizer):
-        peft_config = with_mask_row(peft_config, int(tokenizer.mask_token_id))
+    names_rows = "embed_tokens" in (getattr(peft_config, "modules_to_save", None) or ())
+    names_rows = names_rows or getattr(peft_config, "trainable_token_indices", 0) is not None
+    if peft_config is not None and not names_rows and mask_row_is_new(model, tokenizer):
+        peft_config = copy.copy(peft_config)
+        peft_config.trainable_token_indices = {"embed_tokens": [tokenizer.mask_token_id]}
+        logger.info(f"The mask token's row {tokenizer.mask_token_id} is new: it is trained along with the adapter.")
     return model, tokenizer, peft_config
 
 

@@ -21,7 +21,7 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ..modeling_wedlm.card import is_written_by_a_person, model_card, read_card, write_card
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
-from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback, refuse_context_parallelism
+from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 from .examples import Preparation, first_example
 from .metrics import divide, evaluation_sums, prompt_of, tokens_per_forward
 from .model import prepare_model, prepare_quantized
@@ -123,7 +123,6 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         settings = {name: getattr(args, name) for name in COLLATOR_FIELDS}
         self.data_collator = collator = DataCollatorForDualStreamMasking(processing_class, **settings)
         self._eval_collator = replace(collator, **_EVALUATION)
-        refuse_context_parallelism(self.accelerator.parallelism_config)
         self._eval_sums: Counter[str] = Counter()
         self._since_log: dict[str, torch.Tensor | float] = {}
         self._log_time = time.perf_counter()

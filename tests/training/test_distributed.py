@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,7 +19,7 @@ from test_sft_trainer import CHATS
 from tiny import tiny_model, write_checkpoint
 
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
-from wedlm_hf.training.collator import refuse_context_parallelism
+from wedlm_hf.training import DynamicMaskingCallback
 from wedlm_hf.training.saving import newest_complete_checkpoint
 from wedlm_hf.training.train import main as train
 
@@ -190,8 +191,7 @@ def test_the_slurm_script_is_valid_and_names_a_config_that_exists():
 
 
 @pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2, "sp_backend": "deepspeed"}])
-def test_parallelism_that_cuts_rows_is_refused_and_none_is_not(sizes):
-    refuse_context_parallelism(None)
-    refuse_context_parallelism(ParallelismConfig(dp_replicate_size=2))
+def test_parallelism_that_cuts_rows_is_refused(sizes):
+    args = SimpleNamespace(parallelism_config=ParallelismConfig(**sizes))
     with pytest.raises(ValueError, match="Context and sequence parallelism cannot train a dual stream"):
-        refuse_context_parallelism(ParallelismConfig(**sizes))
+        DynamicMaskingCallback().on_train_begin(args, None, None)
