@@ -15,15 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    AddedToken,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import CONFIG_MAPPING, AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..generation.settings import check_mask_token_id
 from .configuration_wedlm import WeDLMConfig
@@ -32,10 +24,7 @@ from .modeling_wedlm import WeDLMForCausalLM
 from .sources import end_token_ids, load_gguf_model, read_config_dict, read_source_tokenizer, split_source
 
 MASK_TOKEN = "<|mask|>"
-
-FAMILIES: dict[str, type[PreTrainedConfig]] = {
-    "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
-}  # fmt: skip
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 # Config fields of parts that WeDLM's network does not have, with their names. Absent, None, False and 0: no such part.
 _FOREIGN_PARTS = {
@@ -160,7 +149,7 @@ def read_family(config_dict: dict[str, Any], source: str) -> PreTrainedConfig:
             f"Only checkpoints of the model types {', '.join(map(repr, FAMILIES))} (Llama, Mistral, Qwen2, Qwen2.5 "
             f"and Qwen3) can be converted, got {model_type!r}{having} in {source!r}."
         )
-    config = FAMILIES[model_type].from_dict(config_dict)
+    config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(config_dict)
     if parts := _foreign_parts(config.to_dict()):  # what the family's defaults say counts too
         raise ValueError(f"{source!r} cannot be converted: WeDLM has no place for {', '.join(parts)}.")
     return config

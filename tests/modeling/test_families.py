@@ -12,18 +12,7 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
 from safetensors.torch import load_file, save_file
 from tiny import EOS, PAD, VOCAB_SIZE, assert_equal_but_rounding, edit, randomize, tiny_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM, convert
 from wedlm_hf.modeling_wedlm.sources import end_token_ids, load_source, parsed_once, read_source_tokenizer
@@ -39,29 +28,37 @@ LLAMA3 = {
 }  # fmt: skip
 HALF_ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}
 
 # One of each kind that people have: what sets it apart from its class's defaults.
-KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "Llama 2": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
-    "Llama 3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3}),
-    "Llama 3, tied": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
-    "Llama, linear RoPE": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LINEAR}),
-    "TinyLlama": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
-    "SmolLM2": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True, "head_dim": 8}),
-    "Mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
-    "Mistral NeMo": (MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 16}),
-    "Qwen2": (Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
-    "Qwen2.5": (Qwen2ForCausalLM, Qwen2Config, {"sliding_window": 128, "use_sliding_window": False}),
-    "Qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 16}),
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama 2": ("llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-5}),
+    "Llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "Llama 3, tied": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "Llama, linear RoPE": ("llama", {"rope_parameters": LINEAR}),
+    "TinyLlama": ("llama", {"num_key_value_heads": 1}),
+    "SmolLM2": ("llama", {"tie_word_embeddings": True, "head_dim": 8}),
+    "Mistral": ("mistral", {"sliding_window": None}),
+    "Mistral NeMo": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "Qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "Qwen2.5": ("qwen2", {"sliding_window": 128, "use_sliding_window": False}),
+    "Qwen3": ("qwen3", {"head_dim": 16}),
+    "Qwen3, YaRN": ("qwen3", {"rope_parameters": YARN}),
 }
+
+
+def build(kind: str, **overrides: Any) -> Any:
+    """The stock model."""
+    model_type, settings = KINDS[kind]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(model_type, **SIZES | settings | overrides)
+        return randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
 
 
 def write_source(folder: Path, kind: str, **overrides: Any) -> Any:
     """A stock checkpoint with a tokenizer; returns the model."""
-    model_class, config_class, settings = KINDS[kind]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = randomize(model_class(config_class(**SIZES | settings | overrides)))
+    model = build(kind, **overrides)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return model
@@ -219,12 +216,8 @@ def write_gguf(file: Path, model: Any, quantized: bool = False, **fields: Any) -
 
 
 def gguf_source(tmp_path: Path, kind: str = "SmolLM2", quantized: bool = False, **fields: Any) -> tuple[Path, Any]:
-    model_class, config_class, settings = KINDS[kind]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        # transformers takes 128 for Qwen3, whose published models all have it, and does not read it from the file.
-        settings = SIZES | settings | {"head_dim": 128 if kind == "Qwen3" else 8, "intermediate_size": 64}
-        model = randomize(model_class(config_class(**settings)))
+    # transformers takes 128 for Qwen3, whose published models all have it, and does not read it from the file.
+    model = build(kind, head_dim=128 if kind == "Qwen3" else 8, intermediate_size=64)
     (tmp_path / "source").mkdir()
     file = tmp_path / "source" / "tiny.gguf"
     write_gguf(file, model, quantized, **fields)

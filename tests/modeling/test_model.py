@@ -64,14 +64,6 @@ def test_logits_are_those_of_stock_qwen(style, implementation, tied):
     assert_equal_but_rounding(kept, twin(tokens()).logits[:, -3:])
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 2.0}])
-@torch.no_grad()
-def test_scaled_rope_is_stock_qwens(rope):
-    model = tiny_model(rope_parameters=rope | {"rope_theta": 10_000.0})
-    assert_equal_but_rounding(model(tokens()).logits, stock_twin(model)(tokens()).logits)
-    assert (model(tokens()).logits - tiny_model()(tokens()).logits).abs().max() > 0.1
-
-
 # How a caller may state the padding of row 0; `none` goes with unpadded rows alone.
 MASKS = ["none", "2d", "4d bool", "4d additive"]
 
