@@ -68,8 +68,7 @@ class AttachedModel(WeDLMGenerationMixin):
             if hasattr(self.mask_adapter.mask_embedding, "full_tensor"):  # a DTensor
                 raise ValueError(f"{SHARDED}: leave the adapter and these out of `fully_shard`, or decode as AR.")
             _watch_ends(self)
-        found: AbstractContextManager[Slots | None] = self.mask_adapter.predicting(slots, self.dtype)
-        return found
+        return self.mask_adapter.predicting(slots, self.dtype)
 
     def draft_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """The states that the head turns into drafts, once the tokens before the slots are known.
@@ -83,9 +82,7 @@ class AttachedModel(WeDLMGenerationMixin):
             `(..., H)`; `hidden` itself where the adapter has no previous-token head.
         """
         head = self.mask_adapter.head
-        if head is not None:
-            hidden = head(hidden, self.get_input_embeddings()(previous_ids))
-        return hidden
+        return hidden if head is None else head(hidden, self.get_input_embeddings()(previous_ids))
 
     def make_drafter(self, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> TreeDrafter:
         """See [`TreeDrafter`]."""
@@ -207,8 +204,7 @@ def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.d
         name: tensor.detach().to(dtype or model.dtype).cpu().contiguous()
         for name, tensor in adapter.state_dict().items()
     }
-    stored = StoredMaskAdapter(adapter.settings, base_of(model), weights)
-    stored.write(folder, str(model.config.name_or_path or "") or None)
+    StoredMaskAdapter(adapter.settings, base_of(model), weights).write(folder, model.config.name_or_path or None)
 
 
 def unload_mask_adapter(model: Any) -> None:

@@ -23,20 +23,16 @@ class MaskTrainingConfig(TrainingArguments):
     """
 
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's."})
     adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's."})
     warmup_steps: float = field(default=30, metadata={"help": "Optimizer steps of linear warm-up."})
     lr_scheduler_type: str = field(default="cosine", metadata={"help": "'cosine' or 'linear'."})
-    num_train_epochs: float = field(
-        default=10_000.0, metadata={"help": "Passes over the answers; the budget ends it."}
-    )
+    num_train_epochs: float = field(default=10_000.0, metadata={"help": "Passes over answers; the budget ends it."})
     per_device_train_batch_size: int = field(default=1, metadata={"help": "Batches of answers: leave it at 1."})
     per_device_eval_batch_size: int = field(default=1, metadata={"help": "Leave it at 1."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Items are batches of answers."})
     save_strategy: str = field(default="no", metadata={"help": "Left to `save_minutes`."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints to keep."})
     logging_steps: float = field(default=10, metadata={"help": "Steps between entries of the log."})
-    report_to: str | list[str] | None = field(default="none", metadata={"help": "Loggers beside log.jsonl."})
     restore_callback_states_from_checkpoint: bool = field(default=True, metadata={"help": "The budget is one."})
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "All parameters are used."})
     ddp_broadcast_buffers: bool | None = field(default=False, metadata={"help": "No buffer changes."})

@@ -298,8 +298,8 @@ class MaskDistillation(nn.Module):
         Returns:
             `(N,)` int64.
         """
-        choices: torch.Tensor = self.model.get_output_embeddings()(self.model.draft_hidden(hidden, previous_ids))
-        return choices.argmax(-1)
+        logits: torch.Tensor = self.model.get_output_embeddings()(self.model.draft_hidden(hidden, previous_ids))
+        return logits.argmax(-1)
 
     def _teacher(self, hidden: torch.Tensor, noise_key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The base's distributions at some positions.

@@ -157,8 +157,8 @@ class MaskAdapter(nn.Module):
             key = target.replace(".", "/")  # parameters cannot have a dot in their name
             self.down[key] = nn.Parameter(torch.randn(layers, settings.rank, columns) / columns**0.5)
             self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))
-        hidden_size = len(mask_embedding)
-        self.head = PreviousTokenHead(hidden_size, settings.head_width) if settings.head_width else None
+        width = settings.head_width
+        self.head = PreviousTokenHead(len(mask_embedding), width) if width else None
         self._prepared: tuple[Any, Matrices] | None = None
         self.to(mask_embedding.device)
 

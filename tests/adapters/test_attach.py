@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from test_mask_adapter import SMALL
 from test_mask_adapter import with_adapter as attached
 from torch import nn
@@ -75,6 +76,11 @@ def test_a_saved_adapter_is_loaded_by_our_function_by_transformers_and_by_peft(t
         load_mask_adapter(model, tmp_path)
     elif load == "load_adapter":
         model.load_adapter(str(tmp_path))
+        model.save_pretrained(tmp_path / "base")  # whole, as any model
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **VERIFIED))
+        with pytest.raises(ValueError, match="No adapter loaded"):  # of those that transformers can switch off
+            model.disable_adapters()
     else:
         model = PeftModel.from_pretrained(model, str(tmp_path))
     for name, weight in adapted.mask_adapter.state_dict().items():
@@ -120,18 +126,8 @@ def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(plain) is LlamaForCausalLM
+    assert load_file(tmp_path / "model.safetensors").keys() == plain.state_dict().keys()
     assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **GREEDY))
-
-
-def test_what_transformers_loaded_is_saved_as_any_model(tmp_path: Path) -> None:
-    attached(llama()).save_mask_adapter(tmp_path / "adapter")
-    model = llama()
-    model.load_adapter(str(tmp_path / "adapter"))
-    model.save_pretrained(tmp_path / "base")
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **VERIFIED))
-    with pytest.raises(ValueError, match="No adapter loaded"):  # of those that transformers can switch off
-        model.disable_adapters()
 
 
 @pytest.mark.parametrize("how", ["resized", "replaced"])

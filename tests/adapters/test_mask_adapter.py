@@ -13,7 +13,6 @@ from transformers import DynamicCache
 
 from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
-from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 
 SMALL = MaskAdapterSettings(rank=4, head_width=8)
 
@@ -123,13 +122,6 @@ def test_gradient_checkpointing_is_refused() -> None:
         predict(model, IDS, 2, use_cache=False)
 
 
-def test_the_bases_checkpoint_stays_the_bases(tmp_path: Path) -> None:
-    with_adapter(tiny_model()).save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    assert weights.keys() == tiny_model().state_dict().keys()
-    assert not WeDLMForCausalLM.from_pretrained(tmp_path).has_mask_adapter
-
-
 # PEFT.
 
 TASK = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
@@ -148,14 +140,19 @@ def test_peft_loads_and_saves_it(tmp_path: Path) -> None:
     tiny_model().load_adapter(str(tmp_path / "peft"))  # its config is transformers', too
 
 
-def test_peft_switches_it_off_and_takes_it_away(tmp_path: Path) -> None:
+def test_peft_switches_it_off_and_takes_it_away_but_does_not_merge_it(tmp_path: Path) -> None:
     model = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path)))
     base = model.base_model.model
     with model.disable_adapter():
         assert not base.has_mask_adapter
     assert base.has_mask_adapter and model.get_model_status().enabled
+    for merge in ("merge_and_unload", "merge_adapter"):
+        with pytest.raises(ValueError, match="cannot be merged: it acts on mask rows alone"):
+            getattr(model, merge)()
     assert model.unload() is base and type(base) is type(tiny_model())
     assert vars(base).keys() == vars(tiny_model()).keys()
+    with torch.no_grad():
+        assert torch.equal(base(IDS).logits, tiny_model()(IDS).logits)
 
 
 def test_peft_makes_a_new_one_to_train(tmp_path: Path) -> None:
@@ -165,15 +162,6 @@ def test_peft_makes_a_new_one_to_train(tmp_path: Path) -> None:
     model = get_peft_model(tiny_model(), config)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained and all("mask_adapter" in name for name in trained)
-
-
-def test_it_cannot_be_merged(tmp_path: Path) -> None:
-    model = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path)))
-    for merge in ("merge_and_unload", "merge_adapter"):
-        with pytest.raises(ValueError, match="cannot be merged: it acts on mask rows alone"):
-            getattr(model, merge)()
-    with torch.no_grad():
-        assert torch.equal(model.unload()(IDS).logits, tiny_model()(IDS).logits)
 
 
 @pytest.mark.parametrize("mask_first", [True, False])
