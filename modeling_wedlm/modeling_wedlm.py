@@ -5,15 +5,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers import Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
-    Qwen3DecoderLayer,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    Qwen3PreTrainedModel,
-)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 from transformers.utils import can_return_tuple
 
 from ..generation.mixin import WeDLMGenerationMixin

@@ -12,21 +12,8 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState,
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from ..generation.settings import check_mask_token_id
-from .streams import (
-    IGNORE_INDEX,
-    Documents,
-    RatioSampler,
-    Stream,
-    Tokens,
-    blocks_with_loss,
-    by_sequence,
-    draw_noise,
-    mask_blocks,
-    memory_stream,
-    reorder_blocks,
-    side_by_side,
-    split_responses,
-)
+from . import streams
+from .streams import IGNORE_INDEX, Documents, RatioSampler, Stream, Tokens
 
 
 @dataclass
@@ -108,17 +95,17 @@ class DataCollatorForDualStreamMasking:
             ValueError: for an example without `input_ids`, or with columns that do not fit them.
         """
         tokens, eos = read_tokens(examples), self.tokenizer.eos_token_id
-        documents = split_responses(tokens, eos, self.num_eos)
-        memory = memory_stream(tokens, documents, eos, self.block_size, self.ar_weight)
+        documents = streams.split_responses(tokens, eos, self.num_eos)
+        memory = streams.memory_stream(tokens, documents, eos, self.block_size, self.ar_weight)
         prediction = self._prediction(memory, self._noise_keys(tokens.input_ids, documents))
-        batch = side_by_side(memory, prediction, documents.sequences, self.tokenizer.pad_token_id)
+        batch = streams.side_by_side(memory, prediction, documents.sequences, self.tokenizer.pad_token_id)
         labels = memory["input_ids"].masked_fill(~memory["supervised"], IGNORE_INDEX)
-        return batch | {"labels": by_sequence(labels, documents.sequences[memory["owner"]], IGNORE_INDEX)}
+        return batch | {"labels": streams.by_sequence(labels, documents.sequences[memory["owner"]], IGNORE_INDEX)}
 
     def _prediction(self, memory: Stream, keys: Sequence[int]) -> Stream:
         """The blocks that carry a loss, masked and reordered, copy after copy; a masked row's target is its token.
         The noise has a key for each document."""
-        rows, owner = blocks_with_loss(memory, self.block_size)
+        rows, owner = streams.blocks_with_loss(memory, self.block_size)
         block = torch.arange(len(rows)).repeat(self.num_copies)
         copy = torch.arange(self.num_copies).repeat_interleave(len(rows))
         order = owner[block].argsort(stable=True)
@@ -127,12 +114,12 @@ class DataCollatorForDualStreamMasking:
         grid = rows[block]
         present = grid >= 0
         supervised = memory["supervised"][grid] & present
-        noise = draw_noise(keys, counts, self.block_size)
-        masked, inverse_ratios = mask_blocks(
+        noise = streams.draw_noise(keys, counts, self.block_size)
+        masked, inverse_ratios = streams.mask_blocks(
             supervised, noise, self.ratio_sampler, self.suffix_probability, owner * self.num_copies + copy
         )
         weights = masked * (inverse_ratios / ((1 + self.ar_weight) * self.num_copies))[:, None]
-        order = reorder_blocks(masked, present)
+        order = streams.reorder_blocks(masked, present)
         is_row = present.gather(1, order)
         row, is_mask, weight = (cells.gather(1, order)[is_row] for cells in (grid, masked, weights))
         input_ids = memory["input_ids"][row]
