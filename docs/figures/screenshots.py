@@ -23,8 +23,7 @@ from rich.terminal_theme import MONOKAI
 
 from wedlm_hf.apps.chat import run
 from wedlm_hf.apps.conversation import Conversation
-from wedlm_hf.apps.demo import Demo, application
-from wedlm_hf.apps.demo_models import Choice, Models
+from wedlm_hf.apps.demo import Choice, Demo, Models, application
 from wedlm_hf.eval.options import NANO, LoadingOptions
 from wedlm_hf.eval.trace.page import page as trace_page
 from wedlm_hf.eval.trace.record import DecodingRequest, record

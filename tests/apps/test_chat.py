@@ -57,9 +57,8 @@ def test_every_answer_is_that_of_generate_and_only_new_tokens_are_computed(nano,
             assert turn.cached_tokens == 0
             assert first >= turn.prompt_tokens
         else:  # all of the turns before, but for the tokens of the answer that no forward has read
-            unread = 1 + (
-                nano[0].generation_config.window_size if options.get("verification", "none") == "none" else 1
-            )
+            is_verified = options.get("verification", "none") != "none"
+            unread = 1 + (1 if is_verified else nano[0].generation_config.window_size)
             assert turn.cached_tokens >= earlier.prompt_tokens + earlier.new_tokens - unread
             assert first <= turn.prompt_tokens - turn.cached_tokens + 2 * 32
             assert first < turn.prompt_tokens
@@ -163,15 +162,6 @@ def chat(nano):
     return say
 
 
-def test_an_answer_is_followed_by_what_it_took(chat):
-    shown = chat(QUESTIONS[0])
-    answer, costs = shown.split("\n", 1)
-    assert answer == ANSWERS[0]
-    turn = chat.conversation.turns[0]
-    assert f"29 tokens in {turn.forwards} forwards ({29 / turn.forwards:.2f} tokens per forward)" in costs
-    assert "0 of 20 prompt tokens from the cache" in costs
-
-
 def test_another_decoder_has_its_own_settings_and_the_first_one_gets_its_back(chat):
     assert chat("/strategy") == "Decoding by wedlm.\n"
     assert chat("/strategy wedlm+exact") == "Decoding by wedlm+exact.\n"
@@ -183,11 +173,13 @@ def test_another_decoder_has_its_own_settings_and_the_first_one_gets_its_back(ch
     assert "Unknown decoder 'fast': choose among ar, block, wedlm" in chat("/strategy fast").replace("\n", " ")
 
 
-def test_stats_are_those_of_all_answers_and_reset_forgets_them(chat):
+def test_an_answer_is_followed_by_what_it_took_stats_are_those_of_all_and_reset_forgets_them(chat):
     assert "no answer yet" in chat("/stats")
-    for question in QUESTIONS[:2]:
-        chat(question)
+    answer, costs = chat(QUESTIONS[0]).split("\n", 1)
+    chat(QUESTIONS[1])
     turns = chat.conversation.turns
+    assert answer == ANSWERS[0] and "0 of 20 prompt tokens from the cache" in costs
+    assert f"29 tokens in {turns[0].forwards} forwards ({29 / turns[0].forwards:.2f} tokens per forward)" in costs
     shown = chat("/stats").replace("\n", " ")
     assert shown.startswith(f"2 answers: {sum(turn.new_tokens for turn in turns)} tokens in ")
     assert f"; {turns[1].cached_tokens} of {sum(turn.prompt_tokens for turn in turns)} prompt tokens" in shown

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 from wedlm_hf import cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import demo as server
-from wedlm_hf.apps.demo import Demo, Form, application
-from wedlm_hf.apps.demo_models import IN_MEMORY, Choice, Models
+from wedlm_hf.apps.demo import IN_MEMORY, Choice, Demo, Form, Models, application
 from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.eval.trace.page import Trace
 from wedlm_hf.modeling_wedlm.loading import load_model

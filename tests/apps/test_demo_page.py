@@ -11,8 +11,7 @@ import torch
 import uvicorn
 from pydantic import TypeAdapter
 
-from wedlm_hf.apps.demo import Demo, application
-from wedlm_hf.apps.demo_models import Choice, Models
+from wedlm_hf.apps.demo import Choice, Demo, Models, application
 from wedlm_hf.eval.options import DEMO_PROMPTS, NANO, LoadingOptions
 from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace.page import Run, Trace

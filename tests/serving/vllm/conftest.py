@@ -22,7 +22,7 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 # Without vLLM, test_available.py is left, and says so. Model runner V2 needs a process of its own, see its tests.
-NEED_VLLM = ["test_equality.py", "test_requests.py", "test_server.py", "test_start_up.py", "test_stats.py"]
+NEED_VLLM = ["test_equality.py", "test_requests.py", "test_server.py", "test_start_up.py"]
 NEED_TRITON = ["test_runner_v2.py"]
 NEED_TRL = ["test_options.py", "test_window.py"]  # as tests/tiny.py does, which vLLM's environment has not
 HAS_VLLM, IS_RUNNER_V2 = bool(importlib.util.find_spec("vllm")), os.environ.get("TRITON_INTERPRET") == "1"

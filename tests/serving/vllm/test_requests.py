@@ -1,7 +1,10 @@
-"""Options of single requests under verified decoding on vLLM."""
+"""Options of single requests under verified decoding on vLLM, and the log's word on whether drafts gain."""
 
 import pytest
 from vllm.exceptions import VLLMClientError
+
+from wedlm_hf.generation.step_times import StepTimes
+from wedlm_hf.serving.vllm import proposer
 
 
 def tokens_of(outputs):
@@ -123,3 +126,16 @@ def test_answers_stream_and_an_abort_leaves_nothing_behind(ar, verified, prompts
     assert len(runner.drafter.states) <= 1 and len(runner.requests) <= 1
     scheduler = engine.engine_core.engine_core.scheduler
     assert not scheduler.requests and scheduler.kv_cache_manager.usage == 0
+
+
+def test_an_engine_says_when_drafting_begins_and_ends_and_why(start, prompts, complete, monkeypatch):
+    lines = []
+    monkeypatch.setattr(proposer.logger, "info", lambda text, *words: lines.append(text % words))
+    monkeypatch.setattr(proposer, "PAUSE", 0.0)
+    llm = start(tokens=12, num_gpu_blocks_override=64)
+    drafter = llm.llm_engine.model_executor.driver_worker.model_runner.drafter
+    for slot_cost in (0.02, 9.0):
+        drafter.planner.times = StepTimes(slot_cost)
+        complete(llm, prompts[:8])
+    assert [line.split(":")[0] for line in lines] == ["Parallel decoding", "AR steps"]
+    assert " tokens a step more than AR steps" in lines[0] and " fewer than AR steps" in lines[1]

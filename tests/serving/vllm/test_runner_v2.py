@@ -63,19 +63,6 @@ def test_requests_of_many_kinds_share_a_batch(ar, verified, prompts):
     ]
 
 
-def test_an_abort_leaves_nothing_behind(verified, prompts, complete):
-    from vllm import SamplingParams
-
-    engine = verified.llm_engine
-    name = engine.add_request("gone", {"prompt_token_ids": prompts[0]}, SamplingParams(temperature=0, max_tokens=90))
-    for _ in range(3):
-        engine.step()
-    engine.abort_request(["gone"])
-    complete(verified, prompts[:1], max_tokens=2)
-    scheduler = engine.engine_core.engine_core.scheduler
-    assert name and not scheduler.requests and scheduler.kv_cache_manager.usage == 0
-
-
 def test_answers_run_up_to_the_longest_length_and_prompts_come_in_parts(ar, start, prompts, complete):
     engine = start(tokens=6, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48, num_gpu_blocks_override=10)
     long = [token for prompt in prompts for token in prompt]
