@@ -297,8 +297,14 @@ def test_numbers_that_are_not_finite_are_null(capsys):
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1, None], "3": [True, None, "x"]}
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)])
-def test_waiting_threads_sleep_in_commands_unless_the_environment_says_otherwise(monkeypatch, given, expected):
+@pytest.mark.parametrize(
+    ("given", "is_busy", "expected"),
+    [({}, True, "1000"), ({}, False, None), ({"OMP_WAIT_POLICY": "ACTIVE"}, True, None)],
+)
+def test_waiting_threads_sleep_beside_other_programs_unless_the_environment_says_otherwise(
+    monkeypatch, given, is_busy, expected
+):
+    monkeypatch.setattr(__main__, "is_busy", lambda: is_busy)
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "0")  # so that what the command sets is undone
         monkeypatch.delenv(name)
