@@ -23,9 +23,8 @@ from .planner import Planner
 from .request import DecodingRequest, decoding_request
 from .rules import BlockRule, FillRule
 from .sampling import TokenSampler
-from .scores import ScoreRecorder
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
-from .stats import StatsRecorder, WeDLMGenerateOutput
+from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
 from .verify import FixedPlan, VerifyRule
@@ -72,6 +71,10 @@ class WeDLMGenerationMixin(GenerationMixin):
     has_mask_adapter = False  # a class with a mask adapter says otherwise
     trace_recorder: Any = None  # the package sets it; it is not in the code beside a checkpoint
 
+    def _wedlm_settings(self: Any, generation_config: Any) -> WeDLMGenerationSettings:
+        needs_mask_token = not self.has_mask_adapter
+        return WeDLMGenerationSettings.from_generation_config(generation_config, self.config, needs_mask_token)
+
     def _extract_generation_mode_kwargs(
         self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
     ) -> dict[str, Any]:
@@ -98,9 +101,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         if (getattr(generation_config, "verification", None) or "none") != stored:
             for name in WINDOW_SETTINGS - ours.keys() - passed:
                 setattr(generation_config, name, None)
-        settings = WeDLMGenerationSettings.from_generation_config(
-            generation_config, self.config, needs_mask_token=not self.has_mask_adapter
-        )
+        settings = self._wedlm_settings(generation_config)
         cache = model_kwargs.get("past_key_values")
         if settings.strategy == "ar":
             if isinstance(cache, WindowCache):
@@ -153,9 +154,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        settings = WeDLMGenerationSettings.from_generation_config(
-            generation_config, self.config, needs_mask_token=not self.has_mask_adapter
-        )
+        settings = self._wedlm_settings(generation_config)
         if settings.strategy == "ar":
             inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
             return super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
@@ -214,9 +213,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         if generation_config is not None:
             # Before any file is written; transformers would find out with half of them there.
             generation_config.validate(strict=True)
-            WeDLMGenerationSettings.from_generation_config(
-                generation_config, self.config, needs_mask_token=not self.has_mask_adapter
-            )
+            self._wedlm_settings(generation_config)
             # With this flag, which a config derived from the model's carries, reloading would drop our fields.
             generation_config._from_model_config = None
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
@@ -261,21 +258,18 @@ def _check_inputs(
         raise ValueError(
             "Gradient checkpointing in training mode leaves no cache to decode with: call `model.eval()`."
         )
-    if model.training and model.has_mask_adapter and _has_dropout(model):
-        raise ValueError(
-            "In training mode dropout changes the model from forward to forward, and drafts are checked by another "
-            "model than the one that follows: call `model.eval()`."
-        )
+    if model.training and model.has_mask_adapter:
+        rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
+        if any([*rates, getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0.0)]):
+            raise ValueError(
+                "In training mode dropout changes the model from forward to forward, and drafts are checked by "
+                "another model than the one that follows: call `model.eval()`."
+            )
     if batch_size > 1 and any(isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in processors):
         raise ValueError(
             "SynthID watermarking keeps a state that all rows advance together, but here rows advance at paces of "
             "their own: generate one sequence at a time or use `strategy='ar'`."
         )
-
-
-def _has_dropout(model: Any) -> bool:
-    rates = [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)]
-    return any([*rates, getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0.0)])
 
 
 def _rule(
@@ -293,16 +287,17 @@ def _rule(
         sampler.check_out_of_order()
         return (BlockRule if settings.strategy == "block" else FillRule)(settings, sampler, size)
     is_planned = settings.is_adaptive and not is_static
+    takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION
     drafter: Drafter
     if model.has_mask_adapter:
         size = min(size, DEEPEST)
         # What the text says is a branch beside what masks say.
-        has_branches = is_planned and settings.verification == "exact" and _takes_any_mask(model)
+        has_branches = is_planned and settings.verification == "exact" and takes_any_mask
         drafter = model.make_drafter(sampler, request.end_tokens, has_branches)
     else:
         drafter = Drafter(sampler, request.end_tokens, settings.entropy_threshold)
     # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.
-    is_chain = is_static or not (model.has_mask_adapter and _takes_any_mask(model))
+    is_chain = is_static or not (model.has_mask_adapter and takes_any_mask)
     planner: Planner = FixedPlan(size, is_chain, drafter.lost)
     if is_planned:
         planner = _planner(model, settings, sampler, size - drafter.lost, is_chain, drafter.lost)
@@ -310,10 +305,6 @@ def _rule(
     is_by_row = is_exact and attends_by_row(model)
     planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
     return VerifyRule(settings, sampler, request.end_tokens, drafter, planner, size, is_by_row)
-
-
-def _takes_any_mask(model: Any) -> bool:
-    return implementation_of(model) in DENSE_MASK_ATTENTION
 
 
 def _planner(

@@ -19,29 +19,18 @@ TABLES = ("codegen", "gptj")
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """What to decode, and to which end.
+    """What to decode, and to which end."""
 
-    Attributes:
-        prompts: each row's tokens, without padding; -1 behind embeddings.
-        limit: new tokens allowed, at least 1.
-        table: how many positions there are, where the model has a table of them.
-        end_tokens: tokens that end a row.
-        mask_token_id: M; `None` where slots need no token, since a mask adapter embeds them.
-        pad_token_id: stands after a row's end in the output.
-        stopping_criteria: those beyond end tokens and length; asked after each token, as if they had come one by one.
-        prompt_ids: `(B, P')` int64, the padded prompts as processors and stopping criteria see them.
-        prompt_embeds: `(B, P, H)`, left-padded, instead of the prompts' tokens; needs an empty cache.
-    """
-
-    prompts: list[list[int]]
-    limit: int
-    table: int | None
-    end_tokens: frozenset[int]
-    mask_token_id: int | None
-    pad_token_id: int
+    prompts: list[list[int]]  # each row's tokens, without padding; -1 behind embeddings
+    limit: int  # new tokens allowed, at least 1
+    table: int | None  # how many positions there are, where the model has a table of them
+    end_tokens: frozenset[int]  # that end a row
+    mask_token_id: int | None  # M; `None` where slots need no token, since a mask adapter embeds them
+    pad_token_id: int  # stands after a row's end in the output
+    # Those beyond end tokens and length; asked after each token, as if they had come one by one.
     stopping_criteria: StoppingCriteriaList
-    prompt_ids: torch.Tensor
-    prompt_embeds: torch.Tensor | None
+    prompt_ids: torch.Tensor  # `(B, P')` int64, the padded prompts as processors and stopping criteria see them
+    prompt_embeds: torch.Tensor | None  # `(B, P, H)`, left-padded, instead of tokens; needs an empty cache
 
 
 def decoding_request(

@@ -108,7 +108,6 @@ class TokenSampler:
         self.need_length = [p for p in self.processors if not _is_any(p, SCORE_PROCESSORS)]
         self.need_prefix = [p for p in self.processors if not _is_any(p, length)]
         self.need_row = [p for p in self.processors if not _is_any(p, length + PREFIX_PROCESSORS)]
-        self.is_argmax = not self.do_sample and not self.processors  # of the raw logits but MASK's
         self.top_k = self._top_k()
         # Shortlists save time there; a GPU computes all in less time than the host would wait for it.
         self.is_on_cpu = self.prompt_ids.device.type == "cpu"

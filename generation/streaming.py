@@ -17,18 +17,12 @@ class TokenStream:
     `put_draft` (the protocol of transformers' diffusion streamers) gets what is expected behind them, masks included.
     Several sequences: one `put` of shape `(B,)` for each position, once every sequence has its token; padding after a
     sequence's end.
-
-    Args:
-        streamer: a `BaseStreamer`.
-        sequences: of the call.
-        pad_token_id: stands after a sequence's end.
-        mask_token_id: M; without one, padding stands for masks.
     """
 
-    streamer: Any
-    sequences: list[SequenceState]
-    pad_token_id: int
-    mask_token_id: int | None
+    streamer: Any  # a `BaseStreamer`
+    sequences: list[SequenceState]  # of the call
+    pad_token_id: int  # stands after a sequence's end
+    mask_token_id: int | None  # M; without one, padding stands for masks
     sent: int = 0  # positions, where there are several sequences
 
     def observe(self, outcome: StepOutcome) -> None:

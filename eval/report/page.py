@@ -107,7 +107,7 @@ def tables(numbers: Numbers, quality: str) -> dict[str, pd.DataFrame]:
         "depths": shares.map("{:.2f}".format, "ignore").fillna("–").rename(columns=str).reset_index(),
     }
     if len(sweep := numbers.sweep):
-        settings = sweep[[*FIELDS]].astype(object).map("{:g}".format, "ignore").fillna("")
+        settings = sweep[[*FIELDS]].map("{:g}".format, "ignore").astype(object).fillna("")
         settings.columns = list("Wτλ")
         settings.insert(0, "decoder", sweep["kind"])
         settings = settings.join(cells(sweep, ["quality", "loss", *main[1:], "speed"], errors))
