@@ -11,8 +11,7 @@ import torch
 
 from .planner import Draft, Outlook
 from .rules import SlotStates
-from .sampling import TokenSampler
-from .selection import token_entropy
+from .sampling import TokenSampler, token_entropy
 from .window import SequenceState
 
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .sampling import Choice, TokenSampler
-from .selection import select_masks, token_entropy
+from .sampling import Choice, TokenSampler, token_entropy
 from .settings import WeDLMGenerationSettings
 from .window import PhysicalOrder, SequenceOutcome, SequenceState, physical_order
 
@@ -38,6 +37,31 @@ class Selection:
     marks: torch.Tensor
     is_mask: torch.Tensor
     is_broken: torch.Tensor  # where there is nothing to choose from: the logits are NaN, or no token is left
+
+
+def select_masks(
+    entropy: torch.Tensor,
+    distance: torch.Tensor,
+    is_mask: torch.Tensor,
+    entropy_threshold: float | torch.Tensor,
+    distance_penalty: float | torch.Tensor,
+) -> torch.Tensor:
+    """Every mask with H + λ·d < τ; where a row has none, its mask with the least (ties: the leftmost).
+
+    Args:
+        entropy: `(B, M)` float32, H in nats.
+        distance: `(B, M)` int64, d: logical distance to the row's leftmost mask.
+        is_mask: `(B, M)` bool; False where a row has fewer than M masks.
+        entropy_threshold: τ, nats; or `(B, 1)`, of each row.
+        distance_penalty: λ, nats per position; likewise.
+
+    Returns:
+        `(B, M)` bool, at least one True in each row that has a mask (paper §5.3, Algorithm 1).
+    """
+    adjusted = (entropy + distance_penalty * distance).masked_fill(~is_mask, float("inf"))
+    chosen = adjusted < entropy_threshold
+    least = torch.zeros_like(chosen).scatter_(1, adjusted.argmin(1, keepdim=True), True)
+    return torch.where(chosen.any(1, keepdim=True), chosen, least) & is_mask
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from .decoding import StepOutcome
-from .selection import token_entropy
+from .sampling import token_entropy
 from .window import PhysicalOrder
 
 

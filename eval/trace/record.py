@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from ...console.progress import track
 from ...console.prompts import Turns
 from ...console.streaming import REPLACEMENT
-from ...generation.selection import token_entropy
+from ...generation.sampling import token_entropy
 from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from ...generation.trace import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from ...generation.selection import token_entropy
+from ...generation.sampling import token_entropy
 from .options import EngineOptions, RequestOptions
 from .window import Windows
 

@@ -6,7 +6,7 @@ many slots may be pending, and the window stands behind them.
 
 import torch
 
-from ...generation.selection import select_masks
+from ...generation.rules import select_masks
 
 
 class Windows:

@@ -10,7 +10,7 @@ from test_mask_trainer import adapted_model, answers, batch_of
 from tiny import MASK, tiny_model
 
 from wedlm_hf.adapters.distillation import MaskDistillation
-from wedlm_hf.generation.selection import token_entropy
+from wedlm_hf.generation.sampling import token_entropy
 
 HALVES = [torch.bfloat16, torch.float16]
 SLOW = pytest.mark.slow

@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from wedlm_hf.generation.selection import select_masks, token_entropy
+from wedlm_hf.generation.rules import select_masks
+from wedlm_hf.generation.sampling import token_entropy
 
 PROBABILITIES = torch.tensor(
     [

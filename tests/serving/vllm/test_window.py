@@ -5,7 +5,7 @@ import torch
 from oracle import causal_forward, decode
 from tiny import tiny_model
 
-from wedlm_hf.generation.selection import token_entropy
+from wedlm_hf.generation.sampling import token_entropy
 from wedlm_hf.serving.vllm.window import Windows
 
 PLACES = torch.tensor([2, 0])  # of three, in the order of a batch
