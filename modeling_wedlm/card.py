@@ -29,12 +29,10 @@ def model_card(
     folder: str | os.PathLike[str],
     *,
     repo_id: str | None = None,
-    training: str = "",
     metadata: dict[str, Any] | None = None,
 ) -> str:
     """The card of a model of this package, by its config and the card of what it was made from. With a chat template
-    in the folder where it is saved, the example is a chat. `training` is Markdown on how it was trained; fields of
-    `metadata` go before those of the base."""
+    in the folder where it is saved, the example is a chat. Fields of `metadata` go before those of the base."""
     base, inherited = provenance(str(model.config.name_or_path or ""))
     fields = {"library_name": "transformers", "pipeline_tag": "text-generation", "base_model": base}
     return render(
@@ -45,7 +43,6 @@ def model_card(
         config=model.config,
         place=json.dumps(repo_id or "."),
         is_chat=Path(folder, "chat_template.jinja").is_file(),
-        training=training.strip(),
     )
 
 

@@ -1,7 +1,7 @@
 """Requests while they are answered: which of them are decoded together, how an answer streams, and how it ends.
 
 transformers' server runs `generate` calls one after the other on a thread of their own. Its manager is extended here:
-requests that decode alike share a call, clients take turns, and a call ends as soon as its clients have gone.
+requests that decode alike share a call, and a call ends as soon as its clients have gone.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import copy
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -51,7 +50,6 @@ class RequestError(Exception):
 class Call:
     """A request that is being answered."""
 
-    client: Hashable = None  # clients take turns
     is_cancelled: threading.Event = field(default_factory=threading.Event)  # the client has gone, or the server ends
     settings: dict[str, Any] = field(default_factory=dict)  # of parallel decoding, keywords of `generate`
     limit: int | None = None  # of new tokens, if the request says
@@ -138,6 +136,10 @@ class AnswerStreamer(DirectStreamer):
         self.config.max_new_tokens = len(self.tokens) + is_stopped
         super().end()
 
+    def cancel(self) -> None:
+        """Gives it up: its stream is closed. Other answers of the call go on."""
+        self.call.is_cancelled.set()
+
     def fail(self, error: Exception) -> None:
         """Ends it by an error, which the handlers are told of."""
         if not self.is_over:
@@ -183,13 +185,12 @@ class Batch(BaseStreamer, StoppingCriteria):
 
 
 class CallManager(GenerateManager):
-    """Runs `generate` calls one after the other, each for requests that decode alike. Clients take turns."""
+    """Runs `generate` calls one after the other, each for requests that decode alike."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
         self.waiting: list[AnswerStreamer] = []
-        self.last_turns: dict[Hashable, int] = {}  # of the clients that wait
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str,
@@ -219,22 +220,10 @@ class CallManager(GenerateManager):
         return text, len(answer.prompt), answer.tokens
 
     def next_batch(self) -> list[AnswerStreamer]:
-        """Takes out what is decoded next: the first request of the client that has waited longest for a turn, and
-        those that can share its call, again by turns."""
+        """Takes out what is decoded next: the request that has waited longest, and those that can share its call."""
         with self.lock:
-            ranks = Counter[Hashable]()
-
-            def turn(answer: AnswerStreamer) -> tuple[int, int]:
-                ranks[answer.call.client] += 1
-                return ranks[answer.call.client], self.last_turns.get(answer.call.client, -1)
-
-            order = sorted(self.waiting, key=turn)
-            batch = [answer for answer in order if answer.kind == order[0].kind][:LARGEST_BATCH]
-            now = 1 + max(self.last_turns.values(), default=0)
+            batch = [answer for answer in self.waiting if answer.kind == self.waiting[0].kind][:LARGEST_BATCH]
             self.waiting = [answer for answer in self.waiting if answer not in batch]
-            turns = self.last_turns | {answer.call.client: now for answer in batch}
-            clients = {answer.call.client for answer in self.waiting}
-            self.last_turns = {client: last for client, last in turns.items() if client in clients}
         return batch
 
     def _answer_next(self, model: Any) -> None:

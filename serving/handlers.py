@@ -192,10 +192,10 @@ async def _chunks(response: Any) -> AsyncIterator[dict[str, Any]]:
 
 
 async def _sent(begun: list[Any], events: AsyncIterator[Any], options: dict[str, Any]) -> AsyncIterator[str]:
-    """The lines of a stream. The last chunk has the usage, unless `include_usage` is false; where it is true, the
-    usage has a chunk of its own, as in OpenAI's API."""
+    """The lines of a stream. The last chunk has the usage; where `include_usage` is true, the usage has a chunk of its
+    own, as in OpenAI's API."""
     asks, chunk = options.get("include_usage"), {}
-    without = {} if asks is None else {"usage": None}
+    without = {"usage": None} if asks else {}
     try:
         for chunk in begun:
             yield _line(chunk | without)
@@ -206,6 +206,8 @@ async def _sent(begun: list[Any], events: AsyncIterator[Any], options: dict[str,
     else:
         if asks:
             yield _line({**chunk, "choices": []})
+    finally:
+        CURRENT_CALL.get().is_cancelled.set()  # if the client has gone
     yield "data: [DONE]\n\n"
 
 

@@ -48,7 +48,6 @@ class _StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None
 
 
 # Settings of parallel decoding, which `WeDLMGenerationSettings` checks, and fields on which no answer depends.
@@ -168,11 +167,10 @@ def read(body: dict[str, Any], schema: type[Request]) -> Request:
     """What a request asks for. Raises `RequestError` for a field or a value that is not taken, and `ValueError` for
     settings of parallel decoding that are out of range."""
     body = dict(body)
-    for name, value in body.items():
-        try:
-            json.dumps({name: value}, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"`{name}` is not Unicode text: {error.reason}.", param=name) from None
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"The request is not Unicode text: {error.reason}.") from None
     nested = body.pop("generation_config", None) or {}
     if isinstance(nested, str):
         try:

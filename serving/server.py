@@ -11,6 +11,7 @@ import socket
 import uuid
 from copy import deepcopy
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import uvicorn
@@ -23,43 +24,27 @@ from uvicorn.config import LOGGING_CONFIG
 from ..generation.request import context_length
 from ..generation.settings import SETTING_NAMES
 from .calls import CURRENT_CALL, Call, RequestError, log
-from .handlers import ChatHandler, LoadedModel, OneThread, TextHandler
+from .handlers import ChatHandler, LoadedModel, OneThread, ParallelHandler, TextHandler
 
 SECONDS_TO_END = 20  # for forwards that run when the server ends
 
 
-class ClientWatch:
-    """ASGI middleware: gives each request a [`Call`], which is cancelled when the client goes away. Clients are told
-    apart by address and key. `running` is what is being answered."""
+async def answer(app: FastAPI, handler: ParallelHandler, request: Request, body: dict[str, Any], kind: str) -> Any:
+    """The handler's answer to a request whose body has been read. It is given up when the client goes away, or the
+    server ends."""
+    call = Call()
+    CURRENT_CALL.set(call)
+    app.state.running.add(call)
 
-    def __init__(self, app: Any, running: set[Call]):
-        self.app, self.running = app, running
+    async def listen() -> None:
+        await request.receive()  # behind the body: the client has gone
+        call.is_cancelled.set()
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answers a request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers, address = dict(scope["headers"]), scope["client"] or ("",)
-        call, messages = Call((address[0], headers.get(b"authorization"))), asyncio.Queue[Any]()
-        CURRENT_CALL.set(call)
-        self.running.add(call)
-
-        async def listen() -> None:
-            message = await receive()
-            while message["type"] != "http.disconnect":
-                messages.put_nowait(message)
-                message = await receive()
-            call.is_cancelled.set()
-            messages.put_nowait(message)
-
-        listener = asyncio.create_task(listen())
-        try:
-            await self.app(scope, messages.get, send)
-        finally:
-            listener.cancel()
-            call.is_cancelled.set()
-            self.running.remove(call)
+    listener = asyncio.create_task(listen())
+    try:
+        return await handler.handle_request(body, f"{kind}-{uuid.uuid4().hex}")
+    finally:
+        listener.cancel()  # a stream listens itself
 
 
 def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> FastAPI:
@@ -75,18 +60,18 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
     manager, state = LoadedModel(name, model, tokenizer, ours), OneThread()
     chat, text = ChatHandler(manager, state), TextHandler(manager, state)
     app = FastAPI(title="wedlm serve")
-    app.state.calls, app.state.running = state.manager, set()
+    app.state.calls, app.state.running = state.manager, WeakSet[Call]()
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: dict[str, Any]) -> Any:
-        return await chat.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
+    async def chat_completions(request: Request, body: dict[str, Any]) -> Any:
+        return await answer(app, chat, request, body, "chatcmpl")
 
     @app.post("/v1/completions")
-    async def completions(body: dict[str, Any]) -> Any:
-        return await text.handle_request(body, f"cmpl-{uuid.uuid4().hex}")
+    async def completions(request: Request, body: dict[str, Any]) -> Any:
+        return await answer(app, text, request, body, "cmpl")
 
-    entry = {"id": name, "object": "model", "created": 0, "owned_by": ""}
-    entry["max_model_len"] = context_length(model.config)
+    length = context_length(model.config)
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "", "max_model_len": length}
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -103,7 +88,6 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
 
     for kind in (RequestError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
-    app.add_middleware(ClientWatch, running=app.state.running)
     return app
 
 

@@ -40,11 +40,6 @@ class Outcome(IntEnum):
     TOO_LONG = 2
     UNSUPERVISED = 3
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether it is trained on."""
-        return self <= Outcome.SHORTENED
-
 
 _MEANING = {
     Outcome.SHORTENED: "shortened to `max_length` (a cut answer is never taught to stop)",
@@ -63,7 +58,7 @@ class DataReport:
     @property
     def kept(self) -> int:
         """Examples that are trained on, the shortened ones included."""
-        return sum(self.outcomes[outcome] for outcome in Outcome if outcome.is_kept)
+        return self.outcomes[Outcome.WHOLE] + self.outcomes[Outcome.SHORTENED]
 
     def __str__(self) -> str:
         parts = [f"; {self.outcomes[outcome]} {text}" for outcome, text in _MEANING.items() if self.outcomes[outcome]]
@@ -210,8 +205,11 @@ class Preparation:
         return reading
 
     def read(self, dataset: Any, name: str) -> Any:
-        """Checks each example, leaves it the columns of its kind, and drops conversations without a turn to learn.
-        Raises `ValueError` for an example that cannot be read, and where nothing is left."""
+        """Checks each example, leaves it the columns of its kind, and drops conversations without a turn to learn; of
+        each dataset of a dictionary. Raises `ValueError` for an example that cannot be read, and where nothing is
+        left."""
+        if dataset is None or isinstance(dataset, dict):
+            return dataset and {name: self.read(part, name) for name, part in dataset.items()}
         reading, columns = self.check_first(dataset, name), list(first_example(dataset, name))
         how = {"with_indices": True, "remove_columns": columns}
         return self._apply(read_example, reading, dataset, name, is_last=False, **how)
@@ -254,9 +252,9 @@ class Preparation:
         with PartialState().main_process_first():
             dataset = dataset.map(make, fn_kwargs=options, num_proc=self.args.dataset_num_proc, **how)
             outcomes = torch.tensor(dataset["outcome"], dtype=torch.int64)
-            dataset = dataset.filter(lambda outcome: Outcome(outcome).is_kept, input_columns="outcome")
-        is_kept = torch.tensor([outcome.is_kept for outcome in Outcome])[outcomes]
-        counts += torch.bincount(outcomes if is_last else outcomes[~is_kept], minlength=len(counts))
+            dataset = dataset.filter(lambda outcome: outcome <= Outcome.SHORTENED, input_columns="outcome")
+        counted = outcomes if is_last else outcomes[outcomes > Outcome.SHORTENED]
+        counts += torch.bincount(counted, minlength=len(counts))
         if is_last or not len(dataset):
             self._report(name)
         return dataset
@@ -270,7 +268,7 @@ class Preparation:
 
 
 def _count_and_keep(example: Any, counts: torch.Tensor, count_kept: bool) -> bool:
-    outcome = Outcome(example["outcome"])
-    if count_kept or not outcome.is_kept:
-        counts[outcome] += 1
-    return outcome.is_kept
+    is_kept = bool(example["outcome"] <= Outcome.SHORTENED)
+    if count_kept or not is_kept:
+        counts[example["outcome"]] += 1
+    return is_kept

@@ -2,7 +2,6 @@
 
 import copy
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,8 +53,8 @@ def prepare_model(
             check_source(model.config.name_or_path, None, is_base=True)
         tokenizer = tokenizer or load_tokenizer(str(model.config.name_or_path or ""))
     check_vocabulary(model, tokenizer, args)
-    if args.assistant_only_loss:
-        check_template(tokenizer, args)
+    if args.assistant_only_loss and args.chat_template_path is None:  # of which TRL says what it lacks
+        check_template(tokenizer)
     names_rows = "embed_tokens" in (getattr(peft_config, "modules_to_save", None) or ())
     names_rows = names_rows or getattr(peft_config, "trainable_token_indices", 0) is not None
     if peft_config is not None and not names_rows and mask_row_is_new(model, tokenizer):
@@ -133,21 +132,14 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLM
         logger.warning(f"`max_length` + `num_eos` - 1 is {length}, and the model has {positions} positions.")
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase, args: WeDLMSFTConfig) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises `ValueError` unless the assistant's tokens can be told from the others."""
     template = tokenizer.chat_template
-    if args.chat_template_path is not None:
-        path = Path(args.chat_template_path)
-        if not path.is_file():
-            return  # another tokenizer's template, which the parent fetches
-        template = path.read_text(encoding="utf-8")
-    elif template is not None:
-        with suppress(ValueError):
-            get_training_chat_template(tokenizer)  # TRL knows those of the common models
+    with suppress(ValueError):  # of a template that TRL does not know
+        if template is not None and (has_generation_markers(template) or get_training_chat_template(tokenizer)):
             return
-    if template is None or not has_generation_markers(template):
-        raise ValueError(
-            f"{'The chat template has no' if template else 'There is no chat template, so none with'} "
-            "{% generation %} markers, which say what the assistant wrote. Pass `chat_template_path='chatml'` (the "
-            "template of this package), a template with markers, or `assistant_only_loss=False`."
-        )
+    raise ValueError(
+        f"{'The chat template has no' if template else 'There is no chat template, so none with'} "
+        "{% generation %} markers, which say what the assistant wrote. Pass `chat_template_path='chatml'` (the "
+        "template of this package), a template with markers, or `assistant_only_loss=False`."
+    )

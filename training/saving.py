@@ -1,11 +1,7 @@
 """Atomic saves: a kill, a full disk or a second run in the same folder leaves what was there before."""
 
-import json
-import logging
 import os
 import shutil
-import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +14,6 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
 from ..modeling_wedlm.card import CARD_NAME, is_written_by_a_person, read_card
-
-logger = logging.getLogger(__name__)
 
 # Beside what they become, so that a rename is enough. Pushes to the Hub leave out what begins with an underscore.
 _UNFINISHED, _FINISHED, _LOCK = "_saving", "_saved", "_lock"
@@ -172,47 +166,20 @@ def _move(finished: Path, folder: Path) -> None:
 
 
 def newest_complete_checkpoint(output_dir: Path) -> Path:
-    """The newest `checkpoint-*` folder whose last file, the trainer's state, is whole: `Trainer` itself may leave
-    others. Raises `ValueError` if there is none."""
+    """The newest `checkpoint-*` folder with its last file, the trainer's state: `Trainer` itself may leave others.
+    Raises `ValueError` if there is none."""
     for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
-        if _has_state(folder):
+        if (folder / TRAINER_STATE_NAME).is_file():
             return folder
-        logger.warning(f"Skipping {str(folder)!r}: its saving was cut off. You can delete it.")
     raise ValueError(f"There is no complete checkpoint to resume from in {str(output_dir)!r}.")
 
 
 def check_resumable(checkpoint: Path) -> None:
     """Raises `ValueError` unless a checkpoint holds the states of the trainer, of the optimizer and of the learning
-    rate's schedule, whole to the last byte: `Trainer` starts afresh in silence. DeepSpeed keeps the latter two in a
-    folder of its own. Weights are checked where they are loaded."""
-    problem, is_deepspeed = "", any(checkpoint.glob("global_step*"))
-    if not checkpoint.is_dir():
-        problem = "there is no such folder"
-    elif not _has_state(checkpoint):
-        problem = f"it holds no {TRAINER_STATE_NAME} that can be read"
-    elif not is_deepspeed and not any(checkpoint.glob("*optimizer*")):
-        problem = "it holds no state of the optimizer (was it saved with `save_only_model=True`?)"
-    elif not is_deepspeed and not (checkpoint / SCHEDULER_NAME).is_file():
-        problem = f"it holds no {SCHEDULER_NAME}, the state of the learning rate's schedule"
-    elif damaged := [path.name for path in checkpoint.glob("*.pt*") if not _is_whole(path)]:
-        problem = f"its {' and '.join(damaged)} is damaged"
-    if problem:
-        otherwise = "To begin a new run from its weights, pass it as the model."
-        raise ValueError(f"{str(checkpoint)!r} cannot be resumed: {problem}. {otherwise}")
-
-
-def _is_whole(file: Path) -> bool:
-    """Whether a file of `torch.save` is as it was written: a zip archive, whose checksums `torch.load` ignores."""
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return archive.testzip() is None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error):
-        return False
-
-
-def _has_state(checkpoint: Path) -> bool:
-    """Whether the trainer's state can be read."""
-    try:
-        return "global_step" in json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return False
+    rate's schedule: `Trainer` starts afresh in silence. DeepSpeed keeps the latter two in a folder of its own."""
+    states = [TRAINER_STATE_NAME] + ([] if any(checkpoint.glob("global_step*")) else ["optimizer*", SCHEDULER_NAME])
+    if missing := [name for name in states if not any(checkpoint.glob(name))]:
+        raise ValueError(
+            f"{str(checkpoint)!r} cannot be resumed: it has no {missing[0].rstrip('*')} (was it saved with "
+            "`save_only_model=True`?). To begin a new run from its weights, pass it as the model."
+        )

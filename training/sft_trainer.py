@@ -13,13 +13,12 @@ from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
-from transformers.modelcard import extract_hyperparameters_from_trainer, make_markdown_table, parse_log_history
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.data_utils import pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
-from ..modeling_wedlm.card import is_written_by_a_person, model_card, read_card, write_card
+from ..modeling_wedlm.card import is_written_by_a_person, read_card
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 from .examples import Preparation, first_example
@@ -110,14 +109,10 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
         if formatting_func is None:  # TRL takes the first example for all: it must see one that is trained on
             train_dataset = self._preparation.read(train_dataset, "train")
-            if isinstance(eval_dataset, dict):
-                eval_dataset = {name: self._preparation.read(part, name) for name, part in eval_dataset.items()}
-            elif eval_dataset is not None:
-                eval_dataset = self._preparation.read(eval_dataset, "eval")
+            eval_dataset = self._preparation.read(eval_dataset, "eval")
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         rest = {"optimizers": optimizers, "peft_config": peft_config, "formatting_func": formatting_func}
         super().__init__(model, args, callbacks=[DynamicMaskingCallback(), *(callbacks or [])], **data, **rest)
-        args.model_init_kwargs = init_kwargs
         prepare_quantized(self.model)
         # Only now: with `packing=True` the parent refuses every collator but its own.
         settings = {name: getattr(args, name) for name in COLLATOR_FIELDS}
@@ -268,33 +263,13 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
 
     # Checkpoints.
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The parent's, and a model card that says how the model was trained."""
-        super().save_model(output_dir, _internal_call)
-        if not self._is_staging and output_dir in (None, self.args.output_dir):
-            self.create_model_card()
-
-    def create_model_card(  # type: ignore[override]  # TRL's own signature, which is not transformers'
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Writes the model card, unless a person's own is there: TRL's for an adapter, else [`model_card`]."""
-        folder = str(self.args.output_dir)
-        if not self.is_world_process_zero() or is_written_by_a_person(read_card(folder)):
-            return
-        if self._is_staging and not self.args.push_to_hub:
-            return  # a checkpoint: beside it, the folder may hold an older model with its own card
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """TRL's, for an adapter, unless a person wrote one there. A model's is written where it is saved."""
         model = self.accelerator.unwrap_model(self.model)
-        if not isinstance(model, WeDLMForCausalLM):
-            super().create_model_card(model_name, dataset_name, tags)
-            return
-        _, evaluations, _ = parse_log_history(self.state.log_history)
-        settings = [f"- {name}: {value}" for name, value in extract_hyperparameters_from_trainer(self).items()]
-        parts = [f"By `WeDLMSFTTrainer`, {self.state.global_step:,} steps:", "\n".join(settings)]
-        parts += [make_markdown_table(evaluations)] if evaluations else []
-        named = [tags] if isinstance(tags, str) else tags or []
-        metadata = {"datasets": dataset_name, "tags": [*self._tag_names, *named]}
-        card = model_card(model, folder, repo_id=self.hub_model_id, training="\n\n".join(parts), metadata=metadata)
-        write_card(folder, card)
+        if not isinstance(model, WeDLMForCausalLM) and not is_written_by_a_person(
+            read_card(str(self.args.output_dir))
+        ):
+            super().create_model_card(*args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The parent's; reports what the streams have lost."""

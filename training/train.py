@@ -117,27 +117,21 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
         _check_lines(path)
     try:
         return load_dataset(builder, data_files=str(path), split=re.sub(r"^\w+", "train", split), streaming=streaming)
-    except (DatasetGenerationError, ValueError) as error:
-        if "corresponds to no data" in str(error):
+    except (DatasetGenerationError, StopIteration, ValueError) as error:
+        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
             raise ValueError(f"{name}: there is no example in this file.") from None
         raise ValueError(f"{name}: cannot be read as {builder}: {error.__cause__ or error}") from error
 
 
 def _check_lines(path: Path) -> None:
     """Raises `ValueError` with the number of the first line that is no JSON object: pyarrow names none."""
-    examples = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    example = json.loads(line.decode("utf-8"))
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{path}:{number}: malformed JSON: {error}") from None
-                if not isinstance(example, dict):
-                    raise ValueError(f"{path}:{number}: each line must be a JSON object, got {example!r:.60}")
-                examples += 1
-    if not examples:
-        raise ValueError(f"{path}: there is no example in this file.")
+            try:
+                if line.strip() and not isinstance(json.loads(line.decode()), dict):
+                    raise ValueError("not an object")
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: each line must be a JSON object: {error}") from None
 
 
 def _datasets(data: DataConfig, seed: int) -> tuple[Any, Any]:

@@ -54,7 +54,7 @@ def test_a_card_that_was_written_here_is_replaced_and_an_edited_one_is_not(tmp_p
     model = tiny_model()
     model.save_pretrained(tmp_path)
     ours = read_card(tmp_path)
-    changed = model_card(model, tmp_path, training="By hand.")
+    changed = model_card(model, tmp_path, metadata={"license": "mit"})
     assert write_card(tmp_path, changed) and read_card(tmp_path) == changed != ours
     assert not is_written_by_a_person(ours.replace("\n", "\r\n"))
     for own in (OWN, ours + "More words.\n", ours.replace("Nothing yet", "| a | table |"), ours.replace("wedlm", "x")):

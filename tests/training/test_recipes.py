@@ -236,9 +236,13 @@ def test_each_setting_and_default_of_the_documentation_is_the_configs():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data.jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', ":3: malformed JSON: Expecting ',' del"),
-        ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', ":2: each line must be a JSON object, got [1, 2]"),
-        ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', ":2: malformed JSON: 'utf-8' codec can't decode"),
+        (
+            "data.jsonl",
+            b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n',
+            ":3: each line must be a JSON object: Expecting ',' del",
+        ),
+        ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', ":2: each line must be a JSON object: not an object"),
+        ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', ":2: each line must be a JSON object: 'utf-8' codec"),
         ("data.jsonl", b"", ": there is no example in this file."),
         ("data.parquet", b"PAR1 no more", ": cannot be read as parquet"),
     ],

@@ -425,7 +425,6 @@ def test_a_loss_that_is_not_finite_ends_the_training_before_it_reaches_the_weigh
 
 def test_resuming_without_a_complete_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
-    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text('{"global_')
     with pytest.raises(ValueError, match="There is no complete checkpoint to resume from in"):
         trainer_on(tmp_path).train(resume_from_checkpoint=True)
 
