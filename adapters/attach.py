@@ -327,6 +327,10 @@ def _unfit(model: Any) -> str | None:
         return f"it keeps a recurrent state{state}, which cannot forget the masks of a step"
     if odd := sorted(kinds - set(ATTENTION_KINDS)):
         return f"its layers choose what a row sees in a way of their own ({', '.join(odd)})"
+    thresholds = {getattr(getattr(module, "state", None), "threshold", 0) for module in model.modules()}
+    if largest := max(thresholds):  # of bitsandbytes' 8 bits: larger activations are multiplied apart, for all rows
+        instead = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
+        return f"its 8-bit layers give a row other numbers beside others (llm_int8_threshold={largest}); use {instead}"
     if getattr(config.get_text_config(decoder=True), "alibi", False):
         return "its positions are ALiBi's, which count keys instead of logical positions"
     is_rotary = any("Rotary" in type(module).__name__ for module in model.modules())

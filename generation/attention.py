@@ -3,6 +3,7 @@
 `A` sequences in use, `Q` physical rows of each, `H` query heads, `G` of them share a key/value head, `D` head width.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from .cache import CacheWrite
 from .window import Visibility
@@ -22,18 +23,18 @@ from .window import Visibility
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
 # Kinds of layers whose mask is known here, by the names of `config.layer_types`.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-GROUPED = "wedlm_grouped_sdpa"
+GROUPED, ROWS = "wedlm_grouped_sdpa", "wedlm_eager_rows"  # what takes the place of sdpa and eager during a step
 # Rows up to which a CPU's bfloat16 products give a row the same bits: oneDNN takes another kernel for more.
 ROWS_ALIKE = 32
-# Forwards under way that read grouped masks, by the identity of their config.
+# Forwards under way that attend so, by the identity of their config.
 _READING: Counter[int] = Counter()
 _LOCK = Lock()
 
 
 def implementation_of(model: Any) -> str:
-    """The model's attention implementation, also while another thread's forward reads grouped masks."""
+    """The model's attention implementation, also during another thread's step."""
     name: str = model.config.get_text_config(decoder=True)._attn_implementation
-    return "sdpa" if name == GROUPED else name
+    return {GROUPED: "sdpa", ROWS: "eager"}.get(name, name)
 
 
 def layer_types(config: Any) -> list[str]:
@@ -54,6 +55,7 @@ class StepAttention:
     Attributes:
         kinds: of its layers.
         groups: query heads of each key/value head, G, where [`grouped_sdpa`] can be used; otherwise 0.
+        takes_rows: whether rows can attend one by one, by [`grouped_sdpa`] or [`eager_rows`].
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,9 +63,12 @@ class StepAttention:
         self.dtype = model.dtype
         self.implementation = implementation_of(model)
         self.kinds = sorted(set(layer_types(model.config)))
-        groups = {getattr(module, "num_key_value_groups", None) for module in model.modules()} - {None}
-        is_known = self.implementation == "sdpa" and getattr(model, "_supports_attention_backend", False)
-        self.groups = next(iter(groups), 1) if is_known and len(groups) <= 1 else 0
+        layers = [module for module in model.modules() if getattr(module, "num_key_value_groups", None)]
+        groups = {module.num_key_value_groups for module in layers}
+        is_known = getattr(model, "_supports_attention_backend", False)
+        self.groups = next(iter(groups), 1) if is_known and self.implementation == "sdpa" and len(groups) <= 1 else 0
+        is_eager = is_known and self.implementation == "eager" and all(map(_eager_of, layers))
+        self.takes_rows = bool(self.groups) or is_eager
 
     def masks(
         self, write: CacheWrite, position_ids: torch.Tensor, visibility: Visibility | None, alone: int | None = None
@@ -79,8 +84,8 @@ class StepAttention:
 
         Returns:
             `None` where the model makes the right one by itself; a tensor where all layers are of one kind, and
-            otherwise one for each kind, as transformers' models take them: boolean for sdpa, additive for eager
-            attention, [`grouped_mask`] for grouped attention.
+            otherwise one for each kind, as transformers' models take them: boolean for sdpa, [`grouped_mask`] for
+            grouped and eager attention.
         """
         is_dense = self.implementation in DENSE_MASK_ATTENTION
         is_local = is_dense and self.kinds != ["full_attention"] and write.start != 0
@@ -92,23 +97,23 @@ class StepAttention:
         for kind in self.kinds:
             near = _near(kind, write, position_ids, self.config)
             mask = visible if near is None else visible & near
-            if self.groups and alone != 0:
-                mask = grouped_mask(mask, self.groups, self.dtype, alone or 0)
-            elif self.implementation != "sdpa":
-                mask = torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
+            if self.implementation != "sdpa" or (self.groups and alone != 0):
+                mask = grouped_mask(mask, self.groups or 1, self.dtype, alone or 0)
             masks[kind] = mask
         return masks if len(self.kinds) > 1 else masks[self.kinds[0]]
 
     @contextmanager
     def reading(self, masks: Any) -> Iterator[None]:
         """Within this context, the model's layers attend as these masks ask."""
-        if masks is None or not self.groups:
+        some = next(iter(masks.values())) if isinstance(masks, dict) else masks
+        name = GROUPED if self.groups else ROWS if hasattr(some, "alone") else None
+        if masks is None or name is None:
             yield
             return
         key = id(self.config)
         with _LOCK:  # several threads may decode with one model
             _READING[key] += 1
-            self.config._attn_implementation = GROUPED
+            self.config._attn_implementation = name
         try:
             yield
         finally:
@@ -135,11 +140,12 @@ def _near(kind: str, write: CacheWrite, queries: torch.Tensor, config: Any) -> t
 def attends_by_row(model: Any) -> bool:
     """Whether each real row of a step should attend in a call of its own, the call of an AR step.
 
-    A row's last bits depend on how many rows attend together, and in bfloat16 answers then part at near-ties. A CPU's
-    bfloat16 products give a row the same bits beside up to [`ROWS_ALIKE`] others: attention is all that differs.
+    A row's last bits depend on how many rows attend together. In bfloat16 answers then part at near-ties, and layers
+    that quantize what they read make large differences of small ones. A CPU's bfloat16 and integer products give a row
+    the same bits beside up to [`ROWS_ALIKE`] others: attention is all that differs.
     """
-    is_concerned = model.device.type == "cpu" and model.dtype == torch.bfloat16
-    return is_concerned and bool(StepAttention(model).groups)
+    is_concerned = model.dtype == torch.bfloat16 or getattr(model, "is_quantized", False)
+    return model.device.type == "cpu" and is_concerned and StepAttention(model).takes_rows
 
 
 def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype, alone: int = 0) -> torch.Tensor:
@@ -213,8 +219,35 @@ def grouped_sdpa(
     return output.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(GROUPED, grouped_sdpa)
-AttentionMaskInterface.register(GROUPED, sdpa_mask)
+def eager_rows(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The model's own eager attention, where the mask asks for it row by row; see [`grouped_sdpa`]."""
+    eager, alone = _eager_of(module), getattr(attention_mask, "alone", [])
+    assert eager is not None
+    parts = [
+        eager(module, query[:, :, row : row + 1], key[:, :, keys], value[:, :, keys], None, **kwargs)[0]
+        for row, keys in enumerate(alone)
+    ]
+    if query.shape[2] > len(alone):
+        parts.append(eager(module, query[:, :, len(alone) :], key, value, attention_mask, **kwargs)[0])
+    return torch.cat(parts, dim=1), None
+
+
+def _eager_of(module: torch.nn.Module) -> Any:
+    """The eager attention function that stands beside the class of a layer, or beside one that it inherits from."""
+    homes = [sys.modules[kind.__module__] for kind in type(module).__mro__]
+    return next((home.eager_attention_forward for home in homes if hasattr(home, "eager_attention_forward")), None)
+
+
+for _name, _attend, _mask in ((GROUPED, grouped_sdpa, sdpa_mask), (ROWS, eager_rows, eager_mask)):
+    AttentionInterface.register(_name, _attend)
+    AttentionMaskInterface.register(_name, _mask)
 
 
 def window_visibility(

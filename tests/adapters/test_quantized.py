@@ -23,7 +23,7 @@ def torchao(name: str) -> TorchAoConfig:
 QUANTIZED = {
     "torchao int8 weights": lambda: torchao("Int8WeightOnlyConfig"),
     "torchao int8 weights and activations": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
-    "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True),
+    "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
     "bitsandbytes nf4": lambda: BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
     ),
@@ -57,6 +57,26 @@ def test_verified_decoding_is_the_quantized_bases_own_text(folder: Path, name: s
     assert torch.equal(model(PROMPT).logits, logits)
     model.unload_mask_adapter()
     assert ([type(module) for module in model.modules()], type(model.model.layers[0].mlp.down_proj.weight)) == kinds
+
+
+def test_layers_that_quantize_what_they_read_get_the_rows_of_ar_decoding(tmp_path: Path) -> None:
+    llama(hidden_size=256, intermediate_size=512, initializer_range=0.1, num_hidden_layers=6).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
+    attached(model.eval())
+    options = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+    for seed in range(4):
+        prompt = torch.randint(4, 60, (1, 9), generator=torch.Generator().manual_seed(seed))
+        expected = model.generate(prompt, **options)
+        found = model.generate(prompt, **options, strategy="wedlm", verification="exact", slot_cost=0.0)
+        # A number that is rounded to another one of 255 makes differences of about 0.1.
+        torch.testing.assert_close(torch.cat(found.logits), torch.cat(expected.logits), rtol=0, atol=1e-3)
+
+
+def test_layers_that_mix_the_rows_of_a_forward_are_refused(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+    with pytest.raises(ValueError, match=r"llm_int8_threshold=6.0\); use BitsAndBytesConfig.*llm_int8_threshold=0.0"):
+        add_mask_adapter(model)
 
 
 class WholeTensor(torch.Tensor):
