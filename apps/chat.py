@@ -13,8 +13,8 @@ from rich.text import Text
 from ..console.prompts import is_unicode
 from ..console.streaming import printable, writer_to
 from ..eval.decoders import DECODERS, decoder_name, with_asked
-from ..eval.files import check_output, write_text
 from ..generation.settings import SETTING_NAMES
+from ..modeling_wedlm.files import check_output, write_text
 from .conversation import AnswerStopped, Conversation, Turn
 
 PROMPT = "> "

@@ -144,7 +144,8 @@ def attends_by_row(model: Any) -> bool:
     that quantize what they read make large differences of small ones. A CPU's bfloat16 and integer products give a row
     the same bits beside up to [`ROWS_ALIKE`] others: attention is all that differs.
     """
-    is_concerned = model.dtype == torch.bfloat16 or getattr(model, "is_quantized", False)
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
+    is_concerned = dtype == torch.bfloat16 or getattr(model, "is_quantized", False)
     return model.device.type == "cpu" and is_concerned and StepAttention(model).takes_rows
 
 

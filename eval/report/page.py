@@ -12,8 +12,8 @@ import jinja2
 import pandas as pd
 from markdown_it import MarkdownIt
 
+from ...modeling_wedlm.files import write_text
 from ..decoders import AR, EXACT, FIELDS, LOOKUP, WEDLM
-from ..files import write_text
 from ..table import TITLES, cells
 from .figures import figures
 from .numbers import Numbers

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...console.progress import stage
 from ...modeling_wedlm import WeDLMForCausalLM
+from ...modeling_wedlm.files import write_text
 from ..decoders import AR, EXACT, LOOKUP, Options
-from ..files import write_text
 from ..measure import Measured, agreeing_tokens, answer_entropy, batches_of, take_turns
 from ..prompts import Prompt, answer_limit
 from .request import ReportRequest

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...generation.settings import WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMForCausalLM
+from ...modeling_wedlm.files import write_text
 from ..decoders import BLOCK, COMPARED, FIELDS, WEDLM, configured
-from ..files import write_text
 from ..measure import environment, fingerprint
 from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts
 from .numbers import Numbers, pick, settings_table, sweep_numbers

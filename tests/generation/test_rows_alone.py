@@ -32,11 +32,19 @@ def test_a_row_that_attends_alone_has_the_bits_of_an_ar_step() -> None:
         assert torch.equal(output[:, row : row + 1], ar)
 
 
-@pytest.mark.parametrize(("do_sample", "attention"), [(False, "sdpa"), (True, "sdpa"), (False, "eager")])
-def test_logits_in_bfloat16_are_those_of_ar_to_the_bit(do_sample: bool, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("do_sample", "attention", "autocast"),
+    [(False, "sdpa", False), (True, "sdpa", False), (False, "eager", False), (False, "sdpa", True)],
+)
+def test_logits_in_bfloat16_are_those_of_ar_to_the_bit(do_sample: bool, attention: str, autocast: bool) -> None:
     assert not attends_by_row(llama())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        check_logits(do_sample, attention, torch.float32 if autocast else torch.bfloat16)
+
+
+def check_logits(do_sample: bool, attention: str, dtype: torch.dtype) -> None:
     # Widths of whole vectors, as in real models: what is left over is computed by other instructions.
-    model = llama(hidden_size=128, intermediate_size=256, vocab_size=128, initializer_range=0.1).bfloat16()
+    model = llama(hidden_size=128, intermediate_size=256, vocab_size=128, initializer_range=0.1).to(dtype)
     model.set_attn_implementation(attention)
     add_mask_adapter(model, SMALL)
     model.mask_adapter.requires_grad_(False)
