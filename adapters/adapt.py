@@ -180,11 +180,6 @@ class _Run:
 
     def _check_earlier(self, before: dict[str, Any]) -> None:
         """Raises `ValueError` unless this run can go on with an earlier one."""
-        if before.get("format") != FORMAT:
-            raise ValueError(
-                f"{str(self.out)!r} holds a run of an earlier version, which cannot go on. Its adapter and its "
-                f"answers can be used: choose a new folder and pass `--from {self.out} --answers {self.answers}`."
-            )
         if different := [name for name, value in self.identity.items() if before.get(name) != value]:
             changes = ", ".join(f"{name}: {before.get(name)!r}, not {self.identity[name]!r}" for name in different)
             raise ValueError(f"{str(self.out)!r} holds a run with other settings ({changes}): choose a new folder.")

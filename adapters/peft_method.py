@@ -26,15 +26,12 @@ class MaskAdapterPeftType(str, Enum):
 
 @dataclass
 class MaskAdapterConfig(PeftConfig):
-    """The adapter_config.json of a mask adapter, see [`MaskAdapterSettings`]; `base` is what tells its base.
-
-    Files of earlier versions hold a `calibration`, which nothing reads."""
+    """The adapter_config.json of a mask adapter, see [`MaskAdapterSettings`]; `base` is what tells its base."""
 
     rank: int = 64
     target_modules: list[str] = field(default_factory=list)
     head_width: int = 640
     base: dict[str, Any] = field(default_factory=dict)
-    calibration: dict[str, list[float]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -266,14 +266,6 @@ def test_other_settings_do_not_go_on_with_a_run(whole):
     refused(folder, other, ValueError, r"holds a run with other settings \(base: '.*llama', not '.*other'\)")
 
 
-def test_a_folder_of_an_earlier_version_says_what_to_do(tmp_path, base):
-    work = tmp_path / "out" / "work"
-    work.mkdir(parents=True)
-    (work / "adapt.json").write_text(json.dumps({"base": str(base), "prompts": None, "rank": 64, "seed": 0}))
-    message = r"a run of an earlier version, .* pass `--from .*out --answers .*answers\.jsonl`"
-    refused(tmp_path, base, ValueError, message)
-
-
 def test_answers_that_never_end_are_learned_and_said(tmp_path, base):
     config = json.loads((base / "generation_config.json").read_text())
     (base / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": 319}))
