@@ -165,11 +165,17 @@ class PackedEmbedding(nn.Embedding):
 
 
 class PackedNorm(nn.RMSNorm):
-    """An `nn.RMSNorm` of six small operations, where torch's own takes nine on a CPU."""
+    """An `nn.RMSNorm` of five small operations, where torch's own takes nine on a CPU."""
+
+    def __init__(self, weight: nn.Parameter, eps: float):
+        super().__init__(weight.shape, eps, device="meta")
+        self.weight = weight
+        self._terms = torch.tensor([eps]), torch.tensor([float(len(weight))])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(..., H)` float32, both."""
-        return (x * (x * x).mean(-1, keepdim=True).add_(self.eps or 0.0).rsqrt_()).mul_(self.weight)
+        eps, count = self._terms
+        return (x * torch.addcdiv(eps, (x * x).sum(-1, keepdim=True), count).rsqrt_()).mul_(self.weight)
 
 
 def _refuse_change(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -277,9 +283,7 @@ def _use_fused_norms(model: nn.Module) -> None:
             weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
             if not type(norm).__name__.endswith("RMSNorm") or len(norm.state_dict()) != 1 or weight is None or not eps:
                 continue
-            fused = PackedNorm(weight.shape, eps, device="meta")
-            fused.weight, fused.training = weight, norm.training
-            rows = torch.randn(8, *weight.shape)
+            fused, rows = PackedNorm(weight, eps).train(norm.training), torch.randn(8, *weight.shape)
             if weight.ndim == 1 and norm.forward(rows).equal(fused.forward(rows)):
                 _take_hooks(fused, norm)
                 setattr(module, name, fused)
