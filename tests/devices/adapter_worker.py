@@ -26,7 +26,6 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
     "resumed": {"stop_at": 3},
     "long": {"mask_rows": 4000, "save_minutes": 1e-9},
-    "bf16": {"bf16": True},
     "fsdp": {"parallel": {"fsdp_size": 2}},
     "tp": {"parallel": {"tp_size": 2}},
 }

@@ -11,7 +11,6 @@ from dual_stream_oracle import IGNORE, batch_of, responses, slots_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import EOS, MASK, START, tiny_tokenizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from wedlm_hf.training import DataCollatorForDualStreamMasking
@@ -121,34 +120,6 @@ def test_columns_of_marks_mean_what_labels_mean_and_no_column_means_everything()
     assert everything["labels"][0].tolist() == [IGNORE, *tokens[1:], *[EOS] * 7]
 
 
-def test_the_mask_loss_learns_every_copy_of_the_end_token_and_the_next_token_loss_only_the_real_one():
-    tokens, supervised = turns(("user", 3), ("assistant", 4))
-    collator = collator_with(block_size=1)  # with one token in a block, every supervised token is masked
-    batch = collator([example_of(tokens, supervised)])
-    memory = slots_where(batch, 0, stream_ids=0)
-    assert batch["input_ids"][0][memory].tolist() == [*tokens, *[EOS] * 7]
-    assert batch["targets"][0][memory].tolist() == [IGNORE, IGNORE, *tokens[3:], *[IGNORE] * 8]
-    assert batch["targets"][0][~memory].tolist() == [*tokens[3:], *[EOS] * 7]
-    assert (batch["labels"] != IGNORE).sum() == 4 + 7
-
-
-def test_each_response_of_a_conversation_ends_in_learnable_padding_that_no_later_turn_sees():
-    tokens, supervised = turns(("user", 4), ("assistant", 5), ("user", 3), ("assistant", 6))
-    collator = collator_with(num_eos=3)
-    batch = collator([example_of(tokens, supervised)])
-    memories = [batch["input_ids"][0][slots_where(batch, 0, stream_ids=0, document_ids=i)].tolist() for i in (0, 1)]
-    assert memories == [[*tokens[:9], EOS, EOS], [*tokens, EOS, EOS]]
-    assert batch["labels"][0].tolist() == [
-        *[IGNORE] * 4, *tokens[4:9], EOS, EOS,
-        *[IGNORE] * 12, *tokens[12:], EOS, EOS,
-    ]  # fmt: skip
-    # Exactly what the two samples give that one would cut by hand.
-    alone = [collator([example_of(tokens[:9], supervised[:9])])]
-    alone.append(collator([example_of(tokens, [False] * 9 + supervised[9:])]))
-    for column in set(batch) - {"document_ids"}:
-        assert torch.equal(batch[column], torch.cat([piece[column] for piece in alone], dim=1)), column
-
-
 # Noise.
 
 DOCUMENTS = [
@@ -205,25 +176,6 @@ def test_noise_differs_by_seed_epoch_document_and_copy():
         assert all(noise[document] != expected[document] for document in expected)
     batch = collator_with(num_copies=2)([DOCUMENTS[0]])
     assert masked_positions(batch, 0, 0, 1) != masked_positions(batch, 0, 0, 2)
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch does."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.count += 1
-        return operation(*args, **(kwargs or {}))
-
-
-def test_a_document_costs_the_drawing_of_its_noise_and_no_other_operation():
-    tokens, counts = [10 + number % 280 for number in range(2048)], []
-    for lengths in ([2048], [64] * 32):
-        with Operations() as operations:
-            collator_with()([example_of(tokens, [number % 64 >= 32 for number in range(2048)], seq_lengths=lengths)])
-        counts.append(operations.count)
-    assert counts[1] - counts[0] <= 4 * 31
 
 
 # Bad input.

@@ -79,21 +79,6 @@ def test_a_row_is_the_same_alone_and_in_a_batch_whatever_else_is_asked_for():
     assert torch.equal(together.ar_tokens, other.ar_tokens)
 
 
-def test_seed_and_epoch_choose_the_masks_and_nothing_else_does():
-    model, collator = tiny_model(), collator_with()
-
-    def masked(collator) -> torch.Tensor:
-        torch.manual_seed(torch.seed())
-        with torch.no_grad():
-            return response_log_probs(model, EXAMPLES, collator).mask_tokens != 0
-
-    first = masked(collator)
-    assert torch.equal(first, masked(collator_with()))  # a policy and its reference see the same masks
-    assert not torch.equal(first, masked(collator_with(seed=1)))
-    collator.set_epoch(1)
-    assert not torch.equal(first, masked(collator))
-
-
 def test_the_gradient_is_that_of_the_loss():
     collator, tokens = collator_with(), sum(map(sum, map(supervised_of, EXAMPLES)))
     gradients = []

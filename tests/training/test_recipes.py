@@ -197,21 +197,7 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch):
     assert result.stderr == "Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.\n"
 
 
-@pytest.mark.parametrize("error", [FloatingPointError, TypeError, torch.OutOfMemoryError])
-def test_what_a_run_cannot_help_is_told_in_one_line(monkeypatch, error):
-    def fail(*arguments):
-        raise error("no more")
-
-    monkeypatch.setattr(train, "run", fail)
-    assert said("--dataset", "x.jsonl", *CPU) == "Error: no more"
-
-
 # The documentation.
-
-
-def test_the_documentation_names_every_recipe():
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    assert {ROOT / path for path in re.findall(r"examples/recipes/\w+\.yaml", text)} == {*RECIPES.values()}
 
 
 def test_each_setting_and_default_of_the_documentation_is_the_configs():

@@ -347,14 +347,6 @@ def test_evaluation_decodes_prompts_as_a_user_would(tmp_path):
     assert result == pytest.approx(new_tokens / forwards)
 
 
-def test_several_evaluation_sets_are_reported_by_name(tmp_path):
-    trainer = trainer_on(tmp_path, eval_dataset={"first": MESSAGES, "second": MESSAGES.select(range(3))})
-    metrics = trainer.evaluate()
-    assert metrics["eval_first_ar_nll"] != metrics["eval_second_ar_nll"]
-    packed = trainer_on(tmp_path, eval_dataset=MESSAGES, packing=True).evaluate()
-    assert packed["eval_ar_nll"] == pytest.approx(metrics["eval_first_ar_nll"], rel=1e-5)
-
-
 # What is refused.
 
 
@@ -427,10 +419,3 @@ def test_resuming_without_a_complete_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(ValueError, match="There is no complete checkpoint to resume from in"):
         trainer_on(tmp_path).train(resume_from_checkpoint=True)
-
-
-def test_bf16_is_on_only_where_a_gpu_has_it_unless_it_is_asked_for(tmp_path, monkeypatch):
-    for has_bf16 in (True, False):
-        monkeypatch.setattr("wedlm_hf.training.sft_config.is_torch_bf16_gpu_available", lambda has=has_bf16: has)
-        assert WeDLMSFTConfig(str(tmp_path), use_cpu=True).bf16 is has_bf16
-    assert WeDLMSFTConfig(str(tmp_path), use_cpu=True, bf16=True).bf16 is True

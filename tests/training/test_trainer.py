@@ -6,7 +6,6 @@ import pytest
 import torch
 from dual_stream_oracle import IGNORE
 from tiny import EOS, START, tiny_model, tiny_tokenizer
-from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from wedlm_hf.training import DataCollatorForDualStreamMasking, DynamicMaskingCallback
@@ -70,24 +69,6 @@ def record_noise(trainer: Trainer) -> tuple[list[Noise], list[Noise]]:
 # Loss, gradient, updates.
 
 
-def test_the_step_loss_is_divided_by_what_all_its_micro_batches_count(tmp_path):
-    steps = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    trainer = trainer_on(tmp_path, **steps, learning_rate=0.0)
-    counts, nll = [], []
-
-    def record(model, args, kwargs, output):
-        counts.append(int(kwargs["num_items_in_batch"]))
-        nll.append((output.token_nll * kwargs["loss_weights"]).sum().item())
-
-    trainer.model.register_forward_hook(record, with_kwargs=True)
-    trainer.train()
-    assert len(counts) == 4 and len(set(counts)) == 1
-    # 8 of the 16 examples; each supervises its answer, its end token and two more copies of that.
-    possible = sorted(length + 3 for length in LENGTHS)
-    assert sum(possible[:8]) <= counts[0] <= sum(possible[8:])
-    assert losses_of(trainer)[0] == pytest.approx(sum(nll) / counts[0], rel=1e-5)
-
-
 @pytest.mark.parametrize("column", ["document_ids", "seq_lengths"])
 def test_packed_documents_stay_apart(tmp_path, column):
     packing = {"document_ids": [0] * 4 + [1] * 3, "seq_lengths": [4, 3]}
@@ -144,17 +125,6 @@ def test_each_epoch_has_its_own_noise_and_evaluation_always_the_same(tmp_path, s
     assert epochs == [expected_noise(0), expected_noise(1), expected_noise(2)]
     assert evaluations[:3] == [expected_noise(0)] * 3
     assert sum(epochs[1][document] != epochs[2][document] for document in epochs[0]) > len(EXAMPLES) / 2
-
-
-def test_passes_over_a_stream_without_length_are_epochs_too(tmp_path):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(EXAMPLES)
-
-    trainer = trainer_on(tmp_path, train_dataset=Stream(), max_steps=8, callbacks=[DynamicMaskingCallback()])
-    epochs, _ = record_noise(trainer)
-    trainer.train()
-    assert epochs == [expected_noise(0), expected_noise(1)]
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):

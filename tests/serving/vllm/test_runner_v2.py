@@ -63,16 +63,6 @@ def test_requests_of_many_kinds_share_a_batch(ar, verified, prompts):
     ]
 
 
-def test_answers_run_up_to_the_longest_length_and_prompts_come_in_parts(ar, start, prompts, complete):
-    engine = start(tokens=6, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=48, num_gpu_blocks_override=10)
-    long = [token for prompt in prompts for token in prompt]
-    both = [long[:122], long[30:150], prompts[3]]
-    outputs = complete(engine, both, max_tokens=12, ignore_eos=True)
-    expected = complete(ar, both, max_tokens=12, ignore_eos=True)
-    for prompt, output, reference in zip(both, outputs, expected, strict=True):
-        assert list(output.token_ids) == list(reference.token_ids)[: 128 - len(prompt)]
-
-
 def test_a_mask_adapter_leaves_the_answers_as_they_are(ar, start, prompts, complete, random_adapter, steps):
     options = {"mask_adapter": str(random_adapter[0])}
     engine = start(tokens=8, additional_config={"wedlm": options}, max_num_seqs=4)

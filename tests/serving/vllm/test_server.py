@@ -13,22 +13,6 @@ import urllib.request
 import openai
 import pytest
 
-CLIENT = """
-import asyncio, sys, openai
-
-async def main(url, model):
-    client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
-    async def one(number):
-        stream = await client.completions.create(
-            model=model, prompt=f"Count from {number} to 900 by 3.", max_tokens=400, stream=True,
-            extra_body={"ignore_eos": True})
-        async for chunk in stream:
-            print(number, flush=True)
-    await asyncio.gather(*(one(number) for number in range(50)))
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
 
 @pytest.fixture(scope="module")
 def server(nano, tmp_path_factory):
@@ -106,21 +90,3 @@ def test_500_requests_are_answered_and_wrong_ones_refused(server, prompts):
     assert "`wedlm_strategy` must be one of" in str(refused[0])
     assert all(isinstance(count, int) and count > 0 for number, count in enumerate(results) if number % 50 != 49)
     wait_until_idle(server)
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_50_requests_whose_client_is_killed(server):
-    client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, server + "/v1", "nano"], stdout=subprocess.PIPE, text=True
-    )
-    seen = set()
-    for line in client.stdout:
-        seen.add(line)
-        if len(seen) >= 25:
-            break
-    assert gauges(server)[0] > 0
-    client.kill()
-    client.communicate()
-    wait_until_idle(server)
-    answer = openai.OpenAI(base_url=server + "/v1", api_key="none").completions.create(model="nano", prompt="1, 2,")
-    assert answer.usage.completion_tokens > 0
