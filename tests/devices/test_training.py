@@ -81,14 +81,3 @@ def test_what_is_evaluated_is_the_cpus(pretend):
     found, expected = (response_log_probs(one, [EXAMPLES[1]], collator) for one in (other, model))
     for name in ("ar_tokens", "mask_tokens", "ar_blocks", "mask_blocks"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_model_that_inductor_compiles_learns_the_same():
-    model, batch = tiny_model(), batch_of()
-    other = copy.deepcopy(model)
-    model(**batch).loss.backward()
-    torch._dynamo.reset()
-    output = torch.compile(other)(**batch)
-    output.loss.backward()
-    assert_close(gradients_of(other), gradients_of(model))

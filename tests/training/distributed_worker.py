@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 from accelerate import ParallelismConfig
+from test_mask_trainer import answers
 from test_sft_trainer import MESSAGES, trainer_on
 from test_trainer import EXAMPLES as DOCUMENTS
 from tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
+from wedlm_hf.adapters.budget import MaskTrainingConfig
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 from wedlm_hf.training import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 
@@ -31,6 +35,8 @@ PACKED = [
     for first, second in zip(DOCUMENTS[::2], DOCUMENTS[1::2], strict=True)
 ]
 STEPS = 3
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+BACKEND = "gloo" if PROCESSES > 1 else None
 ARGUMENTS: dict[str, Any] = {
     "num_train_epochs": STEPS, "learning_rate": 0.05, "lr_scheduler_type": "constant", "optim": "sgd",
     "max_grad_norm": 1e9,  # so that the norm is logged
@@ -53,13 +59,21 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "tp qwen2.5": {"parallel": {"tp_size": 2}, "style": "qwen2.5"},
     "plain qwen2.5": {"style": "qwen2.5"},
     "sft": {},
+    "adapter": {},
 }
 # What is refused. Context parallelism comes last: afterwards the processes are no longer in step.
 REFUSED: dict[str, dict[str, Any]] = {
     "fsdp resumed": {"parallel": {"fsdp_size": 2}, "resume": True},
     "tp resumed": {"parallel": {"tp_size": 2}, "resume": True},
+    "adapter fsdp": {"parallel": {"fsdp_size": 2}},
+    "adapter tp": {"parallel": {"tp_size": 2}},
     "context parallel": {"parallelism_config": ParallelismConfig(cp_size=2)},
 }
+
+
+def load_start(folder: Path, style: str, parallel: dict[str, int] | None) -> WeDLMForCausalLM:
+    sharding = DistributedConfig(**parallel) if parallel and PROCESSES > 1 else None
+    return WeDLMForCausalLM.from_pretrained(folder / f"start-{style}", distributed_config=sharding)
 
 
 def run(
@@ -67,19 +81,17 @@ def run(
     style: Any = "qwen3", gradient_accumulation_steps: int = 1, **settings: Any,
 ) -> None:  # fmt: skip
     """Trains, and writes `FOLDER/NAME`: the model, and losses and gradient norms of all steps in log.json."""
-    processes = int(os.environ.get("WORLD_SIZE", 1))
-    data_parallel = 1 if parallel and "tp_size" in parallel else processes
+    data_parallel = 1 if parallel and "tp_size" in parallel else PROCESSES
     rows = PACKED if packed else DOCUMENTS
 
     def load() -> WeDLMForCausalLM:
-        sharding = DistributedConfig(**parallel) if parallel and processes > 1 else None
-        return WeDLMForCausalLM.from_pretrained(folder / f"start-{style}", distributed_config=sharding)
+        return load_start(folder, style, parallel)
 
     def trainer(model: Any) -> Trainer:
         args = TrainingArguments(
             str(folder / f"{name} checkpoints"), gradient_accumulation_steps=gradient_accumulation_steps,
             per_device_train_batch_size=len(rows) // data_parallel // gradient_accumulation_steps,
-            save_strategy="steps" if resume else "no", ddp_backend="gloo" if processes > 1 else None,
+            save_strategy="steps" if resume else "no", ddp_backend=BACKEND,
             **ARGUMENTS | settings,
         )  # fmt: skip
         collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3)
@@ -102,12 +114,11 @@ def run_sft(folder: Path) -> None:
 
     Seven examples to evaluate on: the last batch is not full.
     """
-    processes = int(os.environ.get("WORLD_SIZE", 1))
     settings: dict[str, Any] = {
-        "max_steps": 4, "per_device_train_batch_size": 4 // processes, "per_device_eval_batch_size": 3,
+        "max_steps": 4, "per_device_train_batch_size": 4 // PROCESSES, "per_device_eval_batch_size": 3,
         "optim": "adamw_torch", "max_grad_norm": 1.0, "eval_strategy": "steps", "eval_steps": 2,
         "eval_decoding_samples": 2, "eval_decoding_tokens": 6, "save_strategy": "steps", "save_steps": 2,
-        "ddp_backend": "gloo" if processes > 1 else None,
+        "ddp_backend": BACKEND,
     }  # fmt: skip
     for name, checkpoint in (("sft", None), ("sft resumed", str(folder / "sft" / "checkpoint-2"))):
         trainer = trainer_on(folder / name, eval_dataset=MESSAGES.select(range(7)), **settings)
@@ -116,18 +127,35 @@ def run_sft(folder: Path) -> None:
         trainer.save_state()
 
 
+def run_adapter(folder: Path, name: str, parallel: dict[str, int] | None = None) -> None:
+    """Trains a mask adapter, two batches of answers a step, and writes `FOLDER/NAME`."""
+    model = load_start(folder, "qwen3", parallel)
+    torch.manual_seed(0)
+    model.add_mask_adapter(MaskAdapterSettings(rank=4, head_width=8))
+    args = MaskTrainingConfig(
+        output_dir=str(folder / name), num_masks=4, batch_slots=40, mask_rows=900, save_minutes=1e9, warmup_steps=2,
+        logging_steps=1, use_cpu=True, disable_tqdm=True, max_grad_norm=1e9,
+        gradient_accumulation_steps=2 // PROCESSES, ddp_backend=BACKEND,
+    )  # fmt: skip
+    trainer = MaskAdapterTrainer(model, args, answers(17), answers(3, seed=1))
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+
+
 def main(folder: Path, scenarios: list[str]) -> None:
     torch.set_num_threads(1)
     # accelerate takes tensor parallelism on accelerators only; all that follows its check works on CPUs as well.
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
     for name in scenarios:
+        train = run_adapter if name.startswith("adapter") else run
         if name == "sft":
             run_sft(folder)
         elif name in SCENARIOS:
-            run(folder, name, **SCENARIOS[name])
+            train(folder, name, **SCENARIOS[name])
         else:
             try:
-                run(folder, name, **REFUSED[name])
+                train(folder, name, **REFUSED[name])
             except ValueError as error:
                 (folder / f"{name}.txt").write_text(str(error))
     if torch.distributed.is_initialized():

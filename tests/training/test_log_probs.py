@@ -67,18 +67,6 @@ def test_each_token_has_its_own_place_and_its_blocks_sum():
         torch.testing.assert_close(blocks, padded, atol=1e-4, rtol=1e-5)
 
 
-def test_a_row_is_the_same_alone_and_in_a_batch_whatever_else_is_asked_for():
-    model = tiny_model()
-    with torch.no_grad():
-        together = response_log_probs(model, EXAMPLES, collator_with())
-        other = response_log_probs(model, EXAMPLES, collator_with(num_eos=8, ar_weight=0.0))
-        for row, example in enumerate(EXAMPLES):
-            alone = response_log_probs(model, [example], collator_with()).mask_tokens[0]
-            torch.testing.assert_close(alone, together.mask_tokens[row, : len(alone)], atol=1e-4, rtol=1e-5)
-    assert torch.equal(together.mask_tokens, other.mask_tokens)
-    assert torch.equal(together.ar_tokens, other.ar_tokens)
-
-
 def test_the_gradient_is_that_of_the_loss():
     collator, tokens = collator_with(), sum(map(sum, map(supervised_of, EXAMPLES)))
     gradients = []

@@ -98,17 +98,6 @@ def test_every_assistant_turn_is_learnt_and_nothing_else(tmp_path):
     assert learnt_text(everything.train_dataset[0]).startswith(whole)
 
 
-def test_white_space_that_a_template_counts_as_the_assistants_is_not_learnt(tmp_path):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = (
-        "{%- for message in messages -%}{{- '<|im_start|>' + message['role'] + '\n' -}}"
-        "{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'] + '<|im_end|>\n' -}}"
-        "{%- endgeneration -%}{%- else -%}{{- message['content'] + '<|im_end|>\n' -}}{%- endif -%}{%- endfor -%}"
-    )
-    trainer = trainer_on(tmp_path, tokenizer=tokenizer)
-    assert learnt_text(trainer.train_dataset[0]) == LEARNT
-
-
 def test_packed_rows_hold_whole_documents_and_isolate_them(tmp_path):
     plain, packed = (trainer_on(tmp_path, packing=packing, max_length=60) for packing in (False, True))
     assert len(packed.train_dataset) < len(plain.train_dataset)
@@ -272,18 +261,6 @@ def test_the_loss_is_that_of_plain_forwards_over_the_whole_step(tmp_path):
     speeds = logged(trainer, "tokens_per_second")[0], logged(trainer, "supervised_tokens_per_second")[0]
     counts = int(memory.sum()), int((batch["labels"] != IGNORE).sum())
     assert speeds[0] / speeds[1] == pytest.approx(counts[0] / counts[1])
-
-
-def test_bf16_is_for_autocast_and_weights_stay_in_float32(tmp_path):
-    trainer = trainer_on(tmp_path, bf16=True, eval_dataset=MESSAGES, eval_decoding_samples=1, eval_decoding_tokens=4)
-    reference = trainer_on(tmp_path, eval_dataset=MESSAGES, eval_decoding_samples=1, eval_decoding_tokens=4)
-    for each in (trainer, reference):
-        each.train()
-    assert {weight.dtype for weight in trainer.model.parameters()} == {torch.float32}
-    assert logged(trainer, "loss")[0] == pytest.approx(logged(reference, "loss")[0], rel=0.02)
-    low, full = (each.evaluate() for each in (trainer, reference))
-    assert low["eval_ar_nll"] != full["eval_ar_nll"] == pytest.approx(low["eval_ar_nll"], rel=0.05)
-    assert "eval_tokens_per_forward" in low
 
 
 # Evaluation.

@@ -1,10 +1,10 @@
 """Saves that are cut off, by a kill or by a full disk, at every file: what was there before stays whole."""
 
 import json
-import multiprocessing
+import os
 import resource
-import signal
-import time
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,10 +12,11 @@ import pytest
 import torch
 from test_sft_trainer import MESSAGES, logged, trainer_on
 from tiny import tiny_model
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback, TrainerState, modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
 
 from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.training import saving
 from wedlm_hf.training.saving import newest_complete_checkpoint
 
 # Every step is saved, and one checkpoint is kept. AdamW: a resume without its state would show.
@@ -50,79 +51,58 @@ def assert_resumes(folder: Path, whole) -> None:
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["checkpoint-4"]
 
 
-# Other processes are forked from one that has imported everything, which takes seconds, and has trained nothing:
-# autograd works in no child of a process that used it.
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["test_training_saving"])
+class Killed(BaseException):
+    """Stands for SIGKILL: what a save has written so far stays there, one file half written."""
 
 
-def start(code: str, **names) -> multiprocessing.process.BaseProcess:
-    process = PROCESSES.Process(target=exec, args=(code, names), daemon=True)
-    process.start()
-    return process
+@pytest.fixture
+def kill_in(monkeypatch):
+    """`kill_in(point, place, run)`: runs until a file is saved at a place."""
+
+    def run_until(point, place, run):
+        owner, name = {
+            "weights": (modeling_utils, "safe_save_file"),
+            "optimizer": (torch, "save"),
+            "state": (TrainerState, "save_to_json"),
+        }[point]
+        save = getattr(owner, name)
+
+        def cut_off(*args, **kwargs):
+            save(*args, **kwargs)
+            target = Path(next(str(arg) for arg in args if isinstance(arg, str | os.PathLike)))
+            if place in str(target):
+                os.truncate(target, target.stat().st_size // 2)
+                raise Killed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, cut_off)
+            patch.setattr(saving.shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
+            with pytest.raises(Killed):
+                run()
+
+    return run_until
 
 
-# A kill: the process that saves ends itself by SIGKILL, with one file half written.
-
-KILLED = """
-import os, signal
-from pathlib import Path
-import test_training_saving as tests
-
-def kill_in(owner, name, place):
-    save = getattr(owner, name)
-    def cut_off(*args, **kwargs):
-        target = Path(next(str(arg) for arg in args if isinstance(arg, (str, os.PathLike))))
-        if place not in str(target):
-            return save(*args, **kwargs)
-        save(*args, **kwargs)
-        os.truncate(target, target.stat().st_size // 2)
-        os.kill(os.getpid(), signal.SIGKILL)
-    setattr(owner, name, cut_off)
-
-import torch, transformers.modeling_utils
-from transformers import TrainerState
-
-trainer = tests.trainer_on(folder, **tests.SETTINGS)
-if point == "model":
-    trainer.train()
-    kill_in(transformers.modeling_utils, "safe_save_file", "model.safetensors")
-    trainer.save_model()
-kill_in(*{
-    "weights": (transformers.modeling_utils, "safe_save_file", "checkpoint-3"),
-    "optimizer": (torch, "save", "checkpoint-3/optimizer.pt"),
-    "state": (TrainerState, "save_to_json", "checkpoint-3"),
-}[point])
-trainer.train()
-"""
-
-
-def run_and_be_killed(point: str, folder: Path) -> None:
-    process = start(KILLED, point=point, folder=folder)
-    process.join(300)
-    assert process.exitcode == -signal.SIGKILL
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("point", ["weights", "optimizer", "state"])
-def test_after_a_kill_in_the_middle_of_a_checkpoint_training_resumes_as_if_uninterrupted(tmp_path, whole, point):
-    torch.set_num_threads(1)
-    run_and_be_killed(point, tmp_path)
+@pytest.mark.parametrize(
+    ("point", "place"),
+    [("weights", "checkpoint-3"), ("optimizer", "checkpoint-3/optimizer"), ("state", "checkpoint-3")],
+)
+def test_after_a_kill_in_the_middle_of_a_checkpoint_training_resumes_as_if_uninterrupted(
+    tmp_path, whole, kill_in, point, place
+):
+    kill_in(point, place, trainer_on(tmp_path, **SETTINGS).train)
     assert (tmp_path / "_saving").is_dir()
     # transformers' own search finds it too: no other folder looks like a checkpoint.
     assert get_last_checkpoint(tmp_path) == str(newest_complete_checkpoint(tmp_path)) == str(tmp_path / "checkpoint-2")
-    WeDLMForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
     assert_resumes(tmp_path, whole)
 
 
-@pytest.mark.slow
-def test_after_a_kill_in_the_middle_of_saving_a_model_the_older_one_loads(tmp_path):
+def test_after_a_kill_in_the_middle_of_saving_a_model_the_older_one_loads(tmp_path, kill_in):
     tiny_model(seed=1).save_pretrained(tmp_path)
     before = contents(tmp_path)
-    run_and_be_killed("model", tmp_path)
+    kill_in("weights", "model.safetensors", trainer_on(tmp_path).save_model)
     after = contents(tmp_path)
     assert {name: after[name] for name in before} == before
-    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), tiny_model(seed=1))
 
 
 # A full disk: the system refuses to let files grow beyond so many bytes.
@@ -233,18 +213,17 @@ def test_a_checkpoint_that_lacks_a_state_is_not_resumed_in_silence(tmp_path, par
         trainer_on(tmp_path, **SETTINGS).train(str(tmp_path / "checkpoint-1"))
 
 
-@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused_and_writes_nothing(tmp_path):
-    hold = "with only_writer(folder):\n    time.sleep(600)"
-    first = start(f"import time\nfrom wedlm_hf.training.saving import only_writer\n{hold}", folder=tmp_path)
-    while not (tmp_path / "_lock").exists():
-        assert first.is_alive()
-        time.sleep(0.05)
+    hold = "import filelock, sys, time; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(flush=True)"
+    command = [sys.executable, "-c", f"{hold}; time.sleep(600)", str(tmp_path / "_lock")]
     second = trainer_on(tmp_path, **SETTINGS)
-    for write in (second.train, second.save_model, second.save_state):
-        with pytest.raises(OSError, match="Another run is writing into"):
-            write()
-    assert [path.name for path in tmp_path.iterdir()] == ["_lock"]
-    first.kill()
-    first.join()
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        try:
+            first.stdout.readline()
+            for write in (second.train, second.save_model, second.save_state):
+                with pytest.raises(OSError, match="Another run is writing into"):
+                    write()
+            assert [path.name for path in tmp_path.iterdir()] == ["_lock"]
+        finally:
+            first.kill()
     second.save_model()  # the system has freed the lock

@@ -28,21 +28,6 @@ def test_greedy_output_with_options_is_that_of_ar(ar, verified, prompts, complet
     assert [each.stop_reason for each in outputs] == [each.stop_reason for each in expected]
 
 
-def test_requests_of_many_kinds_share_a_batch(ar, verified, prompts):
-    from vllm import SamplingParams
-
-    def run(engine):
-        kinds = [{}, {"logprobs": 1}, {"stop": ["1"]}, {"extra_args": {"wedlm_strategy": "ar"}}, {"max_tokens": 3}]
-        params = [SamplingParams(**{"temperature": 0.0, "max_tokens": 64} | kind) for kind in kinds]
-        params += [SamplingParams(temperature=1.0, max_tokens=20, seed=seed) for seed in range(3)]
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts[: len(params)]]
-        return tokens_of(each.outputs[0] for each in engine.generate(inputs, params, use_tqdm=False))
-
-    expected, found = run(ar), run(verified)
-    assert found[:5] == expected[:5]
-    assert all(0 < len(tokens) <= 20 for tokens in found[5:])
-
-
 def test_structured_output_keeps_its_drafts(ar, verified, complete, metrics, prompts):
     from vllm.sampling_params import StructuredOutputsParams
 
