@@ -281,10 +281,15 @@ def _use_fused_norms(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, norm in module.named_children():
             weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-            if not type(norm).__name__.endswith("RMSNorm") or len(norm.state_dict()) != 1 or weight is None or not eps:
+            if (
+                not type(norm).__name__.endswith("RMSNorm")
+                or len(norm.state_dict()) != 1
+                or getattr(weight, "ndim", 0) != 1
+                or not eps
+            ):
                 continue
             fused, rows = PackedNorm(weight, eps).train(norm.training), torch.randn(8, *weight.shape)
-            if weight.ndim == 1 and norm.forward(rows).equal(fused.forward(rows)):
+            if norm.forward(rows).equal(fused.forward(rows)):
                 _take_hooks(fused, norm)
                 setattr(module, name, fused)
 
