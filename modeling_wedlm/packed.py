@@ -280,13 +280,10 @@ def _use_fused_norms(model: nn.Module) -> None:
     """Gives a float32 model norms of fewer operations, where they have the very same bits."""
     for module in list(model.modules()):
         for name, norm in module.named_children():
-            weight, eps = getattr(norm, "weight", None), getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-            if (
-                not type(norm).__name__.endswith("RMSNorm")
-                or len(norm.state_dict()) != 1
-                or getattr(weight, "ndim", 0) != 1
-                or not eps
-            ):
+            weight: Any = getattr(norm, "weight", None)
+            eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+            is_vector = isinstance(weight, nn.Parameter) and weight.ndim == 1
+            if not type(norm).__name__.endswith("RMSNorm") or len(norm.state_dict()) != 1 or not is_vector or not eps:
                 continue
             fused, rows = PackedNorm(weight, eps).train(norm.training), torch.randn(8, *weight.shape)
             if norm.forward(rows).equal(fused.forward(rows)):
