@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -22,6 +24,7 @@ from typer.testing import CliRunner
 from wedlm_hf.cli import app
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 from wedlm_hf.training import DynamicMaskingCallback
+from wedlm_hf.training.saving import newest_complete_checkpoint
 from wedlm_hf.training.train import main as train
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "distributed"
@@ -151,19 +154,35 @@ def test_adapt_refuses_a_launcher_before_any_work(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_recipe_trains_under_accelerate_as_in_one_process(tmp_path):
+def test_a_recipe_under_torchrun_loses_a_process_and_goes_on_under_accelerate_as_if_uninterrupted(tmp_path):
     write_checkpoint(tmp_path / "model")
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
-    words = [f"--model_name_or_path={tmp_path / 'model'}", f"--dataset={tmp_path / 'chats.jsonl'}", "--max_steps=4"]
+    words = [f"--model_name_or_path={tmp_path / 'model'}", f"--dataset={tmp_path / 'chats.jsonl'}", "--max_steps=30"]
     words += "--use_cpu true --bf16 false --block_size 4 --optim sgd --learning_rate 0.01".split()
     words += "--gradient_accumulation_steps 1 --logging_steps 1 --disable_tqdm true".split()
+    words += "--save_strategy steps --save_steps 1 --save_total_limit 2".split()
+    threads = torch.get_num_threads()
     train([*words, f"--output_dir={tmp_path / 'one'}", "--per_device_train_batch_size=4"])
-    words += [f"--output_dir={tmp_path / 'two'}", "--per_device_train_batch_size=2"]
-    launch = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={EXAMPLES / 'ddp.yaml'}"]
-    launch += ["--num_processes=2", "--mixed_precision=no", "-m", "wedlm_hf.training.train"]
-    subprocess.run([*launch, *words], env=ONE_THREAD, check=True, timeout=300)
-    losses = [[entry.get("loss") for entry in history_of(tmp_path, name)[:-1]] for name in ("one", "two")]
-    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+    torch.set_num_threads(threads)
+
+    two, module = tmp_path / "two", ["-m", "wedlm_hf.training.train"]
+    words += [f"--output_dir={two}", "--per_device_train_batch_size=2", "--resume_from_checkpoint=auto"]
+    with subprocess.Popen([*TORCHRUN, *module, *words], env=ONE_THREAD) as launched:
+        while not (two / "checkpoint-2").exists():
+            assert launched.poll() is None
+            time.sleep(0.01)
+        psutil.Process(launched.pid).children()[-1].kill()
+    assert launched.returncode != 0
+    assert newest_complete_checkpoint(two).name != "checkpoint-30"
+
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", f"--config_file={EXAMPLES / 'ddp.yaml'}"]
+    accelerate += ["--num_processes=2", "--mixed_precision=no"]  # the file's bf16 goes before the command line's
+    subprocess.run([*accelerate, *module, *words], env=ONE_THREAD, check=True, timeout=300)
+    losses = [
+        [entry["loss"] for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"][:-1]]
+        for folder in (tmp_path / "one", two)
+    ]
+    assert len(losses[0]) == 30 and losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_the_model_itself_refuses_a_row_that_was_cut():
