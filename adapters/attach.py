@@ -28,6 +28,7 @@ from ..generation.attention import (
 from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.sampling import TokenSampler
+from ..generation.versions import CACHE
 from ..generation.window import Visibility
 from .adapter_files import (
     CONFIG_NAME,
@@ -438,7 +439,7 @@ def decode_step(
         with nullcontext() if count is None else model.predicting(count) as found, attention.reading(masks):
             logits = model(
                 input_ids=ids[:, part], attention_mask=masks, position_ids=places[:, part],
-                past_key_values=cache, use_cache=True,
+                use_cache=True, **{CACHE: cache},
             ).logits  # fmt: skip
         cache.commit([[*range(known)]])
     return logits, found

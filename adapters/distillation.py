@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from ..generation.attention import layer_types
+from ..generation.versions import CACHE
 from ..training.streams import IGNORE_INDEX
 from .attach import decode_step, evaluating, is_close
 
@@ -236,7 +237,7 @@ class MaskDistillation(nn.Module):
             Last hidden states `(B, L, H)`, and keys and values for [`masks`].
         """
         memory = DynamicCache()  # made with the config, it would forget what sliding layers no longer see
-        hidden = self._decoder(input_ids=input_ids, past_key_values=memory, use_cache=True).last_hidden_state
+        hidden = self._decoder(input_ids=input_ids, use_cache=True, **{CACHE: memory}).last_hidden_state
         return hidden, memory
 
     def masks(self, memory: DynamicCache, cuts: torch.Tensor) -> torch.Tensor:

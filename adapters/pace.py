@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..generation.versions import CACHE
 from .distillation import MaskDistillation
 from .evaluation import accepted_runs
 from .layout import Answer, DataCollatorForMaskRuns
@@ -148,7 +149,7 @@ def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_
 
     @torch.inference_mode()
     def decode(tokens: torch.Tensor, cache: DynamicCache) -> None:
-        decoder(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+        decoder(tokens, use_cache=True, logits_to_keep=1, **{CACHE: cache}).logits.argmax(-1).tolist()
 
     def train(batch: dict[str, torch.Tensor]) -> None:
         loss = distillation(**batch)["loss"]

@@ -14,6 +14,7 @@ from ..eval.decoders import Options
 from ..eval.measure import ForwardCounter, pad_left
 from ..eval.prompts import Prompt, answer_limit, encode_prompt
 from ..generation.cache import WindowCache
+from ..generation.versions import CACHE
 from ..modeling_wedlm import WeDLMForCausalLM
 
 LONGEST_ANSWER = 1024  # new tokens at most, where neither the options nor the checkpoint say
@@ -81,7 +82,7 @@ class Conversation:
         wanted = self.options.get("max_new_tokens") or stored or LONGEST_ANSWER
         limit = answer_limit(self.model, len(prompt), wanted)
         options = {**self.options, "max_new_tokens": limit, "return_dict_in_generate": True}
-        options |= {"past_key_values": None if is_ar else self.cache, "stopping_criteria": [self._is_stopped]}
+        options |= {CACHE: None if is_ar else self.cache, "stopping_criteria": [self._is_stopped]}
         inputs: Any = pad_left([prompt], 0, self.model.device)
         untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
         output, self.may_go_on, start = None, True, time.perf_counter()

@@ -40,6 +40,7 @@ from wedlm_hf.eval.measure import ForwardCounter, ar_logits, environment, now, p
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_tasks
 from wedlm_hf.eval.report.page import fill
+from wedlm_hf.generation.versions import CACHE
 from wedlm_hf.modeling_wedlm.files import write_text
 from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer
 
@@ -149,10 +150,10 @@ def forwards(job: Job, out: Path) -> Parts:
         ids = torch.randint(model.config.vocab_size, (1, 256), device=model.device)
         cache, counts = DynamicCache(), ROWS[:4] if job.tiny else ROWS
         with torch.no_grad():
-            model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
             with ForwardCounter(model) as counter:
                 for count in counts * (3 if job.tiny else 12):
-                    model(ids[:, :count], past_key_values=cache, use_cache=True)
+                    model(ids[:, :count], **{CACHE: cache}, use_cache=True)
                     cache.crop(-count)
         taken: dict[int, list[float]] = {count: [] for count in counts}
         for (_, count), seconds in zip(counter.shapes, counter.spans, strict=True):

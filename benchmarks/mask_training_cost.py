@@ -22,6 +22,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
+from wedlm_hf.generation.versions import CACHE
 from wedlm_hf.modeling_wedlm.packed import pack
 
 FEW, MORE = 1, 3  # layers that are measured
@@ -64,10 +65,10 @@ def cost(shape: str, layers: int, answers: int, threads: int) -> dict[str, float
     pack(model)
     cache, ids = DynamicCache(), torch.randint(config.vocab_size, (TOGETHER, CONTEXT))
     with torch.inference_mode():
-        model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        model(ids[:, :1], past_key_values=cache, use_cache=True)
+        model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        model(ids[:, :1], **{CACHE: cache}, use_cache=True)
         began = clock()
-        model(ids[:, :1], past_key_values=cache, use_cache=True)
+        model(ids[:, :1], **{CACHE: cache}, use_cache=True)
     token = (clock() - began) / TOGETHER
     rows = int((batch["labels"] != -100).sum())
     return {"rows": rows, "step": seconds, "bytes": peak, "tokens": 1000 * token}

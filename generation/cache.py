@@ -12,6 +12,8 @@ import torch
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .versions import CACHE
+
 SMALLEST_CAPACITY = 64
 
 
@@ -171,7 +173,7 @@ class WindowCache(Cache):
             known = known[: known.index(-1)] if -1 in known else known
             if known != prompt[: len(known)]:
                 raise ValueError(
-                    f"The cache does not belong to the prompt: row {row} of `past_key_values` holds {cached} tokens "
+                    f"The cache does not belong to the prompt: row {row} of `{CACHE}` holds {cached} tokens "
                     "that are not the first ones of that prompt."
                 )
             lengths.append(min(len(known), len(prompt) - 1))

@@ -29,6 +29,7 @@ from .cache import WindowCache
 from .request import DecodingRequest
 from .rules import FillRule, Selection, SlotStates
 from .verify import VerifyRule
+from .versions import CACHE
 from .window import PhysicalOrder, SequenceOutcome, SequenceState
 
 # Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
@@ -56,7 +57,7 @@ class ParallelDecoder:
             the model's logits are NaN or the processors leave no token.
     """
 
-    # Called as `model(input_ids, attention_mask, position_ids, past_key_values, use_cache, logits_to_keep)`. Where its
+    # Called as `model(input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep)`. Where its
     # `has_mask_adapter` is true, `model.predicting(slots)` is a context in which a forward takes its last rows for
     # slots, and which notes their hidden states.
     model: Any
@@ -132,10 +133,10 @@ class ParallelDecoder:
                 **inputs,
                 attention_mask=masks,
                 position_ids=positions,
-                past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=order.logit_count + order.masks_behind,
                 return_dict=True,
+                **{CACHE: self.cache},
             )
         self.steps += 1
         # Those of the mask token are overwritten later, so they are copied where a compiled forward may own them.

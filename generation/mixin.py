@@ -28,6 +28,7 @@ from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
 from .verify import FixedPlan, VerifyRule
+from .versions import CACHE, rename_cache
 
 # Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
 REFUSED_OPTIONS = {
@@ -54,9 +55,9 @@ LOOP_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 # What `generate` hands on that is used here, or refused with a message of its own.
 USED_INPUTS = set(
-    "attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states past_key_values position_ids "
-    "tokenizer use_cache".split()
-)
+    "attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states position_ids tokenizer "
+    "use_cache".split()
+) | {CACHE}
 
 
 class WeDLMGenerationMixin(GenerationMixin):
@@ -87,6 +88,7 @@ class WeDLMGenerationMixin(GenerationMixin):
     def _prepare_generation_config(
         self: Any, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
+        rename_cache(kwargs)
         ours = {name: kwargs.pop(name) for name in SETTING_NAMES if name in kwargs}
         passed = {name for name in SETTING_NAMES if getattr(generation_config, name, None) is not None}
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)  # type: ignore[misc]
@@ -102,12 +104,12 @@ class WeDLMGenerationMixin(GenerationMixin):
             for name in WINDOW_SETTINGS - ours.keys() - passed:
                 setattr(generation_config, name, None)
         settings = self._wedlm_settings(generation_config)
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if settings.strategy == "ar":
             if isinstance(cache, WindowCache):
                 raise ValueError(
                     "A `WindowCache` needs `strategy='wedlm'` or `'block'`, got `strategy='ar'`: leave "
-                    "`past_key_values` out, or pass a `DynamicCache`."
+                    f"`{CACHE}` out, or pass a `DynamicCache`."
                 )
             for name in ours.keys() - {"strategy", "mask_token_id"}:
                 if ours[name] not in (None, "none", False):
@@ -127,7 +129,7 @@ class WeDLMGenerationMixin(GenerationMixin):
                 )
             if cache is not None and not isinstance(cache, WindowCache):
                 raise ValueError(
-                    "Parallel decoding needs a `WindowCache`: pass the `past_key_values` that an earlier call "
+                    f"Parallel decoding needs a `WindowCache`: pass the `{CACHE}` that an earlier call "
                     f"returned, or `WindowCache()`; got {type(cache).__name__}."
                 )
         return generation_config, model_kwargs
@@ -158,11 +160,11 @@ class WeDLMGenerationMixin(GenerationMixin):
         if settings.strategy == "ar":
             inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
             return super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
         if any(cache.lengths) and FILLED_BY.get(cache, id(self)) != id(self):
-            raise ValueError("Another model filled the cache of `past_key_values`: pass one of this model, or none.")
+            raise ValueError(f"Another model filled the cache of `{CACHE}`: pass one of this model, or none.")
         FILLED_BY[cache] = id(self)
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
         _check_inputs(self, settings.strategy, input_ids.shape[0], is_static, logits_processor, model_kwargs)
@@ -196,7 +198,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         """Makes room in the cache for all that this call can need: the prompt, the answer, and the windows at its end.
         Returns the model, compiled where transformers would compile it."""
         length = max(map(len, request.prompts)) + request.limit
-        prepared = model_kwargs["past_key_values"]
+        prepared = model_kwargs[CACHE]
         if prepared is not cache:
             # Transformers' own is as long as the longest call so far, or as `max_cache_len` asks: one shape for all.
             # Its sliding layers are no longer than their windows.
@@ -359,12 +361,8 @@ def _decode(
     if not is_dict:
         return sequences
     counts = stats.stats
-    output = WeDLMGenerateOutput(
-        sequences=sequences,  # type: ignore[arg-type]
-        past_key_values=decoder.cache,
-        stats=counts,
-        **scores.output(counts.new_tokens, request.pad_token_id),
-    )
+    fields: dict[str, Any] = {CACHE: decoder.cache, **scores.output(counts.new_tokens, request.pad_token_id)}
+    output = WeDLMGenerateOutput(sequences=sequences, stats=counts, **fields)  # type: ignore[arg-type]
     if trace is not None:
         output.trace, output.step_map = trace.steps, trace.step_map(counts.new_tokens)
     return output

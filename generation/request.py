@@ -12,6 +12,7 @@ from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengt
 
 from .cache import WindowCache
 from .settings import WeDLMGenerationSettings
+from .versions import CACHE
 
 # Models whose rotary embeddings are a table.
 TABLES = ("codegen", "gptj")
@@ -54,7 +55,7 @@ def decoding_request(
     pad_token = generation_config._pad_token_tensor
     prompts = _prompts(input_ids, generation_config, model_kwargs, context_length(model.config))
     limit = max(1, min(limits) - input_ids.shape[1])
-    _check_positions(model.config, list(map(len, prompts)), limit, model_kwargs.get("past_key_values"))
+    _check_positions(model.config, list(map(len, prompts)), limit, model_kwargs.get(CACHE))
     return DecodingRequest(
         prompts=prompts,
         limit=limit,
@@ -116,7 +117,7 @@ def _prompts(
     max_position_embeddings: int,
 ) -> list[list[int]]:
     """The prompts' tokens, without padding; -1 behind embeddings. Raises `ValueError` for what cannot be decoded."""
-    embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get("past_key_values")
+    embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get(CACHE)
     if embeds is not None and isinstance(cache, WindowCache) and any(cache.lengths):
         raise ValueError(
             "Nothing tells whether a cache belongs to `inputs_embeds`: pass an empty one, or `input_ids`; got "

@@ -8,6 +8,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import Qwen3Config
 
 from ..generation.settings import check_mask_token_id
+from ..generation.versions import CACHE
 
 # The published checkpoints say `"mask_token_id": null` and use this row of the Qwen2.5/Qwen3 embedding as the mask.
 PUBLISHED_MASK_TOKEN_ID = 151665
@@ -35,7 +36,7 @@ class WeDLMConfig(Qwen3Config):
     """
 
     model_type = "wedlm"
-    keys_to_ignore_at_inference = ["past_key_values", "token_nll", "correct"]
+    keys_to_ignore_at_inference = [CACHE, "token_nll", "correct"]
 
     head_dim: int | None = None  # type: ignore[assignment]  # an `int` from __post_init__ on, as in the parent
     qk_norm: bool = True

@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..generation.versions import CACHE, cache_of
+
 CHUNK_LOGITS = 2**26  # that the head holds at a time: 256 MB in float32
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -151,7 +153,7 @@ def forward_with_targets(
         loss=weighted.sum() / torch.as_tensor(num_items_in_batch, device=nll.device).clamp(min=1),
         token_nll=torch.zeros_like(targets, dtype=nll.dtype).flatten().index_copy(0, slots, nll).view_as(targets),
         correct=torch.zeros_like(targets, dtype=torch.bool).flatten().index_copy(0, slots, correct).view_as(targets),
-        past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
+        **{CACHE: cache_of(outputs)},
     )

@@ -12,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from transformers.utils import can_return_tuple
 
 from ..generation.mixin import WeDLMGenerationMixin
+from ..generation.versions import CACHE, takes_cache
 from .configuration_wedlm import WeDLMConfig
 
 
@@ -28,16 +29,10 @@ class WeDLMAttention(Qwen3Attention):
                 setattr(self, name, nn.Identity())
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: Any = None,
-        past_key_values: Any = None,
-        position_ids: torch.Tensor | None = None,
-        **kwargs: Any,
+        self, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The parent's, without the position ids."""
-        return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+        return super().forward(*args, **kwargs)
 
 
 class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
@@ -86,12 +81,13 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
             layer.self_attn = WeDLMAttention(config, layer_idx)
         self.post_init()
 
+    @takes_cache
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         stream_ids: torch.LongTensor | None = None,
@@ -110,15 +106,17 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         elif stream_ids is not None and attention_mask is not None:
             raise ValueError("`stream_ids` say who sees whom: leave `attention_mask` out beside them.")
         elif stream_ids is None:
-            masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, past_key_values)}
+            masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, cache)}
         else:
             masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}
-        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
+        kwargs |= {CACHE: cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
         return super().forward(attention_mask=masks, position_ids=position_ids, **kwargs)
 
-    def _physical_causal_mask(self, inputs_embeds: torch.Tensor, attention_mask: Any, past_key_values: Any) -> Any:
+    def _physical_causal_mask(self, inputs_embeds: torch.Tensor, attention_mask: Any, cache: Any) -> Any:
         # Without `position_ids`: transformers would take reordered ones for packed sequences and split at each jump.
-        mask: Any = create_causal_mask(self.config, inputs_embeds, attention_mask, past_key_values=past_key_values)
+        mask: Any = create_causal_mask(
+            config=self.config, inputs_embeds=inputs_embeds, attention_mask=attention_mask, **{CACHE: cache}
+        )
         is_boolean = isinstance(mask, torch.Tensor) and mask.ndim == 4 and mask.dtype == torch.bool
         if is_boolean and self.config._attn_implementation != "sdpa":
             # A caller's own mask arrives here untouched, and attention other than sdpa would *add* it as 0 and 1.
@@ -142,13 +140,14 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @takes_cache
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -184,7 +183,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         """
         inputs: dict[str, Any] = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
-            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
+            CACHE: cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache,
             "stream_ids": stream_ids, "block_ids": block_ids, "document_ids": document_ids,
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if value is not None} | kwargs

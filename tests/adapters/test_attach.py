@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
 from wedlm_hf.adapters.attach import is_close
+from wedlm_hf.generation.versions import CACHE, cache_of
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 96}
@@ -152,7 +153,7 @@ def test_what_was_made_in_inference_mode_is_used_outside(tmp_path: Path) -> None
         load_mask_adapter(model, tmp_path)
         first = model.generate(PROMPT, **VERIFIED, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, PROMPT], dim=1)
-    second = model.generate(longer, past_key_values=first.past_key_values, **VERIFIED)
+    second = model.generate(longer, **{CACHE: cache_of(first)}, **VERIFIED)
     assert torch.equal(second, llama().generate(longer, **GREEDY))
 
 

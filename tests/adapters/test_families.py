@@ -18,6 +18,7 @@ from torch import nn
 from wedlm_hf import add_mask_adapter, load_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.generation.versions import CACHE, cache_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 SIZES = {
@@ -180,7 +181,7 @@ def equal_parts(model: Any) -> Iterator[str]:
     first = model.generate(prompt(7), **greedy, **drafting, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, prompt(4)], dim=1)
     whole = {"attention_mask": torch.ones_like(longer)} | greedy
-    second = model.generate(longer, past_key_values=first.past_key_values, **whole, **drafting)
+    second = model.generate(longer, **{CACHE: cache_of(first)}, **whole, **drafting)
     if torch.equal(second, model.generate(longer, **whole)):
         yield "two turns"
 
@@ -234,7 +235,7 @@ def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None
         behind = greedy | {"max_new_tokens": 12}
         first = model.generate(prompt(41), **behind, **exact, return_dict_in_generate=True)
         assert torch.equal(first.sequences, model.generate(prompt(41), **behind))
-        again = model.generate(first.sequences, **behind, **exact, past_key_values=first.past_key_values)
+        again = model.generate(first.sequences, **behind, **exact, **{CACHE: cache_of(first)})
         assert torch.equal(again, model.generate(first.sequences, **behind))
 
 

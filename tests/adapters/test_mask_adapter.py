@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.generation.versions import CACHE
 
 SMALL = MaskAdapterSettings(rank=4, head_width=8)
 
@@ -49,9 +50,9 @@ def test_real_rows_are_the_bases_bit_for_bit(style: Any, attention: str) -> None
     slots = torch.tensor([[True, True, True], [False, True, True]])
     with torch.no_grad():
         expected_cache, cache = DynamicCache(), DynamicCache()
-        expected = base(IDS, past_key_values=expected_cache).logits
+        expected = base(IDS, **{CACHE: expected_cache}).logits
         plain = adapted(IDS).logits
-        actual = predict(adapted, IDS, slots, past_key_values=cache)
+        actual = predict(adapted, IDS, slots, **{CACHE: cache})
     assert torch.equal(plain, expected)
     real = torch.cat([torch.ones(2, 4, dtype=torch.bool), ~slots], dim=1)
     assert torch.equal(actual[real], expected[real])

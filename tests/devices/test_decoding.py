@@ -14,6 +14,7 @@ from wedlm_hf.generation.planner import Draft
 from wedlm_hf.generation.rules import Selection
 from wedlm_hf.generation.sampling import Choice
 from wedlm_hf.generation.verify import FixedPlan, VerifyRule
+from wedlm_hf.generation.versions import CACHE, cache_of
 from wedlm_hf.generation.window import SequenceState, physical_order
 
 LIMIT = 12
@@ -104,11 +105,11 @@ def test_a_cache_goes_on_over_turns(pretend, models, name):
     turns = [a + b + c for a, b, c in zip(prompts_of([5, 9]), rows, prompts_of([4, 3], seed=7), strict=True)]
     _, cold = generate(models[name], turns, **options)
     options = {key: value for key, value in options.items() if key != "cache_implementation"}  # the cache says it
-    cache = first.past_key_values
+    cache = cache_of(first)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_repeat_interleave(2)
     cache.crop(-2)
-    _, warm = generate(model, [turns[1], turns[1], turns[0], turns[0]], **options, past_key_values=cache)
+    _, warm = generate(model, [turns[1], turns[1], turns[0], turns[0]], **options, **{CACHE: cache})
     assert warm == [cold[1], cold[1], cold[0], cold[0]]
 
 

@@ -11,6 +11,7 @@ from tiny import MASK, tiny_model
 
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.generation.sampling import token_entropy
+from wedlm_hf.generation.versions import CACHE, cache_of
 
 HALVES = [torch.bfloat16, torch.float16]
 SLOW = pytest.mark.slow
@@ -97,7 +98,7 @@ def test_autocast_decodes_as_sixteen_bits_do_and_a_cache_goes_on_behind_it(name,
         return
     turns = [prompt + row + [9, 8] for prompt, row in zip(prompts, rows, strict=True)]
     options = {key: value for key, value in options.items() if key != "cache_implementation"}
-    _, warm = generate(model, turns, **options, past_key_values=first.past_key_values)
+    _, warm = generate(model, turns, **options, **{CACHE: cache_of(first)})
     assert all(len(row) for row in warm)
 
 

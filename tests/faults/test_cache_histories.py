@@ -23,6 +23,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 from wedlm_hf.generation import WindowCache, cache
+from wedlm_hf.generation.versions import CACHE
 from wedlm_hf.modeling_wedlm import modeling_wedlm
 
 PHASES = [Phase.generate] + [Phase.shrink] * ("SHRINK" in os.environ)
@@ -147,7 +148,7 @@ class Histories(RuleBasedStateMachine):
             inputs["inputs_embeds"] = self.model.get_input_embeddings()(inputs.pop("input_ids"))
             del more["embeds"]
         options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": ENDS, "pad_token_id": PAD, "suppress_tokens": [3]}
-        output = self.model.generate(**inputs, **options, **CALLS[call], **more, past_key_values=cache)
+        output = self.model.generate(**inputs, **options, **CALLS[call], **more, **{CACHE: cache})
         width = 0 if "inputs_embeds" in inputs else inputs["input_ids"].shape[1]
         return new_tokens(output, width, ENDS)
 

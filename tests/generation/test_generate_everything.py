@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from wedlm_hf.generation import WeDLMGenerateOutput, WindowCache
+from wedlm_hf.generation.versions import CACHE, cache_of
 
 TABLE = re.search(
     "<!-- options -->(.*)<!-- /options -->",
@@ -177,12 +178,12 @@ def goes_on_from_a_cache(run: Run) -> None:
     first = run(return_dict_in_generate=True)
     turn = torch.cat([first.sequences, torch.tensor([[50, 51], [52, 53]])], dim=1)
     inputs = {"input_ids": turn, "attention_mask": (turn != PAD).long()}
-    assert run(**inputs, past_key_values=first.past_key_values).tolist() == run(**inputs).tolist()
+    assert run(**inputs, **{CACHE: cache_of(first)}).tolist() == run(**inputs).tolist()
 
 
 def has_room_for(run: Run) -> None:
     output = run(cache_implementation="static", max_cache_len=200, return_dict_in_generate=True)
-    assert output.past_key_values.layers[0]._keys.shape[2] >= 200
+    assert cache_of(output).layers[0]._keys.shape[2] >= 200
     assert output.sequences.tolist() == run().tolist()
 
 
@@ -204,7 +205,7 @@ def compiles(is_disabled: bool) -> Callable[[Run], None]:
 
 def returns_everything(run: Run) -> None:
     output = run(return_dict_in_generate=True)
-    assert isinstance(output, WeDLMGenerateOutput) and isinstance(output.past_key_values, WindowCache)
+    assert isinstance(output, WeDLMGenerateOutput) and isinstance(cache_of(output), WindowCache)
     assert output.sequences.tolist() == run().tolist()
 
 
@@ -309,7 +310,7 @@ CASES = {
         same_as({"generation_config": GenerationConfig(suppress_tokens=[62])}, suppress_tokens=[62]),
         like_ar=False,
     ),
-    "past_key_values": Case({}, goes_on_from_a_cache),
+    CACHE: Case({}, goes_on_from_a_cache),
     "use_cache": Case({"use_cache": False}),
     'cache_implementation="static"': Case(
         {"cache_implementation": "static"}, same_as({}, cache_implementation="static")

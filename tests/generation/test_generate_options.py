@@ -24,6 +24,7 @@ from transformers.generation import EosTokenCriteria
 
 from wedlm_hf.generation import WeDLMGenerationSettings, WindowCache
 from wedlm_hf.generation.cache import WindowLayer
+from wedlm_hf.generation.versions import CACHE, cache_of
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 
 PROMPT = torch.tensor([[20, 40, 9, 31, 77]])
@@ -76,7 +77,7 @@ def tail(sequences):
         ({"mask_token_id": EOS}, "`mask_token_id` must differ from the end token, got 2"),
         ({"mask_token_id": PAD}, "`mask_token_id` must differ from the padding token, got 0"),
         ({"windw_size": 4}, "The following `model_kwargs` are not used by the model: \\['windw_size'\\]"),
-        ({"past_key_values": DynamicCache()}, "Parallel decoding needs a `WindowCache`.* got DynamicCache"),
+        ({CACHE: DynamicCache()}, "Parallel decoding needs a `WindowCache`.* got DynamicCache"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused_before_any_forward(model, options, message):
@@ -119,7 +120,7 @@ def test_a_cache_beside_input_embeddings_must_be_empty(model):
     embeds = model.get_input_embeddings()(PROMPT)
     first = model.generate(inputs_embeds=embeds, **FAST, return_dict_in_generate=True)
     with pytest.raises(ValueError, match="Nothing tells whether a cache belongs to `inputs_embeds`"):
-        model.generate(inputs_embeds=embeds, **FAST, past_key_values=first.past_key_values)
+        model.generate(inputs_embeds=embeds, **FAST, **{CACHE: cache_of(first)})
 
 
 def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_path):
@@ -371,8 +372,8 @@ def test_a_failed_call_leaves_an_empty_cache_free_for_any_batch(model):
 
     cache = WindowCache()
     with pytest.raises(RuntimeError, match="failed"):
-        model.generate(PROMPT.repeat(2, 1), **EXACT, past_key_values=cache, prefix_allowed_tokens_fn=failing)
-    assert model.generate(PROMPT, **EXACT, past_key_values=cache).tolist() == model.generate(PROMPT, **EXACT).tolist()
+        model.generate(PROMPT.repeat(2, 1), **EXACT, **{CACHE: cache}, prefix_allowed_tokens_fn=failing)
+    assert model.generate(PROMPT, **EXACT, **{CACHE: cache}).tolist() == model.generate(PROMPT, **EXACT).tolist()
 
 
 def test_a_forward_that_gives_nan_does_not_spoil_a_static_cache():
@@ -381,14 +382,14 @@ def test_a_forward_that_gives_nan_does_not_spoil_a_static_cache():
     first = model.generate(PROMPT, **EXACT, **static)
     turn = torch.cat([first.sequences, torch.tensor([[50, 51]])], dim=1)
     cold = model.generate(turn, **EXACT)
-    cache = first.past_key_values
+    cache = cache_of(first)
     kept = model.model.embed_tokens.weight[51].detach().clone()
     with torch.no_grad():
         model.model.embed_tokens.weight[51] = float("nan")
         with pytest.raises(ValueError, match="NaN or infinite"):
-            model.generate(turn, **EXACT, past_key_values=cache)
+            model.generate(turn, **EXACT, **{CACHE: cache})
         model.model.embed_tokens.weight[51] = kept
-    assert model.generate(turn, **EXACT, past_key_values=cache).tolist() == cold.tolist()
+    assert model.generate(turn, **EXACT, **{CACHE: cache}).tolist() == cold.tolist()
 
 
 def test_typical_acceptance_never_keeps_what_a_processor_forbids(model):
@@ -415,38 +416,38 @@ def test_synthid_watermarks_one_sequence_and_refuses_several(model):
 
 
 def test_a_cache_of_another_prompt_is_refused(model):
-    cache = model.generate(PROMPT, **FAST, return_dict_in_generate=True).past_key_values
+    cache = cache_of(model.generate(PROMPT, **FAST, return_dict_in_generate=True))
     other = torch.tensor([[20, 40, 9, 31, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95]])
     for prompt in (other, PROMPT[:, :3]):
         with pytest.raises(ValueError, match="The cache does not belong to the prompt: row 0"):
-            model.generate(prompt, **FAST, past_key_values=cache)
+            model.generate(prompt, **FAST, **{CACHE: cache})
     with pytest.raises(ValueError, match="The cache holds 1 rows, but the prompt has 2"):
-        model.generate(PROMPT.expand(2, -1), **FAST, past_key_values=cache)
+        model.generate(PROMPT.expand(2, -1), **FAST, **{CACHE: cache})
 
 
 def test_a_cache_of_another_model_is_refused_and_kept(model):
     cache, other = WindowCache(), tiny_model(seed=1)
-    ids = model.generate(PROMPT, **FAST, past_key_values=cache)
+    ids = model.generate(PROMPT, **FAST, **{CACHE: cache})
     with pytest.raises(ValueError, match="Another model filled the cache"):
-        other.generate(ids, **FAST, past_key_values=cache)
+        other.generate(ids, **FAST, **{CACHE: cache})
     for kept in (pickle.loads(pickle.dumps(cache)), cache):
-        assert torch.equal(model.generate(ids, **FAST, past_key_values=kept), model.generate(ids, **FAST))
+        assert torch.equal(model.generate(ids, **FAST, **{CACHE: kept}), model.generate(ids, **FAST))
     cache.reset()
-    assert torch.equal(other.generate(ids, **FAST, past_key_values=cache), other.generate(ids, **FAST))
+    assert torch.equal(other.generate(ids, **FAST, **{CACHE: cache}), other.generate(ids, **FAST))
 
 
 def test_a_cache_that_is_reset_takes_any_batch(model):
-    cache = model.generate(PROMPT, **FAST, return_dict_in_generate=True).past_key_values
+    cache = cache_of(model.generate(PROMPT, **FAST, return_dict_in_generate=True))
     cache.reset()
     batch = PROMPT.expand(3, -1)
-    assert model.generate(batch, **FAST, past_key_values=cache).tolist() == model.generate(batch, **FAST).tolist()
+    assert model.generate(batch, **FAST, **{CACHE: cache}).tolist() == model.generate(batch, **FAST).tolist()
 
 
 def test_the_cache_selects_repeats_and_crops_sequences(model):
     prompts = torch.tensor([[20, 40, 9], [31, 77, 5]])
     options = FAST | {"eos_token_id": []}
     expected = model.generate(prompts, **options)
-    cache = model.generate(prompts, **options, return_dict_in_generate=True).past_key_values
+    cache = cache_of(model.generate(prompts, **options, return_dict_in_generate=True))
     cache.crop(2 - min(cache.lengths))
     assert min(cache.lengths) == 2 and cache.get_seq_length() == max(cache.lengths)
     cache.batch_repeat_interleave(2)
@@ -454,7 +455,7 @@ def test_the_cache_selects_repeats_and_crops_sequences(model):
     for length in cache.lengths:
         assert length >= 2
     cache.crop(2 - max(cache.lengths))
-    found = model.generate(prompts[[1, 0]], **options, past_key_values=cache)
+    found = model.generate(prompts[[1, 0]], **options, **{CACHE: cache})
     assert found.tolist() == expected[[1, 0]].tolist()
     with pytest.raises(ValueError, match="`crop` takes the negative number"):
         cache.crop(1)
@@ -466,16 +467,16 @@ def test_the_cache_selects_repeats_and_crops_sequences(model):
 @pytest.mark.parametrize("strategy", [{}, {"strategy": "ar"}, {"num_beams": 2}])
 def test_a_window_cache_takes_parallel_decoding_alone(model, strategy):
     with pytest.raises(ValueError, match="A `WindowCache` needs `strategy='wedlm'` or `'block'`, got `strategy='ar'`"):
-        model.generate(PROMPT, max_new_tokens=3, past_key_values=WindowCache(), **strategy)
+        model.generate(PROMPT, max_new_tokens=3, **{CACHE: WindowCache()}, **strategy)
     with pytest.raises(ValueError, match="A `WindowCache` takes the steps of `generate"):
-        model(PROMPT, past_key_values=WindowCache(), use_cache=True)
+        model(PROMPT, **{CACHE: WindowCache()}, use_cache=True)
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 def test_a_call_that_fails_leaves_the_cache_empty(model, options, error):
     first = model.generate(PROMPT, **options, return_dict_in_generate=True)
-    cache = first.past_key_values
+    cache = cache_of(first)
     turn = torch.cat([first.sequences, torch.tensor([[50, 51]])], dim=1)
 
     def fail(*arguments):
@@ -483,10 +484,10 @@ def test_a_call_that_fails_leaves_the_cache_empty(model, options, error):
 
     handle = model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(error):
-        model.generate(turn, **options, past_key_values=cache)
+        model.generate(turn, **options, **{CACHE: cache})
     handle.remove()
     assert not any(cache.lengths)
-    warm = model.generate(turn, **options, past_key_values=cache)
+    warm = model.generate(turn, **options, **{CACHE: cache})
     assert warm.tolist() == model.generate(turn, **options).tolist()
 
 
@@ -498,7 +499,7 @@ def test_an_exception_while_rows_are_swapped_mixes_no_rows(model, options, monke
     free = model.generate(turn, **options)[:, turn.shape[1] :].tolist()
     inputs = options | {"input_ids": turn, "eos_token_id": [free[0][3], free[1][7]]}
     expected = model.generate(**inputs)
-    cache, swaps = first.past_key_values, []
+    cache, swaps = cache_of(first), []
     swap = WindowLayer.swap
 
     def failing(layer, row, other):
@@ -510,8 +511,8 @@ def test_an_exception_while_rows_are_swapped_mixes_no_rows(model, options, monke
     with monkeypatch.context() as patch:
         patch.setattr(WindowLayer, "swap", failing)
         with pytest.raises(MemoryError):
-            model.generate(**inputs, past_key_values=cache)
-    assert model.generate(**inputs, past_key_values=cache).tolist() == expected.tolist()
+            model.generate(**inputs, **{CACHE: cache})
+    assert model.generate(**inputs, **{CACHE: cache}).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("options", [FAST, FAST | {"strategy": "block"}, EXACT])
@@ -547,11 +548,11 @@ def test_a_cache_that_was_filled_under_autocast_goes_on_without_it_and_back(mode
         output = model.generate(PROMPT, **options)
     for _ in range(2):
         turn = torch.cat([output.sequences, torch.tensor([[50, 51]])], dim=1)
-        output = model.generate(turn, **options, past_key_values=output.past_key_values)
+        output = model.generate(turn, **options, **{CACHE: cache_of(output)})
         assert output.sequences[:, : turn.shape[1]].tolist() == turn.tolist()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             turn = torch.cat([output.sequences, torch.tensor([[52]])], dim=1)
-            output = model.generate(turn, **options, past_key_values=output.past_key_values)
+            output = model.generate(turn, **options, **{CACHE: cache_of(output)})
 
 
 # --- settings that are stored for another decoder --------------------------------------------------------------------

@@ -9,6 +9,8 @@ from test_mask_trainer import FAMILIES, stock_model
 from tiny import tiny_model
 from transformers import CompileConfig
 
+from wedlm_hf.generation.versions import CACHE, cache_of
+
 STATIC = {"cache_implementation": "static"}
 STRATEGIES = [
     {},
@@ -58,9 +60,9 @@ def test_a_cache_of_fixed_shape_goes_on_with_fixed_shapes(model, strategy):
     first, rows = generate(model, prompts_of([5, 9]), **options, **STATIC)
     turns = [a + b + c for a, b, c in zip(prompts_of([5, 9]), rows, prompts_of([4, 3], seed=7), strict=True)]
     _, cold = generate(model, turns, **options)
-    warm, warm_rows = generate(model, turns, **options, past_key_values=first.past_key_values)
+    warm, warm_rows = generate(model, turns, **options, **{CACHE: cache_of(first)})
     assert warm_rows == cold
-    assert warm.past_key_values.capacity is not None
+    assert cache_of(warm).capacity is not None
 
 
 @pytest.mark.parametrize("sampling", [{}, pytest.param({"do_sample": True}, marks=pytest.mark.slow)], ids=str)
@@ -124,7 +126,7 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(model):
     places = []
 
     def note(module, args, kwargs, output):
-        layers = kwargs["past_key_values"].layers
+        layers = kwargs[CACHE].layers
         places.append([(buffer.data_ptr(), buffer.shape) for one in layers for buffer in (one._keys, one._values)])
         assert all(
             hasattr(buffer, "_dynamo_static_input_type") for one in layers for buffer in (one._keys, one._values)

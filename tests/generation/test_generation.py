@@ -9,6 +9,7 @@ from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from wedlm_hf.generation import WeDLMGenerationMixin, WindowCache
+from wedlm_hf.generation.versions import CACHE, cache_of
 
 LIMIT = 24
 # Random models rarely say the real end token: these are common enough to end some rows early and others not.
@@ -145,7 +146,7 @@ def check_every_commit(model, prompts, rows, monkeypatch, **options):
             sequence = (prompts[row] + rows[row])[:length]
             assert cache.token_ids[buffer_row, :length].tolist() == sequence
             fresh = DynamicCache()
-            model.model(input_ids=torch.tensor([sequence]), past_key_values=fresh, use_cache=True)
+            model.model(input_ids=torch.tensor([sequence]), **{CACHE: fresh}, use_cache=True)
             for layer, fresh_layer in zip(cache.layers, fresh.layers, strict=True):
                 for buffer, expected in ((layer._keys, fresh_layer.keys), (layer._values, fresh_layer.values)):
                     torch.testing.assert_close(buffer[buffer_row, :, :length], expected[0], atol=1e-4, rtol=1e-4)
@@ -180,7 +181,7 @@ def test_the_first_window_rides_on_the_prefill_and_no_forward_only_caches(qwen3)
     prompts = prompts_of([6])
     output, _ = generate(qwen3, prompts, entropy_threshold=100, distance_penalty=0, window_size=32, eos_token_id=EOS)
     assert output.stats.forwards.item() == 1
-    assert output.past_key_values.lengths == [6]
+    assert cache_of(output).lengths == [6]
 
 
 @pytest.mark.parametrize("verification", ["none", "exact"])
@@ -311,21 +312,21 @@ def test_the_returned_cache_continues_a_conversation_as_a_cold_start_would(qwen3
             for prompt, row, more in zip(prompts_of([5, 9]), rows, prompts_of([4, 3], seed=7), strict=True)
         ]
         _, cold = generate(qwen3, turns, **options)
-        lengths = list(first.past_key_values.lengths)
-        warm, warm_rows = generate(qwen3, turns, past_key_values=first.past_key_values, **options)
+        lengths = list(cache_of(first).lengths)
+        warm, warm_rows = generate(qwen3, turns, **{CACHE: cache_of(first)}, **options)
         assert warm_rows == cold
         assert all(length > 5 for length in lengths)
-        assert warm.past_key_values is first.past_key_values
+        assert cache_of(warm) is cache_of(first)
 
 
 def test_a_prompt_that_is_cached_whole_decodes_like_a_cold_one(qwen3):
     prompt = prompts_of([6])[0]
     for verification in ("none", "exact"):
         first, _ = generate(qwen3, [prompt], verification=verification)
-        cache = first.past_key_values
+        cache = cache_of(first)
         cache.crop(6 - cache.lengths[0])
         _, cold = generate(qwen3, [prompt], verification=verification)
-        _, warm = generate(qwen3, [prompt], verification=verification, past_key_values=cache)
+        _, warm = generate(qwen3, [prompt], verification=verification, **{CACHE: cache})
         assert warm == cold
 
 
@@ -337,9 +338,9 @@ def test_rows_that_finish_leave_the_batch(qwen3):
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < len(prompts)
     # The cache comes back in the caller's order: it holds every row but its last pending tokens.
     for row, (prompt, tokens) in enumerate(zip(prompts, rows, strict=True)):
-        length = output.past_key_values.lengths[row]
+        length = cache_of(output).lengths[row]
         assert len(prompt) <= length <= len(prompt) + len(tokens)
-        assert output.past_key_values.token_ids[row, :length].tolist() == (prompt + tokens)[:length]
+        assert cache_of(output).token_ids[row, :length].tolist() == (prompt + tokens)[:length]
 
 
 def test_mask_tokens_in_a_prompt_are_ordinary_text_and_none_is_ever_emitted(qwen3):

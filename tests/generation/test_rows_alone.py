@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter
 from wedlm_hf.generation.attention import ROWS_ALIKE, attends_by_row, grouped_mask, grouped_sdpa
+from wedlm_hf.generation.versions import CACHE, cache_of
 
 MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
 
@@ -65,7 +66,7 @@ def check_logits(do_sample: bool, attention: str, dtype: torch.dtype) -> None:
         cache, ids = None, prompt
         for logits, token in zip(found.logits, found.sequences[0, 9:], strict=True):
             with torch.no_grad():
-                step = model(ids, past_key_values=cache, use_cache=True)
+                step = model(ids, **{CACHE: cache}, use_cache=True)
             assert torch.equal(step.logits[:, -1].float(), logits)
-            cache, ids = step.past_key_values, token[None, None]
+            cache, ids = cache_of(step), token[None, None]
     assert accepted

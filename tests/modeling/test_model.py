@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from wedlm_hf import WeDLMForCausalLM, WeDLMModel
+from wedlm_hf.generation.versions import CACHE
 
 STYLES = ["qwen3", "qwen2.5"]
 IMPLEMENTATIONS = ["eager", "sdpa", "flex_attention"]
@@ -98,12 +99,12 @@ def test_reordered_input_is_causal_in_physical_order(style, implementation, mask
     if cached:
         cache = DynamicCache(config=model.config)
         prefix_mask = stated_mask("none" if mask == "none" else "2d", padding, 0, PREFIX)
-        model(ids[:, :PREFIX], prefix_mask, positions[:, :PREFIX], past_key_values=cache)
+        model(ids[:, :PREFIX], prefix_mask, positions[:, :PREFIX], **{CACHE: cache})
         first = PREFIX
     else:
         cache, first = None, 0
     stated = stated_mask(mask, padding, first)
-    logits = model(ids[:, first:], stated, positions[:, first:], past_key_values=cache).logits
+    logits = model(ids[:, first:], stated, positions[:, first:], **{CACHE: cache}).logits
 
     for row, skipped in ((0, padding), (1, 0)):
         expected = oracle(model, ids[row, skipped:], positions[row, skipped:])[max(first - skipped, 0) :]
