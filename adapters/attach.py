@@ -13,10 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import WeightRenaming
 
 from ..generation.attention import (
     ATTENTION_KINDS,
@@ -32,8 +30,6 @@ from ..generation.versions import CACHE
 from ..generation.window import Visibility
 from .adapter_files import (
     CONFIG_NAME,
-    KEY_PREFIX,
-    PEFT_TYPE,
     MaskAdapterSettings,
     StoredMaskAdapter,
     base_of,
@@ -44,6 +40,7 @@ from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Upd
 
 # Kinds of layers that keep a state, by the names of `config.layer_types`.
 STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+TABLES = ("codegen", "gptj")  # model types whose rotary embeddings are a table
 SHARDED = "Drafting calls the embeddings and the head by themselves, which FSDP does not allow"
 
 
@@ -96,29 +93,6 @@ class AttachedModel(WeDLMGenerationMixin):
     def unload_mask_adapter(self) -> None:
         """See [`unload_mask_adapter`]."""
         unload_mask_adapter(self)
-
-    @staticmethod
-    def _load_pretrained_model(
-        model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """What transformers' `load_adapter` calls, which does not know how the weights of this method are named."""
-        keys = state_dict or safe_open(checkpoint_files[0], "pt").keys()
-        if is_ours := any(key.startswith(KEY_PREFIX) for key in keys):
-            load_config = replace(load_config, weight_mapping=[WeightRenaming(KEY_PREFIX, "mask_adapter.")])
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        info = PreTrainedModel._load_pretrained_model(
-            model, state_dict, checkpoint_files, load_config, *args, **kwargs
-        )
-        for name, parameter in model.named_parameters():  # the loaded ones are new
-            parameter.requires_grad_(name in trained)
-        if is_ours:  # it would look for layers of PEFT, to save them in place of the model
-            names = [name for name, config in model.peft_config.items() if config.peft_type.value == PEFT_TYPE]
-            for name in names:
-                del model.peft_config[name]
-            if not model.peft_config:
-                del model.peft_config
-                model._hf_peft_config_loaded = False
-        return info
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of the class that a name can find."""
@@ -335,7 +309,9 @@ def _unfit(model: Any) -> str | None:
     if getattr(config.get_text_config(decoder=True), "alibi", False):
         return "its positions are ALiBi's, which count keys instead of logical positions"
     is_rotary = any("Rotary" in type(module).__name__ for module in model.modules())
-    if not is_rotary and not hasattr(config, "rotary_dim"):
+    if config.model_type in TABLES:
+        return "its rotary embeddings are a table, behind whose end no mask can stand"
+    if not is_rotary:
         return "it has no rotary position embeddings, which alone let a token lie anywhere"
     return None
 

@@ -56,6 +56,11 @@ class MaskAdapterTuner(BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}
 
     def __init__(self, model: Any, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        if isinstance(peft_config, PeftConfig):  # of `PeftModel` it is a dictionary
+            raise ValueError(
+                "transformers' `load_adapter` and `add_adapter` cannot place the weights of a mask adapter: call "
+                "`wedlm_hf.load_mask_adapter(model, folder)` or `PeftModel.from_pretrained(model, folder)`."
+            )
         below = dict(getattr(model, "peft_config", {}))
         try:
             super().__init__(model, peft_config, adapter_name, *args, **kwargs)

@@ -120,8 +120,6 @@ class ParallelDecoder:
         if self.model.has_mask_adapter:
             predicting = self.model.predicting(order.slot_mask)
         positions = order.position_ids
-        if self.request.table:  # a guess behind its end will not count
-            positions = positions.clamp(max=self.request.table - 1)
         alone = (positions.shape[1] - order.masks_behind) * (self.steps > 0) if self.rule.is_by_row else None
         masks = self.attention.masks(write, positions, order.visibility, alone)
         forward = self.compiled if self.compiled is not None and self.steps > 0 else self.model
@@ -191,12 +189,6 @@ class ParallelDecoder:
         tokens = tokens[: one.remaining]
         ends = [count for count, token in enumerate(tokens, 1) if token in self.request.end_tokens]
         count, is_stopped = self._stop(one, tokens[: ends[0]] if ends else tokens)
-        table = self.request.table
-        if table and len(one.tokens) + count > table + 1:  # no forward reads the last token
-            raise ValueError(
-                f"Sequence {one.index} goes on behind the last position that this model knows: prompt and answer may "
-                f"have {table + 1} tokens (`max_position_embeddings` + 1). Pass a smaller `max_new_tokens`."
-            )
         if is_stopped or ends or count == one.remaining:
             one.is_finished = True
         return count

@@ -14,9 +14,6 @@ from .cache import WindowCache
 from .settings import WeDLMGenerationSettings
 from .versions import CACHE
 
-# Models whose rotary embeddings are a table.
-TABLES = ("codegen", "gptj")
-
 
 @dataclass(frozen=True)
 class DecodingRequest:
@@ -24,7 +21,6 @@ class DecodingRequest:
 
     prompts: list[list[int]]  # each row's tokens, without padding; -1 behind embeddings
     limit: int  # new tokens allowed, at least 1
-    table: int | None  # how many positions there are, where the model has a table of them
     end_tokens: frozenset[int]  # that end a row
     mask_token_id: int | None  # M; `None` where slots need no token, since a mask adapter embeds them
     pad_token_id: int  # stands after a row's end in the output
@@ -59,7 +55,6 @@ def decoding_request(
     return DecodingRequest(
         prompts=prompts,
         limit=limit,
-        table=context_length(model.config) if model.config.model_type in TABLES else None,
         end_tokens=frozenset(ends),
         mask_token_id=settings.mask_token_id,
         pad_token_id=0 if pad_token is None else int(pad_token),

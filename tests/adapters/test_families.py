@@ -32,7 +32,6 @@ EXPERTS = HEADS | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_to
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 LATENT |= {"num_key_value_heads": 4, "head_dim": 8}
 DEEPSEEK = LATENT | EXPERTS | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-GPTJ = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "n_positions": 512, "rotary_dim": 4}
 EACH = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 2}
 EACH |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
@@ -44,7 +43,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "Apertus": ({}, ""),
     "Arcee": ({}, ""),
     "BitNet": ({}, ""),
-    "CodeGen": (GPTJ, "parallel attention and MLP; " + UNTRAINED),
     "Cohere": ({}, ""),
     "Cohere2": (WINDOW, "sliding and full attention"),
     "Cwm": (WINDOW, "sliding and full attention"),
@@ -58,7 +56,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "ExaoneMoe": (EXPERTS | WINDOW | {"n_group": 1, "topk_group": 1}, "experts; sliding and full attention"),
     "Falcon": ({"alibi": False}, "rotary models; attention of its own; " + UNTRAINED),
     "FlexOlmo": (EXPERTS, "experts"),
-    "GPTJ": (GPTJ, "parallel attention and MLP; " + UNTRAINED),
     "GPTNeoX": ({}, "parallel attention and MLP"),
     "Gemma": (HEADS, ""),
     "Gemma2": (GEMMA, "sliding and full attention, eager"),
@@ -107,8 +104,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "Starcoder2": (WINDOW, "sliding attention"),
     "VaultGemma": (GEMMA, "sliding and full attention, eager"),
 }  # fmt: skip
+GPTJ = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "n_positions": 512, "rotary_dim": 4}
 STATE, POSITIONS = "keeps a recurrent state", "no rotary position embeddings"
 REFUSED = {
+    **dict.fromkeys(("CodeGen", "GPTJ"), (GPTJ, "its rotary embeddings are a table")),
     "Bloom": ({}, POSITIONS),
     "Falcon": ({"alibi": True}, "positions are ALiBi's"),
     "GPT2": ({}, POSITIONS),
@@ -187,7 +186,7 @@ def equal_parts(model: Any) -> Iterator[str]:
 
 
 RARE = set(
-    "CodeGen DeepseekV2 Dots1 ExaoneMoe GraniteMoeShared HunYuanMoEV1 HyperCLOVAX Jais2 JetMoe MiniCPM3 "
+    "DeepseekV2 Dots1 ExaoneMoe GraniteMoeShared HunYuanMoEV1 HyperCLOVAX Jais2 JetMoe MiniCPM3 "
     "ModernBertDecoder NanoChat Phimoe".split()
 )
 
@@ -237,23 +236,6 @@ def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None
         assert torch.equal(first.sequences, model.generate(prompt(41), **behind))
         again = model.generate(first.sequences, **behind, **exact, **{CACHE: cache_of(first)})
         assert torch.equal(again, model.generate(first.sequences, **behind))
-
-
-@pytest.mark.parametrize("drafting", [{"adaptive_window": False, "window_size": 6}, {"slot_cost": 0.0}])
-@pytest.mark.parametrize("name", ["CodeGen", "GPTJ"])
-def test_a_table_of_positions_is_used_to_its_end_and_no_further(name: str, drafting: dict[str, Any]) -> None:
-    model = with_adapter(build(name, GPTJ | {"max_position_embeddings": 40}))
-    greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": 96}
-    exact = greedy | {"strategy": "wedlm", "verification": "exact"} | drafting
-    whole = model.generate(prompt(20), **greedy, max_length=41)  # no forward reads the last token
-    assert torch.equal(model.generate(prompt(20), **exact, max_length=41), whole)
-    with pytest.raises((IndexError, RuntimeError)):
-        model.generate(prompt(20), **greedy, max_length=42)
-    with pytest.raises(ValueError, match="may have 41 tokens"):
-        model.generate(prompt(20), **exact, max_length=42)
-    end = {"eos_token_id": int(whole[0, -1])}  # an answer that ends before it may be allowed to be longer
-    expected = model.generate(prompt(20), **greedy | end, max_length=400)
-    assert torch.equal(model.generate(prompt(20), **exact | end, max_length=400), expected)
 
 
 def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path: Path) -> None:

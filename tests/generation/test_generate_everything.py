@@ -310,7 +310,7 @@ CASES = {
         same_as({"generation_config": GenerationConfig(suppress_tokens=[62])}, suppress_tokens=[62]),
         like_ar=False,
     ),
-    CACHE: Case({}, goes_on_from_a_cache),
+    "cache": Case({}, goes_on_from_a_cache),
     "use_cache": Case({"use_cache": False}),
     'cache_implementation="static"': Case(
         {"cache_implementation": "static"}, same_as({}, cache_implementation="static")
