@@ -10,9 +10,9 @@ import torch
 from transformers import AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.generation.trace import TraceStep
 from wedlm_hf.generation.attention import visibility
 from wedlm_hf.generation.rows import Row, SequenceState, lay_out
+from wedlm_hf.generation.trace import TraceStep
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
 from wedlm_hf.training.streams import reorder_blocks
 
