@@ -25,9 +25,10 @@ from ..generation.attention import (
 )
 from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
+from ..generation.rows import Row, SequenceState, lay_out
 from ..generation.sampling import TokenSampler
+from ..generation.tree_drafter import TreeDrafter
 from ..generation.versions import CACHE
-from ..generation.window import Visibility
 from .adapter_files import (
     CONFIG_NAME,
     MaskAdapterSettings,
@@ -35,7 +36,6 @@ from .adapter_files import (
     base_of,
     check_base,
 )
-from .drafter import TreeDrafter
 from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
 
 # Kinds of layers that keep a state, by the names of `config.layer_types`.
@@ -376,17 +376,16 @@ def check_masks(model: Any) -> None:
     four tokens alone give. Where attention takes no masks as tensors, there is no wrong draft.
     """
     device, name = model.device, type(model).__name__
-    tokens, positions, right, visibility = [1, 2, 3, 4, 0, 0], list(range(6)), 1, None
+    rows = [Row(3, 2, -1), Row(4, 3, 0), Row(None, 4, 1), Row(None, 5, 2)]
     if implementation_of(model) in DENSE_MASK_ATTENTION:
-        tokens, positions, right = [1, 2, 3, 2, 4, 0, 0], [0, 1, 2, 3, 3, 4, 5], 2
-        parts = [2, 3, 2, 2, 2], [2, 3, 4, 5, 6], [[2], [3], [4], [5], [4]]
-        visibility = Visibility(*(torch.tensor([part], device=device) for part in parts))
+        rows = [Row(3, 2, -1), Row(2, 3, 0), Row(4, 3, 0), Row(None, 4, 0), Row(None, 5, 2)]
     try:
         with torch.no_grad(), evaluating(model):
             expected = model(input_ids=torch.tensor([[1, 2, 3, 4]], device=device), use_cache=False).logits[:, -1]
-            logits, _ = decode_step(model, tokens, positions, 2, visibility)
+            logits, _ = decode_step(model, [1, 2], rows)
     except Exception as error:
         raise ValueError(f"{name} cannot carry a mask adapter: a forward with masks fails: {error!r}.") from error
+    right = rows.index(next(row for row in rows if row.token == 4))
     if not is_close(logits[:, right], expected, model):
         raise ValueError(
             f"{name} cannot carry a mask adapter: its attention does not follow the masks of a step (its logits "
@@ -394,30 +393,26 @@ def check_masks(model: Any) -> None:
         )
 
 
-def decode_step(
-    model: Any,
-    tokens: list[int],
-    positions: list[int],
-    known: int,
-    visibility: Visibility | None = None,
-    slots: int | None = None,
-) -> tuple[torch.Tensor, Any]:
-    """Logits `(1, T, V)` of the tokens behind the first `known` ones, which lie in a cache, as decoding computes them.
+def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None = None) -> tuple[torch.Tensor, Any]:
+    """Logits `(1, T, V)` of rows behind tokens that lie in a cache, as decoding computes them.
 
     With a number of `slots`, the last rows are slots, and what is known of them is returned too.
     """
-    device, cache, attention = model.device, WindowCache(), StepAttention(model)
-    ids, places, rows = torch.tensor([tokens, positions, [*range(len(tokens))]], device=device)[:, None]
-    cache.open([tokens], device)
-    for part, visible, count in ((slice(0, known), None, None), (slice(known, None), visibility, slots)):
-        write = cache.plan([rows[:, part].shape[1]], rows[:, part], ids[:, part])
-        masks = attention.masks(write, places[:, part], visible)
+    cache, attention = WindowCache(), StepAttention(model)
+    one = SequenceState(0, known, len(known), 0, 1)
+    cache.open([[*known, 0]], model.device)
+    for part, count in ((one.pending_rows, None), (rows, slots)):
+        one.rows = part
+        step = lay_out([one], [0], 0, model.device)
+        cache.plan(step)
+        masks = attention.masks(step, step.position_ids)
         with nullcontext() if count is None else model.predicting(count) as found, attention.reading(masks):
             logits = model(
-                input_ids=ids[:, part], attention_mask=masks, position_ids=places[:, part],
+                input_ids=step.input_ids, attention_mask=masks, position_ids=step.position_ids,
                 use_cache=True, **{CACHE: cache},
             ).logits  # fmt: skip
-        cache.commit([[*range(known)]])
+        one.committed = len(known)
+        cache.commit([[*range(len(known))]])
     return logits, found
 
 

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from ..generation.attention import layer_types
+from ..generation.rows import Row
 from ..generation.versions import CACHE
 from ..training.streams import IGNORE_INDEX
 from .attach import decode_step, evaluating, is_close
@@ -151,13 +152,13 @@ class MaskDistillation(nn.Module):
     def _check(self) -> None:
         """Raises `ValueError` where training would be on other states, or other targets, than decoding has."""
         name, device, count = type(self.model).__name__, self.model.device, self.num_masks
-        tokens, positions = [1, 2, 3, *[0] * count], [0, 1, 2, *range(4, 4 + count)]
+        tokens, rows = [1, 2, 3], [Row(None, 4 + place, place - 1) for place in range(count)]
         try:
             autocast = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
             with evaluating(self.model), torch.autocast(autocast, enabled=False):
-                _, memory = self.memory(torch.tensor([tokens[:3]], device=device))
+                _, memory = self.memory(torch.tensor([tokens], device=device))
                 states = self.masks(memory, torch.tensor([[2]], device=device))[0, 0]
-                logits, slots = decode_step(self.model, tokens, positions, 3, slots=count)
+                logits, slots = decode_step(self.model, tokens, rows, count)
                 expected, targets = slots.hidden[0], self._scaled(self.model.get_output_embeddings()(states))
         except Exception as error:
             raise ValueError(f"{name} cannot train a mask adapter: masks in runs fail: {error!r}.") from error

@@ -16,8 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from .cache import CacheWrite
-from .window import Visibility
+from .rows import Step, lines
 
 # Attention implementations that take any mask as a tensor.
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
@@ -71,14 +70,13 @@ class StepAttention:
         self.takes_rows = bool(self.groups) or is_eager
 
     def masks(
-        self, write: CacheWrite, position_ids: torch.Tensor, visibility: Visibility | None, alone: int | None = None
+        self, step: Step, position_ids: torch.Tensor, alone: int | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """The `attention_mask` of a forward.
 
         Args:
-            write: where the forward writes.
+            step: its rows.
             position_ids: `(A, Q)` int64, logical positions.
-            visibility: of branches.
             alone: how many of the first rows attend one by one, see [`attends_by_row`]; 0 for prompts, whose rows
                 attend together, in the very call of AR decoding. `None`: all rows attend together.
 
@@ -88,14 +86,14 @@ class StepAttention:
             grouped and eager attention.
         """
         is_dense = self.implementation in DENSE_MASK_ATTENTION
-        is_local = is_dense and self.kinds != ["full_attention"] and write.start != 0
-        visible = window_visibility(write, self.implementation, visibility, is_needed=is_local)
-        if visible is None:
+        is_local = is_dense and self.kinds != ["full_attention"] and step.start != 0
+        is_own = step.start == 0 or step.slots.shape[1] == 1 or not is_dense
+        if step.start is not None and step.is_chain and is_own and not is_local:
             return None
         assert is_dense, self.implementation  # others would take a tensor for something else
-        masks = {}
+        visible, masks = visibility(step), {}
         for kind in self.kinds:
-            near = _near(kind, write, position_ids, self.config)
+            near = _near(kind, step, position_ids, self.config)
             mask = visible if near is None else visible & near
             if self.implementation != "sdpa" or (self.groups and alone != 0):
                 mask = grouped_mask(mask, self.groups or 1, self.dtype, alone or 0)
@@ -124,13 +122,13 @@ class StepAttention:
                     self.config._attn_implementation = self.implementation
 
 
-def _near(kind: str, write: CacheWrite, queries: torch.Tensor, config: Any) -> torch.Tensor | None:
+def _near(kind: str, step: Step, queries: torch.Tensor, config: Any) -> torch.Tensor | None:
     """Keys that a layer's window or chunk leaves, by logical positions: `(A, 1, Q, end)` bool; `None` for all."""
     if kind == "full_attention":
         return None
     # A cached key's slot is its position. The rows of this step may lie in another order.
-    keys = torch.arange(write.end, device=queries.device).repeat(len(queries), 1)
-    keys = keys.scatter(1, write.slots, queries)[:, None, None]
+    keys = torch.arange(step.end, device=queries.device).repeat(len(queries), 1)
+    keys = keys.scatter(1, step.slots, queries)[:, None, None]
     queries = queries[:, None, :, None]
     if kind == "chunked_attention":
         return keys // config.attention_chunk_size == queries // config.attention_chunk_size
@@ -251,11 +249,8 @@ for _name, _attend, _mask in ((GROUPED, grouped_sdpa, sdpa_mask), (ROWS, eager_r
     AttentionMaskInterface.register(_name, _mask)
 
 
-def window_visibility(
-    write: CacheWrite, implementation: str, visibility: Visibility | None, is_needed: bool = False
-) -> torch.Tensor | None:
-    """Causal attention in physical order: a row sees the slots up to its own. With branches, a mask sees the real rows
-    up to the one that its branch belongs to, and its own branch.
+def visibility(step: Step) -> torch.Tensor:
+    """Who sees whom: a row sees what the cache holds of its sequence, its own line, and itself.
 
     Row with 3 cached slots, 1 pending token p, a filled slot f and two masks; a second row with nothing pending:
 
@@ -265,36 +260,23 @@ def window_visibility(
         M   ■ ■ ■   ■ ■ ■ ·             M   ■ ■ ■     ■ ■ ·
         M   ■ ■ ■   ■ ■ ■ ■             M   ■ ■ ■     ■ ■ ■
 
-    Row with 3 cached slots, a pending token c, a draft f, two masks behind c and two behind f:
+    Row with 3 cached slots, a pending token p, a draft d, two masks behind p and two behind d:
 
-            cached  c f M M M M
-        c   ■ ■ ■   ■ · · · · ·
-        f   ■ ■ ■   ■ ■ · · · ·
-        M   ■ ■ ■   ■ · ■ · · ·             (c's)
+            cached  p d M M M M
+        p   ■ ■ ■   ■ · · · · ·
+        d   ■ ■ ■   ■ ■ · · · ·
+        M   ■ ■ ■   ■ · ■ · · ·             (p's)
         M   ■ ■ ■   ■ · ■ ■ · ·
-        M   ■ ■ ■   ■ ■ · · ■ ·             (f's)
+        M   ■ ■ ■   ■ ■ · · ■ ·             (d's)
         M   ■ ■ ■   ■ ■ · · ■ ■
 
-    Args:
-        write: where the forward writes.
-        implementation: of attention.
-        visibility: of branches.
-        is_needed: whether the implementation's own causal mask will not do.
-
     Returns:
-        `(A or 1, 1, Q, end)` bool; `None` where the implementation's own causal mask is this one. Implementations
-        that are not in `DENSE_MASK_ATTENTION` take no such mask, and get one sequence at a time.
+        `(A or 1, 1, Q, end)` bool.
     """
-    is_causal = write.start is not None and visibility is None
-    is_own = write.start == 0 or write.slots.shape[1] == 1 or implementation not in DENSE_MASK_ATTENTION
-    if is_causal and is_own and not is_needed:
-        return None
-    slots = write.slots[:1] if is_causal else write.slots
-    keys = torch.arange(write.end, device=slots.device)
-    visible = keys <= slots[:, None, :, None]
-    if visibility is not None:
-        until, start = visibility.until[:, None, :, None], visibility.start[:, None, :, None]
-        visible &= (keys <= until) | (keys >= start)
-        if visibility.path is not None:
-            visible.scatter_(3, visibility.path[:, None], True)
+    slots = step.slots[:1] if step.start is not None and step.is_chain else step.slots
+    visible = torch.arange(step.end, device=slots.device) <= slots[:, None, :, None]
+    if not step.is_chain:  # all that branches is among the last rows, and stands behind all rows in front of them
+        tail = step.parents.shape[1]
+        own = slots[:, None, None, -tail:].expand(-1, 1, tail, -1)
+        visible[:, :, -tail:].scatter_(3, own, lines(step.parents)[:, None])
     return visible

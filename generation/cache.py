@@ -5,25 +5,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
+from .rows import Step
 from .versions import CACHE
 
 SMALLEST_CAPACITY = 64
-
-
-@dataclass(frozen=True)
-class CacheWrite:
-    """Where a forward's keys and values go."""
-
-    start: int | None  # first slot of every row, where all rows write the same contiguous range
-    slots: torch.Tensor  # `(B, Q)` int64, the slot of each physical row
-    end: int  # one past the highest slot written; attention sees the slots before it
 
 
 class WindowLayer(DynamicLayer):
@@ -51,28 +42,28 @@ class WindowLayer(DynamicLayer):
         self.is_initialized = True
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, write: CacheWrite
+        self, key_states: torch.Tensor, value_states: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores `(A, H, Q, D)` for the A rows in use and returns what they may attend to, `(A, H, end, D)`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if (key_states.dtype, value_states.dtype) != (self._keys.dtype, self._values.dtype):  # autocast began or ended
             self._keys, self._values = self._keys.to(key_states.dtype), self._values.to(value_states.dtype)
-        if write.end > self._keys.shape[2]:
-            capacity = max(write.end, 2 * self._keys.shape[2], self.cache.capacity or SMALLEST_CAPACITY)
+        if step.end > self._keys.shape[2]:
+            capacity = max(step.end, 2 * self._keys.shape[2], self.cache.capacity or SMALLEST_CAPACITY)
             room = (0, 0, 0, capacity - self._keys.shape[2])
             self._keys, self._values = F.pad(self._keys, room), F.pad(self._values, room)
             if self.cache.capacity is not None:  # else a CUDA graph would not write into them
                 torch._dynamo.mark_static_address(self._keys)
                 torch._dynamo.mark_static_address(self._values)
         rows = key_states.shape[0]
-        keys, values = self._keys[:rows, :, : write.end], self._values[:rows, :, : write.end]
-        if write.start is not None:
-            keys[:, :, write.start :] = key_states
-            values[:, :, write.start :] = value_states
+        keys, values = self._keys[:rows, :, : step.end], self._values[:rows, :, : step.end]
+        if step.start is not None:
+            keys[:, :, step.start :] = key_states
+            values[:, :, step.start :] = value_states
         else:
             # Indexing copies whole states: ten times as fast as `scatter_`, which copies number by number.
-            slots = write.slots.to(keys.device)
+            slots = step.slots.to(keys.device)
             index = torch.arange(rows, device=keys.device)[:, None], slots
             keys.transpose(1, 2)[index] = key_states.transpose(1, 2)
             values.transpose(1, 2)[index] = value_states.transpose(1, 2)
@@ -126,7 +117,7 @@ class WindowCache(Cache):
         self.capacity = capacity
         self.lengths: list[int] = []
         self.token_ids = torch.empty(0, 0, dtype=torch.int64)
-        self._write: CacheWrite | None = None
+        self._step: Step | None = None
         self._rows: list[int] = []  # the caller's row that each buffer row holds
         self._in_use = 0
 
@@ -179,25 +170,13 @@ class WindowCache(Cache):
             lengths.append(min(len(known), len(prompt) - 1))
         return lengths
 
-    def plan(self, counts: list[int], slots: torch.Tensor, input_ids: torch.Tensor) -> CacheWrite:
-        """Says where the next forward writes.
-
-        Args:
-            counts: physical rows that are not padding, for each row in use.
-            slots: `(A, Q)` int64, where they go: behind the row's committed slots; padding comes after them.
-            input_ids: `(A, Q)` int64.
-        """
-        width = input_ids.shape[1]
-        lengths = self.lengths[: self._in_use]
-        is_contiguous = self.capacity is None and min(lengths) == max(lengths) and min(counts) == width
-        end = max(lengths) + width
-        write = CacheWrite(lengths[0] if is_contiguous else None, slots, max(end, self.capacity or 0))
-        if write.end > self.token_ids.shape[1]:
-            room = max(write.end - self.token_ids.shape[1], self.token_ids.shape[1])
+    def plan(self, step: Step) -> None:
+        """Says what the next forward writes."""
+        if step.end > self.token_ids.shape[1]:
+            room = max(step.end - self.token_ids.shape[1], self.token_ids.shape[1])
             self.token_ids = F.pad(self.token_ids, (0, room), value=-1)
-        self.token_ids[: self._in_use].scatter_(1, write.slots, input_ids)
-        self._write = write
-        return write
+        self.token_ids[: self._in_use].scatter_(1, step.slots, step.input_ids)
+        self._step = step
 
     def commit(self, kept: list[list[int]]) -> None:
         """Keeps some slots that the last forward wrote, and no others.
@@ -216,7 +195,7 @@ class WindowCache(Cache):
             self.token_ids[index, targets.to(index)] = self.token_ids[index, sources.to(index)]
         for entry, places in enumerate(kept):
             self.lengths[entry] += len(places)
-        self._write = None
+        self._step = None
 
     def retire(self, finished: list[bool]) -> None:
         """Takes finished rows out of use: they are swapped behind the others. `finished` has an entry for each row in
@@ -233,7 +212,7 @@ class WindowCache(Cache):
         for row in range(len(self._rows)):
             while self._rows[row] != row:
                 self._swap(row, self._rows[row])
-        self._write = None
+        self._step = None
         self._in_use = len(self._rows)
 
     @contextmanager
@@ -259,7 +238,7 @@ class WindowCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores a layer's new states where the step planned; returns what they may attend to."""
-        if self._write is None:
+        if self._step is None:
             raise ValueError(
                 "A `WindowCache` takes the steps of `generate(strategy='wedlm')` and no other forward: pass a "
                 "`DynamicCache`, or none."
@@ -267,7 +246,7 @@ class WindowCache(Cache):
         while len(self.layers) <= layer_idx:
             self.layers.append(WindowLayer(self))
         layer: WindowLayer = self.layers[layer_idx]
-        return layer.update(key_states, value_states, self._write)
+        return layer.update(key_states, value_states, self._step)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` slots of every row (negative, as everywhere in transformers)."""
@@ -293,5 +272,5 @@ class WindowCache(Cache):
     def reset(self) -> None:
         """Forgets everything, the number of rows too."""
         self.lengths = []  # first: an exception in between must leave nothing that counts
-        self._write = None
+        self._step = None
         self.layers.clear()

@@ -1,23 +1,24 @@
 """Parallel decoding: the loop (paper §5, Algorithm 1, Figure 3).
 
 Of each sequence, *committed* tokens have their keys and values in the cache, *pending* tokens are final and not
-cached yet; behind them stands a *window* of slots, filled or masked, or drafts and masks. One step:
+cached yet; behind them stand guesses and masks. A [`Row`] is one of these. One step:
 
-    1. order    pending tokens, filled slots or drafts, masks
-    2. forward  one forward in this order on top of the cache, at logical positions
-    3. select   tokens for the rows that predict one
-    4. settle   what of them is final: the window slides past it, or the drafts that passed
+    1. lay out  the rows of all sequences as tensors
+    2. forward  one forward of them on top of the cache, at logical positions
+    3. read     what its logits mean, on the device
+    4. settle   what of that is final: the host waits, once
     5. commit   the keys and values of rows that saw nothing but final tokens; the next forward overwrites the rest
     6. finish   sequences that hold an end token, meet a stopping criterion or reach the limit
-    7. prepare  the others for the next step: masks, or drafts and masks
+    7. plan     the rows of the others' next forward
 
-What 1, 3, 4 and 7 are in detail is up to a rule: [`FillRule`] (the paper's), [`BlockRule`] or [`VerifyRule`]. The
-loop knows nothing of the model but its `forward`.
+What 3, 4 and 7 are in detail is up to a [`Rule`]: [`FillRule`], the paper's, or [`VerifyRule`]. The loop knows nothing
+of the model but its `forward`.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,10 +28,9 @@ from transformers.generation import MaxTimeCriteria, StopStringCriteria
 from .attention import StepAttention
 from .cache import WindowCache
 from .request import DecodingRequest
-from .rules import FillRule, Selection, SlotStates
-from .verify import VerifyRule
+from .rows import SequenceState, Step, lay_out
+from .rules import Choice, Rule, SequenceOutcome
 from .versions import CACHE
-from .window import PhysicalOrder, SequenceOutcome, SequenceState
 
 # Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
 HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
@@ -38,13 +38,11 @@ HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did. `sequences[i]` is about entry i of the tensors, those of `order`, `logits`, `selection` and
-    `slots`."""
+    """What a step did. `sequences[i]` is about entry i of the tensors."""
 
-    order: PhysicalOrder
-    logits: torch.Tensor
-    selection: Selection
-    slots: SlotStates | None
+    step: Step
+    logits: torch.Tensor  # `(A, T, V)`, raw, in the model's dtype
+    choice: Choice
     sequences: list[SequenceOutcome]
 
 
@@ -62,7 +60,7 @@ class ParallelDecoder:
     # slots, and which notes their hidden states.
     model: Any
     request: DecodingRequest
-    rule: FillRule | VerifyRule
+    rule: Rule
     cache: WindowCache  # empty, or holding a beginning of every prompt
     compiled: Callable[..., Any] | None  # called after the first forward, always with the same shapes
     # Is told before each step whether this process has finished, and says whether there is another step: after the
@@ -81,7 +79,7 @@ class ParallelDecoder:
             SequenceState(index, list(prompt), len(prompt), cached, self.request.limit)
             for index, (prompt, cached) in enumerate(zip(self.request.prompts, self.cache.lengths, strict=True))
         ]
-        self.rule.begin(self.sequences)
+        self._plan(self.sequences)
 
     def run(self, observers: Sequence[Callable[[StepOutcome], None]]) -> torch.Tensor:
         """Decodes all sequences to their end. Returns the new tokens, `(B, longest)` int64, padded after each one's.
@@ -102,85 +100,82 @@ class ParallelDecoder:
     def _step(self) -> StepOutcome:
         # In the order of the cache's buffers: those that decode, or all of them where shapes are fixed.
         sequences = [self.sequences[index] for index in self.cache.rows_in_use]
-        order = self.rule.order(sequences, is_fixed=self.compiled is not None and self.steps > 0)
-        logits, slots = self._forward(order)
-        selection = self.rule.select(order, sequences, logits)
-        found, guesses = self._read(selection, self.rule.guess(order, sequences, selection, slots))
-        outcomes = self._settle(sequences, order, found)
+        step = self._lay_out(sequences)
+        logits, hidden = self._forward(step)
+        choice = self.rule.read(step, logits, hidden)
+        outcomes = self._settle(step, choice)
         self.cache.commit([outcome.kept for outcome in outcomes])
-        self.rule.prepare(outcomes, guesses)
         if self.compiled is None:
             self.cache.retire([one.is_finished for one in sequences])
-        return StepOutcome(order, logits, selection, slots, outcomes)
+        self._plan(sequences)
+        return StepOutcome(step, logits, choice, outcomes)
 
-    def _forward(self, order: PhysicalOrder) -> tuple[torch.Tensor, SlotStates | None]:
-        """Logits `(A, M, V)` float32, and what is known of the masks behind them."""
-        write = self.cache.plan(order.counts, order.cache_slots, order.input_ids)
+    def _plan(self, sequences: Sequence[SequenceState]) -> None:
+        going = [one for one in sequences if not one.is_finished]
+        planned = dict(zip((one.index for one in going), self.rule.rows(going), strict=True))
+        for one in sequences:
+            one.rows = planned.get(one.index, [])
+
+    def _lay_out(self, sequences: Sequence[SequenceState]) -> Step:
+        asked = [one.pending - 1 if self.rule.asks_all else one.unmasked for one in sequences]
+        width = self.rule.width if self.compiled is not None and self.steps > 0 else 0
+        return lay_out(sequences, asked, self.rule.filler, self.request.prompt_ids.device, width, self.cache.capacity)
+
+    def _forward(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `(A, T, V)`, and the hidden states of the columns that may be masks, `(A, masks, H)`, if a mask
+        adapter predicts them."""
+        self.cache.plan(step)
+        is_compiled = self.compiled is not None and self.steps > 0
         predicting: AbstractContextManager[Any] = nullcontext()
         if self.model.has_mask_adapter:
-            predicting = self.model.predicting(order.slot_mask)
-        positions = order.position_ids
-        alone = (positions.shape[1] - order.masks_behind) * (self.steps > 0) if self.rule.is_by_row else None
-        masks = self.attention.masks(write, positions, order.visibility, alone)
-        forward = self.compiled if self.compiled is not None and self.steps > 0 else self.model
+            predicting = self.model.predicting(step.mask_columns(self.rule.most_masks if is_compiled else 0))
+        positions = step.position_ids
+        alone = (step.counts[0] - step.masks[0]) * (self.steps > 0) if self.rule.is_by_row else None
+        masks = self.attention.masks(step, positions, alone)
+        forward = self.compiled if self.compiled is not None and is_compiled else self.model
         with predicting as states, self.attention.reading(masks):
-            inputs: dict[str, Any] = {"input_ids": order.input_ids}
+            inputs: dict[str, Any] = {"input_ids": step.input_ids}
             if self.steps == 0 and self.request.prompt_embeds is not None:
-                inputs = {"inputs_embeds": self._embeds(order)}
+                inputs = {"inputs_embeds": self._embeds(step)}
             outputs = forward(
                 **inputs,
                 attention_mask=masks,
                 position_ids=positions,
                 use_cache=True,
-                logits_to_keep=order.logit_count + order.masks_behind,
+                logits_to_keep=step.parents.shape[1],
                 return_dict=True,
                 **{CACHE: self.cache},
             )
         self.steps += 1
-        # Those of the mask token are overwritten later, so they are copied where a compiled forward may own them.
-        logits = outputs.logits.to(order.input_ids.device)
-        logits, behind = logits.split([order.logit_count, order.masks_behind], dim=1)
-        hidden = None if states is None else states.hidden
-        slots = SlotStates(hidden, behind) if order.masks_behind else None
-        return logits.to(torch.float32, copy=self.compiled is not None), slots
+        return outputs.logits.to(step.input_ids.device), None if states is None else states.hidden
 
-    def _embeds(self, order: PhysicalOrder) -> torch.Tensor:
-        """The prompt's own embeddings, and those of the first window's masks, `(B, Q, hidden)`."""
+    def _embeds(self, step: Step) -> torch.Tensor:
+        """The prompt's own embeddings, and those of the first masks, `(A, Q, hidden)`."""
         prompt = self.request.prompt_embeds
         assert prompt is not None
-        embeds = self.model.get_input_embeddings()(order.input_ids.clamp(min=0))
-        lengths = torch.tensor([[one.prompt_length] for one in self.sequences], device=order.position_ids.device)
-        columns = (prompt.shape[1] - lengths + order.position_ids).clamp(max=prompt.shape[1] - 1)
+        embeds = self.model.get_input_embeddings()(step.input_ids.clamp(min=0))
+        lengths = torch.tensor([[one.prompt_length] for one in self.sequences], device=step.position_ids.device)
+        columns = (prompt.shape[1] - lengths + step.position_ids).clamp(max=prompt.shape[1] - 1)
         own = prompt.gather(1, columns[..., None].expand(-1, -1, embeds.shape[-1]))
-        return torch.where((order.position_ids < lengths)[..., None], own.to(embeds), embeds)
+        return torch.where((step.position_ids < lengths)[..., None], own.to(embeds), embeds)
 
-    def _read(self, selection: Selection, guesses: torch.Tensor | None) -> tuple[Any, list[list[float]]]:
-        """What the host must know of a step, of each entry: marks, tokens, whether they are broken, and guesses. All
-        in one tensor: the host waits for the device here, and nowhere else in a step."""
-        found = torch.stack([selection.marks, selection.choice.tokens, selection.is_broken], dim=1)
-        if guesses is None:
-            return found.tolist(), []
-        # Tokens are below 2^24: float32 holds them exactly.
-        numbers = torch.cat([found.flatten(1).float(), guesses], dim=1).tolist()
-        count, width = found.shape[1:]
-        rows = [[list(map(int, row[at : at + width])) for at in range(0, count * width, width)] for row in numbers]
-        return rows, [row[count * width :] for row in numbers]
-
-    def _settle(self, sequences: list[SequenceState], order: PhysicalOrder, found: Any) -> list[SequenceOutcome]:
-        """What was read means this for each sequence."""
+    def _settle(self, step: Step, choice: Choice) -> list[SequenceOutcome]:
+        """What was read means this for each sequence. The host waits for the device here, and nowhere else."""
+        told = [choice.is_broken[:, None], *choice.told]
+        ends = [0, *accumulate(each.shape[1] for each in told)]
         outcomes = []
-        for one, slots, (marks, tokens, is_broken) in zip(sequences, order.slot_lists, found, strict=True):
-            if any(is_broken):
+        for one, found in zip(step.sequences, torch.cat(told, dim=1).tolist(), strict=True):
+            (is_broken,), *parts = (found[start:end] for start, end in pairwise(ends))
+            if is_broken:
                 raise ValueError(
                     f"There is nothing to choose from in forward {self.steps}, sequence {one.index}: the model's "
                     "logits are NaN or infinite (the checkpoint is broken, or its dtype overflows), or the logits "
                     "processors leave no token."
                 )
-            first = order.logit_count - len(slots)
             if one.is_finished:
-                outcomes.append(SequenceOutcome(one, [], [], []))
+                outcomes.append(SequenceOutcome(one, [], [], [], []))
             else:
-                outcomes.append(self.rule.settle(one, first, tokens[first:], marks[first:], self._cut))
+                outcomes.append(self.rule.settle(one, parts, self._cut))
         return outcomes
 
     def _cut(self, one: SequenceState, tokens: list[int]) -> int:

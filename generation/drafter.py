@@ -1,36 +1,16 @@
-"""What may follow a sequence: drafts from masks. A mask adapter has a drafter of its own (adapters/drafter.py).
+"""What may follow a sequence: drafts from masks. A mask adapter has a drafter of its own (tree_drafter.py).
 
 `A` sequences, `K` masks of each, `V` vocabulary.
 """
 
-from collections.abc import Sequence
-from math import isnan
-from typing import NamedTuple
-
 import torch
 
-from .planner import Draft, Outlook
-from .rules import SlotStates
+from .planner import Draft
+from .rows import SequenceState
 from .sampling import TokenSampler, token_entropy
-from .window import SequenceState
 
-
-class Ends(NamedTuple):
-    """Where the steps of `A` sequences end, known to the device alone. Tensors are int64."""
-
-    masks: torch.Tensor  # `(A, K)`, the masks that draft what follows; the last one again where there are fewer than K
-    before: torch.Tensor  # `(A, 2)`, the last two tokens
-    offsets: torch.Tensor  # `(A, 1)`, new tokens
-    sequences: list[int]  # their places in the call
-
-
-class Winner(NamedTuple):
-    """A sequence that goes on, its entry in the forward, and the masks, counted from the entry's first one, that
-    draft what follows it."""
-
-    sequence: SequenceState
-    entry: int
-    masks: range
+# Chances go to the host beside tokens, in units of this.
+UNIT = 2.0**-30
 
 
 class Drafter:
@@ -47,44 +27,49 @@ class Drafter:
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], entropy_threshold: float):
         self.sampler, self.end_tokens, self.entropy_threshold = sampler, end_tokens, entropy_threshold
 
-    def guess(self, ends: Ends, slots: SlotStates) -> torch.Tensor:
-        """What masks predict, as numbers for [`draft`], `(A, numbers)` float32: the host reads them with what else it
-        must know of a step, and waits once. Also of sequences that are found to be finished."""
-        entries = torch.arange(len(ends.masks), device=ends.masks.device)[:, None]
-        hidden = None if slots.hidden is None else slots.hidden[entries, ends.masks]
-        return self._guess(slots.logits[entries, ends.masks].float(), hidden, ends).flatten(1)
+    def guess(
+        self,
+        logits: torch.Tensor,
+        hidden: torch.Tensor | None,
+        before: torch.Tensor,
+        offsets: torch.Tensor,
+        rows: list[int],
+    ) -> torch.Tensor:
+        """What masks predict, on the device; also of sequences that are found to be finished.
 
-    def draft(self, winners: Sequence[Winner], guesses: list[list[float]]) -> list[Outlook]:
-        """What may follow each sequence's final tokens, from what [`guess`] found of each entry; nothing without
-        masks."""
-        found = []
-        for winner in winners:
-            drafts = self._drafts(winner, guesses[winner.entry]) if winner.masks else []
-            found.append(self._outlook(winner, [draft for draft in drafts if draft.depth <= len(winner.masks)]))
-        return found
+        Args:
+            logits: `(A, K, V)` float32, raw, which change: of the masks that draft what follows; of the last one
+                again where an entry has fewer than K.
+            hidden: `(A, K, H)`, their last hidden states, where a mask adapter predicts them.
+            before: `(A, 2)` int64, the last two tokens.
+            offsets: `(A, 1)` int64, new tokens.
+            rows: the call's row that each entry is.
 
-    def _outlook(self, winner: Winner, drafts: list[Draft]) -> Outlook:
-        return Outlook(drafts, len(winner.masks), winner.sequence.remaining)
-
-    def _guess(self, logits: torch.Tensor, hidden: torch.Tensor | None, ends: Ends) -> torch.Tensor:
-        """`(A, K, 3)`: tokens, their chances, and entropies; logits `(A, K, V)` float32, which change."""
+        Returns:
+            `(A, numbers)` int64, for [`drafts`]: here, of each mask its token (-1 where logits are NaN), whether it is
+            sure, and the token's chance.
+        """
         entropy = token_entropy(logits)
         self.sampler.suppress(logits)
         chances, tokens = logits.softmax(-1).max(-1)
-        return torch.stack([tokens, chances, entropy], -1)
+        tokens, is_sure = tokens.masked_fill(entropy.isnan(), -1), entropy < self.entropy_threshold
+        return torch.stack([tokens, is_sure, (chances / UNIT).long()], -1).flatten(1)
 
-    def _drafts(self, winner: Winner, numbers: list[float]) -> list[Draft]:
-        """The drafts that an entry's numbers mean."""
+    def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:
+        """What may follow a sequence's final tokens, parents first, from what [`guess`] found of its `masks` masks."""
+        return self._drafts(one, masks, numbers) if masks else []
+
+    def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:
         run: list[Draft] = []
-        rows = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
-        if any(isnan(entropy) for _, _, entropy in rows):
+        found = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))[:masks]
+        if any(token < 0 for token, _, _ in found):
             raise ValueError(
                 "The logits of masks are NaN or infinite: the checkpoint is broken, or its dtype overflows."
             )
-        for depth, (token, chance, entropy) in enumerate(rows, 1):
-            if entropy >= self.entropy_threshold:
+        for depth, (token, is_sure, chance) in enumerate(found, 1):
+            if not is_sure:
                 break
-            run.append(Draft(int(token), depth - 2, depth, chance))
+            run.append(Draft(token, depth - 2, depth, chance * UNIT))
             if token in self.end_tokens:
                 break
         return run

@@ -21,7 +21,7 @@ from .decoding import ParallelDecoder
 from .drafter import Drafter
 from .planner import Planner
 from .request import DecodingRequest, decoding_request
-from .rules import BlockRule, FillRule
+from .rules import FillRule, Rule
 from .sampling import TokenSampler
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
 from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
@@ -281,13 +281,13 @@ def _rule(
     generation_config: GenerationConfig,
     request: DecodingRequest,
     is_static: bool,
-) -> FillRule | VerifyRule:
+) -> Rule:
     """What to do with each forward. Raises `ValueError` for processors that cannot be honoured unverified."""
     size = min(settings.window_size, request.limit)
     sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
     if settings.verification == "none":
         sampler.check_out_of_order()
-        return (BlockRule if settings.strategy == "block" else FillRule)(settings, sampler, size)
+        return FillRule(settings, sampler, size, settings.strategy == "block")
     is_planned = settings.is_adaptive and not is_static
     takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION
     drafter: Drafter
@@ -306,7 +306,7 @@ def _rule(
     is_exact = settings.verification == "exact" and not is_static and len(request.prompts) == 1
     is_by_row = is_exact and attends_by_row(model)
     planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
-    return VerifyRule(settings, sampler, request.end_tokens, drafter, planner, size, is_by_row)
+    return VerifyRule(settings, sampler, drafter, planner, size, is_by_row)
 
 
 def _planner(
@@ -330,7 +330,7 @@ def _planner(
     return planner
 
 
-def _give_back(model: Any, rule: FillRule | VerifyRule) -> None:
+def _give_back(model: Any, rule: Rule) -> None:
     planner = getattr(rule, "planner", None)
     if isinstance(planner, Planner) and planner.key is not None:
         model.__dict__.get("_planners", {})[planner.key] = planner  # unless the adapter was taken away meanwhile
@@ -347,9 +347,9 @@ def _decode(
         "logits": generation_config.output_logits,
     }
     stats = StatsRecorder(decoder.sequences)
-    scores = ScoreRecorder(request.mask_token_id, [name for name in is_kept if is_kept[name] and is_dict])
+    scores = ScoreRecorder([name for name in is_kept if is_kept[name] and is_dict])
     observers = [stats.observe, scores.observe]
-    trace = decoder.model.trace_recorder(request.mask_token_id) if settings.output_trace else None
+    trace = decoder.model.trace_recorder() if settings.output_trace else None
     if trace is not None:
         observers.append(trace.observe)
     if streamer is not None:

@@ -1,42 +1,77 @@
-"""Filling: what the unverified decoders do with a forward, streaming and block-wise (paper §5, Algorithm 1, Fig. 4c).
+"""Rules: which rows a forward has and what becomes of them. Here those of the unverified decoders, streaming and
+block-wise (paper §5, Algorithm 1, Fig. 4c); [`VerifyRule`] is the other one.
 
-A rule orders the rows of a forward, chooses tokens from its logits for all sequences at once, says what the step did
-to each of them, and prepares them for the next one. [`VerifyRule`] is the third.
-
-`A` sequences in use, `M` physical rows with logits, `V` vocabulary.
+`A` sequences in use, `T` physical rows with logits, `V` vocabulary.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Protocol
 
 import torch
 
-from .sampling import Choice, TokenSampler, token_entropy
+from .rows import Row, SequenceState, Step
+from .sampling import TokenSampler, token_entropy
 from .settings import WeDLMGenerationSettings
-from .window import PhysicalOrder, SequenceOutcome, SequenceState, physical_order
 
 # How many of these tokens a sequence takes: up to an end token, its limit, or where a stopping criterion holds.
 Cut = Callable[[SequenceState, list[int]], int]
 
 
 @dataclass(frozen=True)
-class SlotStates:
-    """The masks behind the rows with logits."""
+class Choice:
+    """What is chosen at M of the rows with logits; arbitrary where nothing was to choose."""
 
-    hidden: torch.Tensor | None  # `(A, masks, H)`, last hidden states; `None` without a mask adapter
-    logits: torch.Tensor  # `(A, masks, V)`, raw, in the model's dtype: one pass of the head makes them with the others
+    tokens: torch.Tensor  # `(A, M)` int64
+    scores: torch.Tensor  # `(A, M, V)` float32, processed; MASK's are −∞
+    columns: torch.Tensor  # `(A, M)` int64, which of the T columns these rows are
+    is_broken: torch.Tensor  # `(A,)` bool, where there is nothing to choose from: the logits are NaN, or all are −∞
+    told: Sequence[torch.Tensor]  # `(A, …)` int64, what `settle` must know of each entry
 
 
 @dataclass(frozen=True)
-class Selection:
-    """What is chosen from the logits of a forward. Tensors are `(A, M)` bool."""
+class SequenceOutcome:
+    """What a step did to one sequence. Rows are meant by their places."""
 
-    choice: Choice  # a token for each row with logits, and what it was chosen from
-    # Filling: the masks that take their token. Under verification: the AR rows that find the draft right behind them
-    # plausible.
-    marks: torch.Tensor
-    is_mask: torch.Tensor
-    is_broken: torch.Tensor  # where there is nothing to choose from: the logits are NaN, or no token is left
+    sequence: SequenceState
+    rows: list[Row]  # that the step forwarded
+    new_tokens: list[int]  # that became final
+    kept: list[int]  # whose keys and values enter the cache: a path from the first row on, or nothing
+    decided: list[tuple[int, int, int]]  # which choice, offset and token of each new token whose value was settled
+    checked: range = range(0)  # drafts
+    accepted: list[int] = field(default_factory=list)  # those that passed, a path
+
+
+class Rule(Protocol):
+    """What a decoder makes of forwards."""
+
+    filler: int  # the token of masks
+    width: int  # rows of a sequence, where all forwards have the same number of them
+    most_masks: int  # among them
+    asks_all: bool  # logits are wanted from the last final token on; otherwise of masks alone
+    is_by_row: bool  # real rows attend one by one, see [`attends_by_row`]
+
+    def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
+        """What rows: those of these sequences in the next forward."""
+
+    def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
+        """What they mean: the choices made at them, for all sequences at once.
+
+        Args:
+            step: the forward.
+            logits: `(A, T, V)`, raw, in the model's dtype.
+            hidden: `(A, masks, H)`, last hidden states of the last columns, if a mask adapter predicts masks.
+        """
+
+    def settle(self, one: SequenceState, told: list[list[int]], cut: Cut) -> SequenceOutcome:
+        """What next: takes in what became final of a sequence, and keeps what is guessed behind it.
+
+        Args:
+            one: the sequence.
+            told: see [`Choice`].
+            cut: how many of the tokens that could be final are.
+        """
 
 
 def select_masks(
@@ -64,84 +99,67 @@ def select_masks(
     return torch.where(chosen.any(1, keepdim=True), chosen, least) & is_mask
 
 
-@dataclass
 class FillRule:
-    """The paper's: masks of low entropy are filled, and what has no gap to its left is final."""
+    """The paper's: masks of low entropy are filled, and what has no gap to its left is final.
 
-    settings: WeDLMGenerationSettings
-    sampler: TokenSampler
-    size: int  # W
-    is_by_row = False
+    Args:
+        settings: τ and λ.
+        sampler: chooses for the masks.
+        size: W.
+        is_block: the block-wise baseline: the window is refilled only when all of it is filled.
+    """
 
-    def order(self, sequences: Sequence[SequenceState], is_fixed: bool) -> PhysicalOrder:
-        """The rows of a forward; `is_fixed`: always the same number."""
-        slots = [one.mask_slots for one in sequences]
-        return physical_order(
-            sequences, slots, self.sampler.filler, self.sampler.device, width=2 * self.size if is_fixed else 0
-        )
+    asks_all = is_by_row = False
 
-    def select(self, order: PhysicalOrder, sequences: Sequence[SequenceState], logits: torch.Tensor) -> Selection:
-        """Chooses tokens from `logits`, `(A, M, V)` float32, raw; MASK's are overwritten."""
-        settings, is_mask = self.settings, order.slots >= 0
+    def __init__(self, settings: WeDLMGenerationSettings, sampler: TokenSampler, size: int, is_block: bool = False):
+        self.settings, self.sampler, self.is_block = settings, sampler, is_block
+        self.filler, self.width, self.most_masks = sampler.filler, 2 * size, size
+        self._windows: dict[int, list[int | None]] = {}  # of each sequence: its slots behind the final tokens
+
+    def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
+        """Pending tokens, filled slots and masks, each ascending."""
+        found = []
+        for one in sequences:
+            window = self._windows.setdefault(one.index, [])
+            size = min(self.most_masks, one.remaining)
+            if not (self.is_block and window):
+                window += [None] * (size - len(window))
+            rows = one.pending_rows
+            for slot in sorted(range(len(window)), key=lambda slot, window=window: window[slot] is None):
+                rows.append(Row(window[slot], len(one.tokens) + slot, len(rows) - 1))
+            found.append(rows)
+        return found
+
+    def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
+        """See [`Rule`]. Tells which masks take their token, and the tokens."""
+        settings, logits = self.settings, logits.to(torch.float32, copy=True)
+        count, offsets = logits.shape[1], []
+        for one, masks in zip(step.sequences, step.masks, strict=True):
+            slots = [row.position - len(one.tokens) for row in one.rows[len(one.rows) - masks :]]
+            offsets.append([-1] * (count - masks) + [one.new_count + slot for slot in slots])
+        places = torch.tensor(offsets, device=logits.device)
+        is_mask = places >= 0
+        # Slot 0 is a mask: all are measured from there.
+        distance = places - torch.tensor([[one.new_count] for one in step.sequences], device=logits.device)
         entropy = token_entropy(logits)
-        # Slot 0 is a mask: a slot's number is its distance to the leftmost mask.
-        marks = select_masks(entropy, order.slots, is_mask, settings.entropy_threshold, settings.distance_penalty)
-        choice = self.sampler.choose(logits, order)
-        is_broken = (entropy.isnan() & is_mask) | (marks & (choice.tokens < 0))
-        return Selection(choice, marks, is_mask, is_broken)
+        marks = select_masks(entropy, distance, is_mask, settings.entropy_threshold, settings.distance_penalty)
+        tokens, scores = self.sampler.choose(logits, offsets, [one.index for one in step.sequences])
+        is_broken = (entropy.isnan() & is_mask) | (marks & (tokens < 0))
+        columns = torch.arange(count, device=logits.device).expand_as(places)
+        return Choice(tokens, scores, columns, is_broken.any(1), [marks, tokens])
 
-    def settle(
-        self, one: SequenceState, first: int, tokens: list[int], marks: list[bool], cut: Cut
-    ) -> SequenceOutcome:
-        """Fills the sequence's slots, and slides its window past what is final.
-
-        Args:
-            one: the sequence.
-            first: the column of the logits of its first predicted slot.
-            tokens, marks: of [`Selection`], from that column on.
-            cut: how many of the tokens that could be final are.
-        """
-        filled = [(first + i, slot, tokens[i]) for i, slot in enumerate(one.mask_slots) if marks[i]]
-        window = list(one.window)
-        for _, slot, token in filled:
-            window[slot] = token
-        final = []
-        for token_or_mask in window:
-            if token_or_mask is None:
-                break
-            final.append(token_or_mask)
+    def settle(self, one: SequenceState, told: list[list[int]], cut: Cut) -> SequenceOutcome:
+        """Fills slots, and slides the window past what is final."""
+        (marks, tokens), window, decided = told, self._windows[one.index], []
+        masks = [row.position - len(one.tokens) for row in one.rows if row.token is None]
+        for column, slot in enumerate(masks, len(tokens) - len(masks)):
+            if marks[column]:
+                window[slot] = tokens[column]
+                decided.append((column, one.new_count + slot, tokens[column]))
+        final = list(takewhile(lambda token: token is not None, window))
         final = final[: cut(one, final)]
-        outcome = SequenceOutcome(
-            sequence=one,
-            new_tokens=final,
-            kept=list(range(one.pending)),
-            decided=[each for each in filled if not one.is_finished or each[1] < len(final)],
-            filled=filled,
-        )
+        outcome = SequenceOutcome(one, one.rows, final, list(range(one.pending)), decided)
         one.committed += one.pending
         one.tokens += final
-        one.window = [] if one.is_finished else window[len(final) :]
+        del window[: len(final)]
         return outcome
-
-    def guess(
-        self, order: PhysicalOrder, sequences: Sequence[SequenceState], selection: Selection, slots: SlotStates | None
-    ) -> torch.Tensor | None:
-        """Numbers for [`prepare`], `(A, numbers)` float32, on the device; none here: the selection says it all."""
-        return None
-
-    def prepare(self, outcomes: Sequence[SequenceOutcome], guesses: list[list[float]]) -> None:
-        """Gives the sequences that go on masks for the next step."""
-        self.begin([outcome.sequence for outcome in outcomes if not outcome.sequence.is_finished])
-
-    def begin(self, sequences: Sequence[SequenceState]) -> None:
-        """Gives new sequences their first masks."""
-        for one in sequences:
-            one.set_masks(self.size)
-
-
-class BlockRule(FillRule):
-    """The block-wise baseline: the window is refilled only when all of it is filled."""
-
-    def begin(self, sequences: Sequence[SequenceState]) -> None:
-        """Gives sequences masks whose block is done."""
-        super().begin([one for one in sequences if not one.window])

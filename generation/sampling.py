@@ -3,16 +3,15 @@
 `A` rows in use, `M` slots of a row, `V` vocabulary, `B` rows of the call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers.generation import logits_process as transformers_processors
-
-from .window import PhysicalOrder, SequenceState
 
 # Processors that look at the scores alone.
 SCORE_PROCESSORS = (
@@ -47,15 +46,7 @@ def _is_any(processor: object, names: list[str]) -> bool:
     return type(processor) in {getattr(transformers_processors, name, None) for name in names}
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen for each slot; arbitrary where nothing was to choose."""
-
-    tokens: torch.Tensor  # `(A, M)` int64; -1 where there was nothing to choose from
-    scores: torch.Tensor  # `(A, M, V)` float32, processed
-    mask_logits: (
-        torch.Tensor | None
-    )  # `(A, M)` float32, MASK's raw ones, which count as −∞ in `scores`; if there is one
+Chosen = tuple[torch.Tensor, torch.Tensor]  # tokens and processed scores
 
 
 class PositionNoise:
@@ -137,83 +128,81 @@ class TokenSampler:
                 "(for example `repetition_penalty=1.0`)."
             )
 
-    def choose(self, logits: torch.Tensor, order: PhysicalOrder) -> Choice:
+    def choose(self, logits: torch.Tensor, offsets: list[list[int]], rows: list[int]) -> Chosen:
         """Tokens for slots whose left context does not matter to any processor.
 
         Args:
             logits: `(A, M, V)` float32, raw; MASK's are overwritten.
-            order: whose `offsets` say how many new tokens lie before each slot.
+            offsets: `(A, M)`, new tokens in front of each slot; -1 where there is nothing to choose.
+            rows: the call's row that each entry is.
+
+        Returns:
+            `(A, M)` int64, tokens, -1 where there was nothing to choose from; `(A, M, V)` float32, processed scores.
         """
-        mask_logits = self.suppress(logits)
+        self.suppress(logits)
+        places = torch.tensor(offsets, device=logits.device)
         size = min(SHORTLIST, logits.shape[-1])
         if self.do_sample and 0 < self.top_k < size and self.is_on_cpu:
             best, tokens = logits.topk(size)
             if bool((best[..., -1] < best[..., self.top_k - 1]).all()):  # else tokens behind are as likely as the k-th
                 best = self.processors(tokens.flatten(0, 1), best.flatten(0, 1)).view_as(best)
                 scores = torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
-                return Choice(
-                    self._draw(best.softmax(-1), tokens, order.offsets, order.sequences), scores, mask_logits
-                )
+                return self._draw(best.softmax(-1), tokens, places, rows), scores
         scores = logits.flatten(0, 1)
         if not self.need_length:
-            scores = self.processors(order.offsets.new_empty(len(scores), 0), scores)
+            scores = self.processors(places.new_empty(len(scores), 0), scores)
         else:
             by_offset: dict[int, list[int]] = {}  # known to the host: it need not wait for the tensor
-            for entry, (first, slots) in enumerate(zip(order.first, order.slot_lists, strict=True)):
-                start = (entry + 1) * order.logit_count - len(slots)
-                for place, slot in enumerate(slots, start):
-                    by_offset.setdefault(first + slot, []).append(place)
+            for cell, offset in enumerate(chain.from_iterable(offsets)):
+                by_offset.setdefault(offset, []).append(cell)
             scores = scores.clone()
-            for offset, places in by_offset.items():
-                index = order.offsets.new_tensor(places)
-                prefix = index.new_zeros(len(places), self.prompt_ids.shape[1] + offset)
-                scores[index] = self.processors(prefix, scores[index])
+            for offset, cells in by_offset.items():
+                if offset >= 0:
+                    index = places.new_tensor(cells)
+                    prefix = index.new_zeros(len(cells), self.prompt_ids.shape[1] + offset)
+                    scores[index] = self.processors(prefix, scores[index])
         scores = scores.view_as(logits)
-        return Choice(self._choose(scores, order.offsets, order.sequences), scores, mask_logits)
+        return self._choose(scores, places, rows), scores
 
     def choose_in_order(
         self,
         logits: torch.Tensor,
-        order: PhysicalOrder,
-        sequences: Sequence[SequenceState],
-        follow: Callable[[int, int, Choice], int | None],
-    ) -> Choice:
+        offsets: list[list[int]],
+        rows: list[int],
+        prefixes: list[list[list[int]]],
+        follow: Callable[[int, int, torch.Tensor, torch.Tensor], int | None],
+    ) -> Chosen:
         """Tokens of AR rows, each after its own, true prefix.
 
         Args:
-            logits, order: see [`choose`].
-            sequences: those in use; their drafts belong to the prefixes.
-            follow: tells from an entry, a draft (-1: the last final token) and the choice made at its row which draft
-                comes next; `None` where no other prefix is true.
+            logits, offsets, rows: see [`choose`].
+            prefixes: the new tokens in front of what each row of an entry chooses, its own included.
+            follow: tells from an entry, a row of it, and the tokens and scores so far which row comes next; `None`
+                where no other prefix is true.
         """
         if not self.need_prefix:
-            return self.choose(logits, order)
-        mask_logits = self.suppress(logits)
-        choice = Choice(torch.zeros_like(order.offsets), logits.clone(), mask_logits)
+            return self.choose(logits, offsets, rows)
+        self.suppress(logits)
+        places = torch.tensor(offsets, device=logits.device)
+        chosen, processed = torch.zeros_like(places), logits.clone()
         # To know which prefix is the true one, the host would wait: a GPU works on all of them in less time. Those
         # that keep a state must see the true ones alone.
         all_paths = not self.is_on_cpu and all(_is_any(p, STATELESS_PROCESSORS) for p in self.processors)
-        for entry, (one, slots) in enumerate(zip(sequences, order.slot_lists, strict=True)):
-            place: int | None = -1 if slots else None
-            while place is not None:
-                column = order.logit_count - len(slots) + 1 + place
+        for entry, (row, known) in enumerate(zip(rows, prefixes, strict=True)):
+            column: int | None = 0 if known else None
+            while column is not None:
                 cell = slice(entry, entry + 1), slice(column, column + 1)
-                new_tokens: list[int] = []
-                draft = place
-                while draft >= 0:
-                    new_tokens, draft = [one.drafts[draft].token, *new_tokens], one.drafts[draft].parent
-                new_tokens = one.new_tokens + new_tokens
-                prefix = torch.cat([self.prompt_ids[one.index], self.prompt_ids.new_tensor(new_tokens)])
+                prefix = torch.cat([self.prompt_ids[row], self.prompt_ids.new_tensor(known[column])])
                 # Some tell sequences apart by their index: they get a batch in which this one is where it should be.
-                copies, its_place = (len(self.prompt_ids), one.index) if self.need_row else (1, 0)
+                copies, place = (len(self.prompt_ids), row) if self.need_row else (1, 0)
                 scores = logits[entry, column].expand(copies, -1).clone()
-                choice.scores[cell] = self.processors(prefix.expand(copies, -1), scores)[its_place]
-                choice.tokens[cell] = self._choose(choice.scores[cell], order.offsets[cell], [one.index])
+                processed[cell] = self.processors(prefix.expand(copies, -1), scores)[place]
+                chosen[cell] = self._choose(processed[cell], places[cell], [row])
                 if all_paths:
-                    place = place + 1 if place + 1 < len(one.drafts) else None
+                    column = column + 1 if column + 1 < len(known) else None
                 else:
-                    place = follow(entry, place, choice)
-        return choice
+                    column = follow(entry, column, chosen, processed)
+        return chosen, processed
 
     def draft(
         self, scores: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, sequences: list[int], count: int
@@ -244,13 +233,10 @@ class TokenSampler:
         places = ranked.topk(min(count, scores.shape[-1]), dim=-1).indices
         return tokens[:, None].expand_as(scores).gather(2, places), probabilities.gather(2, places)
 
-    def suppress(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Takes MASK, if there is one, out of the choice, in place. Returns its logits, `(A, M)`."""
-        if self.mask_token_id is None:
-            return None
-        mask_logits = logits[..., self.mask_token_id].clone()
-        logits[..., self.mask_token_id] = float("-inf")
-        return mask_logits
+    def suppress(self, logits: torch.Tensor) -> None:
+        """Takes MASK, if there is one, out of the choice, in place."""
+        if self.mask_token_id is not None:
+            logits[..., self.mask_token_id] = float("-inf")
 
     def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int]) -> torch.Tensor:
         if not self.do_sample:

@@ -10,7 +10,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .decoding import StepOutcome
-from .window import SequenceState
+from .rows import SequenceState
 
 
 @dataclass
@@ -64,12 +64,12 @@ class StatsRecorder:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes in a step."""
-        for count, one in zip(outcome.order.counts, outcome.sequences, strict=True):
-            if count:  # where shapes are fixed, finished sequences stay, as padding
-                index = one.sequence.index
+        for one in outcome.sequences:
+            if one.rows:  # where shapes are fixed, finished sequences stay, as padding
+                index, root = one.sequence.index, one.checked.start - 1
                 self.forwards[index] += 1
-                self.token_instances[index] += count
-                self.drafted[index].update(draft.depth for draft in one.checked)
+                self.token_instances[index] += len(one.rows)
+                self.drafted[index].update(one.rows[place].position - one.rows[root].position for place in one.checked)
                 self.accepted[index].update(range(1, len(one.accepted) + 1))
 
     @property
@@ -91,12 +91,10 @@ class ScoreRecorder:
     """Keeps what each token was chosen from, in whatever order tokens are decided.
 
     Args:
-        mask_token_id: M.
         keep: of `"log_probs"`, `"scores"` and `"logits"`, see [`output`].
     """
 
-    def __init__(self, mask_token_id: int | None, keep: Collection[str]):
-        self.mask_token_id = mask_token_id
+    def __init__(self, keep: Collection[str]):
         self._places: list[tuple[torch.Tensor, torch.Tensor]] = []  # rows and offsets of each step's tokens
         self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in keep}
 
@@ -104,18 +102,16 @@ class ScoreRecorder:
         """Takes what the step decided."""
         if not self._kept:
             return
-        order, choice = outcome.order, outcome.selection.choice
+        choice = outcome.choice
         decided = [
-            (entry, column, order.sequences[entry], order.first[entry] + slot, token)
+            (entry, column, one.sequence.index, offset, token)
             for entry, one in enumerate(outcome.sequences)
-            for column, slot, token in one.decided
+            for column, offset, token in one.decided
         ]
         if not decided:
             return
         entries, columns, rows, offsets, tokens = torch.tensor(decided, device=outcome.logits.device).unbind(1)
-        logits = outcome.logits[entries, columns]
-        if choice.mask_logits is not None:
-            logits[:, self.mask_token_id] = choice.mask_logits[entries, columns]
+        logits = outcome.logits[entries, choice.columns[entries, columns]].float()
         self._places.append((rows, offsets))
         for name, kept in self._kept.items():
             if name == "log_probs":

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .decoding import StepOutcome
-from .window import SequenceState
+from .rows import SequenceState
 
 
 @dataclass

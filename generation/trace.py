@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional as F
 
 from .decoding import StepOutcome
+from .rows import mask_runs
+from .rules import SequenceOutcome
 from .sampling import token_entropy
-from .window import PhysicalOrder
 
 
 @dataclass
@@ -54,63 +55,50 @@ class TraceStep:
 class TraceRecorder:
     """Keeps a [`TraceStep`] of every step, in `steps`."""
 
-    def __init__(self, mask_token_id: int | None) -> None:
-        self.mask_token_id = mask_token_id
+    def __init__(self) -> None:
         self.steps: list[TraceStep] = []
 
     def observe(self, outcome: StepOutcome) -> None:
         """Adds the step."""
-        order, selection = outcome.order, outcome.selection
-        width, behind = order.logit_count, order.masks_behind
-        tokens = F.pad(selection.choice.tokens.cpu(), (0, behind))
-        is_mask = F.pad(selection.is_mask.cpu(), (0, behind))
-        filled = torch.zeros_like(is_mask)
-        positions = order.position_ids[:, order.position_ids.shape[1] - width - behind :].cpu().clone()
-        positions[:, :width].masked_fill_(order.slots.cpu() < 0, -1)
+        step, choice, logits = outcome.step, outcome.choice, outcome.logits.float()
+        count = logits.shape[1]
+        tokens = torch.zeros_like(step.input_ids[:, -count:]).scatter(1, choice.columns, choice.tokens).cpu()
+        filled, is_mask = torch.zeros(2, *tokens.shape, dtype=torch.bool)
+        positions = step.position_ids[:, -count:].cpu().clone()
         for entry, one in enumerate(outcome.sequences):
-            masks = order.mask_counts[entry]
-            is_mask[entry, width : width + masks] = True
-            positions[entry, width + masks :] = -1
-            for column, slot, _ in one.filled:
-                filled[entry, column] = True
-                positions[entry, column] = one.sequence.prompt_length + order.first[entry] + slot
-            # Of the next step's drafts, the likeliest ones of the masks behind the last row that gave a token.
-            for draft in reversed(one.sequence.drafts):
-                place = one.drafting.start + draft.depth - 1
-                if draft.chance is not None and place in one.drafting:
-                    filled[entry, width + place], tokens[entry, width + place] = True, draft.token
-        entropy, tokens_found, probabilities = self._predicted(outcome)
+            positions[entry, : max(0, count - len(one.rows))] = -1
+            first = count - len(one.rows)  # the column of the first row
+            for place, row in enumerate(one.rows):
+                if row.token is None:
+                    is_mask[entry, first + place] = True
+            if not one.checked.start:  # else the columns of what AR rows choose are others
+                for column, _, _ in one.decided:
+                    filled[entry, column] = True
+            # Under verification: what the masks behind the last row of the path draft, and the next step checks.
+            guesses = one.sequence.rows[one.sequence.pending :]
+            drafts = {row.position: row.token for row in reversed(guesses) if row.token is not None}
+            for place in mask_runs(one.rows).get((one.accepted or one.kept or [0])[-1], ()):
+                if (token := drafts.get(one.rows[place].position)) is not None:
+                    filled[entry, first + place], tokens[entry, first + place] = True, token
+        shares = likeliest(logits)
         self.steps.append(
             TraceStep(
-                rows=order.sequences,
-                input_ids=_padded_in_front(order.input_ids, order),
-                position_ids=_padded_in_front(order.position_ids, order),
-                counts=order.counts,
+                rows=[one.sequence.index for one in outcome.sequences],
+                input_ids=step.input_ids.cpu(),
+                position_ids=step.position_ids.cpu(),
+                counts=step.counts,
                 committed=[len(one.kept) for one in outcome.sequences],
                 kept=[one.kept for one in outcome.sequences],
                 logit_positions=positions,
                 is_mask=is_mask,
-                entropy=entropy,
+                entropy=token_entropy(logits).cpu(),
                 filled=filled,
                 tokens=tokens,
-                likeliest=tokens_found,
-                probabilities=probabilities,
-                decided=[
-                    [first + slot for _, slot, _ in one.decided]
-                    for first, one in zip(order.first, outcome.sequences, strict=True)
-                ],
+                likeliest=shares[0].cpu(),
+                probabilities=shares[1].cpu(),
+                decided=[_decided(one) for one in outcome.sequences],
             )
         )
-
-    def _predicted(self, outcome: StepOutcome) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """H of what the model said, MASK's logit included; its likeliest tokens and their probabilities."""
-        logits, choice = outcome.logits.clone(), outcome.selection.choice
-        if choice.mask_logits is not None:
-            logits[..., self.mask_token_id] = choice.mask_logits
-        if outcome.slots is not None:
-            logits = torch.cat([logits, outcome.slots.logits.float()], dim=1)
-        tokens, probabilities = likeliest(logits)
-        return token_entropy(logits).cpu(), tokens.cpu(), probabilities.cpu()
 
     def step_map(self, new_tokens: torch.Tensor) -> torch.Tensor:
         """The step that decided each new token, `(B, longest)` int64, -1 after a row's end.
@@ -133,10 +121,7 @@ def likeliest(logits: torch.Tensor, count: int = 5) -> tuple[torch.Tensor, torch
     return F.pad(tokens, missing), F.pad((values - logits.logsumexp(-1, keepdim=True)).exp(), missing)
 
 
-def _padded_in_front(values: torch.Tensor, order: PhysicalOrder) -> torch.Tensor:
-    """`(A, Q)` on the CPU, with what pads short branches moved in front of the physical rows."""
-    values = values.cpu()
-    if not order.masks_behind or not isinstance(order.slot_mask, torch.Tensor):
-        return values
-    behind = (~order.slot_mask).sum(1).tolist()
-    return torch.stack([row.roll(count) for row, count in zip(values, behind, strict=True)])
+def _decided(one: SequenceOutcome) -> list[int]:
+    """Offsets; what lies behind a sequence's end is gone."""
+    end = one.sequence.new_count if one.sequence.is_finished else one.sequence.limit
+    return [offset for _, offset, _ in one.decided if offset < end]

@@ -22,8 +22,8 @@ AUTO_MAP = {
 SHIPPED = (
     "generation/attention.py", "generation/drafter.py", "generation/cache.py", "generation/decoding.py",
     "generation/mixin.py", "generation/planner.py", "generation/request.py", "generation/rules.py",
-    "generation/sampling.py", "generation/settings.py", "generation/stats.py", "generation/step_times.py",
-    "generation/streaming.py", "generation/verify.py", "generation/versions.py", "generation/window.py",
+    "generation/rows.py", "generation/sampling.py", "generation/settings.py", "generation/stats.py",
+    "generation/step_times.py", "generation/streaming.py", "generation/verify.py", "generation/versions.py",
     "modeling_wedlm/configuration_wedlm.py", "modeling_wedlm/modeling_wedlm.py",
 )  # fmt: skip
 

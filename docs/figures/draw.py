@@ -10,9 +10,9 @@ import torch
 from transformers import AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.generation.planner import Draft
+from wedlm_hf.generation.attention import visibility
+from wedlm_hf.generation.rows import Row, SequenceState, lay_out
 from wedlm_hf.generation.trace import TraceStep
-from wedlm_hf.generation.window import SequenceState, physical_order
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
 from wedlm_hf.training.streams import reorder_blocks
 
@@ -188,14 +188,14 @@ def slots_of(step: TraceStep, start: int, tokenizer: AutoTokenizer) -> list[tupl
 def mask_adapter() -> None:
     """Which rows the adapter acts on, and the branches of masks behind each real row."""
     words = ["sky", "is", "blue"]
-    drafts = [Draft(2, -1, 1, 0.9), Draft(3, 0, 2, 0.9)]
-    sequence = SequenceState(
-        index=0, tokens=[0, 1], prompt_length=1, committed=1, limit=9, drafts=drafts, masks=[2, 2, 2]
-    )
-    order = physical_order([sequence], [[0, 1, 2]], 9, torch.device("cpu"), mask_offset=1)
-    until, start = order.visibility.until[0].tolist(), order.visibility.start[0].tolist()
+    rows = [Row(1, 1, -1), Row(2, 2, 0), Row(3, 3, 1)]
+    for place in range(3):
+        rows += [Row(None, place + 3, place), Row(None, place + 4, len(rows))]
+    sequence = SequenceState(index=0, tokens=[0, 1], prompt_length=1, committed=1, limit=9, rows=rows)
+    step = lay_out([sequence], [0], 9, torch.device("cpu"))
+    seen = visibility(step)[0, 0, :, sequence.committed :].tolist()
     labels = [f"last final token: {words[0]}", f"draft 1: {words[1]}", f"draft 2: {words[2]}"]
-    labels += [f"M for position {position}" for position in order.position_ids[0, 3:].tolist()]
+    labels += [f"M for position {position}" for position in step.position_ids[0, 3:].tolist()]
     drawing = Drawing(26.5, 11.4, "A mask adapter acts on mask rows alone")
     drawing.cell(5, 0.1, "known", "base", 3)
     drawing.cell(8.2, 0.1, "mask", "base + adapter", 6)
@@ -204,9 +204,7 @@ def mask_adapter() -> None:
         y = 1.5 + i + 0.2 * (i >= 3)
         drawing.text(4.7, y + 0.5, label, "soft", "end")
         for j in range(len(labels)):
-            slot = sequence.committed + j
-            sees = slot <= until[i] or start[i] <= slot <= sequence.committed + i
-            drawing.cell(5 + j + 0.2 * (j >= 3), y, "none" if not sees else "seen" if j < 3 else "own")
+            drawing.cell(5 + j + 0.2 * (j >= 3), y, "none" if not seen[i][j] else "seen" if j < 3 else "own")
     notes = {
         3.0: "real tokens see no mask: they are the base's, bit for bit",
         5.7: "masks behind the last final token",

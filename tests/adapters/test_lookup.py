@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from test_branches import adapted, ar_outputs
 from test_generation import generate, prompts_of
 
-from wedlm_hf.adapters.lookup import AGREED_MATCH, LONGEST_MATCH, OCCURRENCES, SURE_MATCH, TextLookup
+from wedlm_hf.generation.lookup import AGREED_MATCH, LONGEST_MATCH, OCCURRENCES, SURE_MATCH, TextLookup
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

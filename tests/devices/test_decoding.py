@@ -1,8 +1,6 @@
 """Decoding on a pretend accelerator: the CPU's answers, and no tensor on the wrong device."""
 
 import copy
-from random import Random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +8,7 @@ from test_generation import ENDS, new_tokens, padded, prompts_of
 from test_mask_adapter import with_adapter
 from tiny import tiny_model, tiny_tokenizer
 
-from wedlm_hf.generation.planner import Draft
-from wedlm_hf.generation.rules import Selection
-from wedlm_hf.generation.sampling import Choice
-from wedlm_hf.generation.verify import FixedPlan, VerifyRule
 from wedlm_hf.generation.versions import CACHE, cache_of
-from wedlm_hf.generation.window import SequenceState, physical_order
 
 LIMIT = 12
 EXACT = {"verification": "exact", "slot_cost": 0.04}
@@ -129,34 +122,6 @@ def test_stop_strings_and_embeddings_do_as_on_the_cpu(pretend, models, name):
         max_new_tokens=LIMIT, eos_token_id=ENDS, **DECODERS[name],
     )  # fmt: skip
     assert new_tokens(output.cpu(), 0, ENDS) == rows
-
-
-def test_the_device_finds_the_ends_of_paths_that_the_host_finds(pretend):
-    random = Random(1)
-    for _ in range(40):
-        sequences, width = [], 1 + (most := random.randint(0, 5))
-        for index in range(3):
-            drafts = []
-            for place in range(random.randint(0, most)):
-                parent = random.randint(-1, place - 1)
-                token = 10 + sum(draft.parent == parent for draft in drafts)  # siblings differ
-                drafts.append(Draft(token, parent, 1 + (drafts[parent].depth if parent >= 0 else 0), 0.5))
-            one = SequenceState(index, [1, 2, 3, 4], 2, 3, 20, drafts=drafts)
-            one.masks = [random.randint(0, 3) for _ in range(1 + len(drafts))]
-            sequences.append(one)
-        slots = [[0, *(draft.depth for draft in one.drafts)] for one in sequences]
-        chosen = torch.tensor([[random.randint(9, 11) for _ in range(width)] for _ in sequences])
-        ends = []
-        for device in (torch.device("cpu"), pretend.device):
-            order = physical_order(sequences, slots, 0, device, width, behind=1)
-            marks = torch.zeros(3, width, dtype=torch.bool, device=device)
-            selection = Selection(Choice(chosen.to(device), marks, None), marks, marks, marks)
-            rule = VerifyRule(None, None, frozenset(), SimpleNamespace(lost=0), FixedPlan(4, False, 0), 4)
-            ends.append(rule._ends(order, sequences, selection))
-        assert torch.equal(ends[1].before.cpu(), ends[0].before)
-        assert torch.equal(ends[1].offsets.cpu(), ends[0].offsets)
-        known = ends[0].masks.shape[1]
-        assert torch.equal(ends[1].masks.cpu()[:, :known], ends[0].masks)
 
 
 # Nothing ends: how often the host waits per step is the difference of a longer and a shorter answer.

@@ -10,13 +10,13 @@ from test_generation import ENDS, LIMIT, Recorder, check_every_commit, generate,
 from test_mask_adapter import with_adapter
 from tiny import MASK, tiny_model
 
-from wedlm_hf.adapters.drafter import TreeDrafter
-from wedlm_hf.adapters.lookup import TextLookup
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
+from wedlm_hf.generation.lookup import TextLookup
 from wedlm_hf.generation.planner import Draft, Plan, Planner
 from wedlm_hf.generation.sampling import SHORTLIST
+from wedlm_hf.generation.tree_drafter import TreeDrafter
 
 FIXED = {"adaptive_window": False, "window_size": 4}
 COUNTED = {"slot_cost": 0.01}  # a slot cost leaves no part to the clock
@@ -53,10 +53,10 @@ def foreseeing(monkeypatch):
     def install(answers, errors=0.3, seed=0, siblings=0):
         random = Random(seed)
 
-        def drafts_of(drafter, winner, numbers):
-            one, drafts = winner.sequence, []
+        def drafts_of(drafter, one, masks, numbers):
+            drafts = []
             answer, parent = answers[one.index], -1
-            for depth, offset in enumerate(range(one.new_count, one.new_count + len(winner.masks)), 1):
+            for depth, offset in enumerate(range(one.new_count, one.new_count + masks), 1):
                 is_wrong = random.random() < errors or offset >= len(answer)
                 tokens = [9 if is_wrong else answer[offset]]
                 if siblings and offset < len(answer):
@@ -132,9 +132,9 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
 
     shortlist = torch.tensor([[token for token in range(320) if token != MASK]])
 
-    def drafts_of(drafter, winner, numbers):
-        first, drafts = winner.sequence.new_count, []
-        for depth in range(1, len(winner.masks) + 1):
+    def drafts_of(drafter, one, masks, numbers):
+        first, drafts = one.new_count, []
+        for depth in range(1, masks + 1):
             sequence = prompts[0] + expected[: first + depth - 1]
             scores = causal_forward(qwen3, sequence, list(range(len(sequence))))[-1:][:, shortlist[0]]
             offset = torch.tensor([[first + depth - 1]])
@@ -155,9 +155,9 @@ def states_of(model, ids, positions, size):
         return model.model(input_ids=ids, position_ids=torch.tensor([positions])).last_hidden_state[0, -size:]
 
 
-def path_to(drafts, place):
-    """Tokens of the drafts from the root to one of them."""
-    return [] if place < 0 else [*path_to(drafts, drafts[place].parent), drafts[place].token]
+def path_to(rows, place):
+    """Tokens of the rows from the first one to one of them."""
+    return [] if place < 0 else [*path_to(rows, rows[place].parent), rows[place].token]
 
 
 def check_masks_of(model, prompts, monkeypatch, **options):
@@ -165,22 +165,27 @@ def check_masks_of(model, prompts, monkeypatch, **options):
     stand behind the position of the next token. Returns which rows had masks."""
     forward, checked = ParallelDecoder._forward, []
 
-    def checked_forward(decoder, order):
-        sequences = [copy.deepcopy(decoder.sequences[index]) for index in decoder.cache.rows_in_use]
-        logits, slots = forward(decoder, order)
+    def checked_forward(decoder, step):
+        sequences = copy.deepcopy(step.sequences)
+        logits, hidden = forward(decoder, step)
         for entry, one in enumerate(sequences):
-            column = 0
-            for place, size in enumerate(one.masks):
-                prefix = one.tokens + path_to(one.drafts, place - 1)
+            masks = [place for place, row in enumerate(one.rows) if row.token is None]
+            column = 0 if hidden is None else hidden.shape[1] - len(masks)
+            for home in range(one.pending - 1, len(one.rows) - len(masks)):
+                line, size = home, 0
+                for place in masks:  # those behind this row, one behind the other
+                    if one.rows[place].parent == line:
+                        line, size = place, size + 1
                 if size:
+                    prefix = one.tokens[: one.committed] + path_to(one.rows, home)
                     positions = [*range(len(prefix)), *range(len(prefix) + 1, len(prefix) + 1 + size)]
                     ids = torch.tensor([prefix + [MASK] * size])
                     expected = states_of(model, ids, positions, size)
-                    found = slots.hidden[entry, column : column + size]
+                    found = hidden[entry, column : column + size]
                     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-                    checked.append(place)
+                    checked.append(home + 1 - one.pending)
                 column += size
-        return logits, slots
+        return logits, hidden
 
     monkeypatch.setattr(ParallelDecoder, "_forward", checked_forward)
     for implementation in ("sdpa", "eager"):

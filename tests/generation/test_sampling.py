@@ -13,7 +13,6 @@ from transformers.generation import (
 )
 
 from wedlm_hf.generation.sampling import PositionNoise, TokenSampler, _split_mix
-from wedlm_hf.generation.window import PhysicalOrder, SequenceState, physical_order
 
 MASK, VOCABULARY = 7, 500
 WARPED = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)]
@@ -26,12 +25,9 @@ def sampler_of(processors, rows=1) -> TokenSampler:
     return sampler
 
 
-def order_of(count, slots) -> PhysicalOrder:
-    """Of sequences without new tokens that have `slots` masks each."""
-    sequences = [SequenceState(index, [1], 1, 0, 10**6) for index in range(count)]
-    for one in sequences:
-        one.set_masks(slots)
-    return physical_order(sequences, [one.mask_slots for one in sequences], MASK, torch.device("cpu"))
+def slots_of(count, slots):
+    """Offsets of `slots` slots of `count` sequences without new tokens, and the call's rows."""
+    return [list(range(slots)) for _ in range(count)], list(range(count))
 
 
 def test_bits_are_those_of_splitmix64():
@@ -73,8 +69,8 @@ def test_draws_have_the_law_of_the_processed_scores(processors, is_on_cpu, sprea
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2)) * spread
     sampler = sampler_of(processors)
     sampler.is_on_cpu = is_on_cpu
-    choice = sampler.choose(logits.repeat(1, draws, 1), order_of(1, draws))
-    counts = torch.bincount(choice.tokens[0], minlength=VOCABULARY)
+    tokens, _ = sampler.choose(logits.repeat(1, draws, 1), *slots_of(1, draws))
+    counts = torch.bincount(tokens[0], minlength=VOCABULARY)
     logits[MASK] = -torch.inf
     expected = LogitsProcessorList(processors)(torch.zeros(1, 1).long(), logits[None])[0].softmax(-1).double() * draws
     assert counts[expected == 0].sum() == 0
@@ -90,17 +86,15 @@ def test_draws_have_the_law_of_the_processed_scores(processors, is_on_cpu, sprea
 def test_a_shortlist_chooses_as_the_whole_vocabulary_does(is_coarse, monkeypatch):
     logits = torch.randn(3, 200, VOCABULARY, generator=torch.Generator().manual_seed(3)) * 3
     logits = (logits * 2).round() / 2 if is_coarse else logits
-    order = order_of(3, 200)
+    slots = slots_of(3, 200)
     short, whole = sampler_of(WARPED, rows=3), sampler_of(WARPED, rows=3)
     assert short.top_k == 50
     whole.top_k = 0
-    expected = whole.choose(logits.clone(), order)
+    expected = whole.choose(logits.clone(), *slots)
     if not is_coarse:  # otherwise tokens behind the shortlist are as likely as the 50th, and all are looked at
         monkeypatch.setattr(TokenSampler, "_choose", None)
-    found = short.choose(logits.clone(), order)
-    assert found.tokens.equal(expected.tokens)
-    assert found.scores.equal(expected.scores)
-    assert found.mask_logits.equal(expected.mask_logits)
+    found = short.choose(logits.clone(), *slots)
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -123,5 +117,5 @@ def test_a_shortlist_is_used_where_the_likeliest_tokens_are_all_that_matters(pro
 def test_logits_that_are_nan_choose_nothing(processors):
     logits = torch.randn(1, 3, VOCABULARY)
     logits[0, 1, 4] = torch.nan
-    choice = sampler_of(processors).choose(logits, order_of(1, 3))
-    assert (choice.tokens[0] < 0).tolist() == [False, True, False]
+    tokens, _ = sampler_of(processors).choose(logits, *slots_of(1, 3))
+    assert (tokens[0] < 0).tolist() == [False, True, False]

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ..generation.drafter import Drafter, Ends, Winner
-from ..generation.planner import DRAFT_COUNTS, Draft, Outlook
-from ..generation.sampling import SHORTLIST, TokenSampler
+from .drafter import UNIT, Drafter
 from .lookup import TextLookup
+from .planner import DRAFT_COUNTS, Draft
+from .rows import SequenceState
+from .sampling import SHORTLIST, TokenSampler
 
 # Where drafts branch: likeliest tokens of a position that become drafts, and likeliest paths that are followed.
 CHILDREN, PATHS = 3, 4
@@ -33,65 +34,70 @@ class TreeDrafter(Drafter):
         self.model, self.has_branches, self.children = model, has_branches, CHILDREN if has_branches else 1
         self._lookups: dict[int, TextLookup] = {}
 
-    def _outlook(self, winner: Winner, drafts: list[Draft]) -> Outlook:
-        one, outlook = winner.sequence, super()._outlook(winner, drafts)
-        if not self.has_branches:
-            return outlook
-        lookup = self._lookups.setdefault(one.index, TextLookup())
-        parent, drafts = -1, list(drafts)
-        first = [draft.token for draft in drafts[:1]]
-        for depth, token in enumerate(lookup.drafts(one.tokens, first, DRAFT_COUNTS[-1]), 1):
-            same = [place for place, draft in enumerate(drafts) if draft.parent == parent and draft.token == token]
-            if not same:
-                is_sibling = any(draft.parent == parent for draft in drafts)
-                drafts.append(Draft(token, parent, depth, None, is_sibling))
-                same = [len(drafts) - 1]
-            if token in self.end_tokens:
-                break
-            parent = same[0]
-        return outlook._replace(drafts=drafts)
-
-    def _guess(self, logits: torch.Tensor, hidden: torch.Tensor | None, ends: Ends) -> torch.Tensor:
-        """`(A, drafts, 5)`: parents, tokens, ranks, chances, depths."""
+    def guess(
+        self,
+        logits: torch.Tensor,
+        hidden: torch.Tensor | None,
+        before: torch.Tensor,
+        offsets: torch.Tensor,
+        rows: list[int],
+    ) -> torch.Tensor:
+        """See [`Drafter.guess`]; of each draft the number of its parent, its token, its rank among its siblings, its
+        chance and its depth."""
         assert hidden is not None
         device = logits.device
         self.sampler.suppress(logits)
         # A draft is one of the likeliest tokens by its mask's own logits: only their rows of the head are read.
         shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
-        before = ends.before[:, None]  # (A, B, 2)
+        before = before[:, None]  # (A, B, 2)
         chances = torch.ones(before.shape[:2], device=device)  # (A, B), of the paths so far
         parents = torch.full(before.shape[:2], -1, device=device)
-        levels, offset = [], 0
+        levels, first = [], 0
         for depth in range(shortlist.shape[1]):
             scores = self._scores(hidden[:, depth], shortlist[:, depth], before)  # (A, B, S)
-            tokens, found = self.sampler.draft(
-                scores, shortlist[:, depth], ends.offsets + depth, ends.sequences, self.children
-            )
-            count = tokens.shape[1] * tokens.shape[2]
+            tokens, found = self.sampler.draft(scores, shortlist[:, depth], offsets + depth, rows, self.children)
             ranks = torch.arange(tokens.shape[2], device=device).expand_as(tokens)
             joint = chances[..., None] * found
-            kept = joint.flatten(1).topk(min(count, 2 * self.children if self.has_branches else 1)).indices
-            pick = [each.expand_as(tokens).flatten(1).gather(1, kept) for each in (parents[..., None], tokens, ranks)]
-            level = torch.stack([*pick, found.flatten(1).gather(1, kept)], -1)
-            levels.append(torch.nn.functional.pad(level, (0, 1), value=depth + 1))
+            count = min(joint.shape[1] * joint.shape[2], 2 * self.children if self.has_branches else 1)
+            kept = joint.flatten(1).topk(count).indices
+            columns = parents[..., None], tokens, ranks, (found / UNIT).long(), ranks.new_tensor(depth + 1)
+            level = [each.expand_as(tokens).flatten(1).gather(1, kept) for each in columns]
+            levels.append(torch.stack(level, -1))
             followed = kept[:, : PATHS if self.has_branches else 1]
             chances = joint.flatten(1).gather(1, followed)
             last = before[..., 1:].expand_as(tokens).flatten(1).gather(1, followed)
             before = torch.stack([last, tokens.flatten(1).gather(1, followed)], -1)
-            parents = torch.arange(followed.shape[1], device=device).expand_as(followed) + offset
-            offset += kept.shape[1]
-        return torch.cat(levels, 1)
+            parents = torch.arange(followed.shape[1], device=device).expand_as(followed) + first
+            first += kept.shape[1]
+        return torch.cat(levels, 1).flatten(1)
 
-    def _drafts(self, winner: Winner, numbers: list[float]) -> list[Draft]:
-        """The drafts that an entry's numbers mean; nothing follows an end token."""
+    def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:
+        """See [`Drafter.drafts`]; what the text says is a branch beside what masks say."""
+        drafts = super().drafts(one, masks, numbers)
+        if not self.has_branches:
+            return drafts
+        lookup, parent = self._lookups.setdefault(one.index, TextLookup()), -1
+        known = [draft.token for draft in drafts[:1]]
+        for depth, token in enumerate(lookup.drafts(one.tokens, known, DRAFT_COUNTS[-1]), 1):
+            siblings = [place for place, draft in enumerate(drafts) if draft.parent == parent]
+            same = [place for place in siblings if drafts[place].token == token]
+            if not same:
+                drafts.append(Draft(token, parent, depth, None, bool(siblings)))
+            if token in self.end_tokens:
+                break
+            parent = same[0] if same else len(drafts) - 1
+        return drafts
+
+    def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:
+        """Nothing follows an end token."""
         drafts: list[Draft] = []
         places = {-1: -1}
-        columns = [numbers[column::5] for column in range(5)]
-        for row, (parent, token, rank, chance, depth) in enumerate(zip(*columns, strict=True)):
-            if int(parent) in places:
-                drafts.append(Draft(int(token), places[int(parent)], int(depth), chance, rank > 0))
-                if int(token) not in self.end_tokens:
-                    places[row] = len(drafts) - 1
+        found = zip(*(numbers[column::5] for column in range(5)), strict=True)
+        for number, (parent, token, rank, chance, depth) in enumerate(found):
+            if parent in places and depth <= masks:
+                drafts.append(Draft(token, places[parent], depth, chance * UNIT, rank > 0))
+                if token not in self.end_tokens:
+                    places[number] = len(drafts) - 1
         return drafts
 
     def _scores(self, hidden: torch.Tensor, shortlist: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
