@@ -28,7 +28,7 @@ from ..generation.attention import (
 from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.sampling import TokenSampler
-from ..generation.versions import CACHE
+from ..generation.versions import CACHE, explained, warn_if_untested
 from ..generation.window import Visibility
 from .adapter_files import (
     CONFIG_NAME,
@@ -241,8 +241,10 @@ def _adapter_of(model: Any) -> MaskAdapter:
     return model.mask_adapter
 
 
+@explained
 def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     check_attachable(model)
+    warn_if_untested()
     check_masks(model)
     layers = decoder_layers(model)
     if not settings.target_modules:
