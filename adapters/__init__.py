@@ -21,6 +21,7 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("..generation.versions", __name__)  # first: it says so where transformers is too old
     if find_spec("peft") is not None:
         import_module(".peft_method", __name__)
     return getattr(import_module(_HOME[name], __name__), name)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
+from ..generation.versions import check_format
 from ..modeling_wedlm.files import write_text, written_whole
 
 CONFIG_NAME = "adapter_config.json"
@@ -66,11 +67,12 @@ class StoredMaskAdapter:
 
         Raises:
             OSError: for missing or damaged files.
-            ValueError: for an adapter of another kind, and for files that do not belong together.
+            ValueError: for an adapter of another kind or of a later format, and for files that do not belong together.
         """
         config = read_adapter_config(name, **download_options)
         if config.get("peft_type") != PEFT_TYPE:
             raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")
+        check_format(config)
         settings, base = _settings_of(config), config.get("base")
         try:
             stored = load_file(str(cached_file(str(name), WEIGHTS_NAME, **download_options)))

@@ -28,7 +28,7 @@ from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.rows import Row, SequenceState, lay_out
 from ..generation.sampling import TokenSampler
 from ..generation.tree_drafter import TreeDrafter
-from ..generation.versions import CACHE
+from ..generation.versions import CACHE, explained, warn_if_untested
 from .adapter_files import (
     CONFIG_NAME,
     MaskAdapterSettings,
@@ -215,8 +215,10 @@ def _adapter_of(model: Any) -> MaskAdapter:
     return model.mask_adapter
 
 
+@explained
 def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     check_attachable(model)
+    warn_if_untested()
     check_masks(model)
     layers = decoder_layers(model)
     if not settings.target_modules:

@@ -14,11 +14,12 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..generation.versions import check_format
 from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
 from .attach import AttachedModel, add_mask_adapter, check_attachable, unload_mask_adapter
 
 
-class MaskAdapterPeftType(str, Enum):
+class MaskAdapterPeftType(str, Enum):  # noqa: UP042  # as PEFT has its own
     """PEFT looks methods up by members like this one; its own enumeration cannot be extended."""
 
     MASK_ADAPTER = PEFT_TYPE
@@ -37,6 +38,12 @@ class MaskAdapterConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = MaskAdapterPeftType.MASK_ADAPTER
         self.task_type = "CAUSAL_LM"
+
+    @classmethod
+    def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
+        """What was read from a file. Raises `ValueError` for a later format."""
+        check_format(kwargs)
+        return kwargs
 
 
 class _Layer(nn.Module, BaseTunerLayer):

@@ -72,10 +72,16 @@ def _reported(meta: dict[str, Any]) -> Iterator[None]:
         message = error.format_message().replace("Value error, ", "").rstrip(".")  # typer checks choices by pydantic
         _fail(f"{message}. `{name} --help` says what there is.", WRONG, meta)
     except (OSError, ValueError, ImportError) as error:
-        _fail(str(error), WRONG, meta)
+        _fail(" ".join([str(error), *_notes(error)]), WRONG, meta)
     except Exception as error:
         hint = "" if meta.get(_DEBUG) else " `--debug` shows where."
-        _fail(f"{type(error).__name__}: {str(error).rstrip('.')}.{hint}", NO, meta)
+        text = " ".join([f"{type(error).__name__}: {str(error).rstrip('.')}.", *_notes(error)])
+        _fail(f"{text}{hint}", NO, meta)
+
+
+def _notes(error: Exception) -> list[str]:
+    """What was added to an exception on its way."""
+    return getattr(error, "__notes__", [])
 
 
 def _fail(message: str, code: int, meta: dict[str, Any]) -> NoReturn:

@@ -1,5 +1,9 @@
 """Decoding: settings, the window and its loop, cache, sampling, statistics, and the `GenerationMixin` on top."""
 
+from .versions import TESTED  # noqa: F401  # first: it says so where transformers is too old
+
+# isort: split
+
 from .cache import WindowCache
 from .mixin import WeDLMGenerationMixin
 from .settings import WeDLMGenerationSettings

@@ -28,7 +28,7 @@ from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
 from .verify import FixedPlan, VerifyRule
-from .versions import CACHE, rename_cache
+from .versions import CACHE, explained, rename_cache
 
 # Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
 REFUSED_OPTIONS = {
@@ -76,6 +76,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         needs_mask_token = not self.has_mask_adapter
         return WeDLMGenerationSettings.from_generation_config(generation_config, self.config, needs_mask_token)
 
+    @explained
     def _extract_generation_mode_kwargs(
         self: Any, custom_generate: Any, kwargs: dict[str, Any], *args: Any, **more: Any
     ) -> dict[str, Any]:
@@ -85,6 +86,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             )
         return super()._extract_generation_mode_kwargs(custom_generate, kwargs, *args, **more)
 
+    @explained
     def _prepare_generation_config(
         self: Any, generation_config: GenerationConfig | None, *args: Any, **kwargs: Any
     ) -> tuple[GenerationConfig, dict[str, Any]]:
@@ -134,6 +136,7 @@ class WeDLMGenerationMixin(GenerationMixin):
                 )
         return generation_config, model_kwargs
 
+    @explained
     def _validate_generation_mode(
         self: Any, generation_mode: GenerationMode, generation_config: GenerationConfig, *args: Any, **kwargs: Any
     ) -> None:
@@ -146,6 +149,7 @@ class WeDLMGenerationMixin(GenerationMixin):
                 "Leave them out or use `strategy='ar'`."
             )
 
+    @explained
     def _sample(
         self: Any,
         input_ids: torch.LongTensor,

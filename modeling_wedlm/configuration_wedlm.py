@@ -1,5 +1,9 @@
 """Configuration of WeDLM: Qwen3's, plus what the WeDLM checkpoints state beyond it."""
 
+from ..generation.versions import check_format  # first: it says so where transformers is too old
+
+# isort: split
+
 from collections.abc import Callable
 from os import PathLike
 from typing import Any, ClassVar
@@ -31,8 +35,8 @@ class WeDLMConfig(Qwen3Config):
     Raises:
         ValueError: for a mask token outside the vocabulary or equal to the end or padding token; for attention other
             than full (physical and logical distance differ under reordering: a sliding window has no meaning here);
-            for two different RoPE bases; and, when read from a `config.json`, for one that states no RoPE base or is
-            of another model type.
+            for two different RoPE bases; and, when read from a `config.json`, for one that states no RoPE base, is of
+            another model type, or has a later format.
     """
 
     model_type = "wedlm"
@@ -71,6 +75,7 @@ class WeDLMConfig(Qwen3Config):
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise not_wedlm("This", f"model of type {model_type!r}")
+        check_format(config_dict)
         if rope_base(config_dict) is None:
             raise ValueError(
                 "The WeDLM config states no RoPE base: expected `rope_theta`, at the top level or in "

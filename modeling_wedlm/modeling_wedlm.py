@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from transformers.utils import can_return_tuple
 
 from ..generation.mixin import WeDLMGenerationMixin
-from ..generation.versions import CACHE, takes_cache
+from ..generation.versions import CACHE, explained, takes_cache, warn_if_untested
 from .configuration_wedlm import WeDLMConfig
 
 
@@ -42,6 +42,7 @@ class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
     _can_record_outputs = {"hidden_states": Qwen3DecoderLayer, "attentions": WeDLMAttention}
 
     @classmethod
+    @explained
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
@@ -77,6 +78,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
 
     def __init__(self, config: WeDLMConfig):
         super().__init__(config)
+        warn_if_untested()
         for layer_idx, layer in enumerate(self.layers):
             layer.self_attn = WeDLMAttention(config, layer_idx)
         self.post_init()
@@ -140,6 +142,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @explained
     @takes_cache
     @can_return_tuple
     def forward(

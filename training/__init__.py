@@ -28,4 +28,5 @@ __all__ = [*_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("..generation.versions", __name__)  # first: it says so where transformers is too old
     return getattr(import_module(f".{_HOME[name]}", __name__), name)

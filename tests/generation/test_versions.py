@@ -1,16 +1,28 @@
-"""Both names of the cache: what transformers calls `past_key_values` up to 5.23, and `cache` since 5.24."""
+"""What differs between versions of transformers: both names of the cache (`past_key_values` up to 5.23, `cache` since
+5.24), versions outside the tested range, and later formats of ours."""
 
 import inspect
+import json
+import re
+import subprocess
+import sys
 import warnings
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from test_mask_adapter import with_adapter
 from tiny import stock_twin, tiny_model
 from transformers import DynamicCache
 
+import wedlm_hf
+from wedlm_hf import WeDLMForCausalLM, load_mask_adapter, save_mask_adapter
+from wedlm_hf.generation import versions
 from wedlm_hf.generation.cache import WindowCache
 from wedlm_hf.generation.versions import CACHE, OTHER_NAME, cache_of
+from wedlm_hf.modeling_wedlm.loading import load_model
 
 IDS = torch.tensor([[5, 17, 40, 8, 60, 31]])
 EXACT = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 6}
@@ -87,3 +99,131 @@ def test_decoding_warns_of_nothing(recwarn):
     tiny_model().generate(IDS, strategy="wedlm", max_new_tokens=6)
     tiny_model().generate(IDS, max_new_tokens=6)
     assert not [str(each.message) for each in recwarn if issubclass(each.category, FutureWarning)]
+
+
+def versions_with(monkeypatch, version):
+    """versions.py as it is with another transformers."""
+    monkeypatch.setattr(versions.transformers, "__version__", version)
+    spec = spec_from_file_location("versions_with_another_transformers", versions.__file__)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tested_versions_are_those_that_setup_cfg_and_the_pins_name():
+    setup, oldest = read_configuration_of("setup.cfg"), versions.TESTED[0]
+    (transformers_line,) = re.findall(r"^    transformers>=([\d.]+),<6$", setup, flags=re.MULTILINE)
+    assert oldest.removesuffix(".0") == transformers_line
+    assert f"transformers=={versions.TESTED[1]}\n" in read_configuration_of("requirements.txt")
+    assert f"transformers=={oldest}\n" in read_configuration_of("requirements-lowest.txt")
+    assert f"wedlm-hf {wedlm_hf.__version__.rpartition('.')[0]}" == versions.RELEASE
+
+
+def test_a_transformers_below_the_range_is_an_import_error_that_says_the_range(monkeypatch):
+    with pytest.raises(ImportError, match=r"needs transformers 5\.18 to 5\.\d+, got 5\.17\.3: pip install 'transf"):
+        versions_with(monkeypatch, "5.17.3")
+
+
+@pytest.mark.parametrize("version", ["5.18.0", "5.24.9"])
+def test_a_tested_transformers_is_nothing_to_speak_of(monkeypatch, caplog, version):
+    within = versions_with(monkeypatch, version)
+    within.warn_if_untested()
+    assert (caplog.text, within.explained(int)) == ("", int)
+
+
+def test_a_transformers_beyond_the_range_is_one_warning_and_a_note_on_what_fails(monkeypatch, caplog):
+    beyond = versions_with(monkeypatch, "6.0.0.dev0")
+    for _ in range(2):
+        beyond.warn_if_untested()
+    said = (
+        rf"transformers 6\.0\.0\.dev0 is newer than what {versions.RELEASE} was tested with, 5\.18 to 5\.\d+: where "
+    )
+    assert [bool(re.match(said, record.message)) for record in caplog.records] == [True]
+    with pytest.raises(ValueError, match="invalid literal") as failure:
+        beyond.explained(beyond.explained(int))("deep inside")
+    assert failure.value.__notes__ == [beyond.UNTESTED]
+
+
+# What moved away, and the beginning of what a person types.
+TOO_OLD = """
+import sys, transformers
+transformers.__version__ = "5.17.0"
+for name in "transformers.core_model_loading", "transformers.masking_utils", "trl":
+    sys.modules[name] = None
+for statement in {statements}:
+    for name in [name for name in sys.modules if name.startswith("wedlm_hf")]:
+        del sys.modules[name]
+    try:
+        exec(statement)
+    except ImportError as error:
+        assert "needs transformers 5.18 to" in str(error), (statement, error)
+    else:
+        raise AssertionError(statement)
+"""
+
+
+def test_whatever_is_imported_first_names_the_range_to_a_transformers_below_it():
+    statements = [f"from wedlm_hf import {name}" for name in wedlm_hf.__all__]
+    statements += ["import wedlm_hf.modeling_wedlm", "from wedlm_hf.adapters import save_mask_adapter"]
+    run(TOO_OLD.format(statements=statements))
+
+
+# A model, and another, and an adapter on a stock one; then something deep inside has another signature.
+TOO_NEW = """
+import logging, transformers
+transformers.__version__ = "5.99.1"
+records = []
+logging.getLogger().addHandler(handler := logging.Handler())
+handler.emit = records.append
+import torch
+from tiny import stock_twin, tiny_model
+from test_mask_adapter import with_adapter
+model = tiny_model()
+attached = with_adapter(stock_twin(model, "sdpa"))
+assert [record.getMessage()[:45] for record in records] == ["transformers 5.99.1 is newer than what wedlm-"], records
+def fails(*args, **kwargs):
+    raise TypeError("got multiple values for argument 'cache'")
+transformers.Qwen3Model.forward = fails
+ids = torch.tensor([[5, 6, 7]])
+exact = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 4}
+for call in (
+    lambda: model(ids), lambda: model.generate(ids), lambda: model.generate(ids, **exact),
+    lambda: attached.generate(ids, **exact),
+):
+    try:
+        call()
+    except TypeError as error:
+        assert "5.99.1 is newer than what" in "".join(error.__notes__) and len(error.__notes__) == 1, error
+    else:
+        raise AssertionError("nothing failed")
+"""
+
+
+def test_beyond_the_range_models_warn_once_and_failures_deep_inside_say_so_too():
+    run(TOO_NEW)
+
+
+def run(program):
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def read_configuration_of(name):
+    return (Path(wedlm_hf.__file__).parent / name).read_text(encoding="utf-8")
+
+
+def test_a_checkpoint_of_a_later_format_is_one_sentence(tmp_path):
+    said = rf"The checkpoint has format 2, of a later wedlm-hf, and {versions.RELEASE} reads format 1: pip install -"
+    model = with_adapter(tiny_model())
+    model.save_pretrained(tmp_path / "model")
+    save_mask_adapter(model, tmp_path / "adapter")
+    for file in (tmp_path / "model/config.json", tmp_path / "adapter/adapter_config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"wedlm_format": 2}))
+    for load in (
+        lambda: WeDLMForCausalLM.from_pretrained(tmp_path / "model"),
+        lambda: load_model(str(tmp_path / "model")),
+        lambda: load_mask_adapter(tiny_model(), tmp_path / "adapter"),
+        lambda: PeftModel.from_pretrained(tiny_model(), str(tmp_path / "adapter")),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load()
