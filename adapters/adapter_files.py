@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import logging
 import os
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,6 +19,8 @@ from transformers.utils import cached_file
 from ..generation.versions import check_format
 from ..modeling_wedlm.files import write_text, written_whole
 
+logger = logging.getLogger(__name__)
+
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_TYPE = "MASK_ADAPTER"
@@ -27,6 +31,8 @@ BASE_FIELDS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
 )  # fmt: skip
 _LARGEST_WEIGHT = 65504.0  # of float16
+_SAMPLED = 128  # numbers of each weight
+_ROUNDING, _SMALLEST = 2**-7, 2**-24  # two roundings to bfloat16, relative; two to float16's smallest numbers
 
 
 @dataclass(frozen=True)
@@ -142,10 +148,10 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
 
 
 def base_of(model: Any) -> dict[str, Any]:
-    """What tells a base from others: its sizes, and a digest of some of its weights.
+    """What tells a base from others: its sizes, and some of its weights (see [`identity_of`]).
 
-    The digest is of the final norm and of the first embeddings in bfloat16, so that it is the same in every dtype,
-    with a LoRA beside the weights or merged into them, and with quantised layers.
+    The weights are the final norm's and the first embeddings', which are the same with a LoRA beside the weights or
+    merged into them, and with quantised layers.
     """
     config, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
     with torch.no_grad():
@@ -155,7 +161,7 @@ def base_of(model: Any) -> dict[str, Any]:
     for name in BASE_FIELDS:
         with suppress(RuntimeError):  # one that differs from layer to layer
             sizes[name] = getattr(config, name, None)
-    return sizes | {"weights": digest(*_norm_weights(model), first)}
+    return sizes | identity_of(*_norm_weights(model), first)
 
 
 def _norm_weights(model: Any) -> list[torch.Tensor]:
@@ -165,12 +171,43 @@ def _norm_weights(model: Any) -> list[torch.Tensor]:
     return [weight for weight in weights if weight is not None and weight.shape == shape][-1:]
 
 
-def digest(*weights: torch.Tensor) -> str:
-    """Of weights of any dtype, as [`base_of`] has it."""
-    hashed = hashlib.sha256()
+def identity_of(*weights: torch.Tensor) -> dict[str, Any]:
+    """What tells weights of any floating dtype from others, however they were rounded to a dtype.
+
+    `weights` is a digest of them in bfloat16: the same in float32 and bfloat16. A way through float16 rounds twice and
+    changes it. `is_float16` says whether they may have come that way; then `sample`, some of them in float32 (base64),
+    decides.
+    """
+    hashed, sample, is_float16 = hashlib.sha256(), [], True
     for weight in weights:
-        hashed.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
-    return hashed.hexdigest()[:32]
+        weight = weight.detach().cpu()
+        hashed.update(weight.to(torch.bfloat16).contiguous().view(torch.uint8).numpy().tobytes())
+        exact = weight.float().flatten()
+        is_float16 &= bool(exact.eq(exact.half().float()).all())
+        sample.append(exact[torch.linspace(0, len(exact) - 1, _SAMPLED).long()])
+    text = b64encode(torch.cat(sample).numpy().astype("<f4").tobytes()).decode()
+    return {"weights": hashed.hexdigest()[:32], "sample": text, "is_float16": is_float16}
+
+
+def _is_rounded(own: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
+    """Whether weights of another digest (see [`identity_of`]) are the same ones after another rounding."""
+    if not (own["is_float16"] or base.get("is_float16")):
+        return False
+    if "sample" not in base:  # of an adapter that states a digest alone
+        logger.warning(
+            "In float16 it cannot be checked whether the mask adapter was trained for this model, since it was saved "
+            "by an older version: load the model in bfloat16 or float32, load the adapter and save it again."
+        )
+        return True
+    try:
+        ours, theirs = (
+            torch.frombuffer(bytearray(b64decode(one["sample"])), dtype=torch.float32) for one in (own, base)
+        )
+    except (TypeError, ValueError):
+        return False
+    if ours.shape != theirs.shape:
+        return False
+    return torch.allclose(ours, theirs, rtol=_ROUNDING, atol=_SMALLEST)
 
 
 def check_base(model: Any, base: Mapping[str, Any], *, any_base: bool = False) -> None:
@@ -180,12 +217,12 @@ def check_base(model: Any, base: Mapping[str, Any], *, any_base: bool = False) -
 
 def compare_bases(own: Mapping[str, Any], base: Mapping[str, Any], *, any_base: bool = False) -> None:
     """Raises `ValueError` unless a base (see [`base_of`]) is the one that an adapter states."""
-    stated = {name: value for name, value in base.items() if name in own and None not in (value, own[name])}
-    different = [name for name, value in stated.items() if value != own[name]]
-    if different == ["weights"] and not any_base:
+    stated = {name: base[name] for name in BASE_FIELDS if None not in (base.get(name), own.get(name))}
+    if sizes := [f"{name}: {value!r}, not {own[name]!r}" for name, value in stated.items() if value != own[name]]:
+        raise ValueError(f"The mask adapter belongs to another base than this model ({', '.join(sizes)}).")
+    is_known = "weights" in own and "weights" in base
+    if is_known and own["weights"] != base["weights"] and not any_base and not _is_rounded(own, base):
         raise ValueError(
             "The mask adapter was trained for another model of this shape: the weights differ. Load it into its own "
             "base, or pass `any_base=True` to `load_mask_adapter` where this is a fine-tuned version of it."
         )
-    if sizes := ", ".join(f"{name}: {stated[name]!r}, not {own[name]!r}" for name in different if name != "weights"):
-        raise ValueError(f"The mask adapter belongs to another base than this model ({sizes}).")

@@ -12,7 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers.utils import cached_file
 
-from ...adapters.adapter_files import BASE_FIELDS, PEFT_TYPE, compare_bases, digest, read_adapter_config
+from ...adapters.adapter_files import BASE_FIELDS, PEFT_TYPE, compare_bases, identity_of, read_adapter_config
 from ...generation.settings import WeDLMGenerationSettings, check_mask_token_id
 from ...modeling_wedlm.loading import ADAPTER_FILE, find_checkpoint
 
@@ -137,7 +137,7 @@ def base_of_checkpoint(name: str, config: Any, revision: str | None = None) -> d
             return own  # weights of another kind: vLLM loads them, and sizes are compared alone
         with safe_open(path, "pt") as stored:
             weights.append(stored.get_slice(key)[:64] if key == names[1] else stored.get_tensor(key))
-    return own | {"weights": digest(*weights)}
+    return own | identity_of(*weights)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import json
 import pickle
 import weakref
 from pathlib import Path
@@ -27,6 +28,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
+from wedlm_hf.adapters.adapter_files import base_of, check_base
 from wedlm_hf.adapters.attach import is_close
 from wedlm_hf.generation.versions import CACHE, cache_of
 
@@ -185,6 +187,40 @@ def test_another_base_is_named(tmp_path: Path) -> None:
     assert type(other) is LlamaForCausalLM
     load_mask_adapter(other, tmp_path, any_base=True)
     assert torch.equal(other.generate(PROMPT, **VERIFIED), other.generate(PROMPT, **GREEDY))
+
+
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+WAYS = [(), *((dtype,) for dtype in FLOATS), (torch.float16, torch.bfloat16), (torch.float16, torch.float32)]
+
+
+@pytest.mark.parametrize("std", [0.3, 0.02, 1e-5])  # of the weights; small ones are no numbers of float16
+@pytest.mark.parametrize("saved", FLOATS)
+def test_an_adapter_knows_its_base_in_every_dtype_and_no_other(saved: torch.dtype, std: float) -> None:
+    base, tuned = llama(initializer_range=std), llama(initializer_range=std)
+    with torch.no_grad():
+        tuned.model.embed_tokens.weight.mul_(1 + 0.01 * torch.randn(97, 32))
+    stated = base_of(copy.deepcopy(base).to(saved))
+    for way in WAYS:
+        own, other = copy.deepcopy(base), copy.deepcopy(tuned)
+        for dtype in way:
+            own.to(dtype), other.to(dtype)
+        check_base(own, stated)
+        with pytest.raises(ValueError, match="the weights differ"):
+            check_base(other, stated)
+
+
+def test_an_adapter_that_states_a_digest_alone_is_taken_in_float16_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    del config["base"]["sample"], config["base"]["is_float16"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    for dtype in FLOATS:
+        load_mask_adapter(llama().to(dtype), tmp_path)
+    assert [record.message[:41] for record in caplog.records] == ["In float16 it cannot be checked whether t"]
+    with pytest.raises(ValueError, match="the weights differ"):
+        load_mask_adapter(llama(initializer_range=0.1), tmp_path)
 
 
 def test_sharded_weights_are_refused_before_and_after(tmp_path: Path) -> None:
