@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..training import peft_targets as peft_targets
 from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
 from .attach import AttachedModel, add_mask_adapter, check_attachable, unload_mask_adapter
 

@@ -13,6 +13,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from ..modeling_wedlm.convert import convert, read_source_config
 from ..modeling_wedlm.loading import load_model as load_wedlm
 from ..modeling_wedlm.loading import load_tokenizer
+from . import peft_targets as peft_targets
 from .sft_config import WeDLMSFTConfig
 
 logger = get_logger(__name__)

@@ -76,23 +76,25 @@ def _rows(path: str, version: Any = None) -> Iterator[dict[str, str]]:
     """The rows of a file of JSON Lines, or of one JSON array. Raises `ValueError` for one that is no JSON object."""
     with open(path, "rb") as file:
         encoding = encoding_of(file.read(4))
-    # Undecodable bytes become halves of surrogate pairs, so that the line is known in which they stand.
+    # Of UTF-8, undecodable bytes become halves of surrogate pairs, so that the line is known in which they stand.
     with open(path, encoding=encoding, errors="surrogateescape") as lines:
-        for number, line in enumerate(lines, start=1):
-            if path.lower().endswith(".json") and line.lstrip().startswith("["):
-                items = _parsed(line + lines.read(), path, encoding)
-                for index, item in enumerate(items, start=1):
-                    yield _row(item, json.dumps(item), f"{path}, example {index}")
-            elif line.strip():
-                place = f"{path}:{number}"
-                yield _row(_parsed(line, place, encoding), line.strip(), place)
+        try:
+            for number, line in enumerate(lines, start=1):
+                if path.lower().endswith(".json") and line.lstrip().startswith("["):
+                    items = _parsed(line + lines.read(), path)
+                    for index, item in enumerate(items, start=1):
+                        yield _row(item, json.dumps(item), f"{path}, example {index}")
+                elif line.strip():
+                    place = f"{path}:{number}"
+                    yield _row(_parsed(line, place), line.strip(), place)
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: the text is not {encoding.upper()}. Save the file as UTF-8.") from None
 
 
-def _parsed(text: str, place: str, encoding: str) -> Any:
+def _parsed(text: str, place: str) -> Any:
     try:
         if not is_unicode(text):
-            name = encoding.removesuffix("-sig").upper()
-            raise ValueError(f"the text is not {name}. Save the file as UTF-8")
+            raise ValueError("the text is not UTF-8. Save the file as UTF-8")
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: each line must be a JSON object: {error}.") from None

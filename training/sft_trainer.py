@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.data_utils import pack_dataset
@@ -35,6 +35,19 @@ COLLATOR_FIELDS = (
 _EVALUATION: dict[str, Any] = {
     "seed": 0, "ratio_sampler": "stratified", "suffix_probability": 0.0, "num_eos": 1, "ar_weight": 1.0,
 }  # fmt: skip
+
+
+class _EveryPassSteps(TrainerCallback):
+    """Ends a training that would read a stream again and again without a step."""
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not state.global_step:
+            raise ValueError(
+                "No step was made in a pass over all of the train dataset: it has fewer batches than "
+                f"`gradient_accumulation_steps`, {args.gradient_accumulation_steps} for each process, of "
+                f"`per_device_train_batch_size`, {args.per_device_train_batch_size}. Lower them, or read the data "
+                "without `streaming`."
+            )
 
 
 class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
@@ -109,7 +122,8 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             train_dataset = train_dataset.remove_columns(sorted(pictures))
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         rest = {"optimizers": optimizers, "peft_config": peft_config, "formatting_func": formatting_func}
-        super().__init__(model, parents, callbacks=[DynamicMaskingCallback(), *(callbacks or [])], **data, **rest)
+        ours = [DynamicMaskingCallback(), _EveryPassSteps()]
+        super().__init__(model, parents, callbacks=[*ours, *(callbacks or [])], **data, **rest)
         self.args.assistant_only_loss = args.assistant_only_loss
         prepare_quantized(self.model)
         # Only now: with `packing=True` the parent refuses every collator but its own.

@@ -123,12 +123,13 @@ class Conversation:
         settings = {**tokenizer.special_tokens_map, **self.template_kwargs, **how}
         try:
             template = tokenizer.get_chat_template(template, self.tools)
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [given], tools=self.tools, chat_template=template, return_assistant_tokens_mask=marks, **settings
             )
         except Exception as error:  # templates are programs
             raise ValueError(f"{self.where}: the chat template refuses it: {error}") from error
-        return texts[0], spans[0] if marks else []
+        (text,), spans = rendered
+        return text, spans[0] if marks else []
 
     def _check(self, text: str, taught: str, tokenizer: Any, template: str | None) -> None:
         """What was written must be in the text, and what is learnt of it in what is taught."""
