@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..generation.versions import check_format
+from ..training import peft_targets as peft_targets
 from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
 from .attach import AttachedModel, add_mask_adapter, check_attachable, unload_mask_adapter
 

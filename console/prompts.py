@@ -1,5 +1,6 @@
 """Prompts of the user's: files of them, read the same way by every command, and chat templates. Light to import."""
 
+import codecs
 import io
 import json
 import sys
@@ -33,15 +34,28 @@ class PromptRow:
 
 def read_text(file: Path) -> tuple[str, str]:
     """The name of a file, or of standard input for `-`, and its text without a byte order mark. Raises `OSError` for a
-    file that cannot be read, and `ValueError` for one that is not UTF-8."""
+    file that cannot be read, and `ValueError` for one that is neither UTF-8 nor what its mark says."""
     if str(file) == "-":
         name, content = STANDARD_INPUT, b"" if sys.stdin is None else sys.stdin.buffer.read()
     else:
         name, content = str(file), file.read_bytes()
     try:
-        return name, content.decode("utf-8-sig")
+        return name, content.decode(encoding_of(content))
     except UnicodeDecodeError as error:
         raise ValueError(f"The text of {shown(name)} is not UTF-8: {error}.") from None
+
+
+def encoding_of(beginning: bytes) -> str:
+    """The encoding of a text that begins so: what its byte order mark says (PowerShell and Excel write them), or
+    UTF-8."""
+    marks = {
+        codecs.BOM_UTF8: "utf-8-sig",
+        codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16's, which it begins with
+        codecs.BOM_UTF32_BE: "utf-32",
+        codecs.BOM_UTF16_LE: "utf-16",
+        codecs.BOM_UTF16_BE: "utf-16",
+    }
+    return next((encoding for mark, encoding in marks.items() if beginning.startswith(mark)), "utf-8")
 
 
 def read_rows(name: str, text: str) -> list[PromptRow]:

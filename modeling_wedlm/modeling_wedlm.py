@@ -70,6 +70,23 @@ def _needs_package(*_: Any) -> Any:
     raise ValueError("Dual-stream training needs the package `wedlm-hf`: load the model with its WeDLMForCausalLM.")
 
 
+def _check_one_document(position_ids: Any, attention_mask: Any) -> None:
+    """Raises `ValueError` where positions count up from 0 again and again in a row, with nothing that keeps these
+    documents apart: they would see each other."""
+    if position_ids is None or torch.compiler.is_compiling():
+        return
+    if isinstance(attention_mask, torch.Tensor) and (attention_mask.ndim > 2 or not bool(attention_mask.all())):
+        return
+    restarts = position_ids[..., 1:] == 0
+    if restarts.any() and bool((restarts | (position_ids.diff(dim=-1) == 1)).all()):
+        raise ValueError(
+            "`position_ids` restart at 0 inside a row: its documents would see each other, since WeDLM reads "
+            "positions as places alone. Pad the documents (no `padding_free`, no flattening), pass an "
+            "`attention_mask` of shape (B, 1, T, T), or train with "
+            "DataCollatorForDualStreamMasking, which keeps packed documents apart."
+        )
+
+
 class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
     """Identical to [`Qwen3Model`] except for its attention, and that the mask follows physical order, whatever
     `position_ids` say, or is the dual-stream mask of training."""
@@ -108,6 +125,8 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
         elif stream_ids is not None and attention_mask is not None:
             raise ValueError("`stream_ids` say who sees whom: leave `attention_mask` out beside them.")
         elif stream_ids is None:
+            if self.training and cache is None:
+                _check_one_document(position_ids, attention_mask)
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, cache)}
         else:
             masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}

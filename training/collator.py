@@ -66,7 +66,7 @@ class DataCollatorForDualStreamMasking:
         # In shared memory: persistent data workers see a new epoch too.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         check_settings(self)
-        for name in ("mask_token_id", "eos_token_id", "pad_token_id"):
+        for name in ("mask_token_id", "eos_token_id"):
             if getattr(self.tokenizer, name) is None:
                 raise ValueError(f"The tokenizer has no `{name}`, which dual-stream masking needs.")
         tokenizer = self.tokenizer
@@ -98,7 +98,8 @@ class DataCollatorForDualStreamMasking:
         documents = streams.split_responses(tokens, eos, self.num_eos)
         memory = streams.memory_stream(tokens, documents, eos, self.block_size, self.ar_weight)
         prediction = self._prediction(memory, self._noise_keys(tokens.input_ids, documents))
-        batch = streams.side_by_side(memory, prediction, documents.sequences, self.tokenizer.pad_token_id)
+        pad = self.tokenizer.pad_token_id
+        batch = streams.side_by_side(memory, prediction, documents.sequences, eos if pad is None else pad)
         labels = memory["input_ids"].masked_fill(~memory["supervised"], IGNORE_INDEX)
         return batch | {"labels": streams.by_sequence(labels, documents.sequences[memory["owner"]], IGNORE_INDEX)}
 

@@ -1,28 +1,29 @@
-"""Examples made ready for training: read by their kind, shortened and counted, so that none is lost in silence."""
+"""Examples made ready for training: read, tokenised, shortened and counted in one pass, so that none is lost in
+silence."""
 
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain, groupby
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
-from datasets import Dataset
+from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
-from trl import maybe_convert_to_chatml
 
+from ..console.prompts import is_unicode
+from .model import training_template
+from .rows import row_of
 from .sft_config import WeDLMSFTConfig
 from .streams import IGNORE_INDEX
+from .turns import Conversation, Span, read_tools, read_turn
 
 logger = get_logger(__name__)
 
-# Roles of ShareGPT's `conversations` whose names differ from those of chat templates.
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 _MARKS = ("labels", "assistant_masks", "completion_mask")
 # Types of the columns of each kind but text: one of these for all of them.
 _SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -65,11 +66,72 @@ class DataReport:
         return f"{self.name} dataset: {self.outcomes.total()} examples{''.join(parts)}"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How the examples of a dataset are read: by what its first one is."""
+
+    name: str  # of the dataset, in messages
+    kind: str  # the column that says what kind of data they are
+    text_field: str
+    assistant_only: bool  # of a conversation, what the template marks as the assistant's is supervised
+    completion_only: bool
+    formatting_func: Any = None
+
+    @property
+    def has_responses(self) -> bool:
+        """Whether a response must end in the end token."""
+        return self.assistant_only or self.completion_only
+
+
+class Text(NamedTuple):
+    """A text, and where its supervised part begins."""
+
+    text: str
+    begin: int
+    where: str
+
+
+class Marked(NamedTuple):
+    """Tokens, which of them are supervised, and the lengths of the documents that their owner packed."""
+
+    input_ids: list[int]
+    supervised: list[bool]
+    seq_lengths: list[int] | None = None
+
+
 def first_example(dataset: Any, name: str) -> dict[str, Any]:
     """The first example. Raises `ValueError` for an empty dataset."""
     for example in dataset:
         return dict(example)
     raise ValueError(f"The {name} dataset is empty.")
+
+
+def reading_of(dataset: Any, name: str, args: WeDLMSFTConfig, formatting_func: Any = None) -> Reading:
+    """How a dataset is read. Raises `TypeError` for anything but a dataset, and `ValueError` for one that cannot be
+    trained on, as far as its first example tells."""
+    if not isinstance(dataset, Dataset | IterableDataset):
+        raise TypeError(f"The {name} dataset must be a `Dataset` or an `IterableDataset`, got {type(dataset)}.")
+    if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+        raise ValueError(
+            f"The {name} dataset has a transform (`with_transform`, `set_transform`), which would be applied once, "
+            "not each time an example is read. Apply it by `map`, and pass what comes out."
+        )
+    example, where, keeps_nulls = row_of(first_example(dataset, name), 0, name)
+    text_field = args.dataset_text_field
+    kind = text_field if formatting_func else kind_of(example, text_field)
+    is_chat = kind not in ("", "input_ids") and not formatting_func and isinstance(example[kind], list)
+    assistant_only = is_chat if args.assistant_only_loss is None else bool(args.assistant_only_loss)
+    completion_only = kind == "prompt" and args.completion_only_loss is not False
+    if args.packing and args.packing_strategy == "bfd_split" and (assistant_only or completion_only):
+        reason = "an answer without its question cannot be learnt"
+        raise ValueError(f"`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': {reason}.")
+    reading = Reading(name, kind, text_field, assistant_only, completion_only, formatting_func)
+    read = read_example(example, where, reading, keeps_nulls=keeps_nulls)
+    if isinstance(read, Conversation) and not read.turns:
+        raise ValueError(f"{where} has no turn in `{kind}`.")
+    if args.assistant_only_loss and not is_chat:
+        raise ValueError(f"{where} has `{kind}`: `assistant_only_loss` must be False for all but conversations.")
+    return reading
 
 
 def kind_of(example: Mapping[str, Any], text_field: str) -> str:
@@ -79,63 +141,42 @@ def kind_of(example: Mapping[str, Any], text_field: str) -> str:
 
 
 def read_example(
-    example: Mapping[str, Any], index: int, *, name: str, kind: str, text_field: str, needs_assistant: bool
-) -> dict[str, Any]:
-    """The columns that an example of its kind is tokenised from, and no others: TRL might take them for its own. The
-    kind (see [`kind_of`]) is that of the first example; `needs_assistant` says that assistant turns alone are
-    supervised. Returns the columns, and `outcome`: `UNSUPERVISED` for a conversation without a turn to learn. Raises
-    `ValueError` for an example that cannot be read, with its number and what is wrong."""
-    where = f"Example {index + 1} of the {name} dataset"
+    example: Mapping[str, Any], where: str, reading: Reading, *, keeps_nulls: bool
+) -> Conversation | Text | Marked:
+    """An example as it was written, checked; of its columns, those of its kind. Raises `ValueError` for one that
+    cannot be read, with its place and what is wrong. For `keeps_nulls`, see [`row_of`]."""
+    kind = reading.kind
+    if reading.formatting_func is not None:
+        example = {kind: reading.formatting_func(example)}
     columns = sorted(column for column, value in example.items() if value is not None)
     if not kind:
-        wanted = f"`messages` (or `conversations`), `prompt` and `completion`, `{text_field}`, or `input_ids`"
+        wanted = f"`messages` (or `conversations`), `prompt` and `completion`, `{reading.text_field}`, or `input_ids`"
         raise ValueError(f"{where} has the columns {columns}. It needs {wanted}.")
-    if kind_of(example, text_field) != kind:
+    if kind_of(example, reading.text_field) != kind:
         first = f"the first one has `{kind}`: all must be of one kind"
         raise ValueError(f"{where} has the columns {columns}, and {first}.")
     if kind == "input_ids":
-        _check_tokens(example, where)
-        kept = {column: example[column] for column in ("input_ids", *_MARKS, "seq_lengths") if column in example}
-        return kept | {"outcome": Outcome.WHOLE}
+        return _marked(example, where)
     names = ("prompt", "completion") if kind == "prompt" else (kind,)
-    parts: Any = {name: example.get(name) for name in names}
+    parts: list[Any] = [example.get(name) for name in names]
     allowed, wanted = _SHAPES.get(kind, ((str,), "a string"))
-    if not any(all(isinstance(part, shape) for part in parts.values()) for shape in allowed):
-        shown = f"{[*parts.values()] if kind == 'prompt' else example[kind]!r:.80}"
-        raise ValueError(f"{where}: `{'` and `'.join(parts)}` must be {wanted}, got {shown}.")
-    read: dict[str, Any] = maybe_convert_to_chatml(deepcopy(parts))
-    conversation = [part for part in read.values() if isinstance(part, list)]
-    for turn in chain.from_iterable(conversation):
-        _check_turn(turn, kind, where)
-    if index == 0 and [] in conversation:
-        raise ValueError(f"{where} has no turn in `{kind}`.")
-    is_learnable = [] not in conversation
-    if needs_assistant and conversation:
-        is_learnable = is_learnable and any(turn["role"] == "assistant" for turn in conversation[-1])
-    if "tools" in example:
-        read["tools"] = example["tools"]
-    if "chat_template_kwargs" in example:  # null where another example of the file has some
-        read["chat_template_kwargs"] = example["chat_template_kwargs"] or {}
-    return read | {"outcome": Outcome.WHOLE if is_learnable else Outcome.UNSUPERVISED}
+    if not any(all(isinstance(part, shape) for part in parts) for shape in allowed):
+        shown = f"{parts if kind == 'prompt' else parts[0]!r:.80}"
+        raise ValueError(f"{where}: `{'` and `'.join(names)}` must be {wanted}, got {shown}.")
+    if isinstance(parts[0], str):
+        return Text("".join(parts), len(parts[0]) if reading.completion_only else 0, where)
+    turns = [[read_turn(turn, kind, where, keeps_nulls=keeps_nulls) for turn in part] for part in parts]
+    if [] in turns and any(turns):  # of a prompt and a completion
+        turns = [[]]
+    kwargs = example.get("chat_template_kwargs") or {}  # null where another example of the file has some
+    if not isinstance(kwargs, dict):
+        raise ValueError(f"{where}: `chat_template_kwargs` must be an object, got {kwargs!r:.80}.")
+    tools = read_tools(example.get("tools"), where, keeps_nulls=keeps_nulls)
+    begin = len(turns[0]) if reading.completion_only else 0
+    return Conversation([turn for part in turns for turn in part], begin, tools, kwargs, where)
 
 
-def _check_turn(turn: Any, kind: str, where: str) -> None:
-    """Raises `ValueError` for anything but a turn in ChatML; makes text of its parts, and renames ShareGPT's roles."""
-    is_turn = isinstance(turn, dict) and isinstance(turn.get("role"), str)
-    if not is_turn or (turn.get("content") is None and not turn.get("tool_calls")):
-        keys = "`from` and `value`" if kind == "conversations" else "`role` and `content`"
-        raise ValueError(f"{where}: each turn of `{kind}` needs {keys}: {turn!r:.80}.")
-    text = turn.get("content")
-    if isinstance(text, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in text):
-        text = "".join(str(part.get("text") or "") for part in text)
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"{where}: `content` of each turn must be text, got {text!r:.80}.")
-    turn["content"] = text
-    if kind == "conversations":
-        turn["role"] = _ROLES.get(turn["role"], turn["role"])
-
-
-def _check_tokens(example: Mapping[str, Any], where: str) -> None:
+def _marked(example: Mapping[str, Any], where: str) -> Marked:
     """Raises `ValueError` for tokens that are no integers, and for marks of another length."""
     try:
         tokens = torch.as_tensor(example["input_ids"])
@@ -145,130 +186,163 @@ def _check_tokens(example: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where}: `input_ids` must be a list of integers, got {example['input_ids']!r:.80}.")
     if example.get("document_ids") is not None:
         raise ValueError(f"{where}: say the lengths of packed documents by `seq_lengths`, not by `document_ids`.")
+    supervised = torch.ones(len(tokens), dtype=torch.bool)
     for column in _MARKS:
         marks = example.get(column)
-        if marks is not None and not (hasattr(marks, "__len__") and len(marks) == len(tokens)):
+        if marks is None:
+            continue
+        if not (hasattr(marks, "__len__") and len(marks) == len(tokens)):
             wanted = f"a list as long as `input_ids`, {len(tokens)} entries"
             raise ValueError(f"{where}: `{column}` must be {wanted}, got {marks!r:.80}.")
-
-
-def fit_example(
-    example: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, max_length: int | None, vocab_size: int
-) -> dict[str, list[int] | int | bool]:
-    """One tokenised example of at most `max_length` tokens, its `outcome`, and if a response `stops` by the end token.
-
-    White space that a template writes behind it, and counts as the assistant's, is not supervised. Raises `ValueError`
-    for a token outside `[0, vocab_size)`."""
-    input_ids, labels = list(example["input_ids"]), list(example["labels"])
-    if not 0 <= min(input_ids, default=0) <= max(input_ids, default=0) < vocab_size:
-        raise ValueError(
-            f"`input_ids` must lie in [0, {vocab_size}), the model's vocabulary, got {min(input_ids)} to "
-            f"{max(input_ids)}: another tokenizer made them."
-        )
-    stops = False
-    for is_supervised, run in groupby(range(len(labels)), lambda place: labels[place] != IGNORE_INDEX):
-        places = list(run)
-        closed, end = max((i for i in places if input_ids[i] == tokenizer.eos_token_id), default=-1), places[-1] + 1
-        if is_supervised and closed >= 0 and not str(tokenizer.decode(input_ids[closed + 1 : end])).strip():
-            labels[closed + 1 : end] = [IGNORE_INDEX] * (end - closed - 1)
-            stops = True
-    outcome = Outcome.WHOLE if _is_supervised(labels) else Outcome.UNSUPERVISED
-    if max_length is not None and len(input_ids) > max_length and outcome is Outcome.WHOLE:
-        input_ids, labels = input_ids[:max_length], labels[:max_length]
-        outcome = Outcome.SHORTENED if _is_supervised(labels) else Outcome.TOO_LONG
-    return {"input_ids": input_ids, "labels": labels, "outcome": outcome, "stops": stops}
-
-
-def _is_supervised(labels: list[int]) -> bool:
-    """Whether there is a token to learn: nothing predicts the first."""
-    return any(label != IGNORE_INDEX for label in labels[1:])
+        marks = torch.as_tensor(marks)
+        supervised &= marks != (IGNORE_INDEX if column == "labels" else 0)
+        if column == "labels" and not torch.equal(marks[supervised], tokens[supervised]):
+            raise ValueError(f"{where}: `labels` must repeat `input_ids`, unshifted, wherever they are not -100.")
+    return Marked(tokens.tolist(), supervised.tolist(), example.get("seq_lengths"))
 
 
 class Preparation:
-    """Reads, fits and counts the examples of a run's datasets, map or iterable."""
+    """Reads, tokenises, shortens and counts the examples of a run's datasets, map or iterable."""
 
-    def __init__(self, args: WeDLMSFTConfig):
-        self.args = args
+    def __init__(self, args: WeDLMSFTConfig, formatting_func: Any = None):
+        self.args, self.formatting_func = args, formatting_func
         # Of the datasets whose examples are all counted; those of a stream are counted as it is read.
         self.reports: dict[str, DataReport] = {}
         self._counts: dict[str, torch.Tensor] = {}  # examples by outcome
 
-    def check_first(self, dataset: Any, name: str) -> dict[str, Any]:
-        """The keywords of [`read_example`] for a dataset. Raises `ValueError` if its first example cannot be read."""
-        example, text_field = first_example(dataset, name), self.args.dataset_text_field
-        kind = kind_of(example, text_field)
-        if self.args.assistant_only_loss is None:  # chat data
-            self.args.assistant_only_loss = bool(kind) and isinstance(example[kind], list) and kind != "input_ids"
-        reading: dict[str, Any] = {"name": name, "kind": kind, "text_field": text_field}
-        reading["needs_assistant"] = self.args.assistant_only_loss
-        read_example(example, 0, **reading)
-        return reading
+    def reading(self, dataset: Any, name: str) -> Reading:
+        """See [`reading_of`]."""
+        return reading_of(dataset, name, self.args, self.formatting_func)
 
-    def read(self, dataset: Any, name: str) -> Any:
-        """Checks each example, leaves it the columns of its kind, and drops conversations without a turn to learn; of
-        each dataset of a dictionary. Raises `ValueError` for an example that cannot be read, and where nothing is
-        left."""
-        if dataset is None or isinstance(dataset, dict):
-            return dataset and {name: self.read(part, name) for name, part in dataset.items()}
-        reading, columns = self.check_first(dataset, name), list(first_example(dataset, name))
-        how = {"with_indices": True, "remove_columns": columns}
-        return self._apply(read_example, reading, dataset, name, is_last=False, **how)
-
-    def fit(
-        self, dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int, has_responses: bool
-    ) -> Any:
-        """Shortens tokenised examples to `max_length`, drops what cannot be learnt, counts, and reports. With
-        "bfd_split" nothing is shortened: packing splits what is too long. Raises `ValueError` where nothing is left,
-        and where no whole response of a dataset that `has_responses`, not streamed, ends in the end token."""
+    def tokenize(self, dataset: Any, name: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Any:
+        """A dataset of `input_ids` and `labels`, of at most `max_length` tokens, without the examples that nothing can
+        be learnt from; counts and reports them. With "bfd_split" nothing is shortened: packing splits what is too
+        long. Examples that their owner packed keep their `seq_lengths`, and are taken as they are. Raises `ValueError`
+        for an example that cannot be read, where nothing is left, and where no whole response of a dataset that has
+        some, not streamed, ends in the end token."""
+        reading = self.reading(dataset, name)
+        columns = list(first_example(dataset, name))
+        is_packed = reading.kind == "input_ids" and "seq_lengths" in columns
         splits = self.args.packing and self.args.packing_strategy == "bfd_split"
-        limit = None if splits else self.args.max_length
-        fitting = {"tokenizer": tokenizer, "max_length": limit, "vocab_size": vocab_size}
-        dataset = self._apply(fit_example, fitting, dataset, name, is_last=True)
-        if has_responses and isinstance(dataset, Dataset):
-            stops = [stops for stops, outcome in zip(dataset["stops"], dataset["outcome"], strict=True) if not outcome]
-            if stops and not any(stops):
+        options = {
+            "reading": reading,
+            "tokenizer": tokenizer,
+            "template": training_template(tokenizer) if reading.assistant_only else None,
+            "max_length": None if splits or is_packed else self.args.max_length,
+            "vocab_size": vocab_size,
+        }
+        numbers = List(Value("int64"))
+        types = {"input_ids": numbers, "labels": numbers} | ({"seq_lengths": numbers} if is_packed else {})
+        features = Features(types | {"outcome": Value("int64"), "stops": Value("bool")})
+        how = {"fn_kwargs": options, "with_indices": True, "remove_columns": columns, "features": features}
+        if isinstance(dataset, Dataset):
+            with PartialState().main_process_first():
+                how |= {"num_proc": self.args.dataset_num_proc, "desc": f"Reading {name} dataset"}
+                made = dataset.with_format(None).map(_make, **how)
+            outcomes, stops = made["outcome"], made["stops"]
+            self._report(name, torch.tensor(outcomes, dtype=torch.int64).bincount(minlength=len(Outcome)))
+            whole = [stops for stops, outcome in zip(stops, outcomes, strict=True) if outcome == Outcome.WHOLE]
+            if reading.has_responses and whole and not any(whole):
                 raise ValueError(
                     f"No response of the {name} dataset ends in the end token {tokenizer.eos_token!r}: the model "
                     "would never learn to stop. Pass the token that ends them as `eos_token` (for ChatML: "
                     "'<|im_end|>')."
                 )
-        return dataset
+            made = made.select([i for i, outcome in enumerate(outcomes) if outcome <= Outcome.SHORTENED])
+        else:  # in shared memory: data workers read the streams
+            counts = self._counts[name] = torch.zeros(len(Outcome), dtype=torch.int64).share_memory_()
+            made = dataset.map(_make, **how).filter(_count_and_keep, fn_kwargs={"counts": counts})
+        return made.select_columns(list(types))
 
     def report_streams(self) -> None:
         """Reports what has been read of the datasets that were not counted before."""
         for name in list(self._counts):
-            self._report(name)
+            self._report(name, self._counts.pop(name))
 
-    def _apply(self, make: Any, options: Any, dataset: Any, name: str, *, is_last: bool, **how: Any) -> Any:
-        """Makes each example, leaves out what cannot be trained on, and counts it; the last time, counts and reports
-        what is left, too."""
-        if name not in self._counts:  # in shared memory: data workers read the streams
-            self._counts[name] = torch.zeros(len(Outcome), dtype=torch.int64).share_memory_()
-        counts = self._counts[name]
-        if not isinstance(dataset, Dataset):
-            dataset = dataset.map(make, fn_kwargs=options, **how)
-            return dataset.filter(_count_and_keep, fn_kwargs={"counts": counts, "count_kept": is_last})
-        how |= {"desc": f"{'Fitting' if is_last else 'Reading'} {name} dataset"}
-        with PartialState().main_process_first():
-            dataset = dataset.map(make, fn_kwargs=options, num_proc=self.args.dataset_num_proc, **how)
-            outcomes = torch.tensor(dataset["outcome"], dtype=torch.int64)
-            dataset = dataset.filter(lambda outcome: outcome <= Outcome.SHORTENED, input_columns="outcome")
-        counted = outcomes if is_last else outcomes[outcomes > Outcome.SHORTENED]
-        counts += torch.bincount(counted, minlength=len(counts))
-        if is_last or not len(dataset):
-            self._report(name)
-        return dataset
-
-    def _report(self, name: str) -> None:
-        report = self.reports[name] = DataReport(name, Counter(dict(enumerate(self._counts.pop(name).tolist()))))
+    def _report(self, name: str, counts: torch.Tensor) -> None:
+        report = self.reports[name] = DataReport(name, Counter(dict(enumerate(counts.tolist()))))
         if not report.kept:
             raise ValueError(f"There is nothing to train on. {str(report).capitalize()}.")
         is_whole = report.outcomes.total() == report.outcomes[Outcome.WHOLE]
         logger.log(logging.INFO if is_whole else logging.WARNING, str(report))
 
 
-def _count_and_keep(example: Any, counts: torch.Tensor, count_kept: bool) -> bool:
-    is_kept = bool(example["outcome"] <= Outcome.SHORTENED)
-    if count_kept or not is_kept:
-        counts[example["outcome"]] += 1
-    return is_kept
+def _count_and_keep(example: Any, counts: torch.Tensor) -> bool:
+    counts[example["outcome"]] += 1
+    return bool(example["outcome"] <= Outcome.SHORTENED)
+
+
+def _make(
+    example: Mapping[str, Any],
+    index: int,
+    reading: Reading,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str | None,
+    max_length: int | None,
+    vocab_size: int,
+) -> dict[str, Any]:
+    """The columns of a training example, its `outcome`, and whether a response `stops` by the end token. Raises
+    `ValueError` for one that cannot be trained on."""
+    example, where, keeps_nulls = row_of(example, index, reading.name)
+    read = read_example(example, where, reading, keeps_nulls=keeps_nulls)
+    marked = read if isinstance(read, Marked) else _tokenized(read, reading, tokenizer, template)
+    input_ids, supervised = marked.input_ids, marked.supervised
+    if not 0 <= min(input_ids, default=0) <= max(input_ids, default=0) < vocab_size:
+        raise ValueError(
+            f"{where}: `input_ids` must lie in [0, {vocab_size}), the model's vocabulary, got {min(input_ids)} to "
+            f"{max(input_ids)}: another tokenizer made them."
+        )
+    if tokenizer.mask_token_id in input_ids:
+        raise ValueError(
+            f"{where} holds the mask token, {tokenizer.mask_token!r}, which stands for a token that is not decided: "
+            "write it otherwise, or leave the example out."
+        )
+    stops = _leave_out_trailing_space(input_ids, supervised, tokenizer)
+    outcome = Outcome.WHOLE if any(supervised[1:]) else Outcome.UNSUPERVISED  # nothing predicts the first token
+    if max_length is not None and len(input_ids) > max_length and outcome is Outcome.WHOLE:
+        input_ids, supervised = input_ids[:max_length], supervised[:max_length]
+        outcome = Outcome.SHORTENED if any(supervised[1:]) else Outcome.TOO_LONG
+    labels = [token if mark else IGNORE_INDEX for token, mark in zip(input_ids, supervised, strict=True)]
+    made = {"input_ids": input_ids, "labels": labels, "outcome": int(outcome), "stops": stops}
+    return made if marked.seq_lengths is None else made | {"seq_lengths": marked.seq_lengths, "outcome": 0}
+
+
+def _tokenized(
+    read: Conversation | Text, reading: Reading, tokenizer: PreTrainedTokenizerBase, template: str | None
+) -> Marked:
+    if isinstance(read, Text):
+        eos = str(tokenizer.eos_token)
+        text = read.text if read.text.endswith(eos) else read.text + eos
+        spans = [(read.begin, len(text))]
+    elif not read.turns:
+        return Marked([], [])
+    else:
+        text, spans = read.text(tokenizer, template, reading.assistant_only)
+    if not is_unicode(text):
+        raise ValueError(f"{read.where} holds half of a surrogate pair, which is no text.")
+    encoding = tokenizer(text, add_special_tokens=isinstance(read, Text), return_offsets_mapping=True, verbose=False)
+    places: list[Span] = encoding["offset_mapping"]
+    supervised = [False] * len(places)
+    for begin, end in spans:
+        inside = [i for i, place in enumerate(places) if place[0] < end and place[1] > begin]
+        if inside:
+            supervised[inside[0] : inside[-1] + 1] = [True] * (inside[-1] + 1 - inside[0])
+            if places[inside[0]][0] < begin and reading.completion_only:
+                logger.warning_once(
+                    f"{read.where} and perhaps others: a token holds the end of the prompt and the beginning of the "
+                    "completion; it is learnt whole. End prompts at the end of a token, a line for example."
+                )
+    return Marked(list(encoding["input_ids"]), supervised)
+
+
+def _leave_out_trailing_space(input_ids: list[int], supervised: list[bool], tokenizer: Any) -> bool:
+    """Takes white space that a template writes behind an end token, and counts as the assistant's, out of what is
+    supervised. Whether a response stops by the end token."""
+    stops = False
+    for is_supervised, run in groupby(range(len(supervised)), lambda place: supervised[place]):
+        places = list(run)
+        closed, end = max((i for i in places if input_ids[i] == tokenizer.eos_token_id), default=-1), places[-1] + 1
+        if is_supervised and closed >= 0 and not str(tokenizer.decode(input_ids[closed + 1 : end])).strip():
+            supervised[closed + 1 : end] = [False] * (end - closed - 1)
+            stops = True
+    return stops

@@ -13,6 +13,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from ..modeling_wedlm.convert import convert, read_source_config
 from ..modeling_wedlm.loading import load_model as load_wedlm
 from ..modeling_wedlm.loading import load_tokenizer
+from . import peft_targets as peft_targets
 from .sft_config import WeDLMSFTConfig
 
 logger = get_logger(__name__)
@@ -41,20 +42,23 @@ def check_source(name: str, revision: str | None, *, is_base: bool) -> None:
 
 
 def prepare_model(
-    model: Any, tokenizer: Any, args: WeDLMSFTConfig, init_kwargs: Any, peft_config: Any, quantization_config: Any
+    model: Any, tokenizer: Any, args: WeDLMSFTConfig, peft_config: Any, quantization: Any, *, needs_markers: bool
 ) -> tuple[Any, PreTrainedTokenizerBase, Any]:
-    """Model, tokenizer and PEFT config to train with: loaded or converted where the model is a name, and checked.
-    Raises `OSError` for what cannot be loaded, and `ValueError` for what cannot be trained or used together."""
+    """Model, tokenizer and PEFT config to train with: loaded or converted where the model is a name, and checked; a
+    chat template that `needs_markers` must say what the assistant wrote. Raises `OSError` for what cannot be loaded,
+    and `ValueError` for what cannot be trained or used together."""
+    check_method(model, peft_config)
     if isinstance(model, str):
-        check_source(model, (init_kwargs or {}).get("revision"), is_base=peft_config is not None)
-        model, tokenizer = load_model(model, args, tokenizer, init_kwargs, quantization_config)
+        init_kwargs: Any = args.model_init_kwargs or {}
+        check_source(model, init_kwargs.get("revision"), is_base=peft_config is not None)
+        model, tokenizer = load_model(model, args, tokenizer, init_kwargs, quantization)
     else:
         if peft_config is not None and model.config.name_or_path:
             check_source(model.config.name_or_path, None, is_base=True)
         tokenizer = tokenizer or load_tokenizer(str(model.config.name_or_path or ""))
     check_vocabulary(model, tokenizer, args)
-    if args.assistant_only_loss and args.chat_template_path is None:  # of which TRL says what it lacks
-        check_template(tokenizer)
+    if needs_markers and args.chat_template_path is None:
+        training_template(tokenizer)
     names_rows = "embed_tokens" in (getattr(peft_config, "modules_to_save", None) or ())
     names_rows = names_rows or getattr(peft_config, "trainable_token_indices", 0) is not None
     if peft_config is not None and not names_rows and mask_row_is_new(model, tokenizer):
@@ -62,6 +66,18 @@ def prepare_model(
         peft_config.trainable_token_indices = {"embed_tokens": [tokenizer.mask_token_id]}
         logger.info(f"The mask token's row {tokenizer.mask_token_id} is new: it is trained along with the adapter.")
     return model, tokenizer, peft_config
+
+
+def check_method(model: Any, peft_config: Any) -> None:
+    """Raises `ValueError` for methods of PEFT that put virtual tokens before the input: a dual stream has no place for
+    them."""
+    configs = [peft_config] if peft_config is not None else list(getattr(model, "peft_config", {}).values())
+    for config in configs:
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"{type(config).__name__} cannot be trained: it puts virtual tokens before the input, and a dual "
+                "stream says of each of its rows whom it sees. Take a method that changes layers, such as LoRA."
+            )
 
 
 def load_model(
@@ -114,9 +130,8 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLM
             f"`model` must be a WeDLM model, got one of type {config.model_type!r}: convert it with `wedlm convert`, "
             "or pass its name, and it is converted here."
         )
-    for name in ("mask_token", "pad_token"):
-        if getattr(tokenizer, name) is None:
-            raise ValueError(f"The tokenizer has no `{name}`, which dual-stream training needs.")
+    if tokenizer.mask_token is None:
+        raise ValueError("The tokenizer has no `mask_token`, which dual-stream training needs.")
     if config.mask_token_id is not None and tokenizer.mask_token_id != config.mask_token_id:
         raise ValueError(
             f"The tokenizer's mask token is id {tokenizer.mask_token_id}, the model's is {config.mask_token_id}: "
@@ -132,12 +147,13 @@ def check_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, args: WeDLM
         logger.warning(f"`max_length` + `num_eos` - 1 is {length}, and the model has {positions} positions.")
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `ValueError` unless the assistant's tokens can be told from the others."""
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The chat template to train with: TRL's version of a well-known one, or None for the tokenizer's own, where that
+    says what the assistant wrote. Raises `ValueError` where there is neither."""
     template = tokenizer.chat_template
     with suppress(ValueError):  # of a template that TRL does not know
-        if template is not None and (has_generation_markers(template) or get_training_chat_template(tokenizer)):
-            return
+        if template is not None and (own := has_generation_markers(template) or get_training_chat_template(tokenizer)):
+            return None if own is True else own
     raise ValueError(
         f"{'The chat template has no' if template else 'There is no chat template, so none with'} "
         "{% generation %} markers, which say what the assistant wrote. Pass `chat_template_path='chatml'` (the "

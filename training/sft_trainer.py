@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from trl.data_utils import pack_dataset
@@ -35,6 +35,19 @@ COLLATOR_FIELDS = (
 _EVALUATION: dict[str, Any] = {
     "seed": 0, "ratio_sampler": "stratified", "suffix_probability": 0.0, "num_eos": 1, "ar_weight": 1.0,
 }  # fmt: skip
+
+
+class _EveryPassSteps(TrainerCallback):
+    """Ends a training that would read a stream again and again without a step."""
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        if not state.global_step:
+            raise ValueError(
+                "No step was made in a pass over all of the train dataset: it has fewer batches than "
+                f"`gradient_accumulation_steps`, {args.gradient_accumulation_steps} for each process, of "
+                f"`per_device_train_batch_size`, {args.per_device_train_batch_size}. Lower them, or read the data "
+                "without `streaming`."
+            )
 
 
 class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
@@ -93,26 +106,25 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             raise TypeError(f"`args` must be a WeDLMSFTConfig, got {type(args).__name__}.")
         if train_dataset is None:
             raise ValueError("`train_dataset` is required.")
-        self._preparation = Preparation(args)
+        self._preparation = Preparation(args, formatting_func)
         self.data_reports = self._preparation.reports
-        if formatting_func is None:
-            self._preparation.check_first(train_dataset, "train")  # before any weights are read
-        else:
-            first_example(train_dataset, "train")
-            args.assistant_only_loss = bool(args.assistant_only_loss)  # it makes text of chats
-        init_kwargs: Any = args.model_init_kwargs
-        if isinstance(model, str):
-            args.model_init_kwargs = None  # honoured here: the parent would warn that it ignores them
+        datasets = {"train": train_dataset, **_by_name(eval_dataset)}
+        readings = [self._preparation.reading(dataset, name) for name, dataset in datasets.items()]
+        needs_markers = any(reading.assistant_only for reading in readings)
         model, processing_class, peft_config = prepare_model(
-            model, processing_class, args, init_kwargs, peft_config, quantization_config
+            model, processing_class, args, peft_config, quantization_config, needs_markers=needs_markers
         )
         self._vocab_size = int(model.get_input_embeddings().weight.shape[0])
-        if formatting_func is None:  # TRL takes the first example for all: it must see one that is trained on
-            train_dataset = self._preparation.read(train_dataset, "train")
-            eval_dataset = self._preparation.read(eval_dataset, "eval")
+        # What the parent would do on its own view of the first example, or warn of, is done here.
+        parents = copy.copy(args)
+        parents.assistant_only_loss, parents.model_init_kwargs = False, None
+        if pictures := {"image", "images"} & set(first_example(train_dataset, "train")):
+            train_dataset = train_dataset.remove_columns(sorted(pictures))
         data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         rest = {"optimizers": optimizers, "peft_config": peft_config, "formatting_func": formatting_func}
-        super().__init__(model, args, callbacks=[DynamicMaskingCallback(), *(callbacks or [])], **data, **rest)
+        ours = [DynamicMaskingCallback(), _EveryPassSteps()]
+        super().__init__(model, parents, callbacks=[*ours, *(callbacks or [])], **data, **rest)
+        self.args.assistant_only_loss = args.assistant_only_loss
         prepare_quantized(self.model)
         # Only now: with `packing=True` the parent refuses every collator but its own.
         settings = {name: getattr(args, name) for name in COLLATOR_FIELDS}
@@ -127,21 +139,12 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
-        """Tokenises as the parent does, then shortens, drops and counts, then packs."""
-        has_responses = args.assistant_only_loss or self.completion_only_loss
-        if packing and args.packing_strategy == "bfd_split" and has_responses:
-            reason = "an answer without its question cannot be learnt"
-            raise ValueError(f"`packing_strategy` must be 'bfd' for data with responses, got 'bfd_split': {reason}.")
+        """Tokenises, shortens, drops and counts, then packs."""
         if packing and args.max_length is None:
             raise ValueError("`packing=True` needs a `max_length`, got None.")
-        whole = copy.copy(args)
-        whole.max_length, whole.shuffle_dataset = None, False
-        dataset = super()._prepare_dataset(dataset, processing_class, whole, False, formatting_func, dataset_name)
-        columns = first_example(dataset, dataset_name)
-        if "seq_lengths" in columns:  # packed by its owner
-            return dataset.remove_columns("outcome") if "outcome" in columns else dataset
-        dataset = self._preparation.fit(dataset, dataset_name, processing_class, self._vocab_size, has_responses)
-        dataset = dataset.select_columns(["input_ids", "labels"])
+        dataset = self._preparation.tokenize(dataset, dataset_name, processing_class, self._vocab_size)
+        if "seq_lengths" in dataset.column_names:  # packed by its owner
+            return dataset
         if args.shuffle_dataset:
             dataset = dataset.shuffle(seed=args.seed)
         if packing:
@@ -277,3 +280,10 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._preparation.report_streams()
         return output
+
+
+def _by_name(eval_dataset: Any) -> dict[str, Any]:
+    """Datasets to evaluate on, by the names that their metrics have."""
+    if isinstance(eval_dataset, dict):
+        return eval_dataset
+    return {} if eval_dataset is None else {"eval": eval_dataset}

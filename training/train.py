@@ -4,9 +4,7 @@ wedlm train examples/recipes/sft.yaml --model_name_or_path Qwen/Qwen3-0.6B --dat
 accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learning_rate 1e-4
 """
 
-import json
 import logging
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from datasets import load_dataset
-from datasets.exceptions import DatasetGenerationError
 from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from .model import check_source
+from .rows import load
 from .saving import only_writer
 from .sft_config import WeDLMSFTConfig, setting
 from .sft_trainer import WeDLMSFTTrainer
@@ -31,7 +28,6 @@ from .sft_trainer import WeDLMSFTTrainer
 logger = logging.getLogger(__name__)
 
 _EXPECTED = (TypeError, FloatingPointError, SafetensorError, TemplateError, torch.OutOfMemoryError)
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
 @dataclass
@@ -95,43 +91,6 @@ def run(
     if args.push_to_hub:
         trainer.push_to_hub()
     return trainer
-
-
-def load(name: str, split: str = "train", *, config_name: str | None = None, streaming: bool = False) -> Any:
-    """Reads a JSONL, JSON or Parquet file, or a dataset of the Hub (or a folder that `datasets` can read). A file is
-    one split, of any name; slices such as `"train[:100]"` hold there too. Raises `OSError` for a file that is not
-    there, and `ValueError` for a malformed line of a JSONL file, with its number, and a `config_name` beside a file.
-    """
-    path = Path(name)
-    builder = _BUILDERS.get(path.suffix)
-    if builder is None and path.is_file():
-        raise ValueError(f"A file of examples must end in {', '.join(_BUILDERS)}, got {name!r}.")
-    if builder is None:
-        return load_dataset(name, config_name, split=split, streaming=streaming)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file {name!r}.")
-    if config_name is not None:
-        here = f"not to the file {name!r}"
-        raise ValueError(f"A configuration belongs to a dataset of the Hub, {here}: {config_name!r}.")
-    if path.suffix == ".jsonl":
-        _check_lines(path)
-    try:
-        return load_dataset(builder, data_files=str(path), split=re.sub(r"^\w+", "train", split), streaming=streaming)
-    except (DatasetGenerationError, StopIteration, ValueError) as error:
-        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
-            raise ValueError(f"{name}: there is no example in this file.") from None
-        raise ValueError(f"{name}: cannot be read as {builder}: {error.__cause__ or error}") from error
-
-
-def _check_lines(path: Path) -> None:
-    """Raises `ValueError` with the number of the first line that is no JSON object: pyarrow names none."""
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                if line.strip() and not isinstance(json.loads(line.decode()), dict):
-                    raise ValueError("not an object")
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}:{number}: each line must be a JSON object: {error}") from None
 
 
 def _datasets(data: DataConfig, seed: int) -> tuple[Any, Any]:

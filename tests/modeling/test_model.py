@@ -287,3 +287,28 @@ def test_the_head_of_a_batch_reads_rows_of_their_own() -> None:
     for kept, expected in ((2, whole[:, -2:]), (9, whole)):
         assert model(ids, logits_to_keep=kept).logits.equal(expected)
     assert seen == [(4, True), (2, True), (4, True)]
+
+
+def test_documents_side_by_side_told_apart_by_positions_alone_are_refused_in_training():
+    from transformers import DataCollatorWithFlattening
+
+    model, documents = (
+        tiny_model().train(),
+        [{"input_ids": [11, 12, 13]}, {"input_ids": [21]}, {"input_ids": [31, 32]}],
+    )
+    flat = DataCollatorWithFlattening()(documents)
+    batches = [flat, flat | {"attention_mask": torch.ones_like(flat["input_ids"])}]
+    for batch in batches:
+        with pytest.raises(ValueError, match="`position_ids` restart at 0 inside a row: its documents would see each"):
+            model(**batch)
+    ids, positions = flat["input_ids"], flat["position_ids"]
+    number = torch.tensor([0, 0, 0, 1, 2, 2])
+    apart = (number[:, None] == number) & torch.ones(6, 6, dtype=torch.bool).tril()
+    together = model(ids, position_ids=positions, attention_mask=apart[None, None]).logits
+    alone = [model(torch.tensor([document["input_ids"]])).logits for document in documents]
+    torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-4, rtol=0)
+    # One document each: left-padded, reordered, going on.
+    model(ids, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]]), position_ids=torch.tensor([[0, 0, 0, 1, 2, 3]]))
+    for places in ([0, 2, 3, 1, 4, 5], [1, 2, 3, 0, 5, 4], [3, 4, 5, 6, 7, 8]):
+        model(ids, position_ids=torch.tensor([places]))
+    model.eval()(**flat)

@@ -198,7 +198,7 @@ def tokenizer_with(**tokens):
         ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified', 'gamma'), got 'beta'."),
         *(
             ({"tokenizer": tokenizer_with(**{name: None})}, f"The tokenizer has no `{name}_id`, which dual-stream")
-            for name in ("mask_token", "eos_token", "pad_token")
+            for name in ("mask_token", "eos_token")
         ),
         ({"tokenizer": tokenizer_with(eos_token="<|mask|>")}, "`mask_token_id` must differ from the end token, got 3"),
         ({"tokenizer": tokenizer_with(pad_token="<|mask|>")}, "`mask_token_id` must differ from the padding token"),

@@ -396,3 +396,16 @@ def test_resuming_without_a_complete_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     with pytest.raises(ValueError, match="There is no complete checkpoint to resume from in"):
         trainer_on(tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+def test_a_stream_too_short_for_a_step_ends_after_its_first_pass(tmp_path, copies):
+    stream = MESSAGES.to_iterable_dataset()
+    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 8 // copies, "max_steps": 2}
+    trainer = trainer_on(tmp_path, stream, **settings)
+    if copies == 3:  # four batches
+        trainer.train()
+        assert trainer.state.global_step == 2
+        return
+    with pytest.raises(ValueError, match="fewer batches than `gradient_accumulation_steps`, 4 for each process, of"):
+        trainer.train()

@@ -1,0 +1,276 @@
+"""What is taught is what was written: tool calls, thoughts, empty and odd turns; files as other systems write them."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from test_sft_trainer import CHATS, GOOD, learnt_text, trainer_on
+from tiny import tiny_tokenizer
+
+from wedlm_hf.training.rows import load, row_of
+
+USER, ANSWER = CHATS[0]
+BEGIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+TURN = "{% if m.role == 'assistant' %}{% generation %}BODY<|im_end|>{% endgeneration %}{% else %}{{ m.content }}"
+END = "<|im_end|>{% endif %}\n{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}{{ c.function.arguments | tojson }}]{% endfor %}"
+THOUGHT = "<think>{{ m.reasoning_content }}</think>"
+
+
+def template(body: str, begin: str = "{{ tools | tojson if tools }}") -> str:
+    return begin + BEGIN + TURN.replace("BODY", body) + END
+
+
+TOOLS = template("{{ m.content }}" + CALLS)
+
+
+def call_of(arguments, name: str = "weather") -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls, content="") -> list[dict]:
+    return [USER, {"role": "assistant", "content": content, "tool_calls": list(calls)}]
+
+
+def rows_of(folder: Path, examples: list[dict], streaming: bool = False):
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
+    return load(str(path), streaming=streaming)
+
+
+def taught(folder: Path, data, chat_template: str = TOOLS, **settings) -> list[str]:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = chat_template
+    return [learnt_text(row) for row in trainer_on(folder, data, tokenizer=tokenizer, **settings).train_dataset]
+
+
+# Tool calls.
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_tool_calls_are_learnt_as_objects_whether_they_were_text_or_not(tmp_path, content):
+    for arguments in ({"city": "Paris"}, '{"city": "Paris"}'):
+        data = rows_of(tmp_path, [{"messages": calling(call_of(arguments), content=content)}])
+        assert taught(tmp_path, data) == ['[weather{"city": "Paris"}]<|im_end|>']
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_arguments_of_one_call_get_none_of_another_and_a_null_that_was_written_stays(tmp_path, streaming):
+    calls = [{"city": "Paris"}, {"name": "Ada", "unit": None}, {"city": 3.0, "big": 10**20}]
+    examples = [{"messages": calling(call_of(arguments))} for arguments in calls]
+    expected = [f"[weather{json.dumps(arguments)}]<|im_end|>" for arguments in calls]
+    assert taught(tmp_path, rows_of(tmp_path, examples, streaming)) == expected
+    table = Dataset.from_list(examples[:2])  # where each has the keys of both
+    assert taught(tmp_path, table) == [expected[0], '[weather{"name": "Ada"}]<|im_end|>']
+
+
+def test_tools_may_be_json_text_and_null_keys_of_a_table_are_no_part_of_them(tmp_path):
+    tools = [{"type": "function", "function": {"name": name, "parameters": {name: "x"}}} for name in ("f", "g")]
+    rows = [{"messages": [USER, ANSWER], "tools": [tool]} for tool in tools]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TOOLS
+    for data in (
+        Dataset.from_list(rows),
+        rows_of(tmp_path, [row | {"tools": json.dumps(row["tools"])} for row in rows]),
+    ):
+        read = trainer_on(tmp_path, data, tokenizer=tokenizer).train_dataset
+        assert [tokenizer.decode(row["input_ids"]).split("<|im_start|>")[0] for row in read] == [
+            json.dumps([tool]) for tool in tools
+        ]
+
+
+ODD = "{% if m.content == 'odd' %}"
+PARIS, ROME = call_of({"city": "Paris"}), call_of({"city": "Rome"})
+LEFT_OUT = "the chat template leaves it"
+
+
+@pytest.mark.parametrize(
+    ("answer", "chat_template", "message"),
+    [
+        ({"tool_calls": [PARIS]}, template("{{ m.content }}"), "has `tool_calls`: the chat template knows none."),
+        ({"tool_calls": [PARIS]}, template("{{ m.content }}{{ 'x' if m.tool_calls }}"), f"has 'city': {LEFT_OUT} out"),
+        ({"tool_calls": [PARIS, ROME]}, TOOLS.replace("tool_calls or []", "get('tool_calls', [])[:1]"),
+         f"has 'Rome': {LEFT_OUT} out."),
+        ({"tool_calls": [PARIS], "content": "Well."},
+         TOOLS.replace("m.content }}{% for", "m.content if not m.tool_calls }}{% for"),
+         f"has 'Well.': {LEFT_OUT} out."),
+        ({"tool_calls": [call_of("{")]}, TOOLS, "`arguments` of a tool call must be a JSON object, got '{'."),
+        ({"tool_calls": [call_of("[1]")]}, TOOLS, "must be a JSON object, got '[1]'."),
+        ({"tool_calls": [call_of(None)]}, TOOLS, "must be a JSON object, got None."),
+        ({"tool_calls": "x"}, TOOLS, "`tool_calls` must be a list of objects, got 'x'."),
+        ({"function_call": {"name": "f"}}, TOOLS, "do not know `function_call`: write it as one of `tool_calls`."),
+        ({"weight": 0}, TOOLS, "`weight` must be 1, got 0"),
+        ({"role": "Assistant"}, TOOLS, "`role` of the assistant must be 'assistant', got 'Assistant'."),
+        ({"role": "note", "content": "42 %"}, TOOLS.replace("{% else", "{% elif m.role == 'user'"),
+         f"has '42 %': {LEFT_OUT} out."),
+        ({"thinking": "Hm"}, TOOLS, "has `reasoning_content`: the chat template knows no thoughts."),
+        ({"content": "odd"}, template(ODD + "{{ 'x' + 3 }}{% endif %}{{ m.content }}"), "refuses it: can only conca"),
+        ({"content": "odd"},
+         template(ODD + "{{ raise_exception('No') }}{% endif %}{{ m.content }}"), "refuses it: No"),
+        ({"content": "odd"},
+         template("{{ m.content if m.content != 'odd' }}").replace("{% gen", ODD + "odd{% endif %}{% gen"),
+         f"has 'odd': {LEFT_OUT} outside its {{% generation %}} markers."),
+        ({"content": "It is <|mask|> here."}, TOOLS, "holds the mask token, '<|mask|>'"),
+    ],
+)  # fmt: skip
+def test_what_a_template_would_leave_out_or_change_is_told_by_its_line(tmp_path, answer, chat_template, message):
+    data = [GOOD, {"messages": [USER, {"role": "assistant", "content": ""} | answer]}]
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / 'data.jsonl'))}:2.*{re.escape(message)}"):
+        taught(tmp_path, rows_of(tmp_path, data), chat_template)
+    with pytest.raises(ValueError, match=f"^Example 2 of the train dataset.*{re.escape(message)}"):
+        taught(tmp_path, Dataset.from_list(data), chat_template)
+
+
+def test_our_own_template_knows_no_tools(tmp_path):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    for example in ({"messages": [USER, ANSWER], "tools": tools}, {"messages": calling(call_of({}))}):
+        with pytest.raises(ValueError, match=r"data.jsonl:1 has `tool(s|_calls)`: the chat template knows none"):
+            trainer_on(tmp_path, rows_of(tmp_path, [example]), chat_template_path="chatml")
+
+
+# Thoughts, and empty turns.
+
+
+def test_thoughts_are_learnt_under_each_of_their_names_and_a_template_that_drops_some_is_told_of(tmp_path, caplog):
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        data = rows_of(tmp_path, [{"messages": [USER, ANSWER | {name: "Let me count."}]}])
+        assert taught(tmp_path, data, template(THOUGHT + "{{ m.content }}")) == [
+            f"<think>Let me count.</think>{ANSWER['content']}<|im_end|>"
+        ]
+    turns = [USER, ANSWER | {"content": "<think>Hm</think>1, 2"}, USER, ANSWER]
+    assert "leaves out thoughts" not in caplog.text
+    last = template("{{ m.content.split('</think>')[-1] }}")
+    assert taught(tmp_path, rows_of(tmp_path, [{"messages": turns}]), last) == ["1, 2<|im_end|>1, 2, 3, 4<|im_end|>"]
+    assert "data.jsonl:1 and perhaps others: the chat template leaves out thoughts" in caplog.text
+
+
+def test_an_empty_turn_is_learnt_as_an_end_and_supervises_nothing_behind_it(tmp_path):
+    bare = TOOLS.replace("<|im_start|>{{ m.role }}\n", "").replace("<|im_end|>\n{% endfor", "{% endfor")
+    turns = [{"role": "assistant", "content": ""}, USER, ANSWER]
+    data = rows_of(tmp_path, [{"messages": turns}])
+    assert taught(tmp_path, data, bare) == [f"<|im_end|>{ANSWER['content']}<|im_end|>"]
+
+
+def test_the_completion_of_a_chat_begins_where_the_prompt_ends_and_of_text_where_it_was_written(tmp_path, caplog):
+    data = rows_of(tmp_path, [{"prompt": [USER, ANSWER, USER], "completion": [ANSWER | {"content": "7"}]}])
+    assert taught(tmp_path, data) == ["7<|im_end|>"]
+    data = rows_of(tmp_path, [{"prompt": "Sort 7:\n", "completion": "7"}])
+    assert taught(tmp_path, data) == ["7<|im_end|>"]
+    assert taught(tmp_path, data, completion_only_loss=False) == ["Sort 7:\n7<|im_end|>"]
+    assert "a token holds the end" not in caplog.text
+    data = rows_of(tmp_path, [{"prompt": "3 + 4 =", "completion": " 7"}])  # where " = " is one token
+    assert taught(tmp_path, data)[0].strip() == "= 7<|im_end|>"
+    assert "data.jsonl:1 and perhaps others: a token holds the end of the prompt" in caplog.text
+
+
+def test_a_formatting_function_makes_text_that_is_all_learnt(tmp_path):
+    from test_sft_trainer import settings_of
+    from tiny import tiny_model
+
+    from wedlm_hf.training import WeDLMSFTTrainer
+
+    def made(example):
+        return example["question"] + " 9"
+
+    data = rows_of(tmp_path, [{"question": "Sort 9:"}])
+    rest = {"train_dataset": data, "processing_class": tiny_tokenizer(), "formatting_func": made}
+    trainer = WeDLMSFTTrainer(tiny_model(), settings_of(tmp_path), **rest)
+    assert learnt_text(trainer.train_dataset[0]).endswith(": 9<|im_end|>")
+
+
+# Files.
+
+TEXT = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\r\n" for text in ("Café", "naïve", "x\u2028y"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_files_of_windows_are_read_as_they_were_meant(tmp_path, encoding, streaming):
+    path = tmp_path / "DATA.JSONL"
+    path.write_bytes(("\r\n" + TEXT).encode(encoding))
+    read = [row_of(row, 0, "train") for row in load(str(path), streaming=streaming)]
+    assert [row["text"] for row, *_ in read] == ["Café", "naïve", "x\u2028y"]
+    assert [place for _, place, _ in read] == [f"{path}:{number}" for number in (2, 3, 4)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            TEXT.replace("\u2028", "").encode("cp1252"),
+            ":1: each line must be a JSON object: the text is not UTF-8. Save",
+        ),
+        (TEXT.encode("utf-16-le"), ":1: each line must be a JSON object: "),
+        (
+            TEXT.encode("utf-16")[:-1],
+            ": the text is not UTF-16. Save the file as UTF-8.",
+        ),
+        (b'{"text": "a"}\n{"text": "\\ud83d"}\n', None),
+    ],
+    ids=["cp1252", "UTF-16 without a mark", "cut off", "half a pair"],
+)
+def test_files_of_other_encodings_are_refused_by_file_and_line(tmp_path, content, message):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(content)
+    if message is None:
+        with pytest.raises(ValueError, match=re.escape(f"{path}:2 holds half of a surrogate pair")):
+            trainer_on(tmp_path, load(str(path)))
+        return
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
+            load(str(path), streaming=streaming)
+
+
+def test_an_example_of_a_json_array_is_told_by_its_number_and_slices_keep_the_places(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps([{"text": str(number)} for number in range(9)], indent=1))
+    part = load(str(path), "anything[4:6]")
+    assert [row_of(row, 0, "train")[1] for row in part] == [f"{path}, example {number}" for number in (5, 6)]
+    path.write_text('[{"text": "a"}, 7]')
+    with pytest.raises(ValueError, match=re.escape(f"{path}, example 2: each line must be a JSON object")):
+        load(str(path))
+    with pytest.raises(ValueError, match=r"A stream is read from its beginning: .* got 'train\[:1\]'"):
+        load(str(path), "train[:1]", streaming=True)
+
+
+# Tables.
+
+
+def test_a_dataset_with_a_transform_is_refused_and_formats_are_read_as_plain(tmp_path):
+    data = Dataset.from_list([{"question": "a"}])
+    with pytest.raises(ValueError, match=r"The train dataset has a transform .*Apply it by `map`"):
+        trainer_on(tmp_path, data.with_transform(lambda rows: {"text": rows["question"]}))
+    tokens = Dataset.from_list([{"input_ids": [11, 12, 13]}])
+    assert trainer_on(tmp_path, tokens.with_format("torch")).train_dataset[0]["labels"] == [11, 12, 13]
+    with pytest.raises(
+        TypeError, match="The train dataset must be a `Dataset` or an `IterableDataset`, got <class 'lis"
+    ):
+        trainer_on(tmp_path, [{"text": "a"}])
+
+
+def test_the_settings_of_the_caller_stay_as_they_are(tmp_path):
+    from test_sft_trainer import settings_of
+    from tiny import tiny_model, write_checkpoint
+
+    from wedlm_hf.training import WeDLMSFTTrainer
+
+    args = settings_of(tmp_path, model_init_kwargs={"dtype": "float32"})
+    folder = str(write_checkpoint(tmp_path / "model", tiny_model()))
+    trainer = WeDLMSFTTrainer(folder, args, Dataset.from_list([GOOD]))
+    assert (args.assistant_only_loss, args.model_init_kwargs) == (None, {"dtype": "float32"})
+    assert trainer.args.assistant_only_loss is None
+    texts, chats = Dataset.from_list([{"text": "a b c"}]), Dataset.from_list([GOOD])
+    both = WeDLMSFTTrainer(tiny_model(), args, texts, chats, tiny_tokenizer())  # each as what it is
+    assert learnt_text(both.train_dataset[0]) == "a b c<|im_end|>"
+    assert learnt_text(both.eval_dataset[0]) == ANSWER["content"] + "<|im_end|>"
+
+
+def test_a_model_without_a_pad_token_is_trained_with_the_end_token_or_the_one_that_is_asked_for(tmp_path):
+    for settings, pad in (({}, "<|im_end|>"), ({"pad_token": "<|endoftext|>"}, "<|endoftext|>")):
+        tokenizer = tiny_tokenizer()
+        tokenizer.pad_token = None
+        trainer = trainer_on(tmp_path, tokenizer=tokenizer, max_steps=1, **settings)
+        trainer.train()
+        assert trainer.processing_class.pad_token == pad

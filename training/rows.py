@@ -1,0 +1,110 @@
+"""Files of examples: each row with the place where it stands, so that whatever is wrong with it can be told by it."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, IterableDataset, ReadInstruction, load_dataset
+from datasets.exceptions import DatasetGenerationError
+
+from ..console.prompts import encoding_of, is_unicode
+
+# A row of a JSON file stays the text that it is until it is read: a table would give the tool calls of one row the
+# arguments of all others, as nulls.
+_TEXT, _PLACE = "json_text", "json_place"
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+def load(name: str, split: str = "train", *, config_name: str | None = None, streaming: bool = False) -> Any:
+    """Reads a JSONL, JSON or Parquet file, or a dataset of the Hub (or a folder that `datasets` can read). A file is
+    one split, of any name; slices such as `"train[:100]"` hold there too. Rows of JSON files are read by [`row_of`].
+    Raises `OSError` for a file that is not there, and `ValueError` for a row that is no JSON object, with its place,
+    and a `config_name` beside a file."""
+    path = Path(name)
+    builder = _BUILDERS.get(path.suffix.lower())
+    if builder is None and path.is_file():
+        raise ValueError(f"A file of examples must end in {', '.join(_BUILDERS)}, got {name!r}.")
+    if builder is None:
+        return load_dataset(name, config_name, split=split, streaming=streaming)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file {name!r}.")
+    if config_name is not None:
+        here = f"not to the file {name!r}"
+        raise ValueError(f"A configuration belongs to a dataset of the Hub, {here}: {config_name!r}.")
+    split = re.sub(r"^\w+", "train", split)
+    if builder == "json":
+        return _load_rows(path, split, streaming)
+    try:
+        return load_dataset(builder, data_files=str(path), split=split, streaming=streaming)
+    except (DatasetGenerationError, StopIteration, ValueError) as error:
+        if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
+            raise _no_example(name) from None
+        raise ValueError(f"{name}: cannot be read as {builder}: {error.__cause__ or error}") from error
+
+
+def row_of(example: Mapping[str, Any], index: int, name: str) -> tuple[dict[str, Any], str, bool]:
+    """What an example of the dataset of this name holds; where it stands, for messages; and whether it is JSON as it
+    was written, so that a null in it is one."""
+    if _PLACE in example:
+        return json.loads(example[_TEXT]), example[_PLACE], True
+    return dict(example), f"Example {index + 1} of the {name} dataset", False
+
+
+def _load_rows(path: Path, split: str, streaming: bool) -> Dataset | IterableDataset:
+    if streaming and split != "train":
+        raise ValueError(f"A stream is read from its beginning: `dataset_split` cannot be a slice, got {split!r}.")
+    if streaming:
+        if not sum(1 for _ in _rows(str(path))):  # a wrong row is told before any work
+            raise _no_example(path)
+        return IterableDataset.from_generator(_rows, gen_kwargs={"path": str(path)})
+    if next(_rows(str(path)), None) is None:
+        raise _no_example(path)
+    state = path.stat()  # which version of the file `datasets` has in its cache
+    try:
+        rows = Dataset.from_generator(
+            _rows, gen_kwargs={"path": str(path), "version": (state.st_mtime_ns, state.st_size)}
+        )
+    except DatasetGenerationError as error:
+        raise (error.__cause__ if isinstance(error.__cause__, ValueError) else error) from None
+    parts = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+    return rows if split == "train" else rows.select([i for part in parts for i in range(part.from_, part.to)])
+
+
+def _rows(path: str, version: Any = None) -> Iterator[dict[str, str]]:
+    """The rows of a file of JSON Lines, or of one JSON array. Raises `ValueError` for one that is no JSON object."""
+    with open(path, "rb") as file:
+        encoding = encoding_of(file.read(4))
+    # Of UTF-8, undecodable bytes become halves of surrogate pairs, so that the line is known in which they stand.
+    with open(path, encoding=encoding, errors="surrogateescape") as lines:
+        try:
+            for number, line in enumerate(lines, start=1):
+                if path.lower().endswith(".json") and line.lstrip().startswith("["):
+                    items = _parsed(line + lines.read(), path)
+                    for index, item in enumerate(items, start=1):
+                        yield _row(item, json.dumps(item), f"{path}, example {index}")
+                elif line.strip():
+                    place = f"{path}:{number}"
+                    yield _row(_parsed(line, place), line.strip(), place)
+        except UnicodeDecodeError:
+            raise ValueError(f"{path}: the text is not {encoding.upper()}. Save the file as UTF-8.") from None
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        if not is_unicode(text):
+            raise ValueError("the text is not UTF-8. Save the file as UTF-8")
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: each line must be a JSON object: {error}.") from None
+
+
+def _row(value: Any, text: str, place: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{place}: each line must be a JSON object: not an object.")
+    return {_PLACE: place, _TEXT: text}
+
+
+def _no_example(name: Any) -> ValueError:
+    return ValueError(f"{name}: there is no example in this file.")
