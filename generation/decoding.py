@@ -46,6 +46,23 @@ class StepOutcome:
     slots: SlotStates | None
     sequences: list[SequenceOutcome]
 
+    @property
+    def decided(self) -> list[tuple[int, int, int, int, int]]:
+        """The tokens that became final, or were filled in for good: entry and column of the logits, the call's row,
+        how many new tokens are before it, and the token."""
+        return [
+            (entry, column, self.order.sequences[entry], self.order.first[entry] + slot, token)
+            for entry, one in enumerate(self.sequences)
+            for column, slot, token in one.decided
+        ]
+
+    def raw_logits(self, entries: torch.Tensor, columns: torch.Tensor, mask_token_id: int | None) -> torch.Tensor:
+        """What the model said there, `(N, V)` float32: MASK's logits, if there is one, as they were."""
+        logits, mask_logits = self.logits[entries, columns], self.selection.choice.mask_logits
+        if mask_logits is not None:
+            logits[:, mask_token_id] = mask_logits[entries, columns]
+        return logits
+
 
 @dataclass
 class ParallelDecoder:

@@ -102,26 +102,16 @@ class ScoreRecorder:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes what the step decided."""
-        if not self._kept:
-            return
-        order, choice = outcome.order, outcome.selection.choice
-        decided = [
-            (entry, column, order.sequences[entry], order.first[entry] + slot, token)
-            for entry, one in enumerate(outcome.sequences)
-            for column, slot, token in one.decided
-        ]
-        if not decided:
+        if not self._kept or not (decided := outcome.decided):
             return
         entries, columns, rows, offsets, tokens = torch.tensor(decided, device=outcome.logits.device).unbind(1)
-        logits = outcome.logits[entries, columns]
-        if choice.mask_logits is not None:
-            logits[:, self.mask_token_id] = choice.mask_logits[entries, columns]
+        logits = outcome.raw_logits(entries, columns, self.mask_token_id)
         self._places.append((rows, offsets))
         for name, kept in self._kept.items():
             if name == "log_probs":
                 kept.append(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
             else:
-                kept.append(logits if name == "logits" else choice.scores[entries, columns])
+                kept.append(logits if name == "logits" else outcome.selection.choice.scores[entries, columns])
 
     def output(self, new_tokens: torch.Tensor, pad_token_id: int) -> dict[str, Any]:
         """What was kept.

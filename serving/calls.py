@@ -54,6 +54,15 @@ def as_request_error(error: Exception) -> RequestError:
     return RequestError(f"The answer could not be generated: {error}", status=500)
 
 
+@dataclass(frozen=True)
+class Chances:
+    """How likely a token was, by the model's raw logits."""
+
+    token: int
+    log_prob: float
+    likeliest: list[tuple[int, float]]  # tokens and their log-probabilities, descending
+
+
 @dataclass(frozen=True, eq=False)
 class Asked:
     """What the model is asked for, once or several times.
@@ -66,6 +75,7 @@ class Asked:
         stops: strings before which an answer ends.
         parser: of tool calls and thoughts, a function without arguments that makes one; `None`: all is text.
         makes_one_call: an answer ends behind its first tool call.
+        likeliest: so many tokens are told of at each place, beside the chosen one; `None`: no log-probabilities.
     """
 
     prompt: list[int]
@@ -75,6 +85,7 @@ class Asked:
     stops: list[str] = field(default_factory=list)
     parser: Any = None
     makes_one_call: bool = False
+    likeliest: int | None = None
 
     @cached_property
     def kind(self) -> Hashable:
@@ -86,8 +97,9 @@ class Asked:
 
 
 class Answer:
-    """An answer while it is made. It sends `(index, item)`: text, thoughts or a tool call, an exception that ends it,
-    or `None` at its end; then `finish_reason` says why it ended."""
+    """An answer while it is made. It sends `(index, item, chances)`: text, thoughts or a tool call, an exception that
+    ends it, or `None` at its end; then `finish_reason` says why it ended. The [`Chances`] are of its tokens so far
+    that were not told of, if they are asked for."""
 
     def __init__(self, asked: Asked, request_id: str, tokenizer: Any, send: Callable[[Any], Any], index: int):
         self.asked, self.request_id, self.send, self.index = asked, request_id, send, index
@@ -97,16 +109,19 @@ class Answer:
         self.finish_reason = "stop"
         self.tokens: list[int] = []
         self.replayed: list[int] = []  # tokens that went out before the call was begun anew
+        self.chances: list[Chances] = []  # of the next tokens
         ends = asked.config.eos_token_id
         self.ends = set(ends) if isinstance(ends, list) else {ends}
         self.limit: int = asked.config.max_new_tokens
         self._parser = asked.parser() if asked.parser else None
-        self._unparsed = ""
+        self._unparsed, self._is_parsed = "", self._parser is not None
         self._decoder = TextDecoder(tokenizer._tokenizer, self._parser is None)
         self._trimmer = StopTrimmer(asked.stops)
         # So many tokens hold any stop string that ends with the last one, whose first character is whole.
         self.tail = max((len(stop.encode()) for stop in asked.stops), default=0) + 4
         self._plain = TextDecoder(tokenizer._tokenizer, True)
+        self._untold: list[tuple[int, Chances]] = []  # with the characters before the token
+        self._read_count = self._sent_count = 0  # characters
         if self._parser is not None:
             self._send(response_events_to_chunks(self._parser.initial_events))
 
@@ -115,11 +130,14 @@ class Answer:
         for token in tokens:
             if self.is_over:
                 return
+            chances = self.chances.pop(0) if self.asked.likeliest is not None else None
             if self.replayed:
                 if token != self.replayed.pop(0):
                     raise RuntimeError("an answer beside it failed")
                 continue
             self.tokens.append(token)
+            if chances is not None and token not in self.ends:
+                self._untold.append((self._read_count, chances))
             self._read(self._decoder.feed(token))
             is_called = self.has_calls and self.asked.makes_one_call
             if token in self.ends or self.is_stopped(self.tokens) or self._trimmer.is_over or is_called:
@@ -148,13 +166,15 @@ class Answer:
         self._send([self._trimmer.rest()], is_certain=True)
         if self.has_calls:
             self.finish_reason = "tool_calls"
+        if not self._trimmer.is_over:  # else the rest belongs to the stop string
+            self._sent_count = self._read_count + 1
         self._enqueue(None)
 
     def fail(self, error: Exception) -> None:
         """Ends it by an error."""
         if not self.is_over:
             self.is_over = True
-            self._enqueue(error)
+            self.send((self.index, error, []))
 
     def cut_off(self) -> None:
         """Ends it early: its client has gone, or the server ends."""
@@ -166,6 +186,7 @@ class Answer:
         """Takes text in, by way of the parser."""
         if not text:
             return
+        self._read_count += len(text)
         if self._parser is None:
             self._send([text])
             return
@@ -189,7 +210,11 @@ class Answer:
                 self._enqueue(item)
 
     def _enqueue(self, item: Any) -> None:
-        self.send((self.index, item))
+        # Characters that a parser takes away are not counted: all is told of then.
+        self._sent_count = self._read_count if self._is_parsed else self._sent_count + len(item or "")
+        told = [chances for start, chances in self._untold if start < self._sent_count]
+        self._untold = self._untold[len(told) :]
+        self.send((self.index, item, told))
 
 
 class Batch(BaseStreamer, StoppingCriteria):
@@ -199,11 +224,32 @@ class Batch(BaseStreamer, StoppingCriteria):
         self.answers = answers
         self.width = max(len(answer.asked.prompt) for answer in answers)
         self.is_prompt = True
+        self.logits: torch.Tensor | None = None  # `(B, V)`, which AR decoding chooses the next tokens from
+
+    def take_logits(self, model: Any, inputs: Any, output: Any) -> None:
+        """Takes those of AR decoding: a hook on its forwards."""
+        self.logits = output.logits[:, -1].float()
+
+    def put_logits(self, rows: list[int], tokens: list[int], logits: torch.Tensor) -> None:
+        """Takes what the next tokens were chosen from, see [`TokenStream`]."""
+        places = [place for place, row in enumerate(rows) if self.answers[row].asked.likeliest is not None]
+        if not places:
+            return
+        log_probs = logits[places].log_softmax(-1)
+        count = max(self.answers[rows[place]].asked.likeliest or 0 for place in places)
+        values, ids = log_probs.topk(min(count, logits.shape[-1]))
+        chosen = log_probs[range(len(places)), [tokens[place] for place in places]]
+        for place, *found in zip(places, chosen.tolist(), ids.tolist(), values.tolist(), strict=True):
+            answer = self.answers[rows[place]]
+            likeliest = list(zip(found[1], found[2], strict=True))[: answer.asked.likeliest]
+            answer.chances.append(Chances(tokens[place], found[0], likeliest))
 
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompts, `(B, P)`, then new tokens: `(n,)` of a single sequence, else `(B,)`, one of each."""
         if not self.is_prompt:
             rows = [value.tolist()] if len(self.answers) == 1 else [[token] for token in value.tolist()]
+            if self.logits is not None:
+                self.put_logits([*range(len(self.answers))], value.tolist(), self.logits)
             for answer, tokens in zip(self.answers, rows, strict=True):
                 try:
                     answer.put(tokens)
@@ -268,6 +314,9 @@ class CallManager:
         config.max_new_tokens = max(answer.limit for answer in batch)
         streamer = Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
+        hook = None
+        if asked.settings["strategy"] == "ar" and any(answer.asked.likeliest is not None for answer in batch):
+            hook = self.model.register_forward_hook(streamer.take_logits)
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         try:
             # What a seed does to the generators of this process ends with its call.
@@ -275,12 +324,16 @@ class CallManager:
                 if asked.seed is not None:
                     torch.manual_seed(asked.seed)
                 prompts = pad_left([a.asked.prompt for a in batch], config.pad_token_id or 0, self.model.device)
-                output = self.model.generate(**prompts, **keywords, streamer=streamer)
+                try:
+                    output = self.model.generate(**prompts, **keywords, streamer=streamer)
+                finally:
+                    if hook is not None:
+                        hook.remove()
         except Exception as error:
             unfinished = [answer for answer in batch if not answer.is_over]
             if len(batch) > 1:
                 for answer in unfinished:  # whatever one of them is to blame for concerns no other
-                    answer.replayed = list(answer.tokens)
+                    answer.replayed, answer.chances = list(answer.tokens), []
                     self._generate([answer])
                 return
             if not isinstance(error, ValueError):

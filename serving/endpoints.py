@@ -82,8 +82,14 @@ class Endpoint:
         for name in ("suppress_tokens", "logit_bias"):
             check_tokens(name, getattr(request, name) or [], size)
         settings = with_asked(self.served.settings, settings_of(request))
+        if request.likeliest is not None:
+            self._check_ordered(settings, "logprobs")
+            if settings["strategy"] == "ar" and self.served.model.generation_config.prompt_lookup_num_tokens:
+                message = "`logprobs`: this server looks drafts up in the prompt (`prompt_lookup_num_tokens`)."
+                raise RequestError(message, param="logprobs")
+        rest = {"seed": request.seed, "stops": request.stop or [], "likeliest": request.likeliest}
         asked = [
-            Asked(prompt, self._config(request, prompt), settings, request.seed, request.stop or [], **more)
+            Asked(prompt, self._config(request, prompt), settings, **rest, **more)
             for prompt, more in self._prompts(request)
         ]
         if request.n > 1:  # a seed gives each its own sample
@@ -94,6 +100,15 @@ class Endpoint:
     def _prompts(self, request: Any) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """The prompts, in tokens, and what else [`Asked`] takes."""
         raise NotImplementedError
+
+    def _check_ordered(self, settings: dict[str, Any], field: str) -> None:
+        """Raises `RequestError` where tokens are chosen before those in front of them are known."""
+        stored = getattr(self.served.model.generation_config, "verification", None)
+        if settings["strategy"] != "ar" and (settings.get("verification") or stored or "none") == "none":
+            message = (
+                f"`{field}` needs each token's predecessors: ask for `verification`: 'exact' or `strategy`: 'ar'."
+            )
+            raise RequestError(message, param=field)
 
     def _check_size(self, *texts: Any) -> None:
         """Raises `RequestError` for texts that do not fit into the context, however they are written in tokens."""

@@ -24,6 +24,7 @@ from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from .calls import RequestError
 
 MOST_ANSWERS = 128  # to one request, as in OpenAI's API
+MOST_LIKELIEST = 20  # tokens that are told of at a place
 MOST_STOPS, LONGEST_STOP = 32, 1000  # strings, characters
 
 _Count = Annotated[int | None, Field(ge=1)]
@@ -178,12 +179,23 @@ class ChatRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
     response_format: _TextFormat | None = None
-    logprobs: _nothing() = None  # type: ignore[valid-type]
-    top_logprobs: _nothing() = None  # type: ignore[valid-type]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
     audio: _nothing() = None  # type: ignore[valid-type]
     functions: _nothing() = None  # type: ignore[valid-type]
     function_call: _nothing("auto", "none") = None  # type: ignore[valid-type]
     prediction: _nothing() = None  # type: ignore[valid-type]
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to tell of at each place; `None`: no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _has_log_probabilities(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("`top_logprobs` goes with `logprobs`: true.", param="top_logprobs")
+        return self
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -200,7 +212,14 @@ class CompletionRequest(Request):
     best_of: int | None = None
     echo: _nothing() = None  # type: ignore[valid-type]
     suffix: _nothing() = None  # type: ignore[valid-type]
-    logprobs: _nothing() = None  # type: ignore[valid-type]
+    logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _is_number(cls, count: Any) -> Any:
+        if count is True:
+            raise ValueError("it must be a number: how many tokens to tell of at each place")
+        return None if count is False else count
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -211,6 +230,11 @@ class CompletionRequest(Request):
         if not prompts:
             raise ValueError("a request has at least 1 item in its list of prompts")
         return prompts
+
+    @property
+    def likeliest(self) -> int | None:
+        """See [`ChatRequest.likeliest`]."""
+        return self.logprobs
 
     @model_validator(mode="after")
     def _are_not_too_many(self) -> "CompletionRequest":

@@ -26,7 +26,7 @@ from uvicorn.config import LOGGING_CONFIG
 from ..generation.settings import SETTING_NAMES
 from .calls import Answer, CallManager, RequestError, as_request_error, log
 from .endpoints import ChatEndpoint, Endpoint, ServedModel, TextEndpoint
-from .responses import Response
+from .responses import Response, Vocabulary
 
 READERS = 4  # requests that are read at a time
 MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
@@ -60,6 +60,7 @@ class Desk:
 
     def __init__(self, served: ServedModel, calls: CallManager):
         self.served, self.calls = served, calls
+        self.vocabulary = Vocabulary(served.tokenizer)
         self.running = WeakSet[Answer]()
         # Reading takes time where a prompt is long: the event loop, and with it all streams, would wait.
         self.readers = ThreadPoolExecutor(READERS, "wedlm-read")
@@ -69,14 +70,15 @@ class Desk:
         `RequestError` or `ValueError` for one that cannot be answered."""
         body = await read_body(request, self.served.most_characters + MOST_BYTES_BESIDE)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        put: Any = queue.put_nowait
         request_id = f"{endpoint.response.kind}-{request.state.request_id}"
 
         def read() -> tuple[Any, Response]:
             asks, asked = endpoint.read(body)
-            send = partial(loop.call_soon_threadsafe, queue.put_nowait)
+            send = partial(loop.call_soon_threadsafe, put)
             tokenizer = self.served.tokenizer
             answers = [Answer(each, request_id, tokenizer, send, index) for index, each in enumerate(asked)]
-            return asks, endpoint.response(request_id, self.served.name, answers, asks.n, queue)
+            return asks, endpoint.response(request_id, self.served.name, answers, asks.n, queue, self.vocabulary)
 
         asks, response = await loop.run_in_executor(self.readers, read)
         self.running.update(response.answers)
