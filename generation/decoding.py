@@ -45,6 +45,20 @@ class StepOutcome:
     choice: Choice
     sequences: list[SequenceOutcome]
 
+    @property
+    def decided(self) -> list[tuple[int, int, int, int, int]]:
+        """The new tokens whose value was settled: entry and choice, the call's sequence, how many new tokens are
+        before it, and the token."""
+        return [
+            (entry, place, one.sequence.index, offset, token)
+            for entry, one in enumerate(self.sequences)
+            for place, offset, token in one.decided
+        ]
+
+    def logits_at(self, entries: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The raw logits of some choices, `(N, V)` float32."""
+        return self.logits[entries, self.choice.columns[entries, places]].float()
+
 
 @dataclass
 class ParallelDecoder:

@@ -23,7 +23,7 @@ from .planner import Planner
 from .request import DecodingRequest, decoding_request
 from .rules import FillRule, Rule
 from .sampling import TokenSampler
-from .settings import SETTING_NAMES, WINDOW_SETTINGS, WeDLMGenerationSettings
+from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerationSettings
 from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
@@ -115,14 +115,16 @@ class WeDLMGenerationMixin(GenerationMixin):
                 )
             for name in ours.keys() - {"strategy", "mask_token_id"}:
                 if ours[name] not in (None, "none", False):
-                    raise ValueError(
+                    message = (
                         f"`{name}={ours[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too."
                     )
+                    raise OptionError(message, name)
         else:
             if ours.get("adaptive_window") and settings.verification == "none":  # a stored one is for other calls
-                raise ValueError(
+                raise OptionError(
                     "`adaptive_window=True` goes with `verification='exact'` or `'typical'`: unverified windows keep "
-                    "their size, `window_size`."
+                    "their size, `window_size`.",
+                    "adaptive_window",
                 )
             _check_options(settings.strategy, generation_config)
             if settings.output_trace and self.trace_recorder is None:

@@ -12,6 +12,14 @@ LARGEST_WINDOW = 32
 DRAFT_THRESHOLD = 2.0
 
 
+class OptionError(ValueError):
+    """A value of an option of `generate` that is not allowed; `option` is its name."""
+
+    def __init__(self, message: str, option: str | None = None):
+        super().__init__(message)
+        self.option = option
+
+
 def check_mask_token_id(
     mask_token_id: int | None, vocab_size: int, eos_token_id: int | list[int] | None, pad_token_id: int | None
 ) -> None:
@@ -75,23 +83,26 @@ class WeDLMGenerationSettings:
         for name, allowed in (("strategy", STRATEGIES), ("verification", VERIFICATIONS)):
             if getattr(self, name) not in allowed:
                 choices = ", ".join(map(repr, allowed))
-                raise ValueError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.")
+                raise OptionError(f"`{name}` must be one of {choices}, got {getattr(self, name)!r}.", name)
         if not isinstance(self.window_size, int) or isinstance(self.window_size, bool) or self.window_size < 1:
-            raise ValueError(f"`window_size` must be an integer of at least 1, got {self.window_size!r}.")
+            message = f"`window_size` must be an integer of at least 1, got {self.window_size!r}."
+            raise OptionError(message, "window_size")
         for name in ("entropy_threshold", "distance_penalty", "acceptance_epsilon", "acceptance_delta"):
             if not _is_cost(value := getattr(self, name)):
-                raise ValueError(f"`{name}` must be a number of at least 0, got {value!r}.")
+                raise OptionError(f"`{name}` must be a number of at least 0, got {value!r}.", name)
         _check_slot_cost(self.slot_cost)
         if math.isinf(self.distance_penalty):
-            raise ValueError(f"`distance_penalty` must be finite, got {self.distance_penalty!r}.")
+            message = f"`distance_penalty` must be finite, got {self.distance_penalty!r}."
+            raise OptionError(message, "distance_penalty")
         for name in ("output_trace", "adaptive_window"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "adaptive_window"):
-                raise ValueError(f"`{name}` must be True or False, got {value!r}.")
+                raise OptionError(f"`{name}` must be True or False, got {value!r}.", name)
         if self.verification != "none" and self.strategy == "block":
-            raise ValueError(
+            raise OptionError(
                 f"`verification={self.verification!r}` goes with `strategy='wedlm'`, got `strategy='block'`: "
-                "verified drafts are one contiguous run, so there are no blocks to wait for."
+                "verified drafts are one contiguous run, so there are no blocks to wait for.",
+                "verification",
             )
 
     @property
@@ -139,16 +150,16 @@ def _check_slot_cost(cost: Any) -> None:
     if cost is None or _is_cost(cost):
         return
     if not isinstance(cost, dict):
-        raise ValueError(f"`slot_cost` must be a number of at least 0, or times by numbers of rows, got {cost!r}.")
+        message = f"`slot_cost` must be a number of at least 0, or times by numbers of rows, got {cost!r}."
+        raise OptionError(message, "slot_cost")
     rows = [int(count) for count in cost if str(count).isdecimal()]  # JSON makes strings of numbers
     if (
         len(rows) < max(2, len(cost))
         or min(rows) < 1
         or not all(_is_cost(time) and time > 0 for time in cost.values())
     ):
-        raise ValueError(
-            f"`slot_cost` must have a time above 0 for each of two or more numbers of rows, got {cost!r}."
-        )
+        message = f"`slot_cost` must have a time above 0 for each of two or more numbers of rows, got {cost!r}."
+        raise OptionError(message, "slot_cost")
 
 
 SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))

@@ -100,24 +100,16 @@ class ScoreRecorder:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Takes what the step decided."""
-        if not self._kept:
+        if not self._kept or not (decided := outcome.decided):
             return
-        choice = outcome.choice
-        decided = [
-            (entry, column, one.sequence.index, offset, token)
-            for entry, one in enumerate(outcome.sequences)
-            for column, offset, token in one.decided
-        ]
-        if not decided:
-            return
-        entries, columns, rows, offsets, tokens = torch.tensor(decided, device=outcome.logits.device).unbind(1)
-        logits = outcome.logits[entries, choice.columns[entries, columns]].float()
+        entries, places, rows, offsets, tokens = torch.tensor(decided, device=outcome.logits.device).unbind(1)
+        logits = outcome.logits_at(entries, places)
         self._places.append((rows, offsets))
         for name, kept in self._kept.items():
             if name == "log_probs":
                 kept.append(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
             else:
-                kept.append(logits if name == "logits" else choice.scores[entries, columns])
+                kept.append(logits if name == "logits" else outcome.choice.scores[entries, places])
 
     def output(self, new_tokens: torch.Tensor, pad_token_id: int) -> dict[str, Any]:
         """What was kept.

@@ -16,7 +16,8 @@ class TokenStream:
     One sequence: final tokens go out as soon as they are, several in one `put` of shape `(n,)`, and a streamer with
     `put_draft` (the protocol of transformers' diffusion streamers) gets what is expected behind them, masks included.
     Several sequences: one `put` of shape `(B,)` for each position, once every sequence has its token; padding after a
-    sequence's end.
+    sequence's end. A streamer with `put_logits` gets what tokens were chosen from before it gets them: the call's row
+    of each and the tokens, two lists, and the model's raw logits, `(N, V)` float32; in order within a row.
     """
 
     streamer: Any  # a `BaseStreamer`
@@ -27,6 +28,10 @@ class TokenStream:
 
     def observe(self, outcome: StepOutcome) -> None:
         """Sends what a step made final, and what is expected next."""
+        if hasattr(self.streamer, "put_logits") and (decided := outcome.decided):
+            places = torch.tensor(decided, device=outcome.logits.device)
+            logits = outcome.logits_at(places[:, 0], places[:, 1])
+            self.streamer.put_logits([each[2] for each in decided], [each[4] for each in decided], logits)
         lengths = [one.new_count for one in self.sequences]
         if len(lengths) == 1:
             tokens, expected = outcome.sequences[0].new_tokens, self.sequences[0].expected

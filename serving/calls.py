@@ -1,34 +1,32 @@
 """Requests while they are answered: which of them are decoded together, how an answer streams, and how it ends.
 
-transformers' server runs `generate` calls one after the other on a thread of their own. Its manager is extended here:
-requests that decode alike share a call, and a call ends as soon as its clients have gone.
+All `generate` calls run one after the other on a thread of their own, transformers' `InferenceThread`. Requests that
+decode alike share a call, and a call ends as soon as its clients have gone.
 """
 
-import asyncio
 import copy
 import logging
 import threading
 import time
-from collections.abc import Hashable, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria
-from transformers.cli.serving.utils import DirectStreamer, GenerateManager, _GenerationCancelled, _StreamError
+from transformers.cli.serving.utils import InferenceThread, ToolCall, response_events_to_chunks
 from transformers.generation.streamers import BaseStreamer
 
 from ..eval.measure import pad_left
-from ..generation.request import context_length
+from ..generation.settings import OptionError
+from .text import StopTrimmer, TextDecoder
 
 log = logging.getLogger("wedlm_hf.serving")
 
-# Longest answer where neither the request nor the checkpoint says, as in `transformers serve`.
-DEFAULT_NEW_TOKENS = 1024
 LARGEST_BATCH = 8  # requests that share a `generate` call
 # Settings whose effect would reach other sequences of a batch, or the padding, and the values without an effect.
-ALONE = {"stop_strings": None, "max_time": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+ALONE = {"max_time": None, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 class RequestError(Exception):
@@ -46,132 +44,218 @@ class RequestError(Exception):
         return {"error": {name: text and text.encode(errors="replace").decode() for name, text in error.items()}}
 
 
-@dataclass(eq=False)
-class Call:
-    """A request that is being answered."""
-
-    is_cancelled: threading.Event = field(default_factory=threading.Event)  # the client has gone, or the server ends
-    settings: dict[str, Any] = field(default_factory=dict)  # of parallel decoding, keywords of `generate`
-    limit: int | None = None  # of new tokens, if the request says
-    seed: int | None = None  # of sampling; `None`: the generator's state is left as it is
-    error: Exception | None = None  # why the answer failed
-
-
-CURRENT_CALL: ContextVar[Call] = ContextVar("current_call")
+def as_request_error(error: Exception) -> RequestError:
+    """What a client is told of an exception: a `ValueError` says what is wrong with the request, and knows the option
+    of `generate` if there is one."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, ValueError):
+        return RequestError(str(error), param=error.option if isinstance(error, OptionError) else None)
+    return RequestError(f"The answer could not be generated: {error}", status=500)
 
 
-class StopTrimmer:
-    """Text up to the first stop string, as OpenAI's API has it; transformers' answers include it."""
+@dataclass(frozen=True)
+class Chances:
+    """How likely a token was, by the model's raw logits."""
 
-    def __init__(self, stops: list[str]):
-        self.stops = stops
-        self.held = ""  # may be the beginning of a stop string
-        self.is_over = False
-
-    def feed(self, text: str) -> str:
-        """The part of the text so far that is new and certain."""
-        if self.is_over:
-            return ""
-        text = self.held + text
-        found = [place for place in map(text.find, self.stops) if place >= 0]
-        if found:
-            self.is_over, self.held = True, ""
-            return text[: min(found)]
-        starts = (start for start in range(len(text)) if any(stop.startswith(text[start:]) for stop in self.stops))
-        start = next(starts, len(text))
-        self.held = text[start:]
-        return text[:start]
-
-    def rest(self) -> str:
-        """What was held back, once there is no more."""
-        rest, self.held = self.held, ""
-        return rest
+    token: int
+    log_prob: float
+    likeliest: list[tuple[int, float]]  # tokens and their log-probabilities, descending
 
 
-class AnswerStreamer(DirectStreamer):
-    """transformers' streamer of one sequence, which ends before a stop string and knows why it ends. The request's
-    config changes at the end, see [`finish`]; the parser is of tool calls and thoughts, if any."""
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What the model is asked for, once or several times.
 
-    def __init__(
-        self, call: Call, request_id: str, prompt: list[int], config: GenerationConfig, tokenizer: Any, parser: Any
-    ):
-        self.call, self.request_id, self.prompt, self.config = call, request_id, prompt, config
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self.limit: int = config.max_new_tokens
-        ends, stops = config.eos_token_id, config.stop_strings or []
-        self.ends = set(ends) if isinstance(ends, list) else {ends}
-        self.stops = [stops] if isinstance(stops, str) else stops
-        self.trimmer = StopTrimmer(self.stops)
-        self.is_over = False
-        self.queue = asyncio.Queue[Any]()
-        super().__init__(tokenizer._tokenizer, asyncio.get_running_loop(), self.queue, parser)
-        self._first = False  # the prompt does not come here
+    Attributes:
+        prompt: its tokens.
+        config: of `generate`; its `max_new_tokens` is the longest answer.
+        settings: of parallel decoding, keywords of `generate`.
+        seed: of sampling; `None`: each answer is another.
+        stops: strings before which an answer ends.
+        parser: of tool calls and thoughts, a function without arguments that makes one; `None`: all is text.
+        makes_one_call: an answer ends behind its first tool call.
+        likeliest: so many tokens are told of at each place, beside the chosen one; `None`: no log-probabilities.
+    """
 
-    @property
+    prompt: list[int]
+    config: GenerationConfig
+    settings: dict[str, Any]
+    seed: int | None = None
+    stops: list[str] = field(default_factory=list)
+    parser: Any = None
+    makes_one_call: bool = False
+    likeliest: int | None = None
+
+    @cached_property
     def kind(self) -> Hashable:
-        """Equal for requests that may share a `generate` call."""
+        """Equal for those that may share a `generate` call."""
         settings = self.config.to_dict() | {"max_new_tokens": None}
-        if self.call.seed is not None or any(settings.get(name) not in (None, value) for name, value in ALONE.items()):
+        if self.seed is not None or any(settings.get(name) not in (None, value) for name, value in ALONE.items()):
             return id(self)
-        return repr(sorted(settings.items())), repr(sorted(self.call.settings.items()))
+        return repr(sorted(settings.items())), repr(sorted(self.settings.items()))
 
-    def put(self, value: torch.Tensor) -> None:
-        """Takes new tokens, `(n,)`; after the end they are padding."""
+
+class Answer:
+    """An answer while it is made. It sends `(index, item, chances)`: text, thoughts or a tool call, an exception that
+    ends it, or `None` at its end; then `finish_reason` says why it ended. The [`Chances`] are of its tokens so far
+    that were not told of, if they are asked for."""
+
+    def __init__(self, asked: Asked, request_id: str, tokenizer: Any, send: Callable[[Any], Any], index: int):
+        self.asked, self.request_id, self.send, self.index = asked, request_id, send, index
+        self.is_cancelled = threading.Event()  # the client has gone, or the server ends
+        self.is_over = False
+        self.has_calls = False
+        self.finish_reason = "stop"
+        self.tokens: list[int] = []
+        self.replayed: list[int] = []  # tokens that went out before the call was begun anew
+        self.chances: list[Chances] = []  # of the next tokens
+        ends = asked.config.eos_token_id
+        self.ends = set(ends) if isinstance(ends, list) else {ends}
+        self.limit: int = asked.config.max_new_tokens
+        self._parser = asked.parser() if asked.parser else None
+        self._unparsed, self._is_parsed = "", self._parser is not None
+        self._decoder = TextDecoder(tokenizer._tokenizer, self._parser is None)
+        self._trimmer = StopTrimmer(asked.stops)
+        # So many tokens hold any stop string that ends with the last one, whose first character is whole.
+        self.tail = max((len(stop.encode()) for stop in asked.stops), default=0) + 4
+        self._plain = TextDecoder(tokenizer._tokenizer, True)
+        self._untold: list[tuple[int, Chances]] = []  # with the characters before the token
+        self._read_count = self._sent_count = 0  # characters
+        if self._parser is not None:
+            self._send(response_events_to_chunks(self._parser.initial_events))
+
+    def put(self, tokens: list[int]) -> None:
+        """Takes new tokens; after the end they are padding."""
+        for token in tokens:
+            if self.is_over:
+                return
+            chances = self.chances.pop(0) if self.asked.likeliest is not None else None
+            if self.replayed:
+                if token != self.replayed.pop(0):
+                    raise RuntimeError("an answer beside it failed")
+                continue
+            self.tokens.append(token)
+            if chances is not None and token not in self.ends:
+                self._untold.append((self._read_count, chances))
+            self._read(self._decoder.feed(token))
+            is_called = self.has_calls and self.asked.makes_one_call
+            if token in self.ends or self.is_stopped(self.tokens) or self._trimmer.is_over or is_called:
+                self.finish("stop")
+            elif len(self.tokens) >= self.limit:
+                self.finish("length")
+
+    def is_stopped(self, tokens: list[int]) -> bool:
+        """Whether a stop string ends with the last of these tokens."""
+        if not self.asked.stops:
+            return False
+        text = self._plain.decode(tokens[-self.tail :])
+        return any(stop in text for stop in self.asked.stops)
+
+    def finish(self, reason: str) -> None:
+        """Ends the answer."""
         if self.is_over:
             return
-        super().put(value)
-        self.tokens += value.tolist()
-        if not self.ends.isdisjoint(self.tokens[-1:]) or len(self.tokens) >= self.limit:
-            self.finish()
-
-    def finish(self) -> None:
-        """Ends the answer. transformers' handlers tell its reason by `max_new_tokens`: an answer that has so many
-        was cut off ("length"), one that has fewer ended by itself ("stop")."""
-        if self.is_over:
-            return
-        self.is_over = True
-        text = str(self.tokenizer.decode(self.tokens)) if self.stops else ""
-        is_stopped = not self.ends.isdisjoint(self.tokens[-1:]) or any(stop in text for stop in self.stops)
-        self.config.max_new_tokens = len(self.tokens) + is_stopped
-        super().end()
-
-    def cancel(self) -> None:
-        """Gives it up: its stream is closed. Other answers of the call go on."""
-        self.call.is_cancelled.set()
+        self.is_over, self.finish_reason = True, reason
+        self._read(self._decoder.rest())
+        if self._parser is not None:
+            try:
+                self._send(response_events_to_chunks(self._parser.finalize()[1]))
+            except (ValueError, RuntimeError):  # within a tool call, say: it is text then
+                self._send([self._unparsed])
+        self._send([self._trimmer.rest()], is_certain=True)
+        if self.has_calls:
+            self.finish_reason = "tool_calls"
+        if not self._trimmer.is_over:  # else the rest belongs to the stop string
+            self._sent_count = self._read_count + 1
+        self._enqueue(None)
 
     def fail(self, error: Exception) -> None:
-        """Ends it by an error, which the handlers are told of."""
+        """Ends it by an error."""
         if not self.is_over:
-            self.is_over, self.call.error = True, error
-            super()._enqueue(_StreamError(""))
+            self.is_over = True
+            self.send((self.index, error, []))
+
+    def cut_off(self) -> None:
+        """Ends it early: its client has gone, or the server ends."""
+        count = len(self.tokens)
+        log.info("%s: stopped after %d new tokens: its client has gone, or the server ends", self.request_id, count)
+        self.fail(RequestError("The answer was cut off: the server ends.", status=503))
+
+    def _read(self, text: str) -> None:
+        """Takes text in, by way of the parser."""
+        if not text:
+            return
+        self._read_count += len(text)
+        if self._parser is None:
+            self._send([text])
+            return
+        self._unparsed += text
+        try:
+            items = response_events_to_chunks(self._parser.feed(text))
+        except (ValueError, RuntimeError):  # what was to be a tool call is none
+            items, self._parser = [self._unparsed], None
+        self._unparsed = "" if items else self._unparsed
+        self._send(items)
+
+    def _send(self, items: list[Any], is_certain: bool = False) -> None:
+        for item in items:
+            if isinstance(item, ToolCall):
+                if self.asked.makes_one_call and self.has_calls:
+                    return
+                self.has_calls = True
+            elif type(item) is str and not is_certain:  # no thoughts
+                item = self._trimmer.feed(item)
+            if item != "":
+                self._enqueue(item)
 
     def _enqueue(self, item: Any) -> None:
-        if item is None and (rest := self.trimmer.rest()):
-            super()._enqueue(rest)
-        elif type(item) is str:  # neither a tool call nor thoughts
-            item = self.trimmer.feed(item)
-        if item != "":
-            super()._enqueue(item)
+        # Characters that a parser takes away are not counted: all is told of then.
+        self._sent_count = self._read_count if self._is_parsed else self._sent_count + len(item or "")
+        told = [chances for start, chances in self._untold if start < self._sent_count]
+        self._untold = self._untold[len(told) :]
+        self.send((self.index, item, told))
 
 
 class Batch(BaseStreamer, StoppingCriteria):
-    """Sequences of one `generate` call: hands each its tokens, and ends each at its own limit."""
+    """Sequences of one `generate` call: hands each its tokens, and ends each where it ends."""
 
-    def __init__(self, answers: Sequence[AnswerStreamer]):
+    def __init__(self, answers: Sequence[Answer]):
         self.answers = answers
-        self.width = max(len(answer.prompt) for answer in answers)
+        self.width = max(len(answer.asked.prompt) for answer in answers)
         self.is_prompt = True
+        self.logits: torch.Tensor | None = None  # `(B, V)`, which AR decoding chooses the next tokens from
+
+    def take_logits(self, model: Any, inputs: Any, output: Any) -> None:
+        """Takes those of AR decoding: a hook on its forwards."""
+        self.logits = output.logits[:, -1].float()
+
+    def put_logits(self, rows: list[int], tokens: list[int], logits: torch.Tensor) -> None:
+        """Takes what the next tokens were chosen from, see [`TokenStream`]."""
+        places = [place for place, row in enumerate(rows) if self.answers[row].asked.likeliest is not None]
+        if not places:
+            return
+        log_probs = logits[places].log_softmax(-1)
+        count = max(self.answers[rows[place]].asked.likeliest or 0 for place in places)
+        values, ids = log_probs.topk(min(count, logits.shape[-1]))
+        chosen = log_probs[range(len(places)), [tokens[place] for place in places]]
+        for place, *found in zip(places, chosen.tolist(), ids.tolist(), values.tolist(), strict=True):
+            answer = self.answers[rows[place]]
+            likeliest = list(zip(found[1], found[2], strict=True))[: answer.asked.likeliest]
+            answer.chances.append(Chances(tokens[place], found[0], likeliest))
 
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompts, `(B, P)`, then new tokens: `(n,)` of a single sequence, else `(B,)`, one of each."""
-        unfinished = [answer for answer in self.answers if not answer.is_over]
-        if unfinished and all(answer.call.is_cancelled.is_set() for answer in unfinished):
-            raise _GenerationCancelled
         if not self.is_prompt:
-            rows = [value] if len(self.answers) == 1 else value.split(1)
+            rows = [value.tolist()] if len(self.answers) == 1 else [[token] for token in value.tolist()]
+            if self.logits is not None:
+                self.put_logits([*range(len(self.answers))], value.tolist(), self.logits)
             for answer, tokens in zip(self.answers, rows, strict=True):
-                answer.put(tokens)
+                try:
+                    answer.put(tokens)
+                except Exception as error:  # concerns no other
+                    log.exception("%s: failed", answer.request_id)
+                    answer.fail(as_request_error(error))
         self.is_prompt = False
 
     def end(self) -> None:
@@ -180,102 +264,92 @@ class Batch(BaseStreamer, StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         """Which sequences are over, `(B,)`."""
         count = input_ids.shape[1] - self.width
-        is_over = [answer.call.is_cancelled.is_set() or count >= answer.limit for answer in self.answers]
+        is_over = []
+        for answer, row in zip(self.answers, input_ids, strict=True):
+            is_over.append(answer.is_over or answer.is_cancelled.is_set() or count >= answer.limit)
+            if answer.asked.stops and not is_over[-1]:
+                is_over[-1] = answer.is_stopped(row[max(self.width, len(row) - answer.tail) :].tolist())
         return torch.tensor(is_over, device=input_ids.device)
 
 
-class CallManager(GenerateManager):
+class CallManager:
     """Runs `generate` calls one after the other, each for requests that decode alike."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.thread = InferenceThread()
         self.lock = threading.Lock()
-        self.waiting: list[AnswerStreamer] = []
+        self.waiting: list[Answer] = []
 
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str,
-        response_parser: Any = None,
-    ) -> tuple[asyncio.Queue[Any], AnswerStreamer]:  # fmt: skip
-        """Takes a request. Returns a queue of text (then `None`, or a `_StreamError` and the call's `error`), and the
-        streamer that fills it. Raises `RequestError` for a request over the context."""
-        call, prompt = CURRENT_CALL.get(), inputs["input_ids"][0].tolist()
-        fit_into_context(call, model, len(prompt), gen_config)
-        answer = AnswerStreamer(call, request_id, prompt, gen_config, processor, response_parser)
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """Takes answers that are to be made."""
         with self.lock:
-            self.waiting.append(answer)
-        self.submit(self._answer_next, model)
-        return answer.queue, answer
+            self.waiting += answers
+        for _ in answers:
+            self.thread.submit(self._answer_next)
 
-    async def generate_non_streaming(  # type: ignore[override]
-        self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        """As [`generate_streaming`], to the end: the text, the prompt's length and the new tokens. Raises whatever the
-        answer failed with."""
-        queue, answer = self.generate_streaming(model, processor, inputs, gen_config, request_id)
-        text = ""
-        while (item := await queue.get()) is not None:
-            if answer.call.error is not None:
-                raise answer.call.error
-            text += item
-        return text, len(answer.prompt), answer.tokens
+    def wait(self) -> None:
+        """Returns when everything submitted so far is over."""
+        self.thread.submit(lambda: None).result(timeout=60)
 
-    def next_batch(self) -> list[AnswerStreamer]:
+    def next_batch(self) -> list[Answer]:
         """Takes out what is decoded next: the request that has waited longest, and those that can share its call."""
         with self.lock:
-            batch = [answer for answer in self.waiting if answer.kind == self.waiting[0].kind][:LARGEST_BATCH]
+            kind = self.waiting[0].asked.kind if self.waiting else None
+            batch = [answer for answer in self.waiting if answer.asked.kind == kind][:LARGEST_BATCH]
             self.waiting = [answer for answer in self.waiting if answer not in batch]
         return batch
 
-    def _answer_next(self, model: Any) -> None:
+    def _answer_next(self) -> None:
         """On the thread that all calls share."""
         batch = []
         for answer in self.next_batch():
-            _cut_off(answer) if answer.call.is_cancelled.is_set() else batch.append(answer)
+            answer.cut_off() if answer.is_cancelled.is_set() else batch.append(answer)
         if batch:
-            self._generate(model, batch)
+            self._generate(batch)
 
-    def _generate(self, model: Any, batch: list[AnswerStreamer]) -> None:
-        first, config, start = batch[0], copy.copy(batch[0].config), time.perf_counter()
+    def _generate(self, batch: list[Answer]) -> None:
+        asked, start = batch[0].asked, time.perf_counter()
+        config = copy.copy(asked.config)
         config.max_new_tokens = max(answer.limit for answer in batch)
-        keywords = {**first.call.settings, "generation_config": config, "tokenizer": first.tokenizer}
         streamer = Batch(batch)
-        if len(batch) > 1:  # a single one has its limit in the config
-            keywords["stopping_criteria"] = [streamer]
-        if first.call.seed is not None:
-            torch.manual_seed(first.call.seed)
+        keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
+        hook = None
+        if asked.settings["strategy"] == "ar" and any(answer.asked.likeliest is not None for answer in batch):
+            hook = self.model.register_forward_hook(streamer.take_logits)
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
         try:
-            prompts = pad_left([answer.prompt for answer in batch], config.pad_token_id or 0, model.device)
-            output = model.generate(**prompts, **keywords, streamer=streamer)
-        except _GenerationCancelled:
-            for answer in batch:
-                if not answer.is_over:
-                    _cut_off(answer)
+            # What a seed does to the generators of this process ends with its call.
+            with torch.random.fork_rng(devices, enabled=asked.seed is not None):
+                if asked.seed is not None:
+                    torch.manual_seed(asked.seed)
+                prompts = pad_left([a.asked.prompt for a in batch], config.pad_token_id or 0, self.model.device)
+                try:
+                    output = self.model.generate(**prompts, **keywords, streamer=streamer)
+                finally:
+                    if hook is not None:
+                        hook.remove()
         except Exception as error:
-            if len(batch) > 1 and not any(answer.tokens for answer in batch):
-                for answer in batch:  # whatever one of them is to blame for concerns no other
-                    self._generate(model, [answer])
+            unfinished = [answer for answer in batch if not answer.is_over]
+            if len(batch) > 1:
+                for answer in unfinished:  # whatever one of them is to blame for concerns no other
+                    answer.replayed, answer.chances = list(answer.tokens), []
+                    self._generate([answer])
                 return
             if not isinstance(error, ValueError):
-                log.exception("%s: failed", first.request_id)
-                error = RequestError(f"The answer could not be generated: {error}", status=500)
-            for answer in batch:
-                answer.fail(error)
+                log.exception("%s: failed", batch[0].request_id)
+            for answer in unfinished:
+                answer.fail(as_request_error(error))
         else:
             seconds = time.perf_counter() - start
             for index, answer in enumerate(batch):
-                if answer.call.is_cancelled.is_set() and not answer.is_over:
-                    _cut_off(answer)
+                if answer.is_cancelled.is_set() and not answer.is_over:
+                    answer.cut_off()
                     continue
-                answer.finish()
+                answer.finish("length")  # by `max_time`, if it is not over
                 cost = cost_of(getattr(output, "stats", None), index, len(answer.tokens), seconds)
                 others = f", beside {len(batch) - 1} others" if len(batch) > 1 else ""
-                log.info("%s: %d prompt tokens, %s%s", answer.request_id, len(answer.prompt), cost, others)
-
-
-def _cut_off(answer: AnswerStreamer) -> None:
-    count = len(answer.tokens)
-    log.info("%s: stopped after %d new tokens: its client has gone, or the server ends", answer.request_id, count)
-    answer.fail(RequestError("The answer was cut off: the server ends.", status=503))
+                log.info("%s: %d prompt tokens, %s%s", answer.request_id, len(answer.asked.prompt), cost, others)
 
 
 def cost_of(stats: Any, index: int, new_tokens: int, seconds: float) -> str:
@@ -285,20 +359,3 @@ def cost_of(stats: Any, index: int, new_tokens: int, seconds: float) -> str:
     if stats is not None and stats.drafted[index]:
         text += f", {int(stats.accepted[index])} of {int(stats.drafted[index])} drafts accepted"
     return f"{text}, {seconds:.2f} s ({new_tokens / seconds:.0f} tokens/s)"
-
-
-def fit_into_context(call: Call, model: Any, length: int, config: GenerationConfig) -> None:
-    """Sets how long the answer to a prompt of `length` tokens may become. Raises `RequestError` for a prompt that is
-    empty or leaves no room in the context, and for a limit that does not fit or lies below `min_new_tokens`."""
-    context, code = context_length(model.config), "context_length_exceeded"
-    if not 0 < length < context:
-        message = f"The prompt must have 1 to {context - 1} tokens for this model's context, got {length}."
-        raise RequestError(message, code=code if length else None)
-    if call.limit is not None and length + call.limit > context:
-        asked = f"{length + call.limit}: {length} in the prompt, {call.limit} for the answer"
-        message = f"This model's context is {context} tokens, but the request asks for {asked}."
-        raise RequestError(message, code=code)
-    stored = model.generation_config.max_new_tokens or DEFAULT_NEW_TOKENS
-    config.max_new_tokens = call.limit or min(stored, context - length)
-    if (least := config.min_new_tokens or 0) > config.max_new_tokens:
-        raise RequestError(f"`min_new_tokens` is {least}, but the answer may have {config.max_new_tokens} tokens.")

@@ -1,9 +1,10 @@
 """What a request may hold: OpenAI's fields, sampling settings of transformers, and those of parallel decoding.
 
 A field that is not here is refused, and so is a value that cannot be honoured: nothing that a client asks for is
-ignored in silence. Fields on which no answer depends are accepted.
+ignored in silence. Fields on which no answer depends are accepted, and so is a field that asks for nothing.
 """
 
+import inspect
 import json
 from typing import Annotated, Any, Literal
 
@@ -17,18 +18,36 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from transformers import PreTrainedTokenizerBase
 
 from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from .calls import RequestError
 
-_Nothing = Annotated[float | None, Field(ge=0, le=0)]
+MOST_ANSWERS = 128  # to one request, as in OpenAI's API
+MOST_LIKELIEST = 20  # tokens that are told of at a place
+MOST_STOPS, LONGEST_STOP = 32, 1000  # strings, characters
+
 _Count = Annotated[int | None, Field(ge=1)]
 _Share = Annotated[float | None, Field(gt=0, le=1)]
-_SET_BY_SERVER = set("add_generation_prompt conversation return_dict return_tensors tokenize tools".split())
+# Whatever `apply_chat_template` takes is the server's to say, a template above all: it is a program.
+_SET_BY_SERVER = {
+    "messages",
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents", "kwargs"},
+}
+
+
+def _nothing(*harmless: Any) -> Any:
+    """The type of a field that is accepted while it asks for nothing: one of these values, or an empty one."""
+
+    def check(value: Any) -> None:
+        if value not in (0, "", [], {}, *harmless):  # False is 0
+            raise ValueError("this is not supported by this server")
+
+    return Annotated[Any, BeforeValidator(check)]
 
 
 class _GenerationFields(BaseModel):
-    """Settings of transformers' generation config that its handlers do not know."""
+    """Settings of transformers' generation config."""
 
     min_new_tokens: _Count = None
     max_time: Annotated[float | None, Field(gt=0)] = None
@@ -64,24 +83,26 @@ class Request(_GenerationFields, _AnyValue):
     model: str | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] = 1
     max_tokens: _Count = None
     max_new_tokens: _Count = None
-    temperature: Annotated[float | None, Field(ge=0)] = None
-    top_p: _Share = None
-    seed: Annotated[int | None, Field(ge=0, lt=2**63)] = None
-    stop: str | list[str] | None = None
-    frequency_penalty: Annotated[float | None, Field(gt=-1, le=2)] = None
-    logit_bias: dict[int, float] | None = None
+    temperature: Annotated[float | None, Field(ge=0, le=100)] = None
+    top_p: Annotated[float | None, Field(ge=0, le=1)] = None
+    seed: Annotated[int | None, Field(ge=0, lt=2**63 - MOST_ANSWERS)] = None
+    stop: list[str] | None = None
+    frequency_penalty: Annotated[float | None, Field(ge=-0.99, le=2)] = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    presence_penalty: _nothing() = None  # type: ignore[valid-type]
 
-    # Only one value of these can be honoured.
-    n: Literal[1] | None = None
-    presence_penalty: _Nothing = None
-    logprobs: Literal[False] | None = None
-
-    @field_validator("stop")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _without_empty(cls, stop: str | list[str] | None) -> list[str] | None:
-        return list(filter(None, [stop] if isinstance(stop, str) else stop or [])) or None
+    def _as_list(cls, stop: Any) -> list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+            raise ValueError("it must be a text or a list of texts")
+        if len(stops) > MOST_STOPS or max(map(len, stops), default=0) > LONGEST_STOP:
+            raise ValueError(f"it may have {MOST_STOPS} texts of {LONGEST_STOP} characters")
+        return [each for each in stops if each] or None
 
     @field_validator("suppress_tokens", "logit_bias")
     @classmethod
@@ -90,40 +111,60 @@ class Request(_GenerationFields, _AnyValue):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Request":
-        if self.stream_options and not self.stream:
-            raise ValueError("`stream_options` goes with `stream`: true")
+        if self.stream_options and self.stream_options.include_usage and not self.stream:
+            raise RequestError("`stream_options` goes with `stream`: true.", param="stream_options")
         if self.frequency_penalty is not None and self.repetition_penalty is not None:
-            raise ValueError("`frequency_penalty` is a `repetition_penalty` of 1 more: leave one out")
+            message = "`frequency_penalty` is a `repetition_penalty` of 1 more: leave one out."
+            raise RequestError(message, param="frequency_penalty")
         return self
 
 
-class _Part(BaseModel):
+class _Function(BaseModel):
     model_config = ConfigDict(extra="allow")  # what else a chat template may read
 
-
-class _TextPart(_Part):
-    type: Literal["text"]
-    text: str
-
-
-class _Function(_Part):
     name: str
-    arguments: Annotated[
-        dict[str, Any], BeforeValidator(lambda text: json.loads(text) if isinstance(text, str) else text)
-    ]
+    arguments: dict[str, Any]
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _from_text(cls, arguments: Any) -> Any:
+        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments  # "": no arguments
 
 
-class _ToolCall(_Part):
+class _ToolCall(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
     function: _Function
 
 
-class _Message(_Part):
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
     role: str
-    content: str | list[_TextPart] | None = None
+    content: str = ""
     tool_calls: list[_ToolCall] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text_of(cls, content: Any) -> str:
+        if isinstance(content, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        ):
+            return " ".join(part["text"] for part in content)
+        if content is not None and not isinstance(content, str):
+            raise ValueError('it must be a text or a list of parts such as {"type": "text", "text": "…"}')
+        return content or ""
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _none_if_empty(cls, value: Any) -> Any:
+        return value or None
 
 
 class _TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
     type: Literal["text"]
 
 
@@ -133,17 +174,33 @@ class ChatRequest(Request):
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: _Count = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
-    parallel_tool_calls: Literal[True] | None = None
     response_format: _TextFormat | None = None
-    tool_choice: Literal["auto"] | None = None
-    top_logprobs: _Nothing = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
+    audio: _nothing() = None  # type: ignore[valid-type]
+    functions: _nothing() = None  # type: ignore[valid-type]
+    function_call: _nothing("auto", "none") = None  # type: ignore[valid-type]
+    prediction: _nothing() = None  # type: ignore[valid-type]
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to tell of at each place; `None`: no log-probabilities."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _has_log_probabilities(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("`top_logprobs` goes with `logprobs`: true.", param="top_logprobs")
+        return self
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _leaves_ours(cls, words: dict[str, Any] | None) -> dict[str, Any] | None:
-        if ours := sorted(_SET_BY_SERVER & set(words or ())):
+    def _leaves_ours(cls, words: dict[str, Any]) -> dict[str, Any]:
+        if ours := sorted(_SET_BY_SERVER & set(words)):
             raise ValueError(f"{ours[0]!r} is set by the server")
         return words
 
@@ -151,43 +208,83 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """A body of `/v1/completions`."""
 
-    prompt: str | Annotated[list[Annotated[int, Field(strict=True)]], Field(min_length=1)]
-    best_of: Literal[1] | None = None
-    echo: Literal[False] | None = None
+    prompt: list[str | list[int]]
+    best_of: int | None = None
+    echo: _nothing() = None  # type: ignore[valid-type]
+    suffix: _nothing() = None  # type: ignore[valid-type]
+    logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _is_number(cls, count: Any) -> Any:
+        if count is True:
+            raise ValueError("it must be a number: how many tokens to tell of at each place")
+        return None if count is False else count
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _is_one(cls, prompt: Any) -> Any:
-        if isinstance(prompt, list) and any(isinstance(part, str | list) for part in prompt):
-            raise ValueError("a request has one prompt, a text or token ids: send a request for each")
-        return prompt
+    def _as_list(cls, prompt: Any) -> Any:
+        prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_tokens(prompt)) else prompt
+        if not isinstance(prompts, list) or not all(isinstance(each, str) or _are_tokens(each) for each in prompts):
+            raise ValueError("it must be a text, a list of token ids, or a list of such prompts")
+        if not prompts:
+            raise ValueError("a request has at least 1 item in its list of prompts")
+        return prompts
+
+    @property
+    def likeliest(self) -> int | None:
+        """See [`ChatRequest.likeliest`]."""
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _are_not_too_many(self) -> "CompletionRequest":
+        if self.best_of not in (None, self.n):
+            raise RequestError(f"`best_of` must be `n`, {self.n}, got {self.best_of}.", param="best_of")
+        if len(self.prompt) * self.n > MOST_ANSWERS:
+            raise RequestError(f"A request has at most {MOST_ANSWERS} answers, `n` to each `prompt`.", param="prompt")
+        return self
 
 
-def read(body: dict[str, Any], schema: type[Request]) -> Request:
-    """What a request asks for. Raises `RequestError` for a field or a value that is not taken, and `ValueError` for
-    settings of parallel decoding that are out of range."""
-    body = dict(body)
+def _are_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def read(body: Any, schema: type[Request]) -> Any:
+    """What a request asks for, of the type `schema`. Raises `RequestError` for a field or a value that is not taken,
+    and `ValueError` for settings of parallel decoding that are out of range."""
+    if not isinstance(body, dict):
+        raise RequestError(f"The body of the request must be a JSON object, got {_shown(body)}.")
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"The request is not Unicode text: {error.reason}.") from None
+    body = _asked(body)
     nested = body.pop("generation_config", None) or {}
     if isinstance(nested, str):
         try:
             nested = json.loads(nested)
         except ValueError as error:
-            raise RequestError(f"`generation_config` is no JSON: {error}.") from None
+            raise RequestError(f"`generation_config` is no JSON: {error}.", param="generation_config") from None
     if not isinstance(nested, dict):
-        raise RequestError(f"`generation_config` must be an object, got {nested!r}.")
+        message = f"`generation_config` must be an object, got {_shown(nested)}."
+        raise RequestError(message, param="generation_config")
     if twice := sorted(body.keys() & nested.keys()):
-        raise RequestError(f"`{twice[0]}` stands in the request and in its `generation_config`: leave one out.")
+        message = f"`{twice[0]}` stands in the request and in its `generation_config`: leave one out."
+        raise RequestError(message, param=twice[0])
+    given = body | _asked(nested)
     try:
-        request = schema.model_validate(body | nested)
+        request = schema.model_validate(given)
     except ValidationError as error:
-        problems = [_said(problem) for problem in error.errors()]
-        raise RequestError("; ".join(problems[:3]), param=_field(error.errors()[0])) from None
+        problems = error.errors()
+        said = dict.fromkeys(_said(problem, given) for problem in problems)
+        raise RequestError("; ".join([*said][:3]), param=_field(problems[0], given)) from None
     WeDLMGenerationSettings(**settings_of(request))
     return request
+
+
+def _asked(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that ask for something: a null asks for nothing."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def settings_of(request: Request) -> dict[str, Any]:
@@ -195,18 +292,34 @@ def settings_of(request: Request) -> dict[str, Any]:
     return {name: value for name in _SETTINGS if (value := getattr(request, name)) is not None}
 
 
-def _field(problem: Any) -> str | None:
-    return ".".join(map(str, problem["loc"])) or None
+def _field(problem: Any, body: Any) -> str | None:
+    """Where in the body a problem is: pydantic names its own branches, too."""
+    path: list[str] = []
+    for step in problem["loc"]:
+        is_there = step in body if isinstance(body, dict) else isinstance(body, list) and isinstance(step, int)
+        if is_there or (problem["type"] == "missing" and step == problem["loc"][-1]):
+            path.append(str(step))
+            body = body[step] if is_there else None
+    return ".".join(path) or None
 
 
-def _said(problem: Any) -> str:
+_TYPES = {"model_type": "an object", "model_attributes_type": "an object", "dict_type": "an object"}
+
+
+def _said(problem: Any, body: Any) -> str:
     """A problem that pydantic found, in one sentence."""
-    field, said = _field(problem), problem["msg"].removeprefix("Value error, ")
+    field, said = _field(problem, body), problem["msg"].removeprefix("Value error, ")
     if field is None:
         return str(said)
     if problem["type"] == "extra_forbidden":
         return f"`{field}` is not supported by this server"
     if problem["type"] == "missing":
         return f"`{field}` is missing"
-    shown = repr(problem["input"])
-    return f"`{field}`: {said}, got {shown if len(shown) <= 80 else f'{shown[:80]}…'}"
+    if problem["type"] in _TYPES:
+        said = f"it must be {_TYPES[problem['type']]}"
+    return f"`{field}`: {said}, got {_shown(problem['input'])}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

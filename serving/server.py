@@ -1,50 +1,102 @@
 """The work of `wedlm serve`: an OpenAI-compatible server for one model on one machine.
 
-It is transformers' own (`transformers serve`: its handlers, its thread for `generate`), with a model that was loaded
-here: transformers' loader takes `getattr(transformers, architecture)`. If it asked `AutoModelForCausalLM`, which our
-classes are registered with, [`LoadedModel`] would not be needed.
+Requests are read by [`endpoints`], answered in `generate` calls by [`calls`], and responded to by [`responses`].
 """
 
 import asyncio
 import logging
+import re
 import socket
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from uvicorn.config import LOGGING_CONFIG
 
-from ..generation.request import context_length
 from ..generation.settings import SETTING_NAMES
-from .calls import CURRENT_CALL, Call, RequestError, log
-from .handlers import ChatHandler, LoadedModel, OneThread, ParallelHandler, TextHandler
+from .calls import Answer, CallManager, RequestError, as_request_error, log
+from .endpoints import ChatEndpoint, Endpoint, ServedModel, TextEndpoint
+from .responses import Response, Vocabulary
 
+READERS = 4  # requests that are read at a time
+MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
+REQUEST_ID, PLAIN_ID = "x-request-id", re.compile(r"[\w.:-]{1,128}", re.ASCII)
 SECONDS_TO_END = 20  # for forwards that run when the server ends
 
 
-async def answer(app: FastAPI, handler: ParallelHandler, request: Request, body: dict[str, Any], kind: str) -> Any:
-    """The handler's answer to a request whose body has been read. It is given up when the client goes away, or the
-    server ends."""
-    call = Call()
-    CURRENT_CALL.set(call)
-    app.state.running.add(call)
-
-    async def listen() -> None:
-        await request.receive()  # behind the body: the client has gone
-        call.is_cancelled.set()
-
-    listener = asyncio.create_task(listen())
+async def read_body(request: Request, most: int) -> bytes:
+    """The body of a request. Raises `RequestError` for one that is no JSON or has more than `most` bytes."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":  # a page of another site may send other types without asking
+        raise RequestError(f"The body of the request must be `application/json`, got {kind or 'no type'!r}.", 415)
+    body = bytearray()
     try:
-        return await handler.handle_request(body, f"{kind}-{uuid.uuid4().hex}")
-    finally:
-        listener.cancel()  # a stream listens itself
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise RequestError(f"The body of the request may have {most} bytes.", 413, "context_length_exceeded")
+    except ClientDisconnect:
+        raise RequestError("The client has gone before its request was whole.") from None
+    return bytes(body)
+
+
+class Desk:
+    """Takes requests, has them read on threads of their own, and gives their responses back.
+
+    Args:
+        served: the model.
+        calls: where its answers are made.
+    """
+
+    def __init__(self, served: ServedModel, calls: CallManager):
+        self.served, self.calls = served, calls
+        self.vocabulary = Vocabulary(served.tokenizer)
+        self.running = WeakSet[Answer]()
+        # Reading takes time where a prompt is long: the event loop, and with it all streams, would wait.
+        self.readers = ThreadPoolExecutor(READERS, "wedlm-read")
+
+    async def answer(self, endpoint: Endpoint, request: Request) -> Any:
+        """The response to a request. It is given up when the client goes away, or the server ends. Raises
+        `RequestError` or `ValueError` for one that cannot be answered."""
+        body = await read_body(request, self.served.most_characters + MOST_BYTES_BESIDE)
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        put: Any = queue.put_nowait
+        request_id = f"{endpoint.response.kind}-{request.state.request_id}"
+
+        def read() -> tuple[Any, Response]:
+            asks, asked = endpoint.read(body)
+            send = partial(loop.call_soon_threadsafe, put)
+            tokenizer = self.served.tokenizer
+            answers = [Answer(each, request_id, tokenizer, send, index) for index, each in enumerate(asked)]
+            return asks, endpoint.response(request_id, self.served.name, answers, asks.n, queue, self.vocabulary)
+
+        asks, response = await loop.run_in_executor(self.readers, read)
+        self.running.update(response.answers)
+
+        async def listen() -> None:
+            await request.receive()  # behind the body: the client has gone
+            response.cancel()
+
+        listener = asyncio.create_task(listen())
+        try:
+            self.calls.submit(response.answers)
+            if not asks.stream:
+                return JSONResponse(await response.whole())
+            await response.begin()
+        finally:
+            listener.cancel()  # a stream listens itself
+        includes_usage = bool(asks.stream_options and asks.stream_options.include_usage)
+        return StreamingResponse(response.chunks(includes_usage), media_type="text/event-stream")
 
 
 def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> FastAPI:
@@ -55,55 +107,79 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
         raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
     ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
     first = torch.tensor([tokenizer("?").input_ids or [0]], device=model.device)
-    model.generate(first, **{**settings, "max_new_tokens": 2, "min_new_tokens": None})  # it refuses what it cannot do
+    # It refuses what it cannot do.
+    model.generate(first, **{**settings, "max_new_tokens": 2, "min_new_tokens": None}, tokenizer=tokenizer)
     model.generation_config.update(**{key: value for key, value in settings.items() if key not in ours})
-    manager, state = LoadedModel(name, model, tokenizer, ours), OneThread()
-    chat, text = ChatHandler(manager, state), TextHandler(manager, state)
+    served = ServedModel(name, model, tokenizer, ours)
+    desk = Desk(served, CallManager(model))
+    chat, text = ChatEndpoint(served), TextEndpoint(served)
     app = FastAPI(title="wedlm serve")
-    app.state.calls, app.state.running = state.manager, WeakSet[Call]()
+    app.state.desk = desk
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request, body: dict[str, Any]) -> Any:
-        return await answer(app, chat, request, body, "chatcmpl")
+    async def chat_completions(request: Request) -> Any:
+        return await desk.answer(chat, request)
 
     @app.post("/v1/completions")
-    async def completions(request: Request, body: dict[str, Any]) -> Any:
-        return await answer(app, text, request, body, "cmpl")
+    async def completions(request: Request) -> Any:
+        return await desk.answer(text, request)
 
-    length = context_length(model.config)
-    entry = {"id": name, "object": "model", "created": 0, "owned_by": "", "max_model_len": length}
+    entry = {"id": name, "object": "model", "created": 0, "owned_by": "", "max_model_len": served.context}
 
     @app.get("/v1/models")
-    def models() -> dict[str, Any]:
+    async def models() -> dict[str, Any]:
         return {"object": "list", "data": [entry]}
 
     @app.get("/v1/models/{asked:path}")
-    def the_model(asked: str) -> dict[str, Any]:
-        manager.check_name(asked)
+    async def the_model(asked: str) -> dict[str, Any]:
+        served.check_name(asked)
         return entry
 
     @app.get("/health")
-    def health() -> dict[str, str]:
+    async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    for kind in (RequestError, RequestValidationError, HTTPException, Exception):
+    for kind in (RequestError, ValueError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
+    app.add_middleware(WithRequestId)
     return app
 
 
-async def refuse(request: Request, error: Any) -> JSONResponse:
+class WithRequestId:
+    """Gives each request an id, the client's own if it sends a plain one, and each response its header."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers a request, as ASGI has it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(REQUEST_ID.encode(), b"").decode("latin-1")
+        found = given if PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = found
+
+        async def send_with_id(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = found
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+async def refuse(request: Request, error: Exception) -> JSONResponse:
     """The response to a request that failed by any exception, in OpenAI's form; a line in the log says why."""
-    if isinstance(error, RequestValidationError):
-        problem = error.errors()[0]
-        why = problem.get("ctx", {}).get("error", problem["msg"])
-        error = RequestError(f"The body of the request must be a JSON object: {why}.")
-    elif isinstance(error, HTTPException):
+    if isinstance(error, HTTPException):
         error = RequestError(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
-    elif not isinstance(error, RequestError):
+    elif not isinstance(error, RequestError | ValueError):
+        log.exception("%s failed", request.url.path, exc_info=error)
         error = RequestError(f"{type(error).__name__}: {error}", 500)
+    error = as_request_error(error)
     body = error.body()
     log.info("refused (%d): %s", error.status, body["error"]["message"])
-    return JSONResponse(body, error.status)
+    headers = {REQUEST_ID: request.state.request_id}  # no middleware sees the response to an unforeseen exception
+    return JSONResponse(body, error.status, headers)
 
 
 class Server(uvicorn.Server):
@@ -111,8 +187,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the server."""
-        for call in self.config.app.state.running:  # type: ignore[union-attr]
-            call.is_cancelled.set()
+        for answer in self.config.app.state.desk.running:  # type: ignore[union-attr]
+            answer.is_cancelled.set()
         await super().shutdown(sockets)
 
 
@@ -126,4 +202,4 @@ def run(app: FastAPI, listening: socket.socket, about: str) -> None:
     try:
         server.run(sockets=[listening])
     finally:
-        app.state.calls.submit(lambda: None).result(timeout=60)  # no forward may run while Python ends
+        app.state.desk.calls.wait()  # no forward may run while Python ends

@@ -23,8 +23,8 @@ from wedlm_hf import WeDLMForCausalLM, cli
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
-from wedlm_hf.serving.calls import StopTrimmer
 from wedlm_hf.serving.server import build_app
+from wedlm_hf.serving.text import StopTrimmer
 
 NAME = "nano"
 CHAT = [{"role": "user", "content": "Count from 5 to 50 by 5."}]
@@ -120,9 +120,10 @@ def test_text_is_completed_streaming_or_not(server):
         chunks = list(server.client.completions.create(prompt=given, stream=True, **options))
         assert whole.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
         assert chunks[-1].usage == whole.usage
-    several = "a request has one prompt, a text or token ids: send a request for each"
-    refused = {"token ids are 0 to": [99999], "at least 1 item": [], several: [prompt, prompt]}
-    for said, wrong in (*refused.items(), (several, [ids])):
+    several = server.client.completions.create(prompt=[prompt, ids], n=2, **options)
+    assert [(choice.index, choice.text) for choice in several.choices] == [(index, ANSWER) for index in range(4)]
+    assert several.usage.prompt_tokens == 2 * len(ids)
+    for said, wrong in {"token ids are 0 to": [99999], "at least 1 item": [], "must be a text": [[1], 2]}.items():
         with pytest.raises(openai.BadRequestError, match=said) as caught:
             server.client.completions.create(prompt=wrong, **options)
         assert caught.value.param.startswith("prompt")
@@ -249,12 +250,16 @@ def post(server, body):
         ({"extra_body": {"min_new_tokens": 9}}, "is 9, but the answer may have 8 tokens", "min_new_tokens"),
         ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "set by the server", "chat_template_kwargs"),
         ({"extra_body": {"stream_options": {"usage": True}}}, "`stream_options", "stream_options.usage"),
-        ({"n": 2}, "`n`: Input should be 1, got 2", "n"),
+        ({"n": 129}, "`n`: Input should be less than or equal to 128, got 129", "n"),
         ({"response_format": {"type": "json_object"}}, "Input should be 'text'", "response_format.type"),
         ({"max_tokens": 500}, "context is 512 tokens, but the request asks for 520", "messages"),
         ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing", "messages.0.role"),
         ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens", "messages"),
-        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "Input should be 'text'", None),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "must be a text or a list of parts",
+            "messages.0.content",
+        ),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools", "tools"),
     ],
     ids=lambda value: str(value)[:50],

@@ -1,0 +1,216 @@
+"""OpenAI's endpoints: from the body of a request to what the model is asked."""
+
+import copy
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import build_response_parser
+
+from ..eval.decoders import with_asked
+from ..generation.request import context_length
+from ..generation.settings import SETTING_NAMES
+from .calls import Asked, RequestError
+from .responses import ChatResponse, Response, TextResponse
+from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
+
+GREEDY_BELOW = 1e-5  # a temperature so low is none, as in vLLM: logits divided by it would be infinite
+# Longest answer where neither the request nor the checkpoint says, as in `transformers serve`.
+DEFAULT_NEW_TOKENS = 1024
+MOST_CHARACTERS = 2**24  # of a prompt, whatever the context
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A loaded model, and settings of parallel decoding for requests that name none."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    settings: dict[str, Any]
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Rows of the vocabulary."""
+        return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @cached_property
+    def context(self) -> int:
+        """Tokens that the context holds."""
+        return context_length(self.model.config)
+
+    @cached_property
+    def most_characters(self) -> int:
+        """No prompt of more characters fits into the context. Of what its JSON may take, 16 bytes a token are enough
+        where tokens are short: two escaped characters outside ASCII."""
+        longest = max(map(len, self.tokenizer.get_vocab()))
+        return min(self.context * max(16, longest), MOST_CHARACTERS)
+
+    def check_name(self, name: str) -> None:
+        """Raises `RequestError` for the name of another model."""
+        if name != self.name:
+            message = f"The model {name!r} is not served; this server has {self.name!r}."
+            raise RequestError(message, 404, "model_not_found", "model")
+
+
+class Endpoint:
+    """What the endpoints have in common."""
+
+    schema: type[Request]
+    response: type[Response]
+    prompt_field: str
+
+    def __init__(self, served: ServedModel):
+        self.served = served
+
+    def read(self, body: bytes) -> tuple[Any, list[Asked]]:
+        """A request, and what it asks for, answer by answer. Raises `RequestError` or `ValueError` for one that cannot
+        be honoured. Takes its time: no other request should wait for it."""
+        try:
+            fields = json.loads(body)
+            if isinstance(fields, dict) and isinstance(fields.get("model"), str):
+                self.served.check_name(fields["model"])
+            request = read(fields, self.schema)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise RequestError(f"The body of the request must be a JSON object: {error}.") from None
+        except RecursionError:
+            raise RequestError("The body of the request is nested too deeply.") from None
+        size = self.served.vocab_size
+        for name in ("suppress_tokens", "logit_bias"):
+            check_tokens(name, getattr(request, name) or [], size)
+        settings = with_asked(self.served.settings, settings_of(request))
+        if request.likeliest is not None:
+            self._check_ordered(settings, "logprobs")
+            if settings["strategy"] == "ar" and self.served.model.generation_config.prompt_lookup_num_tokens:
+                message = "`logprobs`: this server looks drafts up in the prompt (`prompt_lookup_num_tokens`)."
+                raise RequestError(message, param="logprobs")
+        rest = {"seed": request.seed, "stops": request.stop or [], "likeliest": request.likeliest}
+        asked = [
+            Asked(prompt, self._config(request, prompt), settings, **rest, **more)
+            for prompt, more in self._prompts(request)
+        ]
+        if request.n > 1:  # a seed gives each its own sample
+            seeds = [None if request.seed is None else request.seed + index for index in range(request.n)]
+            asked = [replace(one, seed=seed) for one in asked for seed in seeds]
+        return request, asked
+
+    def _prompts(self, request: Any) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        """The prompts, in tokens, and what else [`Asked`] takes."""
+        raise NotImplementedError
+
+    def _check_ordered(self, settings: dict[str, Any], field: str) -> None:
+        """Raises `RequestError` where tokens are chosen before those in front of them are known."""
+        stored = getattr(self.served.model.generation_config, "verification", None)
+        if settings["strategy"] != "ar" and (settings.get("verification") or stored or "none") == "none":
+            message = (
+                f"`{field}` needs each token's predecessors: ask for `verification`: 'exact' or `strategy`: 'ar'."
+            )
+            raise RequestError(message, param=field)
+
+    def _check_size(self, *texts: Any) -> None:
+        """Raises `RequestError` for texts that do not fit into the context, however they are written in tokens."""
+        if (count := sum(map(_characters, texts))) > self.served.most_characters:
+            message = f"{count} characters, but this model's context is {self.served.context} tokens"
+            raise RequestError(f"The prompt has {message}.", 400, "context_length_exceeded", self.prompt_field)
+
+    def _config(self, request: Any, prompt: list[int]) -> GenerationConfig:
+        """Of `generate`. Raises `RequestError` for a prompt that is empty or leaves no room in the context, and for a
+        limit that does not fit or lies below `min_new_tokens`."""
+        config: Any = copy.deepcopy(self.served.model.generation_config)
+        for name in SETTING_NAMES:  # `generate` itself knows what applies of those that the checkpoint stores
+            vars(config).pop(name, None)
+        for name in (*GENERATION_FIELDS, "temperature", "top_p"):
+            if (value := getattr(request, name)) is not None:
+                setattr(config, name, value)
+        if request.frequency_penalty is not None:
+            config.repetition_penalty = 1 + request.frequency_penalty
+        if request.logit_bias:
+            config.sequence_bias = {(token,): bias for token, bias in request.logit_bias.items()}
+        samples = [request.temperature, request.top_k, request.min_p, request.typical_p]
+        if request.temperature is not None and request.temperature < GREEDY_BELOW:
+            config.do_sample = False
+        elif any(value is not None for value in samples) or request.top_p not in (None, 1):
+            config.do_sample = True if request.do_sample is None else request.do_sample
+        if not config.do_sample:  # transformers would warn of what has no effect
+            config.temperature, config.top_p, config.top_k, config.min_p, config.typical_p = 1.0, 1.0, None, None, None
+        config.return_dict_in_generate, config.stop_strings = True, None  # an answer ends itself
+        limits = [getattr(request, name, None) for name in ("max_completion_tokens", "max_tokens", "max_new_tokens")]
+        self._fit(config, len(prompt), min(filter(None, limits), default=None))
+        return config
+
+    def _fit(self, config: Any, length: int, limit: int | None) -> None:
+        context, code = self.served.context, "context_length_exceeded"
+        if not 0 < length < context:
+            message = f"The prompt must have 1 to {context - 1} tokens for this model's context, got {length}."
+            raise RequestError(message, code=code if length else None, param=self.prompt_field)
+        if limit is not None and length + limit > context:
+            asked = f"{length + limit}: {length} in the prompt, {limit} for the answer"
+            message = f"This model's context is {context} tokens, but the request asks for {asked}."
+            raise RequestError(message, code=code, param=self.prompt_field)
+        stored = self.served.model.generation_config.max_new_tokens or DEFAULT_NEW_TOKENS
+        config.max_new_tokens = limit or min(stored, context - length)
+        if (least := config.min_new_tokens or 0) > config.max_new_tokens:
+            message = f"`min_new_tokens` is {least}, but the answer may have {config.max_new_tokens} tokens."
+            raise RequestError(message, param="min_new_tokens")
+
+
+class ChatEndpoint(Endpoint):
+    """`/v1/chat/completions`."""
+
+    schema, response, prompt_field = ChatRequest, ChatResponse, "messages"
+
+    def _prompts(self, request: ChatRequest) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        tokenizer, tools = self.served.tokenizer, request.tools or None
+        if tokenizer.chat_template is None:
+            raise RequestError("The model has no chat template: use /v1/completions.")
+        if tools and "tools" not in str(tokenizer.chat_template):
+            raise RequestError("`tools`: the model's chat template knows no tools.", param="tools")
+        if request.tool_choice == "none":
+            tools = None
+        words = request.chat_template_kwargs or {}
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        self._check_size(messages, tools, words)
+        try:
+            text = tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=True, **words
+            )
+        except Exception as error:  # a template is a program: whatever it raises is about what it was given
+            message = f"The chat template refuses these messages: {error}"
+            raise RequestError(message, param=self.prompt_field) from None
+        self._check_size(text)
+        tokens = tokenizer(text, add_special_tokens=False).input_ids
+        parser = partial(build_response_parser, tokenizer, self.served.model, tokens, tools)
+        yield tokens, {"parser": parser, "makes_one_call": request.parallel_tool_calls is False}
+
+
+class TextEndpoint(Endpoint):
+    """`/v1/completions`."""
+
+    schema, response, prompt_field = CompletionRequest, TextResponse, "prompt"
+
+    def _prompts(self, request: CompletionRequest) -> Iterator[tuple[list[int], dict[str, Any]]]:
+        for prompt in request.prompt:
+            if isinstance(prompt, str):
+                self._check_size(prompt)
+                yield self.served.tokenizer(prompt).input_ids, {}
+            else:
+                check_tokens("prompt", prompt, self.served.vocab_size)
+                yield prompt, {}
+
+
+def check_tokens(field: str, tokens: Any, vocab_size: int) -> None:
+    """Raises `RequestError` for token ids that the model does not have."""
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        message = f"`{field}`: the model's token ids are 0 to {vocab_size - 1}, got {wrong[0]}."
+        raise RequestError(message, param=field)
+
+
+def _characters(value: Any) -> int:
+    """Of all texts in a value; what holds others counts as one."""
+    if isinstance(value, str):
+        return len(value)
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return 1 + sum(map(_characters, parts))

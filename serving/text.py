@@ -1,0 +1,74 @@
+"""The text of an answer while its tokens come: what of it is certain, and where a stop string ends it."""
+
+from typing import Any
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character are decoded to
+LONGEST_HELD = 64  # tokens; a character has four bytes at most, so what is held longer is no beginning of one
+
+
+class TextDecoder:
+    """Text of tokens that come one by one. What may be the beginning of a character is held back; bytes that are none
+    become replacement characters, as `decode` makes them.
+
+    Args:
+        tokenizer: of the package `tokenizers`.
+        skip_special_tokens: leave them out of the text.
+    """
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool):
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self.sent: list[int] = []  # the last tokens whose text went out: some decoders join words by what is before
+        self.held: list[int] = []
+
+    def feed(self, token: int) -> str:
+        """The part of the text that is new and certain."""
+        self.held.append(token)
+        text = self._held_text()
+        if (not text or text.endswith(UNFINISHED)) and len(self.held) < LONGEST_HELD:
+            return ""
+        if text:
+            self.sent = self.held
+        self.held = []
+        return text
+
+    def rest(self) -> str:
+        """What was held back, once there is no more."""
+        text, self.held = self._held_text() if self.held else "", []
+        return text
+
+    def _held_text(self) -> str:
+        before, text = self.decode(self.sent), self.decode(self.sent + self.held)
+        # Bytes behind other bytes may change how those are decoded, which cannot be taken back.
+        return text[len(before) :] if text.startswith(before) else self.decode(self.held)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens by themselves."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens))
+
+
+class StopTrimmer:
+    """Text up to the first stop string, as OpenAI's API has it; transformers' answers include it."""
+
+    def __init__(self, stops: list[str]):
+        self.stops = stops
+        self.held = ""  # may be the beginning of a stop string
+        self.is_over = False
+
+    def feed(self, text: str) -> str:
+        """The part of the text so far that is new and certain."""
+        if self.is_over:
+            return ""
+        text = self.held + text
+        found = [place for place in map(text.find, self.stops) if place >= 0]
+        if found:
+            self.is_over, self.held = True, ""
+            return text[: min(found)]
+        starts = (start for start in range(len(text)) if any(stop.startswith(text[start:]) for stop in self.stops))
+        start = next(starts, len(text))
+        self.held = text[start:]
+        return text[:start]
+
+    def rest(self) -> str:
+        """What was held back, once there is no more."""
+        rest, self.held = self.held, ""
+        return rest
