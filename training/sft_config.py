@@ -75,7 +75,9 @@ class WeDLMSFTConfig(SFTConfig):
                 raise ValueError(f"`{name}` must be at least {least}, got {value}.")
         if not self.num_train_epochs and self.max_steps < 1:
             raise ValueError("Without `max_steps`, `num_train_epochs` must be more than 0, got 0.")
+        pad_token, self.pad_token = self.pad_token, None  # TRL will drop the field; this config keeps it
         super().__post_init__()
+        self.pad_token = pad_token
         refused: dict[str, tuple[Any, str]] = {
             "loss_type": ("nll", "the loss is that of dual-stream training"),
             "label_smoothing_factor": (0.0, "the loss is that of dual-stream training"),
