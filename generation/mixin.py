@@ -115,10 +115,10 @@ class WeDLMGenerationMixin(GenerationMixin):
                 )
             for name in ours.keys() - {"strategy", "mask_token_id"}:
                 if ours[name] not in (None, "none", False):
-                    message = (
-                        f"`{name}={ours[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too."
+                    raise OptionError(
+                        f"`{name}={ours[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too.",
+                        name,
                     )
-                    raise OptionError(message, name)
         else:
             if ours.get("adaptive_window") and settings.verification == "none":  # a stored one is for other calls
                 raise OptionError(
