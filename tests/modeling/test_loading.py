@@ -119,7 +119,7 @@ def test_peft_loads_the_folder_of_a_mask_adapter_with_its_base(original, tmp_pat
     adapter = add_mask_adapter(model, MaskAdapterSettings(rank=2, head_width=8))
     save_mask_adapter(model, tmp_path)
     for cls in (WeDLMForCausalLM, AutoModelForCausalLM):
-        with pytest.raises(ValueError, match="call `wedlm_hf.load_mask_adapter"):
+        with pytest.raises(ValueError, match=r"call `wedlm_hf\.load_mask_adapter"):
             cls.from_pretrained(tmp_path)
     loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path)
     for name, weight in adapter.state_dict().items():
