@@ -164,12 +164,12 @@ class Batch(BaseStreamer, StoppingCriteria):
         self.is_prompt = True
 
     def put(self, value: torch.Tensor) -> None:
-        """Takes the prompts, `(B, P)`, then new tokens: `(n,)` of a single sequence, else `(B,)`, one of each."""
+        """Takes the prompts, `(B, P)`, then new tokens: of a single sequence any number, else `(B,)`, one of each."""
         unfinished = [answer for answer in self.answers if not answer.is_over]
         if unfinished and all(answer.call.is_cancelled.is_set() for answer in unfinished):
             raise _GenerationCancelled
         if not self.is_prompt:
-            rows = [value] if len(self.answers) == 1 else value.split(1)
+            rows = [value.flatten()] if len(self.answers) == 1 else value.split(1)
             for answer, tokens in zip(self.answers, rows, strict=True):
                 answer.put(tokens)
         self.is_prompt = False

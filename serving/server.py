@@ -55,7 +55,8 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
         raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
     ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
     first = torch.tensor([tokenizer("?").input_ids or [0]], device=model.device)
-    model.generate(first, **{**settings, "max_new_tokens": 2, "min_new_tokens": None})  # it refuses what it cannot do
+    trial = {**settings, "max_new_tokens": 2, "min_new_tokens": None}
+    model.generate(first, tokenizer=tokenizer, **trial)  # it refuses what it cannot do
     model.generation_config.update(**{key: value for key, value in settings.items() if key not in ours})
     manager, state = LoadedModel(name, model, tokenizer, ours), OneThread()
     chat, text = ChatHandler(manager, state), TextHandler(manager, state)
