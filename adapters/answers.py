@@ -21,7 +21,7 @@ from ..console.prompts import Turns, encode, read_rows
 
 # What a drawn prompt begins with. Left to itself a small model asks the same few questions again and again.
 STARTERS = tuple(
-    """
+    r"""
 What is|What are|What does|What happens when|What would you|What's the difference between|How do|How does
 How can I|How many|How long|How to|Why do|Why is|Why does|Who was|Who is|When did|When is|Where is|Where can
 Which|Is it|Are there|Can you|Could you|Do you|Does|Should I|Would|Explain|Explain in simple words
@@ -307,7 +307,10 @@ class _Writer:
     def draw(self, rng: random.Random) -> list[tuple[int, ...]]:
         """Prompts that the model writes itself: user turns that begin with a starter and that it ends in time."""
         template, most = self.template, self.config.max_prompt_tokens
-        starts = [rng.choice(STARTERS) if rng.random() < 0.9 else "" for _ in range(self.config.batch_size * 3 // 2)]
+        # Without a template and a BOS token, nothing stands before the starter.
+        share = 0.9 if template.encode(template.before) else 1.0
+        count = self.config.batch_size * 3 // 2
+        starts = [rng.choice(STARTERS) if rng.random() < share else "" for _ in range(count)]
         begun = [template.encode(template.before + start) for start in starts]
         drawn = self._continue(begun, max(8, most // 3), temperature=1.0, top_k=_DRAWN_FROM)
         rows = []
@@ -343,6 +346,7 @@ class _Writer:
             repetition_penalty=1.0,
             pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([self._stop]),
+            tokenizer=self.template.tokenizer,  # for stop strings that a checkpoint stores
             **settings,
         )
         texts: list[list[int]] = output[:, ids.shape[1] :].tolist()

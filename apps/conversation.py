@@ -55,7 +55,14 @@ class Conversation:
         """Forgets all turns."""
         self.messages: list[dict[str, str]] = []  # without the system message
         self.turns: list[Turn] = []
-        self.cache = WindowCache()
+        self.cache = WindowCache(self._capacity)
+
+    @property
+    def _capacity(self) -> int | None:
+        """Slots of the kept cache where its shapes stay the same."""
+        stored = self.model.generation_config.cache_implementation
+        is_static = self.options.get("cache_implementation", stored) == "static"
+        return int(self.options.get("max_cache_len") or 0) if is_static else None
 
     @property
     def all_messages(self) -> list[dict[str, str]]:
@@ -82,7 +89,9 @@ class Conversation:
         wanted = self.options.get("max_new_tokens") or stored or LONGEST_ANSWER
         limit = answer_limit(self.model, len(prompt), wanted)
         options = {**self.options, "max_new_tokens": limit, "return_dict_in_generate": True}
-        options |= {CACHE: None if is_ar else self.cache, "stopping_criteria": [self._is_stopped]}
+        options |= {"tokenizer": self.tokenizer, "stopping_criteria": [self._is_stopped]}
+        if not is_ar:  # the kept cache is of the kind that was asked for
+            options |= {CACHE: self.cache, "cache_implementation": None, "max_cache_len": None}
         inputs: Any = pad_left([prompt], 0, self.model.device)
         untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
         output, self.may_go_on, start = None, True, time.perf_counter()

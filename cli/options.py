@@ -1,7 +1,6 @@
 """How options are made of the fields of dataclasses, and those that several commands share: prompts and decoding."""
 
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from ..console.prompts import Turns, is_unicode, read_rows, read_text
 from ..eval.options import DEMO_PROMPTS, NANO
+from .settings import check_settings, parse_settings
 
 MODEL_HELP = "Folder or Hub id of a model; folder of an adapter; with --adapter also a GGUF file. Default: wedlm-nano."
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
@@ -92,15 +92,19 @@ class DecodingOptions:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def keywords(self) -> dict[str, Any]:
-        """What was given, as keywords of `generate`. Raises `ValueError` for settings of parallel decoding that are
-        out of range, before any weights are read."""
+        """What was given, as keywords of `generate`. Raises `ValueError` for settings that commands cannot honour,
+        and those of parallel decoding that are out of range, before any weights are read."""
         own = {field.name for field in fields(self)} - {"sample", "seed", "settings"}
         if repeated := own & self.settings.keys():
             option = min(repeated).replace("_", "-")
             raise ValueError(f"`--set {min(repeated)}=…`: this setting has an option of its own, `--{option}`.")
         from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 
-        given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None} | self.settings
+        given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None}
+        given |= check_settings(self.settings, self.strategy) if self.settings else {}
+        unread = {*SETTING_NAMES} - {"strategy", "mask_token_id"} if self.strategy == "ar" else ()
+        for name in (name for name, value in given.items() if name in unread and value not in (None, "none", False)):
+            raise ValueError(f"`{name}={given[name]!r}` has no meaning with `--strategy ar`.")
         WeDLMGenerationSettings(**{name: value for name, value in given.items() if name in SETTING_NAMES})
         return given | ({"do_sample": True} if self.sample or self.temperature is not None else {})
 
@@ -234,29 +238,3 @@ def _list_parser(kind: Any) -> Callable[[str], tuple[Any, ...]]:
 
     parse.__name__ = "LIST"
     return parse
-
-
-def parse_settings(given: list[str] | None) -> dict[str, Any]:
-    """`NAME=VALUE` pairs as keywords of `generate`; a value is JSON, or else text. Raises `ValueError` for another
-    form, and for a name that is no setting of `generate`."""
-    settings: dict[str, Any] = {}
-    for pair in given or ():
-        name, equals, value = pair.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals:
-            raise ValueError(f"`--set` takes NAME=VALUE, got {pair!r}.")
-        if name in settings:
-            raise ValueError(f"`--set {name}=…` was given twice.")
-        try:
-            settings[name] = json.loads(value.lower() if value in ("True", "False") else value)
-        except json.JSONDecodeError:
-            settings[name] = value
-    if settings:
-        from transformers import GenerationConfig
-
-        from ..generation.settings import SETTING_NAMES
-
-        known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-        for name in settings.keys() - known - {*SETTING_NAMES}:
-            raise ValueError(f"`--set {name}=…`: `generate` has no setting of this name.")
-    return settings

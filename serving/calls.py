@@ -247,7 +247,7 @@ class Batch(BaseStreamer, StoppingCriteria):
     def put(self, value: torch.Tensor) -> None:
         """Takes the prompts, `(B, P)`, then new tokens: `(n,)` of a single sequence, else `(B,)`, one of each."""
         if not self.is_prompt:
-            rows = [value.tolist()] if len(self.answers) == 1 else [[token] for token in value.tolist()]
+            rows = [value.flatten().tolist()] if len(self.answers) == 1 else [[token] for token in value.tolist()]
             if self.logits is not None:
                 self.put_logits([*range(len(self.answers))], value.tolist(), self.logits)
             for answer, tokens in zip(self.answers, rows, strict=True):

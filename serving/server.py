@@ -107,8 +107,8 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
         raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
     ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
     first = torch.tensor([tokenizer("?").input_ids or [0]], device=model.device)
-    # It refuses what it cannot do.
-    model.generate(first, **{**settings, "max_new_tokens": 2, "min_new_tokens": None}, tokenizer=tokenizer)
+    trial = {**settings, "max_new_tokens": 2, "min_new_tokens": None}
+    model.generate(first, tokenizer=tokenizer, **trial)  # it refuses what it cannot do
     model.generation_config.update(**{key: value for key, value in settings.items() if key not in ours})
     served = ServedModel(name, model, tokenizer, ours)
     desk = Desk(served, CallManager(model))

@@ -10,7 +10,14 @@ import torch
 from tiny import EOS, LINES, MASK, tiny_model, tiny_tokenizer
 
 from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.adapters.answers import AnswerConfig, check_conversations, read_answers, read_prompts, write_answers
+from wedlm_hf.adapters.answers import (
+    STARTERS,
+    AnswerConfig,
+    check_conversations,
+    read_answers,
+    read_prompts,
+    write_answers,
+)
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 NANO = Path(__file__).parents[2] / "examples" / "wedlm-nano"
@@ -115,6 +122,15 @@ def test_a_model_writes_prompts_of_its_own(tmp_path):
         assert text.endswith(tail)
         assert len(answer["prompt_ids"]) <= 96
         assert answer["greedy"] is (answer["batch"] == 0)
+
+
+def test_a_model_without_template_and_bos_writes_prompts_too(tmp_path):
+    tokenizer = load_tokenizer(NANO)
+    tokenizer.chat_template = tokenizer.bos_token = None
+    config = AnswerConfig(batch_size=8, max_new_tokens=16)
+    counts = [*islice(write_answers(load_model(NANO).eval(), tokenizer, tmp_path / "answers.jsonl", None, config), 2)]
+    assert counts[-1].answers
+    assert all(STARTERS)
 
 
 def test_answers_can_be_read_while_the_file_grows(tmp_path):

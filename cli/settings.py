@@ -1,0 +1,183 @@
+"""`--set NAME=VALUE`: keywords of `generate` on the command line; those that commands cannot honour are refused."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+_BEAMS = "answers stream, and beams have none to stream"
+_MOVED = "transformers has moved it to the Hub"
+_SHOWN = "no command shows it"
+_NOTHING = "nothing reads it here"
+
+# Keywords of `generate` that commands cannot honour, and why. The values that ask for nothing pass.
+REFUSED = {
+    "max_length": "`--max-new-tokens` says how long answers become",
+    "num_return_sequences": "a prompt gets one answer",
+    "num_beams": _BEAMS,
+    "early_stopping": _BEAMS,
+    "length_penalty": _BEAMS,
+    "num_beam_groups": _BEAMS,
+    "diversity_penalty": _BEAMS,
+    "constraints": _MOVED,
+    "force_words_ids": _MOVED,
+    "penalty_alpha": _MOVED,
+    "dola_layers": _MOVED,
+    "low_memory": _MOVED,
+    "use_mtp": "the models have no heads for it",
+    "token_healing": "it would change the prompt, and answers begin behind it",
+    "is_assistant": "transformers sets it on the assistant of another model",
+    "assistant_ensemble_weight": "it is for an assistant, and commands take none",
+    "return_dict_in_generate": _SHOWN,
+    "output_scores": _SHOWN,
+    "output_logits": _SHOWN,
+    "output_attentions": _SHOWN,
+    "output_hidden_states": _SHOWN,
+    "output_trace": "`wedlm trace` shows every step",
+    "cache_config": _NOTHING,
+    "continuous_batching_config": _NOTHING,
+    "decoder_start_token_id": _NOTHING,
+    "transformers_version": _NOTHING,
+}
+NEUTRAL = (None, False, 1)
+
+# Those that only AR decoding honours, as in docs/generation.md, and the values that ask for nothing.
+AR_ALONE = {
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "cache_implementation": (None, "static", "dynamic"),
+    "guidance_scale": (None, 1),
+    "prefill_chunk_size": (None,),
+    "remove_invalid_values": (None, False),
+    "use_cache": (None, True),
+}
+# Read by drafts from the text alone.
+_OF_LOOKUP = (
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
+    "target_lookbehind", "max_matching_ngram_size", "speculation_type",
+)  # fmt: skip
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_id, value))
+
+
+def _is_biased(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and _are_ids(value[0]) and _is_number(value[1])
+
+
+# What is asked of a value: names, and the check.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "a number": (
+        "min_length min_new_tokens max_time max_cache_len temperature top_k top_p min_p top_h typical_p "
+        "epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty no_repeat_ngram_size "
+        "encoder_no_repeat_ngram_size guidance_scale prompt_lookup_num_tokens prefill_chunk_size "
+        "assistant_early_exit num_assistant_tokens assistant_confidence_threshold assistant_lookbehind "
+        "target_lookbehind max_matching_ngram_size",
+        _is_number,
+    ),
+    "true or false": (
+        "do_sample use_cache renormalize_logits remove_invalid_values disable_compile",
+        lambda value: isinstance(value, bool),
+    ),
+    "a token": ("bos_token_id pad_token_id forced_bos_token_id", _is_id),
+    "a token or a JSON list of tokens": (
+        "eos_token_id forced_eos_token_id", lambda value: _is_id(value) or _are_ids(value)
+    ),
+    "a JSON list of tokens": ("suppress_tokens begin_suppress_tokens", _are_ids),
+    "a JSON list of lists of tokens": (
+        "bad_words_ids", lambda value: isinstance(value, list) and all(map(_are_ids, value))
+    ),
+    "a JSON list [tokens, factor]": (
+        "exponential_decay_length_penalty",
+        lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_number, value)),
+    ),
+    "a JSON list of pairs [tokens, bias]": (
+        "sequence_bias",
+        lambda value: isinstance(value, list) and all(map(_is_biased, value)),
+    ),
+}  # fmt: skip
+_KIND_OF = {name: (kind, check) for kind, (names, check) in _KINDS.items() for name in names.split()}
+
+
+def parse_settings(given: list[str] | None) -> dict[str, Any]:
+    """`NAME=VALUE` pairs as keywords of `generate`; a value is JSON, or else text. Raises `ValueError` for another
+    form, for a name that is no setting of `generate`, and for what commands cannot honour."""
+    settings: dict[str, Any] = {}
+    for pair in given or ():
+        name, equals, value = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals:
+            raise ValueError(f"`--set` takes NAME=VALUE, got {pair!r}.")
+        if name in settings:
+            raise ValueError(f"`--set {name}=…` was given twice.")
+        settings[name] = _stops(value) if name == "stop_strings" else _value(value)
+    if settings:
+        _check_names(settings)
+    return settings
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else "null" if text == "None" else text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _stops(text: str) -> list[str]:
+    """One text, as it is, or a JSON list of texts. Raises `ValueError` for an empty one."""
+    value = _value(text)
+    stops = value if isinstance(value, list) else [value if isinstance(value, str) else text]
+    if not stops or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"`--set stop_strings=…` takes a text or a JSON list of texts, none empty, got {text!r}.")
+    return stops
+
+
+def _check_names(settings: Mapping[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    from ..generation.settings import SETTING_NAMES
+
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {*SETTING_NAMES}
+    for name, value in settings.items():
+        if name not in known:
+            raise ValueError(f"`--set {name}=…`: `generate` has no setting of this name.")
+        if name in REFUSED and value not in NEUTRAL:
+            raise ValueError(f"`--set {name}=…` has no place in a command: {REFUSED[name]}.")
+
+
+def check_settings(settings: Mapping[str, Any], strategy: str) -> dict[str, Any]:
+    """The settings as `generate` takes them. Raises `ValueError` for those that this strategy does not honour, and for
+    values of another kind."""
+    for name, harmless in AR_ALONE.items():
+        if strategy != "ar" and settings.get(name) not in harmless:
+            raise ValueError(f"`--set {name}=…` goes with `--strategy ar` alone, got {settings[name]!r}.")
+    unread = [name for name in _OF_LOOKUP if settings.get(name) is not None]
+    if unread and settings.get("prompt_lookup_num_tokens") is None:
+        raise ValueError(f"`--set {unread[0]}=…` needs `--set prompt_lookup_num_tokens=…`, too.")
+    return {name: _of_its_kind(name, value) for name, value in settings.items()}
+
+
+def _of_its_kind(name: str, value: Any) -> Any:
+    """Raises `ValueError` for what cannot be the value of this setting."""
+    from transformers import CompileConfig, WatermarkingConfig
+
+    made = {"compile_config": CompileConfig, "watermarking_config": WatermarkingConfig}
+    if value is None:
+        return None
+    kind, is_one = _KIND_OF.get(name, ("", None))
+    if is_one is not None and not is_one(value):
+        raise ValueError(f"`--set {name}=…` takes {kind}, got {value!r}.")
+    if name not in made:
+        return value
+    try:
+        return made[name](**value)
+    except TypeError as error:
+        raise ValueError(f"`--set {name}=…` takes a JSON object: {error}.") from None

@@ -1,0 +1,167 @@
+"""Walks the keywords of `generate`: commands honour each by `--set`, or refuse it by name before any weights."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+from tiny import tiny_model, tiny_tokenizer
+from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
+from typer.testing import CliRunner
+
+from wedlm_hf import cli
+from wedlm_hf.cli.settings import REFUSED
+from wedlm_hf.eval.options import LoadingOptions
+from wedlm_hf.generation.settings import SETTING_NAMES
+from wedlm_hf.serving import server
+
+LIMIT = 8
+CHAT = [{"role": "user", "content": "1, 2"}]
+OWN_OPTION = {
+    "strategy",
+    "temperature",
+    "verification",
+    "window_size",
+    "entropy_threshold",
+    "distance_penalty",
+    "max_new_tokens",
+}
+SAMPLED = ("do_sample=true",)
+LOOKUP = ("prompt_lookup_num_tokens=3",)
+
+# What is set, beside what else; of AR decoding alone where it says so.
+HONOURED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "stop_strings": ("STOP", ()), "max_time": ("1e-9", ()), "min_new_tokens": ("6", ()), "min_length": ("9", ()),
+    "do_sample": ("true", ()), "top_k": ("5", SAMPLED),
+    "top_p": ("0.5", SAMPLED), "top_h": ("0.5", SAMPLED), "min_p": ("0.2", SAMPLED), "typical_p": ("0.5", SAMPLED),
+    "epsilon_cutoff": ("0.05", SAMPLED), "eta_cutoff": ("0.05", SAMPLED), "renormalize_logits": ("true", ()),
+    "repetition_penalty": ("1.8", ()), "encoder_repetition_penalty": ("1.8", ()), "no_repeat_ngram_size": ("1", ()),
+    "encoder_no_repeat_ngram_size": ("1", ()), "bad_words_ids": ("[[75], [75, 169]]", ()),
+    "sequence_bias": ("[[[45], 9.0]]", ()), "suppress_tokens": ("[100, 101]", ()),
+    "begin_suppress_tokens": ("[100]", ()), "forced_bos_token_id": ("9", ()), "forced_eos_token_id": ("9", ()),
+    "exponential_decay_length_penalty": ("[4, 1.5]", ()), "watermarking_config": ('{"bias": 6.0}', ()),
+    "eos_token_id": ("[2, 77]", ()), "pad_token_id": ("9", ()),
+    "bos_token_id": ("7", ()), "cache_implementation": ("static", ()),
+    "max_cache_len": ("200", ("cache_implementation=static",)), "compile_config": ('{"backend": "eager"}', ()),
+    "disable_compile": ("true", ()), "acceptance_epsilon": ("0.5", ()), "acceptance_delta": ("0.5", ()),
+    "adaptive_window": ("true", ()), "slot_cost": ("0.1", ()), "mask_token_id": ("3", ()),
+}  # fmt: skip
+AR_ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "prompt_lookup_num_tokens": ("3", ()), "max_matching_ngram_size": ("3", LOOKUP),
+    "num_assistant_tokens": ("3", LOOKUP), "num_assistant_tokens_schedule": ("constant", LOOKUP),
+    "assistant_confidence_threshold": ("0.1", LOOKUP), "assistant_lookbehind": ("3", LOOKUP),
+    "target_lookbehind": ("3", LOOKUP), "speculation_type": ("dflash", LOOKUP), "assistant_early_exit": ("1", ()),
+    "guidance_scale": ("2.0", ()), "prefill_chunk_size": ("2", ()), "remove_invalid_values": ("true", ()),
+    "use_cache": ("false", ()),
+}  # fmt: skip
+EXACT, AR = ("--strategy", "wedlm", "--verification", "exact"), ("--strategy", "ar")
+
+
+def names() -> set[str]:
+    return {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {*SETTING_NAMES}
+
+
+def test_every_keyword_of_generate_is_tried():
+    assert names() == OWN_OPTION | HONOURED.keys() | AR_ALONE.keys() | REFUSED.keys()
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    tokenizer = tiny_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token
+    return tiny_model(), tokenizer
+
+
+@pytest.fixture
+def command(loaded, monkeypatch, tmp_path):
+    """Runs a command with `--set …`; returns its exit code, its answer and its error."""
+    model = loaded[0]
+    loads: list[str] = []
+    monkeypatch.setattr(LoadingOptions, "load", lambda self, checkpoint: loads.append("") or loaded)
+    stored = model.generation_config.to_dict()
+    answered: list[str] = []
+
+    def serve(app: Any, *args: Any) -> None:
+        body = {"model": "m", "messages": CHAT, "max_tokens": LIMIT, "seed": 0}
+        response = TestClient(app).post("/v1/chat/completions", json=body).json()
+        answered.append(response["choices"][0]["message"]["content"] if "choices" in response else str(response))
+
+    monkeypatch.setattr(server, "run", serve)
+
+    def run(name: str, decoding: tuple[str, ...], settings: tuple[str, ...]) -> tuple[int, str, str]:
+        own = {
+            "generate": ["1, 2", "--json"],
+            "trace": ["1, 2", "--json", "--repeats", "1", "--output", str(tmp_path / "page.html")],
+            "chat": [],
+            "serve": ["m", "--port", "0"],
+        }[name]
+        if name != "serve":
+            own += ["--max-new-tokens", str(LIMIT)]
+        sets = [word for one in settings for word in ("--set", one)]
+        loads.clear(), answered.clear()
+        try:
+            result = CliRunner().invoke(cli.app, [name, *own, *decoding, *sets], input="1, 2\n")
+        finally:
+            model.generation_config = GenerationConfig(**stored)
+        text = (*answered, result.stdout)[0]
+        assert loads or result.exit_code, result.stdout
+        return result.exit_code, text, result.stderr if not loads else f"after loading: {result.stderr}"
+
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_no_command_honours_is_refused_by_name_before_any_weights(command, name):
+    for word in ("generate", "chat", "trace", "serve"):
+        code, _, error = command(word, EXACT, (f"{name}=2",))
+        assert (code, error.startswith(f"Error: `--set {name}=…` has no place in a command: ")) == (2, True), error
+
+
+def keywords_of(given: tuple[str, ...]) -> dict[str, Any]:
+    keywords = {}
+    for name, _, text in (one.partition("=") for one in given):
+        try:
+            keywords[name] = json.loads(text)
+        except ValueError:
+            keywords[name] = text
+    for name, kind in (("compile_config", CompileConfig), ("watermarking_config", WatermarkingConfig)):
+        keywords |= {name: kind(**keywords[name])} if name in keywords else {}
+    return keywords
+
+
+@pytest.mark.parametrize("strategy", ["ar", "exact"])
+@pytest.mark.parametrize("name", sorted(HONOURED | AR_ALONE))
+def test_a_command_honours_a_keyword_as_python_does_or_refuses_it_by_name(command, loaded, name, strategy):
+    model, tokenizer = loaded
+    value, others = (HONOURED | AR_ALONE)[name]
+    decoding, own = (AR, {"strategy": "ar"}) if strategy == "ar" else (EXACT, {"strategy": "wedlm"})
+    own |= {"verification": "exact"} if strategy == "exact" else {}
+    commands = ("generate", "chat", "serve", *(["trace"] if strategy == "exact" else []))
+    if name in ({*SETTING_NAMES} - {"mask_token_id"} if strategy == "ar" else AR_ALONE):
+        for word in commands:
+            code, _, error = command(word, decoding, (f"{name}={value}", *others))
+            assert code == 2 and error.startswith("Error: `") and (name in error or "prompt_lookup" in error), error
+        return
+    prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    width = prompt["input_ids"].shape[1]
+    keywords = {**prompt, **own, "max_new_tokens": LIMIT, "tokenizer": tokenizer}
+    if name == "stop_strings":
+        free = tokenizer.decode(model.generate(**keywords, min_new_tokens=LIMIT)[0, width:])
+        value = next(letter for letter in free[1:] if letter.isprintable() and letter != "\ufffd" and letter.strip())
+    given = (f"{name}={value}", *others)
+    torch.manual_seed(0)
+    tokens = model.generate(**keywords, **keywords_of(given))[0, width:].tolist()
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    for word in commands:
+        code, output, error = command(word, decoding, given)
+        assert code == 0, (word, output, error)
+        if word == "generate":
+            assert json.loads(output)["answers"][0][own["strategy"]]["tokens"] == tokens
+        if word == "trace":
+            assert json.loads(output)["decoders"]["wedlm"]["new_tokens"] == len(tokens)
+        if word == "chat":
+            assert f"{len(tokens)} tokens in" in output
+        if word == "serve":
+            expected = text.partition(value)[0] if name == "stop_strings" else text
+            assert output.rstrip("\ufffd") == expected.rstrip("\ufffd")  # of half a character at the end
