@@ -13,7 +13,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 
 from ..generation.settings import check_mask_token_id
 from . import streams
-from .streams import IGNORE_INDEX, Documents, RatioSampler, Stream, Tokens
+from .streams import IGNORE_INDEX, RatioSampler, Tokens
 
 
 @dataclass
@@ -94,55 +94,17 @@ class DataCollatorForDualStreamMasking:
         Raises:
             ValueError: for an example without `input_ids`, or with columns that do not fit them.
         """
-        tokens, eos = read_tokens(examples), self.tokenizer.eos_token_id
-        documents = streams.split_responses(tokens, eos, self.num_eos)
-        memory = streams.memory_stream(tokens, documents, eos, self.block_size, self.ar_weight)
-        prediction = self._prediction(memory, self._noise_keys(tokens.input_ids, documents))
-        pad = self.tokenizer.pad_token_id
-        batch = streams.side_by_side(memory, prediction, documents.sequences, eos if pad is None else pad)
-        labels = memory["input_ids"].masked_fill(~memory["supervised"], IGNORE_INDEX)
-        return batch | {"labels": streams.by_sequence(labels, documents.sequences[memory["owner"]], IGNORE_INDEX)}
+        tokens, supervised = read_tokens(examples)
+        pad, eos, mask = (getattr(self.tokenizer, f"{name}_token_id") for name in ("pad", "eos", "mask"))
+        layout = streams.Layout(**{name: getattr(self, name) for name in streams.SETTINGS}, eos=eos, mask=mask)
+        return streams.lay_out(tokens, supervised, self._noise_key, layout, eos if pad is None else pad)
 
-    def _prediction(self, memory: Stream, keys: Sequence[int]) -> Stream:
-        """The blocks that carry a loss, masked and reordered, copy after copy; a masked row's target is its token.
-        The noise has a key for each document."""
-        rows, owner = streams.blocks_with_loss(memory, self.block_size)
-        block = torch.arange(len(rows)).repeat(self.num_copies)
-        copy = torch.arange(self.num_copies).repeat_interleave(len(rows))
-        order = owner[block].argsort(stable=True)
-        block, copy, owner = block[order], copy[order], owner[block[order]]
-        counts = torch.bincount(owner, minlength=len(keys)).tolist()
-        grid = rows[block]
-        present = grid >= 0
-        supervised = memory["supervised"][grid] & present
-        noise = streams.draw_noise(keys, counts, self.block_size)
-        masked, inverse_ratios = streams.mask_blocks(
-            supervised, noise, self.ratio_sampler, self.suffix_probability, owner * self.num_copies + copy
-        )
-        weights = masked * (inverse_ratios / ((1 + self.ar_weight) * self.num_copies))[:, None]
-        order = streams.reorder_blocks(masked, present)
-        is_row = present.gather(1, order)
-        row, is_mask, weight = (cells.gather(1, order)[is_row] for cells in (grid, masked, weights))
-        input_ids = memory["input_ids"][row]
-        return {
-            "owner": memory["owner"][row],
-            "input_ids": input_ids.masked_fill(is_mask, self.tokenizer.mask_token_id),
-            "position_ids": memory["position_ids"][row],
-            "stream_ids": (copy + 1).repeat_interleave(present.sum(-1)),
-            "block_ids": memory["block_ids"][row],
-            "targets": input_ids.masked_fill(~is_mask, IGNORE_INDEX),
-            "loss_weights": weight,
-        }
-
-    def _noise_keys(self, input_ids: torch.Tensor, documents: Documents) -> list[int]:
-        """A 64-bit key of (seed, epoch, tokens) for each document."""
+    def _noise_key(self, document: torch.Tensor) -> int:
+        """A 64-bit key of (seed, epoch, tokens)."""
         epoch, seed = self.epoch.to_bytes(8, "little"), str(self.seed).encode()
-        tokens: Any = input_ids.numpy().view("u1")
-        keys = []
-        for start, size in zip(documents.starts.tolist(), documents.sizes.tolist(), strict=True):
-            digest = hashlib.blake2b(tokens[8 * start : 8 * (start + size)], digest_size=8, salt=epoch, key=seed)
-            keys.append(int.from_bytes(digest.digest(), "little", signed=True))
-        return keys
+        tokens: Any = document.numpy().view("u1")
+        digest = hashlib.blake2b(tokens, digest_size=8, salt=epoch, key=seed)
+        return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 class DynamicMaskingCallback(TrainerCallback):
@@ -199,8 +161,9 @@ def check_settings(settings: Any) -> None:
         raise ValueError(f"`ratio_sampler` must be one of {get_args(RatioSampler)}, got {settings.ratio_sampler!r}.")
 
 
-def read_tokens(examples: Sequence[Mapping[str, Any]]) -> Tokens:
-    """The tokens of a batch's examples, concatenated. Raises `ValueError` for columns that do not fit together."""
+def read_tokens(examples: Sequence[Mapping[str, Any]]) -> tuple[Tokens, torch.Tensor]:
+    """The tokens of a batch's examples, concatenated, and which are supervised, `(S,)` bool. Raises `ValueError` for
+    columns that do not fit together."""
     parts, marks = [], []
     lengths, sequences = list[int](), list[int]()
     for sequence, example in enumerate(examples):
@@ -213,7 +176,7 @@ def read_tokens(examples: Sequence[Mapping[str, Any]]) -> Tokens:
         marks.append(_supervised(example, input_ids))
         lengths += _document_lengths(example, input_ids)
         sequences += [sequence] * (len(lengths) - len(sequences))
-    return Tokens(torch.cat(parts), torch.cat(marks), torch.tensor(lengths), torch.tensor(sequences))
+    return Tokens(torch.cat(parts), torch.tensor(lengths), torch.tensor(sequences)), torch.cat(marks)
 
 
 def _supervised(example: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Tensor:

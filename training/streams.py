@@ -6,7 +6,7 @@ tensor `(rows,)` for each column: `owner` (the document, 0…D−1) and what the
 `K` blocks of `B` cells, in logical order; cells without a token are False everywhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -31,9 +31,24 @@ class Tokens(NamedTuple):
     """Tokens of a batch, concatenated."""
 
     input_ids: torch.Tensor  # (S,) int64
-    supervised: torch.Tensor  # (S,) bool
     lengths: torch.Tensor  # (D,) int64, tokens of each document
     sequences: torch.Tensor  # (D,) int64, ascending; the sequence of the batch that each document lies in
+
+
+class Layout(NamedTuple):
+    """Settings of [`lay_out`], see DataCollatorForDualStreamMasking, and the ids of two tokens."""
+
+    block_size: int
+    num_eos: int
+    ar_weight: float
+    ratio_sampler: RatioSampler
+    suffix_probability: float
+    num_copies: int
+    eos: Any
+    mask: Any
+
+
+SETTINGS = Layout._fields[:-2]
 
 
 class Documents(NamedTuple):
@@ -46,14 +61,33 @@ class Documents(NamedTuple):
     sequences: torch.Tensor  # of the batch, as above
 
 
-def split_responses(tokens: Tokens, eos_token_id: Any, num_eos: int) -> Documents:
+def lay_out(
+    tokens: Tokens,
+    supervised: torch.Tensor,
+    noise: Callable[[torch.Tensor], int],
+    layout: Layout,
+    pad_token_id: int,
+) -> dict[str, torch.Tensor]:
+    """The columns of a batch, each `(B, T)`, and `labels`, the clean supervised tokens, `(B, L)` int64. Of the tokens,
+    those are learnt that are `supervised`, `(S,)` bool; the noise is a 64-bit key of the tokens of a document."""
+    documents = split_responses(tokens, supervised, layout.eos, layout.num_eos)
+    memory = memory_stream(tokens, supervised, documents, layout)
+    spans = zip(documents.starts.tolist(), documents.sizes.tolist(), strict=True)
+    keys = [noise(tokens.input_ids[start : start + size]) for start, size in spans]
+    prediction = prediction_stream(memory, keys, layout)
+    batch = side_by_side(memory, prediction, documents.sequences, pad_token_id)
+    labels = memory["input_ids"].masked_fill(~memory["supervised"], IGNORE_INDEX)
+    return batch | {"labels": by_sequence(labels, documents.sequences[memory["owner"]], IGNORE_INDEX)}
+
+
+def split_responses(tokens: Tokens, supervised: torch.Tensor, eos_token_id: Any, num_eos: int) -> Documents:
     """Each conversation as one document per response: all turns up to its end, itself alone supervised. A response is
     a run of supervised tokens that ends in the end token; `num_eos` − 1 more of these follow it. Supervised tokens
     behind the last end token are an answer that was cut off: a document too, but no end tokens follow. A conversation
     without responses stays one document."""
     input_ids, lengths = tokens.input_ids, tokens.lengths
     ends = lengths.cumsum(0)
-    supervised = tokens.supervised.clone()
+    supervised = supervised.clone()
     supervised[ends - lengths] = False  # nothing predicts a document's first token
     run_goes_on = supervised.roll(-1)
     run_goes_on[ends - 1] = False
@@ -74,9 +108,7 @@ def split_responses(tokens: Tokens, eos_token_id: Any, num_eos: int) -> Document
     return Documents(starts, stops - starts, since - starts, fills, tokens.sequences[owner])
 
 
-def memory_stream(
-    tokens: Tokens, documents: Documents, eos_token_id: Any, block_size: int, ar_weight: float
-) -> Stream:
+def memory_stream(tokens: Tokens, supervised: torch.Tensor, documents: Documents, layout: Layout) -> Stream:
     """The clean tokens in order. A row's target is its next token, where that is supervised and not a filled-in end.
     The column `supervised` says which rows hold a supervised token, filled-in end tokens among them."""
     sizes = documents.sizes + documents.fills
@@ -84,10 +116,10 @@ def memory_stream(
     position = torch.arange(len(owner)) - (sizes.cumsum(0) - sizes)[owner]
     is_fill = position >= documents.sizes[owner]
     source = (documents.starts[owner] + position).clamp(max=len(tokens.input_ids) - 1)
-    input_ids = tokens.input_ids[source].masked_fill(is_fill, eos_token_id)
-    supervised = is_fill | (tokens.supervised[source] & (position >= documents.supervised_from[owner]))
+    input_ids = tokens.input_ids[source].masked_fill(is_fill, layout.eos)
+    supervised = is_fill | (supervised[source] & (position >= documents.supervised_from[owner]))
     targets = torch.full_like(input_ids, IGNORE_INDEX)
-    if ar_weight > 0:
+    if layout.ar_weight > 0:
         learnt = (supervised & ~is_fill).nonzero().flatten()
         targets[learnt - 1] = input_ids[learnt]  # a document never learns its first token: both lie in one document
     return {
@@ -95,10 +127,42 @@ def memory_stream(
         "input_ids": input_ids,
         "position_ids": position,
         "stream_ids": torch.zeros_like(input_ids),
-        "block_ids": position // block_size,
+        "block_ids": position // layout.block_size,
         "targets": targets,
-        "loss_weights": (targets != IGNORE_INDEX) * (ar_weight / (1 + ar_weight)),
+        "loss_weights": (targets != IGNORE_INDEX) * (layout.ar_weight / (1 + layout.ar_weight)),
         "supervised": supervised,
+    }
+
+
+def prediction_stream(memory: Stream, keys: Sequence[int], layout: Layout) -> Stream:
+    """The blocks that carry a loss, masked and reordered, copy after copy; a masked row's target is its token. Each
+    document has a key for its noise."""
+    rows, owner = blocks_with_loss(memory, layout.block_size)
+    block = torch.arange(len(rows)).repeat(layout.num_copies)
+    copy = torch.arange(layout.num_copies).repeat_interleave(len(rows))
+    order = owner[block].argsort(stable=True)
+    block, copy, owner = block[order], copy[order], owner[block[order]]
+    counts = torch.bincount(owner, minlength=len(keys)).tolist()
+    grid = rows[block]
+    present = grid >= 0
+    supervised = memory["supervised"][grid] & present
+    noise = draw_noise(keys, counts, layout.block_size)
+    masked, inverse_ratios = mask_blocks(
+        supervised, noise, layout.ratio_sampler, layout.suffix_probability, owner * layout.num_copies + copy
+    )
+    weights = masked * (inverse_ratios / ((1 + layout.ar_weight) * layout.num_copies))[:, None]
+    order = reorder_blocks(masked, present)
+    is_row = present.gather(1, order)
+    row, is_mask, weight = (cells.gather(1, order)[is_row] for cells in (grid, masked, weights))
+    input_ids = memory["input_ids"][row]
+    return {
+        "owner": memory["owner"][row],
+        "input_ids": input_ids.masked_fill(is_mask, layout.mask),
+        "position_ids": memory["position_ids"][row],
+        "stream_ids": (copy + 1).repeat_interleave(present.sum(-1)),
+        "block_ids": memory["block_ids"][row],
+        "targets": input_ids.masked_fill(~is_mask, IGNORE_INDEX),
+        "loss_weights": weight,
     }
 
 
