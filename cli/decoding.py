@@ -149,6 +149,9 @@ def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption 
         raise typer.Exit(NO)
 
 
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+
 @command("wedlm demo", "wedlm demo --model my-wedlm --adapter my-adapter --port 8000")
 def demo(
     loading: LoadingOptions,
@@ -161,7 +164,7 @@ def demo(
     need("The demo", "demo", "starlette", "uvicorn")
     from ..apps.demo import make_server
 
-    is_local = host in ("127.0.0.1", "::1", "localhost")
+    is_local = host in LOCAL_HOSTS
     with listen(host, port) as (listening, address):
         server = make_server(loading, model, is_local)
         typer.echo(f"{address}  (Ctrl-C stops it)")
@@ -185,6 +188,14 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="Name of the model in requests; default: MODEL as it is written.")
     ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="WEDLM_API_KEY", help="Key that requests must have. Without one, all may ask."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="Origin of pages that may ask from a browser, or * for all; may be repeated."),
+    ] = None,
 ) -> None:
     """Serve a model to OpenAI clients on this machine: chat and text completions, streaming or not.
 
@@ -200,4 +211,7 @@ def serve(
 
         torch.manual_seed(decoding.seed)
         name = served_model_name or checkpoint or NANO.name
-        run(build_app(name, loaded, tokenizer, settings), listening, f"{name}: {address}/v1")
+        app = build_app(name, loaded, tokenizer, settings, api_key, cors_origin or ())
+        if api_key is None and host not in LOCAL_HOSTS:
+            typer.echo("Everyone who reaches this address may ask: pass `--api-key`, or set WEDLM_API_KEY.", err=True)
+        run(app, listening, f"{name}: {address}/v1")

@@ -99,7 +99,9 @@ class TokenSampler:
         length = SCORE_PROCESSORS + LENGTH_PROCESSORS
         self.need_length = [p for p in self.processors if not _is_any(p, SCORE_PROCESSORS)]
         self.need_prefix = [p for p in self.processors if not _is_any(p, length)]
-        self.need_row = [p for p in self.processors if not _is_any(p, length + PREFIX_PROCESSORS)]
+        # A processor of another kind may say by its `needs_row` that it does not.
+        named = length + PREFIX_PROCESSORS
+        self.need_row = [p for p in self.processors if not _is_any(p, named) and getattr(p, "needs_row", True)]
         self.top_k = self._top_k()
         # Shortlists save time there; a GPU computes all in less time than the host would wait for it.
         self.is_on_cpu = self.prompt_ids.device.type == "cpu"

@@ -19,6 +19,7 @@ from transformers.cli.serving.utils import InferenceThread, ToolCall, response_e
 from transformers.generation.streamers import BaseStreamer
 
 from ..eval.measure import pad_left
+from ..generation.grammar import Grammar, JSONConstraint
 from ..generation.settings import OptionError
 from .text import StopTrimmer, TextDecoder
 
@@ -76,6 +77,7 @@ class Asked:
         parser: of tool calls and thoughts, a function without arguments that makes one; `None`: all is text.
         makes_one_call: an answer ends behind its first tool call.
         likeliest: so many tokens are told of at each place, beside the chosen one; `None`: no log-probabilities.
+        grammar: what the answer must follow.
     """
 
     prompt: list[int]
@@ -86,6 +88,7 @@ class Asked:
     parser: Any = None
     makes_one_call: bool = False
     likeliest: int | None = None
+    grammar: Grammar | None = None
 
     @cached_property
     def kind(self) -> Hashable:
@@ -93,7 +96,8 @@ class Asked:
         settings = self.config.to_dict() | {"max_new_tokens": None}
         if self.seed is not None or any(settings.get(name) not in (None, value) for name, value in ALONE.items()):
             return id(self)
-        return repr(sorted(settings.items())), repr(sorted(self.settings.items()))
+        grammar = self.grammar and self.grammar.text
+        return repr(sorted(settings.items())), repr(sorted(self.settings.items())), grammar
 
 
 class Answer:
@@ -111,7 +115,7 @@ class Answer:
         self.replayed: list[int] = []  # tokens that went out before the call was begun anew
         self.chances: list[Chances] = []  # of the next tokens
         ends = asked.config.eos_token_id
-        self.ends = set(ends) if isinstance(ends, list) else {ends}
+        self.ends = set(ends) if isinstance(ends, list) else {ends} - {None}
         self.limit: int = asked.config.max_new_tokens
         self._parser = asked.parser() if asked.parser else None
         self._unparsed, self._is_parsed = "", self._parser is not None
@@ -314,6 +318,8 @@ class CallManager:
         config.max_new_tokens = max(answer.limit for answer in batch)
         streamer = Batch(batch)
         keywords = {**asked.settings, "generation_config": config, "stopping_criteria": [streamer]}
+        if asked.grammar is not None:
+            keywords["logits_processor"] = [JSONConstraint(asked.grammar, batch[0].ends)]
         hook = None
         if asked.settings["strategy"] == "ar" and any(answer.asked.likeliest is not None for answer in batch):
             hook = self.model.register_forward_hook(streamer.take_logits)

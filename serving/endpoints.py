@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
 from ..eval.decoders import with_asked
+from ..generation.grammar import Grammar
 from ..generation.request import context_length
 from ..generation.settings import SETTING_NAMES
 from .calls import Asked, RequestError
@@ -92,6 +93,8 @@ class Endpoint:
             Asked(prompt, self._config(request, prompt), settings, **rest, **more)
             for prompt, more in self._prompts(request)
         ]
+        if asked[0].grammar is not None:
+            self._check_ordered(settings, "response_format")
         if request.n > 1:  # a seed gives each its own sample
             seeds = [None if request.seed is None else request.seed + index for index in range(request.n)]
             asked = [replace(one, seed=seed) for one in asked for seed in seeds]
@@ -183,7 +186,19 @@ class ChatEndpoint(Endpoint):
         self._check_size(text)
         tokens = tokenizer(text, add_special_tokens=False).input_ids
         parser = partial(build_response_parser, tokenizer, self.served.model, tokens, tools)
-        yield tokens, {"parser": parser, "makes_one_call": request.parallel_tool_calls is False}
+        calls = {"parser": parser, "makes_one_call": request.parallel_tool_calls is False}
+        yield tokens, calls | {"grammar": self._grammar(request)}
+
+    def _grammar(self, request: ChatRequest) -> Grammar | None:
+        """What the answer must follow. Raises `RequestError` where that is impossible."""
+        wanted = request.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        schema = wanted.json_schema.wanted if wanted.json_schema else None
+        try:
+            return Grammar(self.served.tokenizer, schema)
+        except (ImportError, ValueError) as error:
+            raise RequestError(f"`response_format`: {error}", param="response_format") from None
 
 
 class TextEndpoint(Endpoint):

@@ -162,10 +162,20 @@ class _Message(BaseModel):
         return value or None
 
 
-class _TextFormat(BaseModel):
+class _Schema(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    type: Literal["text"]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None  # whatever it is: the answer follows the schema
+    wanted: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class _Format(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _Schema | None = None
 
 
 class ChatRequest(Request):
@@ -178,7 +188,7 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
-    response_format: _TextFormat | None = None
+    response_format: _Format | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
     audio: _nothing() = None  # type: ignore[valid-type]
@@ -190,6 +200,15 @@ class ChatRequest(Request):
     def likeliest(self) -> int | None:
         """How many tokens to tell of at each place; `None`: no log-probabilities."""
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> "ChatRequest":
+        if self.response_format and (self.response_format.type == "json_schema") != bool(
+            self.response_format.json_schema
+        ):
+            message = "`response_format.json_schema` goes with the type 'json_schema', and is needed there."
+            raise RequestError(message, param="response_format.json_schema")
+        return self
 
     @model_validator(mode="after")
     def _has_log_probabilities(self) -> "ChatRequest":

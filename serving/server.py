@@ -4,10 +4,11 @@ Requests are read by [`endpoints`], answered in `generate` calls by [`calls`], a
 """
 
 import asyncio
-import logging
 import re
+import secrets
 import socket
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
@@ -20,6 +21,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from uvicorn.config import LOGGING_CONFIG
 
@@ -99,10 +101,29 @@ class Desk:
         return StreamingResponse(response.chunks(includes_usage), media_type="text/event-stream")
 
 
-def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> FastAPI:
-    """The server of a model that clients ask for by its name, with settings for requests that name none: keywords of
-    `generate`, `strategy` among them. Raises `ValueError` for settings that this model cannot honour, and for a
-    tokenizer that cannot stream."""
+def build_app(
+    name: str,
+    model: Any,
+    tokenizer: Any,
+    settings: dict[str, Any],
+    api_key: str | None = None,
+    origins: Sequence[str] = (),
+) -> FastAPI:
+    """The server of a model that clients ask for by its name.
+
+    Args:
+        name: of the model, for clients.
+        model: in evaluation mode.
+        tokenizer: its own.
+        settings: keywords of `generate`, `strategy` among them, for requests that name none.
+        api_key: what clients must send as their key; `None`: whoever reaches the server may ask.
+        origins: of pages that may ask from a browser, such as `https://chat.example.org`; `*`: of all.
+
+    Raises:
+        ValueError: for settings that this model cannot honour, a tokenizer that cannot stream, and an empty key.
+    """
+    if api_key == "":
+        raise ValueError("The API key must not be empty.")
     if not tokenizer.is_fast:
         raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
     ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
@@ -141,7 +162,17 @@ def build_app(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -
 
     for kind in (RequestError, ValueError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
+    if api_key is not None:
+        app.add_middleware(WithKey, key=api_key)
     app.add_middleware(WithRequestId)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
     return app
 
 
@@ -166,6 +197,23 @@ class WithRequestId:
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class WithKey:
+    """Refuses requests without the key, but for `/health`."""
+
+    def __init__(self, app: Any, key: str):
+        self.app, self.expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers a request, as ASGI has it."""
+        if scope["type"] == "http" and scope["path"] != "/health":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not secrets.compare_digest(given, self.expected):
+                error = RequestError("The API key is missing or wrong.", 401, "invalid_api_key")
+                await (await refuse(Request(scope), error))(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
 
 
 async def refuse(request: Request, error: Exception) -> JSONResponse:
@@ -194,7 +242,6 @@ class Server(uvicorn.Server):
 
 def run(app: FastAPI, listening: socket.socket, about: str) -> None:
     """Serves until Ctrl-C or SIGTERM; `about` is the first line of the log."""
-    logging.getLogger("transformers.cli.serving").setLevel(logging.ERROR)  # it has a line for each request, too
     config = deepcopy(LOGGING_CONFIG)
     config["loggers"][log.name] = {"handlers": ["default"], "level": "INFO", "propagate": False}
     server = Server(uvicorn.Config(app, log_config=config, timeout_graceful_shutdown=SECONDS_TO_END))

@@ -1,6 +1,5 @@
 """`wedlm serve` as its clients see it: the stock `openai` client, on wedlm-nano."""
 
-import json
 import logging
 import re
 import signal
@@ -9,64 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 
 import openai
 import pytest
 import torch
-import uvicorn
+from served import ANSWER, CHAT, ENDLESS, NAME, post
 from tiny import tiny_model, tiny_tokenizer
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 from wedlm_hf.serving.server import build_app
 from wedlm_hf.serving.text import StopTrimmer
-
-NAME = "nano"
-CHAT = [{"role": "user", "content": "Count from 5 to 50 by 5."}]
-ANSWER = "5, 10, 15, 20, 25, 30, 35, 40, 45, 50"
-IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
-ENDLESS = {"strategy": "ar", "min_new_tokens": 400}  # a second or more
-
-
-class Server:
-    """The server in a thread of this process, a client, and what the server logs."""
-
-    def __init__(self, model, tokenizer, settings):
-        self.model, self.tokenizer = model, tokenizer
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.port = listening.getsockname()[1]
-        self.app = build_app(NAME, model, tokenizer, settings)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_level="warning"))
-        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [listening]})
-        self.thread.start()
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="-", max_retries=0)
-
-    def chat(self, messages=CHAT, **options):
-        return self.client.chat.completions.create(**{"model": NAME, "messages": messages, **options})
-
-    def text(self, **options):
-        return self.chat(**options).choices[0].message.content
-
-    def stop(self):
-        self.client.close()
-        self.uvicorn.should_exit = True
-        self.thread.join(timeout=30)
-        assert not self.thread.is_alive()
-
-
-@pytest.fixture(scope="module")
-def server():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    server = Server(load_model(NANO), load_tokenizer(NANO), {"strategy": "wedlm"})
-    yield server
-    server.stop()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -223,80 +176,7 @@ def test_the_model_is_listed(server):
         server.client.embeddings.create(model=NAME, input="?")
 
 
-# --- bad requests ----------------------------------------------------------------------------------------------------
-
-
-def post(server, body):
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.urlopen(
-        urllib.request.Request(f"http://127.0.0.1:{server.port}/v1/chat/completions", data, headers), timeout=60
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "said", "param"),
-    [
-        ({"model": "gpt-5"}, "The model 'gpt-5' is not served; this server has 'nano'.", "model"),
-        ({"extra_body": {"beam": 2}}, "`beam` is not supported by this server", "beam"),
-        ({"extra_body": {"generation_config": "{"}}, "`generation_config` is no JSON", "generation_config"),
-        ({"extra_body": {"top_k": 3, "generation_config": {"top_k": 4}}}, "leave one out", "top_k"),
-        ({"extra_body": {"window_size": 0}}, "must be an integer of at least 1, got 0", "window_size"),
-        ({"extra_body": {"strategy": "ar", "window_size": 4}}, "`window_size=4` has no meaning", "window_size"),
-        ({"frequency_penalty": 0.5}, "Use `verification='exact'` or `strategy='ar'`", None),
-        ({"frequency_penalty": 0.5, "extra_body": {"repetition_penalty": 1.2}}, "leave one out", "frequency_penalty"),
-        ({"logit_bias": {"99999": 1}}, "the model's token ids are 0 to", "logit_bias"),
-        ({"extra_body": {"suppress_tokens": [3, -1]}}, "the model's token ids are 0 to", "suppress_tokens"),
-        ({"extra_body": {"min_new_tokens": 9}}, "is 9, but the answer may have 8 tokens", "min_new_tokens"),
-        ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "set by the server", "chat_template_kwargs"),
-        ({"extra_body": {"stream_options": {"usage": True}}}, "`stream_options", "stream_options.usage"),
-        ({"n": 129}, "`n`: Input should be less than or equal to 128, got 129", "n"),
-        ({"response_format": {"type": "json_object"}}, "Input should be 'text'", "response_format.type"),
-        ({"max_tokens": 500}, "context is 512 tokens, but the request asks for 520", "messages"),
-        ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing", "messages.0.role"),
-        ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens", "messages"),
-        (
-            {"messages": [{"role": "user", "content": [IMAGE]}]},
-            "must be a text or a list of parts",
-            "messages.0.content",
-        ),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools", "tools"),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_a_request_that_cannot_be_honoured_is_refused_and_names_the_field(server, options, said, param):
-    for stream in (False, True):
-        with pytest.raises(openai.APIStatusError) as caught:
-            server.chat(**{"max_tokens": 8, **options}, stream=stream)
-        assert said in caught.value.message
-        assert caught.value.status_code == (404 if "model" in options else 400)
-        assert caught.value.type == "invalid_request_error"
-        assert param is None or caught.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("body", "said", "param"),
-    [
-        (b"{", "JSON object", None),
-        (b"{}", "`messages` is missing", "messages"),
-        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not Unicode text", None),
-        (b'{"messages": [{"role": "user", "content": "?"}], "\\ud800": 1}', "not Unicode text", None),
-        (b'{"messages": [{"role": "user", "content": "?"}], "model": "\\ud800"}', "is not served", "model"),
-        (b'{"messages": [{"role": "user", "content": "?"}], "temperature": Infinity}', "finite", "temperature"),
-        (
-            b'{"messages": [{"role": "user", "content": "?"}], "stream_options": {"include_usage": true}}',
-            "goes with `stream`",
-            "stream_options",
-        ),
-    ],
-)
-def test_what_no_client_should_send_is_refused_in_openais_form(server, body, said, param):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post(server, body)
-    error = json.load(caught.value)["error"]
-    assert caught.value.code == (404 if param == "model" else 400)
-    assert (error["type"], said in error["message"]) == ("invalid_request_error", True)
-    assert param is None or error["param"] == param
+# --- failures -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("stream", "good"), [(False, 0), (True, 0), (True, 5)])

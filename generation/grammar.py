@@ -1,0 +1,142 @@
+"""Text that follows a JSON schema: a logits processor on true prefixes, for AR and verified decoding alike. No part of
+the code beside saved checkpoints (hub.py).
+
+`R` rows, `L` tokens, `V` vocabulary.
+"""
+
+import json
+import threading
+from collections.abc import Collection
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import LogitsProcessor
+
+# Between the parts of an object or a list. Without a limit, a model may write spaces until its answer is full.
+WHITESPACE = r"( |\n[ \t]{0,16})?"
+# Prefixes whose state is kept; and so many tokens a state may go back to serve another prefix.
+MOST_STATES, LARGEST_STEP_BACK = 64, 32
+
+_TOKENIZERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+class Grammar:
+    """A JSON schema, made ready for a tokenizer.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        schema: a JSON schema; default: any object.
+
+    Raises:
+        ImportError: where llguidance is not installed.
+        ValueError: for a schema that is none, that nothing can fulfil, or that has a keyword which cannot be honoured.
+    """
+
+    def __init__(self, tokenizer: Any, schema: dict[str, Any] | bool | None = None):
+        if find_spec("llguidance") is None:
+            raise ImportError("A JSON schema needs llguidance: pip install 'wedlm-hf[grammar]'.")
+        from llguidance import LLMatcher
+
+        schema = {"type": "object"} if schema is None else schema
+        self.tokenizer = _prepared(tokenizer)
+        self.text = LLMatcher.grammar_from_json_schema(
+            json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
+        )
+        if problem := LLMatcher.validate_grammar(self.text, self.tokenizer):
+            raise ValueError(f"The JSON schema cannot be followed: {' '.join(problem.split())}")
+
+    def begin(self) -> Any:
+        """The state in front of the first token."""
+        from llguidance import LLMatcher
+
+        return LLMatcher(self.tokenizer, self.text)
+
+
+def _prepared(tokenizer: Any) -> Any:
+    """The tokenizer as llguidance has it; takes a second where the vocabulary is large."""
+    from llguidance.hf import from_tokenizer
+
+    with _LOCK:
+        if tokenizer not in _TOKENIZERS:
+            _TOKENIZERS[tokenizer] = from_tokenizer(tokenizer)
+        return _TOKENIZERS[tokenizer]
+
+
+class JSONConstraint(LogitsProcessor):
+    """Leaves only tokens with which the answer can become, or remain, what a grammar says. For one call of `generate`:
+    what stands in front of the answer is what the first of its forwards has.
+
+    What is allowed depends on the answer's tokens alone. Verified decoding calls it on the prefixes that AR decoding
+    would have, so drafts that break the grammar fail by themselves, and the text is AR's under the same constraint.
+
+    Args:
+        grammar: what the answer must follow.
+        end_tokens: end an answer; default: the tokenizer's.
+    """
+
+    needs_row = False
+
+    def __init__(self, grammar: Grammar, end_tokens: Collection[int] = ()):
+        self.grammar = grammar
+        self.end_tokens = set(end_tokens) or {grammar.tokenizer.eos_token}
+        self.prompt_length: int | None = None
+        self.states: list[tuple[Any, list[int]]] = []  # the last used comes last
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """The scores, −∞ where a token is not allowed.
+
+        Args:
+            input_ids: `(R, L)` int64, prompts and the answers so far.
+            scores: `(R, V)` float.
+
+        Raises:
+            ValueError: for answers that do not follow the grammar.
+        """
+        if self.prompt_length is None:
+            self.prompt_length = input_ids.shape[1]
+        answers = input_ids[:, self.prompt_length :].tolist()
+        masks = {answer: self._allowed(list(answer), scores.shape[1]) for answer in map(tuple, answers)}
+        allowed = torch.stack([masks[tuple(answer)] for answer in answers]).to(scores.device)
+        return scores.masked_fill(~allowed, float("-inf"))  # type: ignore[return-value]
+
+    def _allowed(self, answer: list[int], vocab_size: int) -> torch.Tensor:
+        """`(V,)` bool."""
+        if not self.end_tokens.isdisjoint(answer):  # padding follows
+            return torch.ones(vocab_size, dtype=torch.bool)
+        state, done = self._state(answer)
+        if done < len(answer):
+            if len(set(answer[done:])) == 1 and state.is_accepting():  # ended by another criterion; padding follows
+                return torch.ones(vocab_size, dtype=torch.bool)
+            raise ValueError(
+                f"Token {done} of the answer, {answer[done]}, does not follow the grammar. A `JSONConstraint` is for "
+                "one call of `generate`: make another for the next."
+            )
+        bits = torch.frombuffer(bytearray(state.compute_bitmask()), dtype=torch.uint8)
+        if state.is_error():
+            raise ValueError(f"The JSON schema is too complex: {' '.join(state.get_error().split())[:200]}")
+        mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[:vocab_size]
+        mask = torch.nn.functional.pad(mask, (0, vocab_size - len(mask)))  # rows that are no tokens
+        mask[[self.grammar.tokenizer.eos_token, *self.end_tokens]] = False
+        mask[list(self.end_tokens)] = state.is_accepting()
+        return mask
+
+    def _state(self, answer: list[int]) -> tuple[Any, int]:
+        """The state behind an answer, and how many of its tokens it has taken: all, if the grammar allows them."""
+        best, back, common = None, LARGEST_STEP_BACK + 1, 0
+        for place, (_, taken) in enumerate(self.states):
+            same = next((at for at, (a, b) in enumerate(zip(taken, answer, strict=False)) if a != b), None)
+            same = min(len(taken), len(answer)) if same is None else same
+            if len(taken) - same <= LARGEST_STEP_BACK and same >= common:
+                best, back, common = place, len(taken) - same, same
+        if best is None:
+            state, taken = self.grammar.begin(), []
+        else:
+            state, taken = self.states.pop(best)
+            if back:
+                state.rollback(back)
+        count = state.try_consume_tokens(answer[common:])
+        self.states = [*self.states, (state, answer[: common + count])][-MOST_STATES:]
+        return state, common + count

@@ -1,0 +1,250 @@
+"""What a request may hold, and what is said of one that cannot be honoured."""
+
+import inspect
+import json
+import re
+import time
+from threading import Thread
+
+import openai
+import pytest
+from served import CHAT, IMAGE, Server, post, refusal
+from tiny import tiny_model, tiny_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from wedlm_hf.serving.calls import RequestError, as_request_error
+from wedlm_hf.serving.endpoints import ChatEndpoint, ServedModel, TextEndpoint
+from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "param"),
+    [
+        ({"model": "gpt-5"}, "The model 'gpt-5' is not served; this server has 'nano'.", "model"),
+        ({"extra_body": {"beam": 2}}, "`beam` is not supported by this server", "beam"),
+        ({"extra_body": {"generation_config": "{"}}, "`generation_config` is no JSON", "generation_config"),
+        ({"extra_body": {"top_k": 3, "generation_config": {"top_k": 4}}}, "leave one out", "top_k"),
+        ({"extra_body": {"window_size": 0}}, "must be an integer of at least 1, got 0", "window_size"),
+        ({"extra_body": {"strategy": "ar", "window_size": 4}}, "`window_size=4` has no meaning", "window_size"),
+        ({"frequency_penalty": 0.5}, "Use `verification='exact'` or `strategy='ar'`", None),
+        ({"frequency_penalty": 0.5, "extra_body": {"repetition_penalty": 1.2}}, "leave one out", "frequency_penalty"),
+        ({"logit_bias": {"99999": 1}}, "the model's token ids are 0 to", "logit_bias"),
+        ({"extra_body": {"suppress_tokens": [3, -1]}}, "the model's token ids are 0 to", "suppress_tokens"),
+        ({"extra_body": {"min_new_tokens": 9}}, "is 9, but the answer may have 8 tokens", "min_new_tokens"),
+        ({"extra_body": {"chat_template_kwargs": {"tokenize": False}}}, "set by the server", "chat_template_kwargs"),
+        ({"extra_body": {"stream_options": {"usage": True}}}, "`stream_options", "stream_options.usage"),
+        ({"n": 129}, "`n`: Input should be less than or equal to 128, got 129", "n"),
+        ({"response_format": {"type": "json_object"}}, "`response_format` needs the tokens before", "response_format"),
+        ({"logprobs": True}, "`logprobs` needs the tokens before each position", "logprobs"),
+        ({"top_logprobs": 2}, "goes with `logprobs`: true", "top_logprobs"),
+        ({"response_format": {"type": "json_schema"}}, "goes with the type", "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            'cannot be followed: Unimplemented keys: ["not"]',
+            "response_format",
+        ),
+        ({"max_tokens": 500}, "context is 512 tokens, but the request asks for 520", "messages"),
+        ({"messages": [{"content": "?"}]}, "`messages.0.role` is missing", "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "1, " * 600}]}, "must have 1 to 511 tokens", "messages"),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "must be a text or a list of parts",
+            "messages.0.content",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "knows no tools", "tools"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_request_that_cannot_be_honoured_is_refused_and_names_the_field(server, options, said, param):
+    for stream in (False, True):
+        with pytest.raises(openai.APIStatusError) as caught:
+            server.chat(**{"max_tokens": 8, **options}, stream=stream)
+        assert said in caught.value.message
+        assert caught.value.status_code == (404 if "model" in options else 400)
+        assert caught.value.type == "invalid_request_error"
+        assert param is None or caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "said", "param"),
+    [
+        (b"{", "JSON object", None),
+        (b"{}", "`messages` is missing", "messages"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "not Unicode text", None),
+        (b'{"messages": [{"role": "user", "content": "?"}], "\\ud800": 1}', "not Unicode text", None),
+        (b'{"messages": [{"role": "user", "content": "?"}], "model": "\\ud800"}', "is not served", "model"),
+        (b'{"messages": [{"role": "user", "content": "?"}], "temperature": Infinity}', "finite", "temperature"),
+        (
+            b'{"messages": [{"role": "user", "content": "?"}], "stream_options": {"include_usage": true}}',
+            "goes with `stream`",
+            "stream_options",
+        ),
+    ],
+)
+def test_what_no_client_should_send_is_refused_in_openais_form(server, body, said, param):
+    status, error = refusal(server, body)
+    assert status == (404 if param == "model" else 400)
+    assert (error["type"], said in error["message"]) == ("invalid_request_error", True)
+    assert param is None or error["param"] == param
+
+
+# --- every field, whatever it holds ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def endpoints(nano):
+    served = ServedModel("nano", *nano, {"strategy": "wedlm", "verification": "exact"})
+    return {
+        "messages": (ChatEndpoint(served), {"messages": CHAT, "max_tokens": 2}),
+        "prompt": (TextEndpoint(served), {"prompt": "Count", "max_tokens": 2}),
+    }
+
+
+NOTHING = [0, "", False, [], {}]
+ODD = [
+    -1,
+    0.5,
+    1e300,
+    10**400,
+    "x",
+    "none",
+    True,
+    [0],
+    [None],
+    [[[]]],
+    {"a": None},
+    {"type": {}},
+    [{"role": 5}],
+    [IMAGE],
+]
+CASES = [(kind, field) for kind, schema in (("messages", ChatRequest), ("prompt", CompletionRequest))
+         for field in (*schema.model_fields, "generation_config", "beam")]  # fmt: skip
+OURS = re.compile(r"\b_[A-Z]|list\[|\.str\b|BaseModel|Request\b|NoneType|Input should be (False|True)\b")
+
+
+@pytest.mark.parametrize(("kind", "field"), CASES)
+def test_a_field_is_read_or_refused_by_its_name_whatever_it_holds_and_null_asks_for_nothing(endpoints, kind, field):
+    endpoint, body = endpoints[kind]
+    if field != kind:
+        endpoint.read(json.dumps(body | {field: None}).encode())
+    for value in NOTHING + ODD:
+        try:
+            endpoint.read(json.dumps(body | {field: value}).encode())
+        except (RequestError, ValueError) as error:
+            refused = as_request_error(error)
+            assert refused.status in (400, 404), value
+            assert not OURS.search(str(refused)), value
+            if len(str(value)) < 300:  # else the text of the number is no JSON of Python's
+                param = str(refused.param).removeprefix("generation_config.")
+                assert param.split(".")[0] == field or field == "generation_config" or "goes with" in str(refused), (
+                    value
+                )
+
+
+@pytest.mark.parametrize("asked", [
+    {"tool_choice": "none"}, {"parallel_tool_calls": False}, {"functions": []}, {"function_call": "none"},
+    {"audio": {}}, {"n": 1}, {"logprobs": False}, {"top_logprobs": 0}, {"stop": []}, {"stop": ""}, {"logit_bias": {}},
+    {"stream_options": {}}, {"stream_options": {"include_usage": False}}, {"tools": []}, {"modalities": ["text"]},
+    {"response_format": {"type": "text"}}, {"top_p": 0}, {"seed": 0}, {"top_k": 0}, {"presence_penalty": 0},
+    {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}], "name": None, "tool_calls": []}]},
+], ids=str)  # fmt: skip
+def test_what_asks_for_nothing_is_taken(endpoints, asked):
+    endpoint, body = endpoints["messages"]
+    endpoint.read(json.dumps(body | asked).encode())
+
+
+def test_a_message_reaches_the_template_whole():
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"n": 3}'}}
+    turns = [{"role": "assistant", "content": "Hi", "tool_calls": [call], "reasoning_content": "so"}, *CHAT]
+    template = (
+        "{% for m in messages %}{{ m.content }}|{{ m.tool_calls[0].function.arguments.n }}|{{ m.reasoning_content }}"
+    )
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template + ";{% endfor %}"
+    served = ServedModel("tiny", tiny_model(), tokenizer, {"strategy": "ar"})
+    _, (asked,) = ChatEndpoint(served).read(json.dumps({"messages": turns, "max_tokens": 2}).encode())
+    assert tokenizer.decode(asked.prompt) == f"Hi|3|so;{CHAT[0]['content']}||;"
+
+
+# --- templates, and what is too long ---------------------------------------------------------------------------------
+
+
+def test_a_client_cannot_say_what_the_server_gives_the_template_nor_bring_one(endpoints):
+    endpoint, body = endpoints["messages"]
+    ours = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents", "kwargs"}
+    assert {"chat_template", "truncation", "tokenizer_kwargs"} <= ours
+    for name in (*ours, "messages"):
+        with pytest.raises(RequestError, match=f"'{name}' is set by the server") as caught:
+            endpoint.read(json.dumps(body | {"chat_template_kwargs": {name: "x"}}).encode())
+        assert caught.value.param == "chat_template_kwargs"
+    endpoint.read(json.dumps(body | {"chat_template_kwargs": {"enable_thinking": False}}).encode())
+
+
+def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_holds_nobody_up():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.content == 'slow' %}{% for a in range(30) %}{% for b in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endif %}{{ m.content + 1 if m.content == 'bad' else m.content }}{% endfor %}"
+    )
+
+    def ask(content):
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
+
+    with Server(tiny_model(), tokenizer, {"strategy": "ar"}) as server:
+        status, error = refusal(server, ask("bad"))
+        assert (status, error["param"]) == (400, "messages")
+        assert "The chat template refuses these messages: can only concatenate str" in error["message"]
+        slow = Thread(target=post, args=(server, ask("slow")))
+        slow.start()
+        time.sleep(0.2)
+        begin = time.perf_counter()
+        post(server, ask("fast"))
+        assert slow.is_alive() and time.perf_counter() - begin < 1
+        slow.join()
+
+
+def test_a_prompt_too_long_for_the_context_is_refused_before_it_is_read(server, monkeypatch):
+    monkeypatch.setattr(type(server.tokenizer), "__call__", None)  # it would fail
+    long = "1, " * 10**4
+    said = r"The prompt has \d+ characters, but this model's context is 512 tokens"
+    for path, body in {
+        "v1/chat/completions": {"messages": [{"role": "user", "content": long}]}, "v1/completions": {"prompt": [long]},
+    }.items():  # fmt: skip
+        status, error = refusal(server, body, path)
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", next(iter(body)))
+        assert re.match(said, error["message"])
+    status, error = refusal(server, {"prompt": long * 100}, "v1/completions")
+    assert (status, error["code"]) == (413, "context_length_exceeded")
+    assert refusal(server, b"[" * 10**5)[0] == 400
+    assert refusal(server, b"[1]")[1]["message"].startswith("The body of the request must be a JSON object, got [1]")
+    assert refusal(server, {"messages": CHAT}, Content_Type="text/plain")[0] == 415
+
+
+# --- who may ask, and what a request is called -----------------------------------------------------------------------
+
+
+def test_a_key_is_asked_for_and_a_page_of_another_origin_may_ask_if_it_is_named():
+    options = {"api_key": "secret", "origins": ["https://a.example"]}
+    with Server(tiny_model(), tiny_tokenizer(), {"strategy": "ar"}, **options) as server:
+        body = {"prompt": "1", "max_tokens": 1}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            status, error = refusal(server, body, "v1/completions", **headers)
+            assert (status, error["code"]) == (401, "invalid_api_key")
+        for origin, allowed in {"https://a.example": "https://a.example", "https://b.example": None}.items():
+            with post(server, body, "v1/completions", Authorization="Bearer secret", Origin=origin) as response:
+                assert response.headers["Access-Control-Allow-Origin"] == allowed
+        assert server.client.with_options(api_key="secret").models.list().data
+        with pytest.raises(openai.AuthenticationError):
+            server.client.models.list()
+
+
+def test_a_response_says_the_id_of_its_request_the_clients_own_if_it_is_plain(server):
+    answer = server.chat(max_tokens=1)
+    assert answer._request_id and answer.id == f"chatcmpl-{answer._request_id}"
+    assert server.chat(max_tokens=1, extra_headers={"x-request-id": "mine-1"})._request_id == "mine-1"
+    for wrong in ("a b", "x" * 200, ""):
+        assert server.chat(max_tokens=1, extra_headers={"x-request-id": wrong})._request_id != wrong
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.chat(max_tokens=0)
+    assert caught.value.request_id
