@@ -1,19 +1,19 @@
 """t(n): what a step of n physical rows takes, measured while decoding."""
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from statistics import median_low
 from time import perf_counter, thread_time
 
-# Times of a width that are remembered: their median forgets a busy moment of the machine.
-SAMPLES = 9
-# How fast the machine's load is followed: the exponent of a step's deviation, which counts up to a factor of 2.
-LOAD_RATE = 0.3
-# How much longer than believed a step may take, and be believed. A width that once took a hundred times as long, since
-# kernels were prepared, would not be tried again for thousands of tokens.
-DOUBT = 1.5
-# Widths that differ by this factor tell what others take beyond them.
-SPAN = 8
+# Observations that outweigh what was believed before. Their median forgets a busy moment of the machine.
+ENOUGH = 5
+# How much longer than believed the first steps of a width may take, and be believed, since they may prepare kernels;
+# and how much wider than all before a step may be. All steps by the square of it slower or faster: another machine.
+DOUBT = 2.0
+# Steps after which a time that was measured may be another one.
+FRESH = 200
+
+Curve = list[tuple[int, float]]  # widths, ascending, and their times
 
 
 def step_clock(device_type: str) -> Callable[[], float]:
@@ -22,11 +22,7 @@ def step_clock(device_type: str) -> Callable[[], float]:
 
 
 class StepTimes:
-    """Times of steps, relative to each other.
-
-    Steps with masks and steps without have a curve each, since masks have work of their own. A width's time is the
-    median of its last ones, relative to the machine's load when they were taken. A curve never falls (neighbours that
-    would are averaged), and is linear between the widths that were measured.
+    """Times of steps, relative to each other: steps with masks and without have a curve each, which never falls.
 
     Args:
         slot_cost: what a row adds to the time of one row, until it is measured; or times by number of rows.
@@ -34,67 +30,80 @@ class StepTimes:
     """
 
     def __init__(self, slot_cost: float | Mapping[int, float], clock: Callable[[], float] | None = None):
-        self.clock = clock
         given = slot_cost if isinstance(slot_cost, Mapping) else {1: 1.0, 2: 1.0 + slot_cost}
-        self._given = sorted((int(rows), float(time)) for rows, time in given.items())
-        self._samples: tuple[dict[int, list[float]], dict[int, list[float]]] = {}, {}
-        self._met: set[tuple[int, bool]] = set()  # once
-        self._curves: list[list[tuple[int, float]]] = [[], []]
-        self._load = 0.0
+        self.clock, self._given = clock, sorted((int(rows), float(time)) for rows, time in given.items())
+        self._steps, self._load, self._loads = 0, 0.0, [0.0]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._samples: tuple[dict[int, Curve], ...] = {}, {}  # by width: steps, and times
+        self._curves: list[Curve] = [[], []]
+        self._fresh: list[Curve] = [[], []]
 
     def record(self, rows: int, has_masks: bool, seconds: float) -> None:
-        """Takes in a step."""
-        samples, usual, key = self._samples[has_masks], self.of(rows, has_masks), (rows, has_masks)
-        self._load = self._load or seconds / usual
-        kept = samples.get(rows, [])[1 - SAMPLES :]
-        if not kept:
-            self._met.add(key)
-        elif key in self._met:  # a first step prepares kernels: it counts until there is another
-            self._met.remove(key)
-            kept = []
-        else:
-            self._load *= min(max(seconds / self._load / usual, 0.5), 2.0) ** LOAD_RATE
-        samples[rows] = [*kept, min(seconds / self._load, DOUBT * usual)]
-        self._curves[has_masks] = _monotone(samples)
+        """Takes in a step. The machine's load is the median of what the last ones took, of what they usually do."""
+        usual = self.of(rows, has_masks)
+        if rows in self._samples[has_masks] or not self._load:
+            self._loads = [*self._loads[1 - ENOUGH :], seconds / usual]
+        load = median_low(self._loads[-ENOUGH:]) or seconds / usual
+        if not self._load / DOUBT**2 < load < self._load * DOUBT**2:
+            self._forget()
+            self._load, self._loads, usual = load, [load], self.of(rows, has_masks)
+        self._steps, oldest = self._steps + 1, self._steps - FRESH
+        kept = [sample for sample in self._samples[has_masks].get(rows, [])[1 - ENOUGH :] if sample[0] > oldest]
+        time = seconds / load if len(kept) > 1 else min(seconds / load, DOUBT * usual)
+        self._samples[has_masks][rows] = [*kept, (self._steps, time)]
+        self._curves[has_masks] = _monotone(self._samples[has_masks])
+        for kind, samples in enumerate(self._samples):
+            curve = self._curves[kind]
+            self._fresh[kind] = [at for at in curve if len(samples[at[0]]) > 1 and samples[at[0]][-1][0] > oldest]
 
-    def is_measured(self, rows: int, has_masks: bool) -> bool:
-        """Whether the time of a width is known."""
-        return self.clock is None or (rows in self._samples[has_masks] and (rows, has_masks) not in self._met)
+    def widest(self, rows: int) -> int:
+        """The most rows that a step may have, as far as times are known: no more than `rows` at first."""
+        if self.clock is None:
+            return 1 << 30
+        is_known = any(width <= rows and len(times) > 1 for width, times in self._samples[0].items())
+        return int(DOUBT * max(curve[-1][0] for curve in self._curves if curve)) if is_known else rows
 
-    def of(self, rows: int, has_masks: bool, is_optimistic: bool = False) -> float:
-        """t(rows); `is_optimistic`: of a width that was not measured, the time of the next narrower one that was."""
-        curve = self._curves[has_masks] or self._curves[not has_masks]
-        place = bisect_left(curve, (rows, 0.0))
-        if 0 < place < len(curve):
-            (here, time), (there, its_time) = curve[place - 1], curve[place]
-            return time + (its_time - time) * (0 if is_optimistic and rows < there else rows - here) / (there - here)
-        given = _on_line(self._given, rows)
+    def of(self, rows: int, has_masks: bool) -> float:
+        """t(rows). Beyond what was measured it rises like the other curve, like what is given, or by the mean slope."""
+        curve, other = self._curves[has_masks], self._curves[not has_masks]
         if not curve:
-            return given
-        if is_optimistic and place and 3 * rows <= 4 * curve[-1][0] + 4:
-            return curve[-1][1]
-        # Beyond what was measured: by the mean slope, or by what is given where few widths are known, if that is more.
-        (first, least), (here, time) = (self._curves[False] or curve)[0], curve[-1 if place else 0]
-        slope = (time - least) / (here - first) if here > first else 0.0
-        guess = time * given / _on_line(self._given, here)
-        return max(time + slope * (rows - here), guess if here < SPAN * first else 0.0)
+            return self.of(rows, not has_masks) if other else _on_line(self._given, rows)
+        (first, least), (here, time) = curve[0], curve[0 if rows < curve[0][0] else -1]
+        if first <= rows <= here:
+            return _on_line(curve, rows)
+        guess = time * _on_line(self._given, rows) / _on_line(self._given, here)
+        if rows > here and other and other[-1][0] > here:
+            return max(guess, time + self.of(rows, not has_masks) - self.of(here, not has_masks))
+        return max(guess, time + (time - least) / (here - first) * (rows - here) if here > first else 0.0)
+
+    def least(self, rows: int, has_masks: bool) -> float:
+        """What t(rows) may be at best: that of the next narrower width that was measured lately, or else what as many
+        rows of a wider one take, and an AR step."""
+        usual, fresh = self.of(rows, has_masks), self._fresh[has_masks]
+        if self.clock is None or not fresh:
+            return usual if self.clock is None else min(usual, self.of(1, False))
+        place = bisect_right(fresh, (rows, float("inf")))
+        share = fresh[0][1] * rows / fresh[0][0]
+        return min(usual, fresh[place - 1][1] if place else max(share, self.of(1, False)) if has_masks else share)
 
 
-def _on_line(points: list[tuple[int, float]], rows: int) -> float:
+def _on_line(curve: Curve, rows: int) -> float:
     """Between neighbouring points; beyond them on the line through the outermost two."""
-    place = min(max(1, bisect_left(points, (rows, 0.0))), len(points) - 1)
-    (here, time), (there, its_time) = points[place - 1], points[place]
-    return time + (its_time - time) * (rows - here) / (there - here)
+    place = min(max(1, bisect_left(curve, (rows, 0.0))), len(curve) - 1)
+    (here, time), (there, its_time) = curve[place - 1], curve[place]
+    return time + (its_time - time) * (rows - here) / (there - here) if place else time
 
 
-def _monotone(samples: Mapping[int, list[float]]) -> list[tuple[int, float]]:
-    """The median of each width; those that fall are averaged with their neighbours, by their number of samples."""
-    blocks: list[tuple[float, int, list[int]]] = []
+def _monotone(samples: Mapping[int, Curve]) -> Curve:
+    """The median of each width, without its first step; those that fall are averaged with their neighbours."""
+    blocks: list[tuple[float, list[int]]] = []
     for width, times in sorted(samples.items()):
-        block = median_low(times), len(times), [width]
+        block = median_low([time for _, time in times[1:] or times]), [width]
         while blocks and blocks[-1][0] > block[0]:
-            time, count, widths = blocks.pop()
-            total = count + block[1]
-            block = (time * count + block[0] * block[1]) / total, total, widths + block[2]
+            time, widths = blocks.pop()
+            both = widths + block[1]
+            block = (time * len(widths) + block[0] * len(block[1])) / len(both), both
         blocks.append(block)
-    return [(width, time) for time, _, widths in blocks for width in widths]
+    return [(width, time) for time, widths in blocks for width in widths]
