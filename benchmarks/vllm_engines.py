@@ -7,9 +7,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
+
 NANO = Path(__file__).parents[1] / "examples" / "wedlm-nano"
 # For one CPU; what the environment says goes before.
 ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+if not torch.cuda.is_available():
+    ENVIRONMENT["VLLM_TARGET_DEVICE"] = "cpu"
 
 
 def parser(description: str | None, under_way: str, counts: list[int], requests: int) -> argparse.ArgumentParser:

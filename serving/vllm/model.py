@@ -30,22 +30,11 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
         self.is_drafting, self._options = options.is_drafting, options
         self._most_rows: int = vllm_config.scheduler_config.max_num_batched_tokens
         self.adapter: VllmMaskAdapter | None = None
-        self.is_streaming = options.verification == "none"
         # (R, V) and (R, H), of the step under way, for the drafts that its masks give.
         self.sampled_logits: torch.Tensor | None = None
         self.sampled_hidden: torch.Tensor | None = None
-        if self.is_drafting and not vllm_config.use_v2_model_runner:
+        if self.is_drafting:
             prepare_runner()
-
-    def get_model_state_cls(self) -> Any:
-        """What model runner V2 asks for."""
-        from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-
-        if not self.is_drafting and not self.is_streaming:
-            return DefaultModelState
-        from .model_state import StreamingState, VerifiedState
-
-        return StreamingState if self.is_streaming else VerifiedState
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
         """Loads the checkpoint, then the mask adapter."""
@@ -78,10 +67,9 @@ class WeDLMForCausalLM(Qwen3ForCausalLM):
         return tokens, (best - logits.float().logsumexp(-1)).exp()
 
     def compute_logits(self, hidden_states: torch.Tensor) -> Any:
-        """`(R, V)` logits, in which the mask token has no chance (the paper's decoder, which needs its
-        probability, excludes it later); `None` where another process has them."""
+        """`(R, V)` logits, in which the mask token has no chance; `None` where another process has them."""
         logits = super().compute_logits(hidden_states)
-        if logits is not None and self.mask_token_id is not None and not self.is_streaming:
+        if logits is not None and self.mask_token_id is not None:
             logits[:, self.mask_token_id] = float("-inf")
             if self.is_drafting:
                 self.sampled_logits, self.sampled_hidden = logits, hidden_states

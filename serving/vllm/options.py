@@ -5,7 +5,7 @@ This module does not import vLLM.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors import safe_open
 from transformers.utils import cached_file
 
 from ...adapters.adapter_files import BASE_FIELDS, PEFT_TYPE, compare_bases, identity_of, read_adapter_config
-from ...generation.settings import WeDLMGenerationSettings, check_mask_token_id
+from ...generation.settings import check_mask_token_id
 from ...modeling_wedlm.loading import ADAPTER_FILE, find_checkpoint
 
 NEEDS_VLLM = "WeDLM's plug-in for vLLM needs vLLM, on a machine with a GPU: pip install 'wedlm-hf[vllm]'."
@@ -23,8 +23,6 @@ PROPOSER = "wedlm_hf.serving.vllm.Proposer"
 MOST_SPECULATIVE_TOKENS = 128
 PREFIX = "wedlm_"
 STRATEGIES = ("ar", "wedlm")
-# Of the paper's decoder: an engine's, and of one request those that have a meaning.
-STREAMING = ("window_size", "entropy_threshold", "distance_penalty")
 
 
 @dataclass(frozen=True)
@@ -35,11 +33,6 @@ class EngineOptions:
     mask_adapter: str | None = None  # folder or Hub id
     any_base: bool = False  # take the mask adapter also where the weights are not those that it was trained for
     always_draft: bool = False  # every step has drafts or masks, whatever they gain: for tests of equality
-    verification: str | None = None  # "none": the paper's decoder; without this or `is_drafting` decoding is AR
-    # Of the paper's decoder; default: the checkpoint's, else those of [`WeDLMGenerationSettings`].
-    window_size: int | None = None
-    entropy_threshold: float | None = None
-    distance_penalty: float | None = None
 
     @classmethod
     def of(cls, vllm_config: Any) -> "EngineOptions":
@@ -55,30 +48,11 @@ class EngineOptions:
                 "Of `additional_config['wedlm']`, 'mask_adapter' is the name of a folder or Hub id, 'any_base' and "
                 f"'always_draft' are true or false; got {own!r}."
             )
-        is_streaming = own.get("verification") == "none"
-        if "verification" in own and not is_streaming:
-            raise ValueError(
-                "`verification` of `additional_config['wedlm']` may be 'none', the decoder without it, got "
-                f"{own['verification']!r}. Verified decoding is switched on by `speculative_config`."
-            )
-        if (without := sorted(set(own) & set(STREAMING))) and not is_streaming:
-            raise ValueError(f"`{without[0]}` of `additional_config['wedlm']` goes with 'verification': 'none'.")
-        is_drafting = spec.model == PROPOSER if spec else vllm_config.diffusion_config is not None and not is_streaming
-        return cls(is_drafting, **own)
-
-    def settings(self, vllm_config: Any) -> WeDLMGenerationSettings:
-        """Of the paper's decoder. Raises `ValueError` for a value out of range."""
-        stored = vllm_config.model_config.try_get_generation_config()
-        own = {name: getattr(self, name) for name in STREAMING}
-        given = {name: stored.get(name) if value is None else value for name, value in own.items()}
-        return WeDLMGenerationSettings("wedlm", **{name: value for name, value in given.items() if value is not None})
+        return cls(spec is not None and spec.model == PROPOSER, **own)
 
     def check(self, vllm_config: Any) -> None:
         """Raises `ValueError` for what cannot be honoured, `OSError` for an adapter that is not there."""
         config, spec = vllm_config.model_config.hf_config, vllm_config.speculative_config
-        if self.verification and (spec is not None or self.mask_adapter):
-            other = "`speculative_config`" if spec is not None else "A mask adapter"
-            raise ValueError(f"{other} is for verified decoding and excludes 'verification': 'none'.")
         if self.mask_adapter is not None:
             if not self.is_drafting:
                 off = "A mask adapter drafts tokens for verified decoding, which is off"
@@ -91,7 +65,7 @@ class EngineOptions:
             self._check_adapter(self.mask_adapter, vllm_config.model_config)
         if self.always_draft and not self.is_drafting:
             raise ValueError("'always_draft' goes with `speculative_config`, which switches verified decoding on.")
-        if not self.is_drafting and not self.verification:
+        if not self.is_drafting:
             return
         if config.mask_token_id is None:
             raise ValueError(
@@ -99,15 +73,12 @@ class EngineOptions:
                 "`mask_token_id`. Convert the checkpoint (`wedlm convert`), or serve it with AR decoding."
             )
         check_mask_token_id(config.mask_token_id, config.vocab_size, config.eos_token_id, config.pad_token_id)
-        if self.verification:
-            self.settings(vllm_config)
-            return
         tokens = spec.num_speculative_tokens
         if tokens is None or not 2 <= tokens <= MOST_SPECULATIVE_TOKENS:
             named = "`num_speculative_tokens`, the most drafts and masks of a request's step,"
             raise ValueError(f"{named} must lie between 2 and {MOST_SPECULATIVE_TOKENS}, got {tokens}.")
-        if spec.rejection_sample_method == "synthetic":
-            raise ValueError("Verified decoding of WeDLM cannot accept drafts at synthetic rates.")
+        if (method := spec.rejection_sample_method) != "standard":  # another accepts tokens that AR would not give
+            raise ValueError(f"`rejection_sample_method` of verified decoding must be 'standard', got {method!r}.")
 
     def _check_adapter(self, name: str, model_config: Any) -> None:
         find_checkpoint(name, file=ADAPTER_FILE)
@@ -147,9 +118,6 @@ class RequestOptions:
 
     strategy: str = "wedlm"  # "ar" switches parallel decoding off for this request
     window_size: int | None = None  # the most masks of a step; default: as many as the engine allows
-    # τ and λ of the paper's decoder; default: the engine's.
-    entropy_threshold: float | None = None
-    distance_penalty: float | None = None
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> "RequestOptions":
@@ -164,27 +132,4 @@ class RequestOptions:
         size = options.window_size
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"`wedlm_window_size` must be a whole number of at least 1, got {size!r}.")
-        options.settings(WeDLMGenerationSettings("wedlm"))
         return options
-
-    def settings(self, engine: WeDLMGenerationSettings) -> WeDLMGenerationSettings:
-        """Of the paper's decoder. Raises `ValueError` for a value out of range."""
-        own = {name: value for name, value in asdict(self).items() if name in STREAMING and value is not None}
-        return replace(engine, **own)
-
-    def most_rows(self, engine: int) -> int:
-        """Drafts and masks of a step on runner V2, where those of the engine are as many."""
-        return 0 if self.strategy == "ar" else min(engine, self.window_size or engine)
-
-    def check(self, largest_window: int | None) -> None:
-        """Raises `ValueError` for an option without a meaning in this engine, whose largest window is the paper's
-        decoder's; `None` for AR and verified decoding."""
-        if largest_window is None:
-            for name in ("entropy_threshold", "distance_penalty"):
-                if getattr(self, name) is not None:
-                    needed = "the engine must run with 'verification': 'none'"
-                    raise ValueError(f"`{PREFIX}{name}` is an option of the paper's decoder: {needed}.")
-        elif self.strategy == "ar":
-            raise ValueError("`wedlm_strategy='ar'` goes with verified decoding; this engine decodes without it.")
-        elif (size := self.window_size) is not None and size > largest_window:
-            raise ValueError(f"`wedlm_window_size` can be at most the engine's, {largest_window}, got {size}.")

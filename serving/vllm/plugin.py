@@ -12,14 +12,7 @@ except ModuleNotFoundError as error:
     raise ImportError(NEEDS_VLLM) from error
 
 # The versions whose internals this plug-in was tested with: from the first to below the second.
-SUPPORTED = "0.32", "0.33"
-
-# Options of a request that the decoder without verification cannot honour, and the values that mean: not asked for.
-NOT_STREAMING: dict[str, Any] = {
-    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "logit_bias": None,
-    "bad_words": [], "allowed_token_ids": None, "logprobs": None, "prompt_logprobs": None, "logprob_token_ids": None,
-    "thinking_token_budget": None,
-}  # fmt: skip
+SUPPORTED = "0.33", "0.34"
 
 logger = init_logger("vllm.wedlm")
 
@@ -67,60 +60,11 @@ class StartUpChecks:
         options = EngineOptions.of(vllm_config)
         options.check(vllm_config)
         scheduler = vllm_config.scheduler_config
-        if options.verification == "none":
-            _stream(vllm_config, options)
-        elif options.is_drafting:
+        if options.is_drafting:
             if (other := scheduler.scheduler_cls) is not None:
                 why = "Verified decoding of WeDLM brings a scheduler of its own and cannot work with another one"
                 raise ValueError(f"{why}, got scheduler_cls={other!r}.")
             scheduler.scheduler_cls = "wedlm_hf.serving.vllm.scheduler.WeDLMScheduler"
-            if vllm_config.use_v2_model_runner:
-                _draft_on_runner_v2(vllm_config)
-
-
-def _draft_on_runner_v2(vllm_config: Any) -> None:
-    """Runner V2 refuses proposers of one's own. A model with a `ModelState` is told its number of draft tokens by what
-    vLLM calls a canvas."""
-    from vllm.config.diffusion import DiffusionConfig
-
-    _check_runner_v2(vllm_config, "Verified decoding")
-    tokens = vllm_config.speculative_config.num_speculative_tokens
-    vllm_config.speculative_config, vllm_config.diffusion_config = None, DiffusionConfig(canvas_length=tokens)
-    vllm_config.scheduler_config.scheduler_cls = "wedlm_hf.serving.vllm.scheduler.RunnerV2Scheduler"
-
-
-def _stream(vllm_config: Any, options: EngineOptions) -> None:
-    """Declares the model a diffusion model, which is how vLLM calls one of which a step may give no token."""
-    from vllm.config.diffusion import DiffusionConfig
-
-    rows = 2 * options.settings(vllm_config).window_size
-    model_config = vllm_config.model_config
-    model_config.hf_config.canvas_length = rows
-    vars(model_config).pop("is_diffusion", None)  # vLLM has looked already
-    vllm_config.diffusion_config = DiffusionConfig(canvas_length=rows)
-    _check_runner_v2(vllm_config, "The decoder without verification")
-
-
-def _check_runner_v2(vllm_config: Any, what: str) -> None:
-    """Raises `ValueError` where model runner V2 cannot be used."""
-    from vllm.platforms import current_platform
-    from vllm.triton_utils import HAS_TRITON
-
-    if not HAS_TRITON:
-        raise ValueError(
-            f"{what} runs on vLLM's model runner V2 here, which needs Triton, and there is none for "
-            f"{current_platform.device_type}. On this machine: `wedlm serve`, or verified decoding on model runner V1."
-        )
-    if not vllm_config.use_v2_model_runner:
-        raise ValueError(
-            f"{what} runs on vLLM's model runner V2, which is off: unset VLLM_USE_V2_MODEL_RUNNER, and leave out "
-            "options that vLLM's log names as unsupported by it."
-        )
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise ValueError(f"{what} on model runner V2 cannot be cut into pipeline stages.")
-    if vllm_config.scheduler_config.async_scheduling:
-        raise ValueError(f"{what} on model runner V2 works without asynchronous scheduling only, which was asked for.")
-    vllm_config.scheduler_config.async_scheduling = False
 
 
 def _check_requests() -> None:
@@ -130,28 +74,15 @@ def _check_requests() -> None:
 
     if getattr(SamplingParams.verify, "checks_wedlm", False):
         return
-    verify, validate_diffusion = SamplingParams.verify, SamplingParams._validate_diffusion
+    verify = SamplingParams.verify
 
     def verify_with_wedlm(self: Any, model_config: Any, *args: Any, **kwargs: Any) -> None:
         verify(self, model_config, *args, **kwargs)
         if model_config.architecture == ARCHITECTURE:
-            canvas = getattr(model_config.hf_config, "canvas_length", None)
             try:
-                options = RequestOptions.of(self.extra_args)
-                options.check(canvas and canvas // 2)
+                RequestOptions.of(self.extra_args)
             except ValueError as error:
                 raise VLLMValidationError(str(error), parameter="extra_args") from error
-            if canvas and options.window_size:  # vLLM's own option for fewer rows
-                self.extra_args["diffusion_canvas_length"] = 2 * options.window_size
-
-    def validate_diffusion_with_wedlm(self: Any, model_config: Any) -> None:
-        """Temperature, top-k, top-p, min-p and seed are ours to take; vLLM's sampler of diffusion has none of them."""
-        if model_config.architecture != ARCHITECTURE or not model_config.is_diffusion:
-            validate_diffusion(self, model_config)
-            return
-        for name, default in NOT_STREAMING.items():
-            if getattr(self, name) not in (default, None):
-                raise VLLMValidationError(f"`{name}` is not supported without verification.", parameter=name)
 
     verify_with_wedlm.checks_wedlm = True  # type: ignore[attr-defined]
-    SamplingParams.verify, SamplingParams._validate_diffusion = verify_with_wedlm, validate_diffusion_with_wedlm
+    SamplingParams.verify = verify_with_wedlm

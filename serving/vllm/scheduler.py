@@ -4,7 +4,6 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from .options import RequestOptions
 from .runner import PADDING
 
 
@@ -40,18 +39,3 @@ class WeDLMScheduler(Scheduler):
     def _masks_in(self, tokens: list[int]) -> int:
         """The number of masks, which are the last of a request's speculative tokens."""
         return sum(token in (self._mask_token_id, PADDING) for token in tokens)
-
-
-class RunnerV2Scheduler(Scheduler):
-    """Identical to vLLM's `Scheduler` except that it gives each request as many draft tokens as its options allow: on
-    model runner V2 it does not learn how many the device has. A grammar would have to see them, so requests with one
-    are decoded token by token."""
-
-    def _update_after_schedule(self, scheduler_output: Any) -> None:
-        super()._update_after_schedule(scheduler_output)
-        for request_id in scheduler_output.num_scheduled_tokens:
-            request = self.requests[request_id]
-            if not request.is_prefill_chunk:
-                options = RequestOptions.of(request.sampling_params.extra_args)
-                most = 0 if request.use_structured_output else options.most_rows(self.num_spec_tokens)
-                request.spec_token_ids = [PADDING] * most

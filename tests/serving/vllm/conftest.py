@@ -7,10 +7,10 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 NANO = Path(__file__).parents[3] / "examples" / "wedlm-nano"
 PROPOSER = "wedlm_hf.serving.vllm.Proposer"
@@ -21,22 +21,11 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-# Without vLLM, test_available.py is left, and says so. Model runner V2 needs a process of its own, see its tests.
+# Without vLLM, test_available.py is left, and says so.
 NEED_VLLM = ["test_equality.py", "test_requests.py", "test_server.py", "test_start_up.py"]
-NEED_TRITON = ["test_runner_v2.py"]
-NEED_TRL = ["test_options.py", "test_window.py"]  # as tests/tiny.py does, which vLLM's environment has not
-HAS_VLLM, IS_RUNNER_V2 = bool(importlib.util.find_spec("vllm")), os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore = [] if HAS_VLLM and not IS_RUNNER_V2 else NEED_VLLM
-collect_ignore = collect_ignore + ([] if HAS_VLLM and IS_RUNNER_V2 else NEED_TRITON) + NEED_TRL * HAS_VLLM
-
-
-def offer_triton() -> None:
-    """vLLM for CPU uses Triton only where that has a backend for CPUs, which the interpreter makes needless."""
-    import triton.backends
-
-    driver = SimpleNamespace(is_active=lambda: True)
-    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+NEED_TRL = ["test_options.py"]  # as tests/tiny.py does, which vLLM's environment has not
+HAS_VLLM = bool(importlib.util.find_spec("vllm"))
+collect_ignore = NEED_TRL if HAS_VLLM else NEED_VLLM
 
 
 def check_entry_point() -> None:
@@ -49,8 +38,8 @@ def check_entry_point() -> None:
 
 if HAS_VLLM:
     check_entry_point()
-    if IS_RUNNER_V2:
-        offer_triton()
+    if not torch.cuda.is_available():
+        os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # with kernels for CPUs beside it, vLLM does not see that
 
 
 def start_engine(model: str | Path = NANO, tokens: int = 0, **options: Any) -> Any:
@@ -151,8 +140,6 @@ def metrics() -> Callable[[Any], dict[str, Any]]:
 @pytest.fixture(scope="session")
 def random_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A mask adapter of wedlm-nano with random updates of fused layers too, and the model that has it."""
-    import torch
-
     from wedlm_hf import WeDLMForCausalLM
     from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 

@@ -21,11 +21,11 @@ def test_without_vllm_the_plug_in_names_the_install(name):
 
 def engine(folder, model, **own):
     config = SimpleNamespace(model=str(folder), hf_config=model.config)
-    spec = SimpleNamespace(model=PROPOSER, num_speculative_tokens=8, rejection_sample_method="standard")
+    method = own.pop("rejection_sample_method", "standard")
+    spec = SimpleNamespace(model=PROPOSER, num_speculative_tokens=8, rejection_sample_method=method)
     return SimpleNamespace(
         speculative_config=spec if own.pop("drafts", True) else None,
         additional_config={"wedlm": own},
-        diffusion_config=None,
         lora_config=None,
         model_config=config,
     )
@@ -61,6 +61,8 @@ def test_what_an_engine_may_not_be_asked_for_is_refused():
         ({"always_draft": 1}, "true or false"),
         ({"drafts": False, "always_draft": True}, "goes with `speculative_config`"),
         ({"colour": 1}, "may hold"),
+        ({"verification": "none"}, "may hold 'mask_adapter', 'any_base', 'always_draft', got"),
+        ({"rejection_sample_method": "block"}, "must be 'standard', got 'block'"),
     ):
         config = engine("folder", model, **own)
         with pytest.raises(ValueError, match=said):

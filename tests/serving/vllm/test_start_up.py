@@ -10,6 +10,7 @@ import vllm
 from vllm.v1.sample import rejection_sampler
 
 from wedlm_hf import WeDLMConfig, WeDLMForCausalLM
+from wedlm_hf.serving.vllm.options import PROPOSER
 from wedlm_hf.serving.vllm.plugin import register
 from wedlm_hf.serving.vllm.runner import expand_batch_to_tokens
 
@@ -28,6 +29,7 @@ STYLES = {
     }},
     "published": {"vocab_size": 151936, "mask_token_id": None, "eos_token_id": 151645, "pad_token_id": None},
 }  # fmt: skip
+LOSSY = {"model": PROPOSER, "num_speculative_tokens": 8, "rejection_sample_method": "fly"}
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -94,15 +96,19 @@ def test_a_mask_adapter_drafts_as_in_transformers_and_leaves_the_answers_as_they
         (8, {"additional_config": {"wedlm": {"mask_adapter": str(SMOLLM2_ADAPTER)}}}, "belongs to another base"),
         (8, {"additional_config": {"wedlm": {"mask_adapter": "no/folder"}}}, "no/folder"),
         (8, {"scheduler_cls": "my.Scheduler"}, "scheduler of its own"),
-        (0, {"additional_config": {"wedlm": {"verification": "none"}}}, "runner V2 here, which needs Triton.*cpu"),
-        (8, {"additional_config": {"wedlm": {"verification": "none"}}}, "`speculative_config` is for verified"),
-        (0, {"additional_config": {"wedlm": {"verification": "exact"}}}, "may be 'none'.*got 'exact'"),
-        (0, {"additional_config": {"wedlm": {"window_size": 8}}}, "`window_size`.*goes with 'verification': 'none'"),
+        (0, {"speculative_config": LOSSY}, "`rejection_sample_method`.*must be 'standard', got 'fly'"),
     ],
 )
 def test_options_that_cannot_be_honoured_are_named_at_start_up(start, tokens, options, message):
     with pytest.raises((ValueError, OSError), match=message):
         start(tokens=tokens, **options)
+
+
+def test_the_runner_is_the_one_that_vllm_takes_by_itself(verified, start, monkeypatch):
+    assert not verified.llm_engine.vllm_config.use_v2_model_runner
+    monkeypatch.setitem(vars(vllm.envs), "VLLM_USE_V2_MODEL_RUNNER", True)  # it has read the environment
+    with pytest.raises(ValueError, match="Model Runner V2 does not yet support: speculative method 'custom_class'"):
+        start(tokens=8)
 
 
 def test_a_checkpoint_without_a_mask_token_is_refused_for_drafting_alone(tmp_path, start, nano, prompts, complete):
@@ -125,8 +131,8 @@ def test_the_proposer_is_for_wedlm_checkpoints(tmp_path, start):
 
 
 def test_another_version_of_vllm_is_named_at_start_up(monkeypatch, start):
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    with pytest.raises(ValueError, match=r"up to, not including, 0\.33; installed is vLLM 0\.33\.1"):
+    monkeypatch.setattr(vllm, "__version__", "0.34.0")
+    with pytest.raises(ValueError, match=r"up to, not including, 0\.34; installed is vLLM 0\.34\.0"):
         start()
     register()  # other models are served as ever
 
