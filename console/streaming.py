@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer
 
 from ..console.progress import track
 from ..modeling_wedlm import WeDLMForCausalLM

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import Cache, DynamicLayer
 
 from .rows import Step
 from .versions import CACHE

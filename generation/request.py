@@ -48,7 +48,9 @@ def decoding_request(
             ends += criterion.eos_token_id.tolist()
         else:
             others.append(criterion)
-    pad_token = generation_config._pad_token_tensor
+    pad_token = generation_config.pad_token_id
+    if pad_token is None and ends:
+        pad_token = ends[0]
     prompts = _prompts(input_ids, generation_config, model_kwargs, context_length(model.config))
     limit = max(1, min(limits) - input_ids.shape[1])
     _check_positions(model.config, list(map(len, prompts)), limit, model_kwargs.get(CACHE))

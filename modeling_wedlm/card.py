@@ -116,9 +116,9 @@ def metadata_of(card: str | None) -> dict[str, Any]:
         return {}
 
 
-def write_cards_on_save(cls: Any) -> None:
+def write_cards_on_save(model_class: Any) -> None:
     """Makes saves and uploads of a model class write its card."""
-    save, upload = cls.save_pretrained, cls._upload_modified_files
+    save, upload = model_class.save_pretrained, model_class._upload_modified_files
 
     @functools.wraps(save)
     def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,10 +132,10 @@ def write_cards_on_save(cls: Any) -> None:
         return result
 
     @functools.wraps(upload)
-    def _upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+    def upload_modified_files(self: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # transformers has put the repository's card here, or an empty form where there is none.
         tags = metadata_of(read_card(working_dir)).get("tags")
         write_card(working_dir, model_card(self, working_dir, repo_id=repo_id, metadata={"tags": tags}))
         return upload(self, working_dir, repo_id, *args, **kwargs)
 
-    cls.save_pretrained, cls._upload_modified_files = save_pretrained, _upload_modified_files
+    model_class.save_pretrained, model_class._upload_modified_files = save_pretrained, upload_modified_files

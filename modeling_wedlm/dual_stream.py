@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import AttentionMaskInterface
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..generation.versions import CACHE, cache_of
@@ -75,14 +75,14 @@ def dual_stream_mask(
         )
     if document_ids is None:
         document_ids = torch.zeros_like(stream_ids)
-    implementation = model.config._attn_implementation
-    if implementation not in ALL_MASK_ATTENTION_FUNCTIONS or "flash" in implementation:
+    implementation, masks = model.config._attn_implementation, AttentionMaskInterface()
+    if implementation not in masks or "flash" in implementation:
         raise ValueError(
             "Dual-stream training needs an attention implementation that takes an arbitrary mask "
             f"('sdpa', 'eager' or 'flex_attention'), got {implementation!r}."
         )
     size, length = stream_ids.shape
-    return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
+    return masks[implementation](
         batch_size=size, q_length=length, kv_length=length, q_offset=0, kv_offset=0,
         mask_function=dual_stream_mask_function(stream_ids, block_ids, document_ids),
         attention_mask=None, allow_is_causal_skip=False,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria
 from transformers.cli.serving.utils import InferenceThread, ToolCall, response_events_to_chunks
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer
 
 from ..eval.measure import pad_left
 from ..generation.grammar import Grammar, JSONConstraint

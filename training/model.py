@@ -8,7 +8,8 @@ import torch
 from accelerate import PartialState
 from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl import get_training_chat_template
+from trl.chat_template_utils import has_generation_markers
 
 from ..modeling_wedlm.convert import convert, read_source_config
 from ..modeling_wedlm.loading import load_model as load_wedlm

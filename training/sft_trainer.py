@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
-from trl import SFTTrainer
-from trl.data_utils import pack_dataset
+from trl import SFTTrainer, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
 from ..modeling_wedlm.card import is_written_by_a_person, read_card
@@ -214,7 +213,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             names = list(self._since_log)
             local = torch.stack([torch.as_tensor(self._since_log[name]) for name in names])
             # Tensor-parallel processes hold the same batch.
-            totals = self.accelerator.reduce(local, "sum") / self._tp_size
+            totals = self.accelerator.reduce(local, "sum") / self.get_tp_size()
             sums = dict(zip(names, totals.tolist(), strict=True))
             self._since_log.clear()
             for name in ("tokens", "supervised_tokens"):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation import BaseStreamer
 
 from ...console.progress import track
 from ...console.prompts import Turns

@@ -147,7 +147,8 @@ def test_a_transformers_beyond_the_range_is_one_warning_and_a_note_on_what_fails
 # What moved away, and the beginning of what a person types.
 TOO_OLD = """
 import sys, transformers
-transformers.__version__ = "5.17.0"
+transformers.Qwen3Model  # puts another module into sys.modules
+sys.modules["transformers"].__version__ = "5.17.0"
 for name in "transformers.core_model_loading", "transformers.masking_utils", "trl":
     sys.modules[name] = None
 for statement in {statements}:
@@ -170,12 +171,12 @@ def test_whatever_is_imported_first_names_the_range_to_a_transformers_below_it()
 
 # A model, and another, and an adapter on a stock one; then something deep inside has another signature.
 TOO_NEW = """
-import logging, transformers
-transformers.__version__ = "5.99.1"
+import logging, sys, torch, transformers
+model_class = transformers.Qwen3Model  # puts another module into sys.modules
+sys.modules["transformers"].__version__ = "5.99.1"
 records = []
-logging.getLogger().addHandler(handler := logging.Handler())
+logging.getLogger("wedlm_hf").addHandler(handler := logging.Handler())
 handler.emit = records.append
-import torch
 from tiny import stock_twin, tiny_model
 from test_mask_adapter import with_adapter
 model = tiny_model()
@@ -183,7 +184,7 @@ attached = with_adapter(stock_twin(model, "sdpa"))
 assert [record.getMessage()[:45] for record in records] == ["transformers 5.99.1 is newer than what wedlm-"], records
 def fails(*args, **kwargs):
     raise TypeError("got multiple values for argument 'cache'")
-transformers.Qwen3Model.forward = fails
+model_class.forward = fails
 ids = torch.tensor([[5, 6, 7]])
 exact = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 4}
 for call in (
