@@ -3,9 +3,14 @@
 The four sub-packages are the library: `modeling_wedlm` (model, conversion, Hub bundle), `generation` (decoding),
 `training` (masking, collator, loss) and `eval`. The names below are shortcuts, looked up on first use, so that
 `import wedlm_hf` itself loads neither torch nor transformers.
+
+It makes the model known to the Auto classes of transformers and mask adapters to PEFT: at once where those are loaded,
+else as soon as they are.
 """
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,3 +58,35 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+# What registers itself when it is imported, by the module that it registers itself with.
+_REGISTERED = {"transformers.models.auto.modeling_auto": "modeling_wedlm", "peft": "adapters.peft_method"}
+
+
+class _Registration:
+    """A finder of modules that finds none, but has ours imported behind those that they register themselves with."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """What the other finders say; the module that is loaded by it registers ours at the end."""
+        ours = _REGISTERED.get(name)
+        others = [finder.find_spec for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (find(name, path, target) for find in others)), None) if ours else None
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+
+        def run_and_register(module: Any) -> None:
+            run(module)
+            import_module(f".{ours}", __name__)
+
+        spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        return spec
+
+
+if __name__ == "wedlm_hf":  # not where pytest imports this file by another name
+    sys.meta_path.insert(0, _Registration)
+    for _theirs, _ours in _REGISTERED.items():
+        if _theirs in sys.modules:
+            import_module(f".{_ours}", __name__)

@@ -13,11 +13,13 @@ from .convert import Conversion, convert
 from .dual_stream import dual_stream_mask, forward_with_targets
 from .hub import write_hub_files
 from .modeling_wedlm import WeDLMForCausalLM, WeDLMModel, WeDLMPreTrainedModel
+from .stock import explain_settings
 
 AutoConfig.register("wedlm", WeDLMConfig, exist_ok=True)
 AutoModel.register(WeDLMConfig, WeDLMModel, exist_ok=True)
 AutoModelForCausalLM.register(WeDLMConfig, WeDLMForCausalLM, exist_ok=True)
 
+explain_settings()
 WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
 write_cards_on_save(WeDLMPreTrainedModel)
 WeDLMModel._dual_stream_mask = dual_stream_mask

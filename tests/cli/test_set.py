@@ -148,7 +148,7 @@ def test_a_command_honours_a_keyword_as_python_does_or_refuses_it_by_name(comman
     keywords = {**prompt, **own, "max_new_tokens": LIMIT, "tokenizer": tokenizer}
     if name == "stop_strings":
         free = tokenizer.decode(model.generate(**keywords, min_new_tokens=LIMIT)[0, width:])
-        value = next(letter for letter in free[1:] if letter.isprintable() and letter != "\ufffd" and letter.strip())
+        value = next(letter for letter in free if letter != "\ufffd")
     given = (f"{name}={value}", *others)
     torch.manual_seed(0)
     tokens = model.generate(**keywords, **keywords_of(given))[0, width:].tolist()

@@ -1,0 +1,34 @@
+"""`import wedlm_hf` alone: what it makes known to transformers and PEFT, and what stock models say then."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny import stock_twin, tiny_model
+
+SEEN = """
+import transformers, peft
+assert transformers.AutoConfig.for_model("wedlm").model_type == "wedlm"
+print("MASK_ADAPTER" in {kind.value for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING})
+"""
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_importing_the_package_registers_it_before_and_after_transformers_and_peft(order):
+    light = "import sys, wedlm_hf; assert not {'torch', 'transformers', 'peft'} & set(sys.modules)"
+    lines = (
+        [light, SEEN]
+        if order == "before"
+        else ["import transformers, peft; transformers.AutoModel", "import wedlm_hf", SEEN]
+    )
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert result.stdout.strip() == "True", result.stderr
+
+
+def test_a_stock_model_says_what_parallel_decoding_needs():
+    model = stock_twin(tiny_model())
+    with pytest.raises(ValueError, match=r"`strategy='wedlm'` decodes in parallel, which Qwen3ForCausalLM cannot"):
+        model.generate(torch.tensor([[7, 8]]), strategy="wedlm", max_new_tokens=2)
+    with pytest.raises(ValueError, match="model_kwargs"):
+        model.generate(torch.tensor([[7, 8]]), stratgy="wedlm", max_new_tokens=2)
