@@ -143,7 +143,9 @@ class WeDLMGenerationSettings:
 
 
 def _is_cost(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value >= 0 and (isinstance(value, float) or value < 2**63)  # no larger integer is sure to be a float
 
 
 def _check_slot_cost(cost: Any) -> None:

@@ -78,6 +78,7 @@ class Asked:
         makes_one_call: an answer ends behind its first tool call.
         likeliest: so many tokens are told of at each place, beside the chosen one; `None`: no log-probabilities.
         grammar: what the answer must follow.
+        is_ordered: tokens are chosen behind those before them; else how much room an answer has may change it.
     """
 
     prompt: list[int]
@@ -89,11 +90,12 @@ class Asked:
     makes_one_call: bool = False
     likeliest: int | None = None
     grammar: Grammar | None = None
+    is_ordered: bool = True
 
     @cached_property
     def kind(self) -> Hashable:
         """Equal for those that may share a `generate` call."""
-        settings = self.config.to_dict() | {"max_new_tokens": None}
+        settings = self.config.to_dict() | ({"max_new_tokens": None} if self.is_ordered else {})
         if self.seed is not None or any(settings.get(name) not in (None, value) for name, value in ALONE.items()):
             return id(self)
         grammar = self.grammar and self.grammar.text

@@ -50,6 +50,11 @@ class ServedModel:
         longest = max(map(len, self.tokenizer.get_vocab()))
         return min(self.context * max(16, longest), MOST_CHARACTERS)
 
+    def is_ordered(self, settings: dict[str, Any]) -> bool:
+        """Whether these settings choose tokens behind those before them."""
+        stored = getattr(self.model.generation_config, "verification", None)
+        return settings["strategy"] == "ar" or (settings.get("verification") or stored or "none") != "none"
+
     def check_name(self, name: str) -> None:
         """Raises `RequestError` for the name of another model."""
         if name != self.name:
@@ -83,18 +88,22 @@ class Endpoint:
         for name in ("suppress_tokens", "logit_bias"):
             check_tokens(name, getattr(request, name) or [], size)
         settings = with_asked(self.served.settings, settings_of(request))
+        is_ordered = self.served.is_ordered(settings)
         if request.likeliest is not None:
-            self._check_ordered(settings, "logprobs")
             if settings["strategy"] == "ar" and self.served.model.generation_config.prompt_lookup_num_tokens:
                 message = "`logprobs`: this server looks drafts up in the prompt (`prompt_lookup_num_tokens`)."
                 raise RequestError(message, param="logprobs")
         rest = {"seed": request.seed, "stops": request.stop or [], "likeliest": request.likeliest}
+        rest["is_ordered"] = is_ordered
         asked = [
             Asked(prompt, self._config(request, prompt), settings, **rest, **more)
             for prompt, more in self._prompts(request)
         ]
-        if asked[0].grammar is not None:
-            self._check_ordered(settings, "response_format")
+        needs = {"logprobs": request.likeliest is not None, "response_format": asked[0].grammar is not None}
+        for field in needs:
+            if needs[field] and not is_ordered:
+                message = f"`{field}` needs each token's predecessors"
+                raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=field)
         if request.n > 1:  # a seed gives each its own sample
             seeds = [None if request.seed is None else request.seed + index for index in range(request.n)]
             asked = [replace(one, seed=seed) for one in asked for seed in seeds]
@@ -103,15 +112,6 @@ class Endpoint:
     def _prompts(self, request: Any) -> Iterator[tuple[list[int], dict[str, Any]]]:
         """The prompts, in tokens, and what else [`Asked`] takes."""
         raise NotImplementedError
-
-    def _check_ordered(self, settings: dict[str, Any], field: str) -> None:
-        """Raises `RequestError` where tokens are chosen before those in front of them are known."""
-        stored = getattr(self.served.model.generation_config, "verification", None)
-        if settings["strategy"] != "ar" and (settings.get("verification") or stored or "none") == "none":
-            message = (
-                f"`{field}` needs each token's predecessors: ask for `verification`: 'exact' or `strategy`: 'ar'."
-            )
-            raise RequestError(message, param=field)
 
     def _check_size(self, *texts: Any) -> None:
         """Raises `RequestError` for texts that do not fit into the context, however they are written in tokens."""

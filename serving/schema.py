@@ -242,7 +242,7 @@ class CompletionRequest(Request):
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _as_list(cls, prompt: Any) -> Any:
+    def _as_prompts(cls, prompt: Any) -> Any:
         prompts = [prompt] if isinstance(prompt, str) or (prompt and _are_tokens(prompt)) else prompt
         if not isinstance(prompts, list) or not all(isinstance(each, str) or _are_tokens(each) for each in prompts):
             raise ValueError("it must be a text, a list of token ids, or a list of such prompts")

@@ -1,5 +1,6 @@
 """`wedlm serve` as its clients see it: the stock `openai` client, on wedlm-nano."""
 
+import json
 import logging
 import re
 import signal
@@ -8,18 +9,28 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import openai
 import pytest
 import torch
-from served import ANSWER, CHAT, ENDLESS, NAME, post
+from hypothesis import given
+from hypothesis import strategies as st
+from served import ANSWER, CHAT, ENDLESS, NAME, Server, post
 from tiny import tiny_model, tiny_tokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS, ToolCall
+from transformers.utils.chat_parsing import ResponseParser
 from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
 from wedlm_hf.eval.prompts import encode
+from wedlm_hf.generation.grammar import Grammar, JSONConstraint
+from wedlm_hf.serving.calls import Answer, Asked
 from wedlm_hf.serving.server import build_app
-from wedlm_hf.serving.text import StopTrimmer
+from wedlm_hf.serving.text import StopTrimmer, TextDecoder
 
 
 @pytest.fixture
@@ -68,9 +79,9 @@ def test_text_is_completed_streaming_or_not(server):
     prompt = server.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     ids = server.tokenizer(prompt).input_ids
     options = {"model": NAME, "extra_body": {"generation_config": '{"verification": "exact"}'}}
-    for given in (prompt, ids):
-        whole = server.client.completions.create(prompt=given, **options)
-        chunks = list(server.client.completions.create(prompt=given, stream=True, **options))
+    for either in (prompt, ids):
+        whole = server.client.completions.create(prompt=either, **options)
+        chunks = list(server.client.completions.create(prompt=either, stream=True, **options))
         assert whole.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
         assert chunks[-1].usage == whole.usage
     several = server.client.completions.create(prompt=[prompt, ids], n=2, **options)
@@ -132,6 +143,131 @@ def test_text_that_may_begin_a_stop_string_is_held_back_until_it_is_certain():
     assert trimmer.rest() == "EN"
     assert [trimmer.feed(text) for text in ("x", "EN", "D y", "z")] == ["x", "", "", ""]
     assert trimmer.rest() == ""
+
+
+def test_a_stop_string_is_looked_for_in_the_answer_alone(server):
+    for settings in ({}, {"strategy": "ar"}):  # the header of the answer ends in a newline
+        choice = server.chat(stop=["\n5"], extra_body=settings).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("stop", ANSWER)
+
+
+def byte_fallback():
+    """A model and its tokenizer as Llama 2 and Gemma have theirs: a token for each byte."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), ",", "<mask>"]
+    vocab = {word: number for number, word in enumerate(words)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    special = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<unk>", "mask_token": "<mask>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    return tiny_model(vocab_size=len(vocab), pad_token_id=0, eos_token_id=2, mask_token_id=260), tokenizer, vocab
+
+
+def test_bytes_that_are_no_character_are_text_like_any_other():
+    model, tokenizer, vocab = byte_fallback()
+    with Server(model, tokenizer, {"strategy": "ar"}) as server:
+        bias = {vocab["<0x41>"]: 100, vocab["<0xE4>"]: 90, vocab[","]: 80}  # "A", a part of a character, ","
+        body = {"model": NAME, "prompt": "Hello", "max_tokens": 3, "logit_bias": bias, "logprobs": 0}
+        choice = server.client.completions.create(**body, extra_body={"no_repeat_ngram_size": 1}).choices[0]
+        assert (choice.text, choice.logprobs.tokens) == ("A\ufffd,", ["A", r"bytes:\xe4", ","])
+        several = server.client.completions.create(model=NAME, prompt=[*map(str, range(40))], max_tokens=24)
+        assert len(several.choices) == 40
+
+
+@given(st.lists(st.integers(0, 299)), st.text())
+def test_tokens_one_by_one_are_decoded_as_all_of_them(tokens, text):
+    tokenizer = tiny_tokenizer()
+    for ids in (tokens, tokenizer(text).input_ids):
+        decoder = TextDecoder(tokenizer._tokenizer, True)
+        assert "".join(map(decoder.feed, ids)) + decoder.rest() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_n_answers_are_those_to_the_seeds_that_follow(server):
+    asked = {"temperature": 6, "max_tokens": 12, "extra_body": {"verification": "exact"}}
+    alone = [server.text(**asked, seed=seed) for seed in (3, 4, 5)]
+    whole = server.chat(**asked, seed=3, n=3)
+    assert [choice.message.content for choice in whole.choices] == alone
+    texts = ["", "", ""]
+    for chunk in server.chat(**asked, seed=3, n=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert (texts, chunk.usage) == (alone, whole.usage)
+    assert whole.usage.completion_tokens > whole.usage.prompt_tokens
+
+
+def test_a_seed_leaves_nothing_behind_for_the_next_request(server):
+    for settings in ({"strategy": "ar"}, {"verification": "exact"}):
+        state = torch.get_rng_state()
+        server.text(temperature=1, seed=3, max_tokens=2, extra_body=settings)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def log_probs(server, count, **options):
+    """Of the tokens that `generate` gives, by its logits, and its likeliest tokens."""
+    ids = torch.tensor([encode(server.tokenizer, CHAT)])
+    keep = {"output_logits": True, "return_dict_in_generate": True, "max_new_tokens": 100}
+    output = server.model.generate(ids, **keep, **options)
+    table = torch.cat(output.logits).log_softmax(-1)
+    tokens = output.sequences[0, ids.shape[1] :]
+    return table.gather(1, tokens[:, None])[:-1, 0], table.topk(count)  # the end token is no part of the text
+
+
+@pytest.mark.parametrize("settings", [{"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}], ids=str)
+def test_log_probabilities_are_those_of_the_logits_that_tokens_were_chosen_from(server, settings):
+    expected, (values, _) = log_probs(server, 2, **settings)
+    asked = {"logprobs": True, "top_logprobs": 2, "extra_body": settings}
+    whole = server.chat(**asked).choices[0]
+    told = whole.logprobs.content
+    assert "".join(one.token for one in told) == whole.message.content == ANSWER
+    torch.testing.assert_close(torch.tensor([one.logprob for one in told]), expected)
+    found = torch.tensor([[other.logprob for other in one.top_logprobs] for one in told])
+    torch.testing.assert_close(found, values[: len(found)])
+    chunks = [chunk.choices[0] for chunk in server.chat(**asked, stream=True)]
+    assert [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == told
+    cut = server.chat(**asked, stop=["25"], n=2)
+    for choice in cut.choices:  # two in a call; what the stop string took away is not told of
+        assert "".join(one.token for one in choice.logprobs.content) == "5, 10, 15, 20, "
+
+
+def test_an_answer_follows_the_schema_that_it_is_asked_to_as_generate_does(server):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", 5]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    for settings in ({"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}):
+        constraint = JSONConstraint(Grammar(server.tokenizer, schema))
+        text, _ = generated(server, logits_processor=[constraint], **settings)
+        answer = server.chat(response_format=wanted, max_tokens=100, n=2, extra_body=settings)
+        assert [choice.message.content for choice in answer.choices] == [text, text]
+        assert json.loads(text)["a"] in ("x", 5)
+        anything = server.text(response_format={"type": "json_object"}, max_tokens=5, extra_body=settings)
+        assert anything.startswith("{")
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"n": 3}}</tool_call>'
+BROKEN = '<tool_call>{"name": </tool_call> rest'
+
+
+@pytest.mark.parametrize(("text", "one", "expected"), [
+    (f"Hi{CALL}{CALL}", False, ["Hi", "f", "f"]), (f"Hi{CALL}{CALL}", True, ["Hi", "f"]),
+    (f"Hi{BROKEN}", False, [f"Hi{BROKEN}"]), ("Hi<tool_call>{", False, ["Hi<tool_call>{"]),
+])  # fmt: skip
+def test_a_tool_call_is_one_and_what_is_none_is_text(text, one, expected):
+    tokenizer, sent = tiny_tokenizer(), []
+    (template,) = [found for names, found in _RESPONSE_TEMPLATE_FALLBACKS.items() if "qwen3" in names]
+    config = GenerationConfig(eos_token_id=2, max_new_tokens=500)
+    parser = partial(ResponseParser, template, prefix="<|im_start|>assistant\n")
+    asked = Asked([1], config, {}, parser=parser, makes_one_call=one)
+    answer = Answer(asked, "id", tokenizer, sent.append, 0)
+    answer.put(tokenizer(text).input_ids)
+    answer.finish("stop")
+    items = [item for _, item, _ in sent]
+    assert answer.is_over and items.pop() is None
+    texts = "".join(item for item in items if isinstance(item, str))
+    calls = [item.name for item in items if isinstance(item, ToolCall)]
+    assert [texts, *calls] == expected
+    assert answer.finish_reason == ("tool_calls" if calls else "stop")
 
 
 def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for(server):
@@ -197,6 +333,36 @@ def test_a_failure_of_the_model_is_an_error_of_its_request_alone(server, monkeyp
     assert isinstance(caught.value, openai.InternalServerError) == (good == 0)  # later the status has been sent
     log("RuntimeError: no memory")
     assert server.text() == ANSWER
+
+
+def test_what_ends_one_answer_of_a_call_ends_no_other(server, monkeypatch, log):
+    """An answer that cannot be read fails alone; and if the call itself fails, all others are made anew."""
+    body = {"model": NAME, "prompt": [*map(str, range(8))], "max_tokens": 12, "extra_body": {"strategy": "ar"}}
+    alone = [choice.text for choice in server.client.completions.create(**body).choices]
+    forward, calls = WeDLMForCausalLM.forward, []
+
+    def fail_once(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == 5:
+            raise RuntimeError("one sequence is to blame")
+        return forward(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeDLMForCausalLM, "forward", fail_once)
+        assert [choice.text for choice in server.client.completions.create(**body).choices] == alone
+    read = Answer._read
+
+    def fail(answer, text):
+        if answer.asked.likeliest is not None and len(answer.tokens) > 3:
+            raise RuntimeError("it cannot be read")
+        read(answer, text)
+
+    monkeypatch.setattr(Answer, "_read", fail)
+    with ThreadPoolExecutor(8) as pool:
+        bodies = [body | {"prompt": str(number), "logprobs": 1 if number == 5 else None} for number in range(8)]
+        found = [pool.submit(server.client.completions.create, **each) for each in bodies]
+    texts = ["failed" if each.exception() else each.result().choices[0].text for each in found]
+    assert texts == [*alone[:5], "failed", *alone[6:]]
 
 
 # --- clients that go away --------------------------------------------------------------------------------------------

@@ -1,0 +1,177 @@
+"""Random requests from many clients to `wedlm serve` on wedlm-nano: are all answered, and as if each were alone?
+
+    python benchmarks/served_requests.py --requests 1000 --clients 16
+
+Clients send fields that are null, odd or huge, seeds beside none, bytes that are no character, and go away in the
+middle. Every answer that a request determines is compared with that of `generate`; memory is looked at in between.
+"""
+
+import argparse
+import gc
+import json
+import random
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+
+from wedlm_hf.eval.options import NANO
+from wedlm_hf.eval.prompts import encode
+from wedlm_hf.generation.grammar import Grammar, JSONConstraint
+from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+from wedlm_hf.serving.schema import ChatRequest, CompletionRequest
+from wedlm_hf.serving.server import build_app
+
+DECODERS: list[dict[str, Any]] = [{"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}, {}]
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+ODD: list[Any] = [None, 0, -1, "", False, True, [], {}, 1e300, 10**30, "x" * 5000, [None], {"a": [1]}, "\ud800", 0.5]
+
+
+def question(chance: random.Random) -> str:
+    """One of 60, so that answers of `generate` are soon known; some hold characters of several bytes."""
+    number = chance.randrange(60)
+    return [f"Count from 5 to {number} by 5.", f"Sort {number}, 7, 12", f"ä中😀 {number}"][number % 3]
+
+
+def request(chance: random.Random) -> tuple[str, dict[str, Any], str]:
+    """A path, a body, and what is to be expected: `same` as `generate`, `any` answer or refusal, or a client that
+    `leaves`."""
+    decoder, text = chance.choice(DECODERS), question(chance)
+    kind = chance.choices(
+        ["plain", "sampled", "field", "broken", "leaves", "bytes", "json"], [40, 10, 20, 5, 10, 10, 5]
+    )[0]
+    messages = [{"role": "user", "content": text}]
+    body = {"messages": messages, "max_tokens": chance.choice([4, 16, 40]), "stream": chance.random() < 0.5, **decoder}
+    path = "v1/chat/completions"
+    if kind == "plain" and chance.random() < 0.3:
+        path, body = "v1/completions", {"prompt": [text], **{k: v for k, v in body.items() if k != "messages"}}
+    if kind == "plain":
+        return (
+            path,
+            body | ({"stop": chance.choice(["5", "\n", [", 1", "zz"]])} if chance.random() < 0.3 else {}),
+            "same",
+        )
+    if kind == "sampled":
+        return path, body | {"temperature": 2, "seed": chance.choice([None, 1, 2])}, "any"
+    if kind == "json":
+        format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+        return path, body | DECODERS[1] | {"response_format": format}, "same"
+    if kind == "bytes":
+        body = body | {"temperature": 50, "top_k": 1000, "n": chance.choice([1, 3])}
+        return (
+            path,
+            body | {"logprobs": bool(decoder), "verification": "exact"} if decoder.get("verification") else body,
+            "any",
+        )
+    if kind == "field":
+        field = chance.choice(
+            [*ChatRequest.model_fields, *CompletionRequest.model_fields, "generation_config", "beam"]
+        )
+        return path, body | {field: chance.choice(ODD)}, "any"
+    if kind == "broken":
+        return (
+            path,
+            chance.choice([{}, {"messages": messages, "x" * 99: 1}, {"messages": [[]]}, {"prompt": "1, " * 10**6}]),
+            "any",
+        )
+    return path, body | {"max_tokens": 400, "min_new_tokens": 400, "strategy": "ar"}, "leaves"
+
+
+def send(port: int, path: str, body: dict[str, Any], leaves: bool) -> tuple[int, str]:
+    """The status and the text of the answer, or of the error."""
+    data = json.dumps(body).encode()
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(asked, timeout=0.3 if leaves else 300) as response:
+            text = response.read(200 if leaves else None).decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except (TimeoutError, urllib.error.URLError):
+        if leaves:
+            return 0, ""
+        raise
+    if leaves or not text.startswith("data:"):
+        choice = None if leaves else json.loads(text)["choices"][0]
+        return 200, "" if choice is None else choice.get("text") or choice["message"]["content"] or ""
+    chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+    if any("error" in chunk for chunk in chunks):
+        return 599, text[-300:]
+    parts = [chunk["choices"][0] for chunk in chunks]
+    return 200, "".join(part.get("text") or part.get("delta", {}).get("content") or "" for part in parts)
+
+
+def expected(model: Any, tokenizer: Any, path: str, body: dict[str, Any]) -> str:
+    """The text by `generate` itself, up to a stop string."""
+    ids = encode(tokenizer, body["messages"]) if "messages" in body else tokenizer(body["prompt"][0]).input_ids
+    options = {name: body[name] for name in ("strategy", "verification") if name in body} or {"strategy": "wedlm"}
+    if "response_format" in body:
+        options["logits_processor"] = [JSONConstraint(Grammar(tokenizer, SCHEMA))]
+    output = model.generate(torch.tensor([ids]), max_new_tokens=body["max_tokens"], **options)
+    text = tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
+    stops = body.get("stop") or []
+    places = [text.find(stop) for stop in ([stops] if isinstance(stops, str) else stops)]
+    return str(text[: min((place for place in places if place >= 0), default=len(text))])
+
+
+def memory() -> float:
+    """MiB that this process holds."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) / 1024
+
+
+def main() -> None:
+    """Sends them, and prints what came back."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model, tokenizer = load_model(NANO), load_tokenizer(NANO)
+    door = socket.create_server(("127.0.0.1", 0))
+    app = build_app("m", model, tokenizer, {"strategy": "wedlm"})
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]})
+    thread.start()
+    port = door.getsockname()[1]
+    chance = random.Random(options.seed)
+    asked = [request(chance) for _ in range(options.requests)]
+    found: list[Any] = []
+    for start in range(0, len(asked), 200):
+        with ThreadPoolExecutor(options.clients) as pool:
+            found += pool.map(lambda one: send(port, one[0], one[1], one[2] == "leaves"), asked[start : start + 200])
+        print(f"{len(found)} requests, {memory():.0f} MiB", flush=True)
+    known: dict[str, str] = {}
+    wrong = []
+    for (path, body, kind), (status, text) in zip(asked, found, strict=True):
+        if kind == "same":
+            key = json.dumps([path, {name: value for name, value in body.items() if name != "stream"}])
+            if key not in known:
+                known[key] = expected(model, tokenizer, path, body)
+            if (status, text) != (200, known[key]):
+                wrong.append((body, status, text, known[key]))
+        elif status >= 500 and status != 0:
+            wrong.append((body, status, text, ""))
+    print(
+        "answers by kind and status:",
+        dict(Counter((kind, status) for (_, _, kind), (status, _) in zip(asked, found, strict=True))),
+    )
+    print(f"{len(known)} answers of `generate`, {len(wrong)} wrong or lost")
+    for each in wrong[:5]:
+        print(each)
+    server.should_exit = True
+    thread.join(timeout=60)
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
