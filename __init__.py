@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
     from .modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, WeDLMModel, convert
+    from .modeling_wedlm.packed import pack
     from .training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "add_mask_adapter",
     "convert",
     "load_mask_adapter",
+    "pack",
     "save_mask_adapter",
     "unload_mask_adapter",
 ]
@@ -44,6 +46,7 @@ _HOME = {
     "add_mask_adapter": "adapters",
     "convert": "modeling_wedlm",
     "load_mask_adapter": "adapters",
+    "pack": "modeling_wedlm.packed",
     "save_mask_adapter": "adapters",
     "unload_mask_adapter": "adapters",
 }

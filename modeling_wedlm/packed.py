@@ -197,7 +197,8 @@ def pack(model: nn.Module) -> nn.Module:
     packed. Where torch lacks the kernels, the model is returned as it was.
 
     Raises:
-        ValueError: for a model elsewhere than on a CPU, and for one whose weights are mostly not in `nn.Linear`.
+        ValueError: for a model elsewhere than on a CPU, for quantized weights (those read from a GGUF file are not),
+            and for a model whose weights are mostly not in `nn.Linear`. It is left as it was.
     """
     if not can_pack():
         return model
@@ -209,6 +210,11 @@ def pack(model: nn.Module) -> nn.Module:
             f"nn.Linear layers hold {share:.0%} of the weights of this {type(model).__name__}: packing them would not "
             "make it faster."
         )
+    is_dequantized = getattr(model, "quantization_method", None) == "gguf"
+    if getattr(model, "is_quantized", False) and not is_dequantized:
+        raise ValueError(f"The weights of this {type(model).__name__} are quantized: load the model with a dtype.")
+    if is_dequantized:
+        forget_gguf(model)
     tables = {id(module.weight): module.weight for module in model.modules() if type(module) is nn.Embedding}
     packable = {id(module.weight) for module in model.modules() if type(module) is nn.Linear} - tables.keys()
     for parameter in model.parameters():
@@ -245,6 +251,13 @@ def pack(model: nn.Module) -> nn.Module:
         listed = ", ".join(dict.fromkeys(plain))
         logger.warning("%d linear layers have weights beyond float16 and stay in float32: %s.", len(plain), listed)
     return model
+
+
+def forget_gguf(model: Any) -> None:
+    """Lets a model that transformers read from a GGUF file be cast, packed and saved: its weights are dequantized."""
+    model.is_quantized, model.hf_quantizer = False, None
+    model.__dict__.pop("quantization_method", None)
+    vars(model.config).pop("quantization_config", None)
 
 
 def _find(module: nn.Module, places: dict[int, list[tuple[nn.Module, str]]]) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from transformers.utils import cached_file
 
 from .loading import FASTEST, find_checkpoint, load_config_dict, load_model, load_tokenizer, set_format
-from .packed import PACKED
+from .packed import PACKED, forget_gguf
 
 # The tensors that transformers reads from GGUF files of the families we take. It ignores all others.
 _TENSOR = re.compile(
@@ -69,9 +69,7 @@ def load_source(
     else:
         read_config_dict(folder, revision, gguf_file)
         model, _ = load_gguf_model(folder, gguf_file, revision)
-        # Its weights are dequantized: they can be cast, packed and saved.
-        model.is_quantized, model.hf_quantizer = False, None
-        vars(model.config).pop("quantization_config", None)
+        forget_gguf(model)
         if isinstance(dtype, torch.dtype):
             model.to(dtype)
         set_format(model, dtype, device)

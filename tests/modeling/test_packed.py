@@ -15,6 +15,7 @@ from tiny import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import wedlm_hf
 from wedlm_hf import add_mask_adapter
 from wedlm_hf.eval.measure import environment, fingerprint
 from wedlm_hf.modeling_wedlm import packed
@@ -43,6 +44,19 @@ def stock_model(tied=False, dtype=torch.float32):
     tokens = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = LlamaConfig(**sizes, **tokens, num_key_value_heads=2, tie_word_embeddings=tied)
     return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
+
+
+@pytest.mark.parametrize("method", ["gguf", "bitsandbytes"])
+def test_weights_of_a_gguf_file_are_packed_and_quantized_ones_left_as_they_are(method):
+    model, plain = stock_model(), pack(stock_model())
+    model.is_quantized, model.quantization_method, model.hf_quantizer = True, method, object()
+    if method == "gguf":
+        assert logits_of(wedlm_hf.pack(model)).equal(logits_of(plain))
+        return
+    before = dict(model.named_modules())
+    with pytest.raises(ValueError, match="are quantized: load the model with a dtype"):
+        pack(model)
+    assert dict(model.named_modules()) == before
 
 
 def logits_of(model):
