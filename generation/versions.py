@@ -18,7 +18,7 @@ RELEASE = "wedlm-hf 0.1"
 # Of config.json and adapter_config.json. Files that an older library would misread state theirs as `wedlm_format`.
 FORMAT = 1
 # The oldest and the newest transformers that the tests ran with.
-TESTED = ("5.20.0", "5.24.0")
+TESTED = ("5.19.0", "5.24.0")
 
 
 def _minor(version: str) -> tuple[int, int]:
