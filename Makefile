@@ -1,5 +1,6 @@
 # `make demo` shows a tiny model at work, `make real` a pretrained one, which it downloads (93 MB). `make test` checks the
 # code, `make slow` runs the tests that take long, `make docs` builds the documentation. The first call of any of them sets up .venv.
+# `make test-lowest` and `make test-newest` run the tests with other versions than the pinned ones.
 # PYTHON=python3.12 picks another interpreter; PIP_EXTRA_INDEX_URL and pip's other variables apply as usual.
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
 
-.PHONY: demo real test test-vllm slow lint types unit docs dist format clean
+.PHONY: demo real test test-lowest test-newest test-vllm slow lint types unit docs dist format clean
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
@@ -38,6 +39,35 @@ unit: $(INSTALLED)
 # Trainings that must learn something, and runs of several processes.
 slow: $(INSTALLED)
 	$(PYTEST) -m slow
+
+# With the lowest versions that setup.cfg allows, and with the newest that an index has today: in environments of their own,
+# made by uv. torch comes by pip, before the rest, and stays as it is. LOWEST_TORCH and NEWEST_TORCH name another one: CI
+# takes the pinned one, of which there is a small build. Tests that carry checkpoints across find the environments by name.
+UV := $(BIN)/uv
+LOWEST := .venv-lowest
+LOWEST_TORCH ?= $(shell grep '^torch==' requirements-lowest.txt)
+NEWEST := .venv-newest
+NEWEST_TORCH ?= torch
+EXTRAS := cli,train,peft,gguf,qlora,eval,serve,chat,demo,dev
+OTHER_PYTEST := -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-lowest: $(LOWEST)/installed
+	$(LOWEST)/bin/python $(OTHER_PYTEST)
+
+$(LOWEST)/installed: requirements-lowest.txt $(INSTALLED)
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --quiet '$(LOWEST_TORCH)'
+	grep -v '^torch==' requirements-lowest.txt | $(UV) pip install --quiet --python $(LOWEST)/bin/python --no-deps --requirement -
+	$(UV) pip install --quiet --python $(LOWEST)/bin/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+test-newest: $(INSTALLED)
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet '$(NEWEST_TORCH)'
+	$(UV) pip install --quiet --python $(NEWEST)/bin/python setuptools
+	$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-build-isolation --editable '.[$(EXTRAS)]'
+	$(UV) pip freeze --python $(NEWEST)/bin/python
+	$(NEWEST)/bin/python $(OTHER_PYTEST)
 
 # On a real vLLM engine, in an environment of its own (4 GB): vLLM wants other versions than the rest.
 VLLM := .venv-vllm
@@ -68,7 +98,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist wedlm_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(VLLM) build dist wedlm_hf.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch goes first and alone: an index that offers several builds of it can then be asked for exactly that version.
 $(INSTALLED): requirements.txt setup.cfg pyproject.toml Makefile

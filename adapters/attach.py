@@ -28,7 +28,7 @@ from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.rows import Row, SequenceState, lay_out
 from ..generation.sampling import TokenSampler
 from ..generation.tree_drafter import TreeDrafter
-from ..generation.versions import CACHE, explained, warn_if_untested
+from ..generation.versions import CACHE, explained, is_checkpointing, warn_if_untested
 from .adapter_files import (
     CONFIG_NAME,
     MaskAdapterSettings,
@@ -60,7 +60,7 @@ class AttachedModel(WeDLMGenerationMixin):
         Raises:
             ValueError: under gradient checkpointing, which would compute the slots anew without the mask adapter.
         """
-        if self.training and getattr(self, "is_activation_checkpointing", False):
+        if self.training and is_checkpointing(self):
             raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
         if slots is not None:
             if hasattr(self.mask_adapter.mask_embedding, "full_tensor"):  # a DTensor

@@ -28,7 +28,7 @@ from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
 from .verify import FixedPlan, VerifyRule
-from .versions import CACHE, explained, rename_cache
+from .versions import CACHE, explained, is_checkpointing, rename_cache
 
 # Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
 REFUSED_OPTIONS = {
@@ -262,7 +262,7 @@ def _check_inputs(
             f"a static cache: load the model with one of {DENSE_MASK_ATTENTION}, or generate one prompt at a time, "
             "without `cache_implementation='static'`."
         )
-    if model.training and getattr(model, "is_activation_checkpointing", False):
+    if model.training and is_checkpointing(model):
         raise ValueError(
             "Gradient checkpointing in training mode leaves no cache to decode with: call `model.eval()`."
         )

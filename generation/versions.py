@@ -18,7 +18,7 @@ RELEASE = "wedlm-hf 0.1"
 # Of config.json and adapter_config.json. Files that an older library would misread state theirs as `wedlm_format`.
 FORMAT = 1
 # The oldest and the newest transformers that the tests ran with.
-TESTED = ("5.18.0", "5.24.0")
+TESTED = ("5.19.0", "5.24.0")
 
 
 def _minor(version: str) -> tuple[int, int]:
@@ -99,6 +99,13 @@ def rename_cache(kwargs: dict[str, Any]) -> None:
         given = kwargs.pop(OTHER_NAME)
         if kwargs.setdefault(CACHE, given) is not given:
             raise TypeError(f"`cache` and `past_key_values` are two names of one argument: pass `{CACHE}` alone.")
+
+
+def is_checkpointing(model: Any) -> bool:
+    """Whether a model computes its activations again in the backward pass: what transformers calls gradient
+    checkpointing up to 5.22, and activation checkpointing since 5.23."""
+    names = "is_activation_checkpointing", "is_gradient_checkpointing"
+    return bool(getattr(model, next((name for name in names if hasattr(type(model), name)), ""), False))
 
 
 def takes_cache(function: Function) -> Function:

@@ -255,3 +255,17 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     files = [*FILES, *data, ROOT / "py.typed"]
     expected = {f"wedlm_hf/{file.relative_to(ROOT).as_posix()}" for file in files}
     assert packed == expected | {"wedlm_hf/training/probe.jinja"}
+
+
+def test_the_lowest_set_pins_the_lower_bounds_of_setup_cfg():
+    lines = (ROOT / "requirements-lowest.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and line[0] != "#"]
+    pinned = {canonicalize_name(each.name): each.specifier for each in pins}
+    extras = [extra for extra in SETUP["options.extras_require"] if extra not in ("docs", "vllm")]
+    texts = [SETUP["options"]["install_requires"], *(SETUP["options.extras_require"][extra] for extra in extras)]
+    needed = [
+        Requirement(line) for text in texts for line in text.split("\n") if line and not line.startswith("wedlm")
+    ]
+    for each in needed:
+        (lowest,) = [one.version for one in each.specifier if one.operator == ">="]
+        assert lowest in pinned[canonicalize_name(each.name)], each

@@ -120,11 +120,11 @@ def test_the_tested_versions_are_those_that_setup_cfg_and_the_pins_name():
 
 
 def test_a_transformers_below_the_range_is_an_import_error_that_says_the_range(monkeypatch):
-    with pytest.raises(ImportError, match=r"needs transformers 5\.18 to 5\.\d+, got 5\.17\.3: pip install 'transf"):
-        versions_with(monkeypatch, "5.17.3")
+    with pytest.raises(ImportError, match=r"needs transformers 5\.19 to 5\.\d+, got 5\.16\.3: pip install 'transf"):
+        versions_with(monkeypatch, "5.16.3")
 
 
-@pytest.mark.parametrize("version", ["5.18.0", "5.24.9"])
+@pytest.mark.parametrize("version", ["5.19.0", "5.24.9"])
 def test_a_tested_transformers_is_nothing_to_speak_of(monkeypatch, caplog, version):
     within = versions_with(monkeypatch, version)
     within.warn_if_untested()
@@ -136,7 +136,7 @@ def test_a_transformers_beyond_the_range_is_one_warning_and_a_note_on_what_fails
     for _ in range(2):
         beyond.warn_if_untested()
     said = (
-        rf"transformers 6\.0\.0\.dev0 is newer than what {versions.RELEASE} was tested with, 5\.18 to 5\.\d+: where "
+        rf"transformers 6\.0\.0\.dev0 is newer than what {versions.RELEASE} was tested with, 5\.19 to 5\.\d+: where "
     )
     assert [bool(re.match(said, record.message)) for record in caplog.records] == [True]
     with pytest.raises(ValueError, match="invalid literal") as failure:
@@ -157,7 +157,7 @@ for statement in {statements}:
     try:
         exec(statement)
     except ImportError as error:
-        assert "needs transformers 5.18 to" in str(error), (statement, error)
+        assert "needs transformers 5.19 to" in str(error), (statement, error)
     else:
         raise AssertionError(statement)
 """

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_config, tiny_model, tiny_tokenizer
+from tiny import edit, tiny_config, tiny_model, tiny_tokenizer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
+import wedlm_hf
 from wedlm_hf import WeDLMConfig, WeDLMForCausalLM, WeDLMModel
 from wedlm_hf.modeling_wedlm.hub import AUTO_MAP, hub_files, write_hub_files
 
@@ -75,11 +76,23 @@ print(json.dumps(results))
 """
 
 
-def run_clean_process(jobs: list[dict[str, Any]], folder: Path) -> list[list[list[int]]]:
+# Interpreters with other versions of the packages: what `make` sets up, and what the variable names.
+ROOT = Path(wedlm_hf.__file__).parent
+OTHERS = [
+    python
+    for python in [
+        *(str(ROOT / name / "bin/python") for name in (".venv", ".venv-lowest", ".venv-newest")),
+        *os.environ.get("WEDLM_OTHER_PYTHONS", "").split(os.pathsep),
+    ]
+    if os.path.exists(python) and Path(python).parents[1].resolve() != Path(sys.prefix).resolve()
+]
+
+
+def run_clean_process(jobs: list[dict[str, Any]], folder: Path, python: str = sys.executable) -> list[list[list[int]]]:
     folder.mkdir()
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_MODULES_CACHE")}
     environment = kept | {"HF_MODULES_CACHE": str(folder / "code"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-I", "-c", CLEAN_PROCESS, json.dumps(jobs)]
+    command = [python, "-I", "-c", CLEAN_PROCESS, json.dumps(jobs)]
     result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
@@ -115,6 +128,28 @@ def test_three_generations_are_byte_identical_and_generate_without_our_package(t
         assert first == second == third
         assert not any(file.endswith((".bin", ".pt")) for file in first)
     assert len([file for file in first if file.endswith(".safetensors")]) > 3
+
+
+@pytest.mark.parametrize("python", [sys.executable, *OTHERS])
+def test_checkpoints_travel_to_other_versions_of_the_packages_and_back(tmp_path, python):
+    """By the code beside them alone, in the layout of today and in the published one."""
+    folders = {layout: tmp_path / layout for layout in ("today", "published")}
+    for folder in folders.values():
+        tiny_model().save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+    base = {"rope_theta": 10_000.0, "rope_parameters": ..., "rope_scaling": None}
+    edit(folders["published"] / "config.json", **base, torch_dtype="float32", dtype=..., transformers_version="4.51.0")
+    inputs = tiny_tokenizer()(PROMPT, return_tensors="pt")
+    expected = [tiny_model().generate(**inputs, **settings)[0].tolist() for settings in SETTINGS]
+    common = {"shards": "1GB", "prompt": PROMPT, "settings": SETTINGS}
+    there = [common | {"source": str(folder), "target": f"{folder}-back"} for folder in folders.values()]
+    assert run_clean_process(there, tmp_path / "there", python) == 2 * [expected]
+    for folder in folders.values():
+        model = WeDLMForCausalLM.from_pretrained(f"{folder}-back")
+        assert [model.generate(**inputs, **settings)[0].tolist() for settings in SETTINGS] == expected
+    if python != sys.executable:
+        back = [common | {"source": f"{folder}-back", "target": None} for folder in folders.values()]
+        assert run_clean_process(back, tmp_path / "here") == 2 * [expected]
 
 
 def test_an_installed_class_saves_what_it_was_loaded_from(tmp_path):
