@@ -57,6 +57,14 @@ def test_nothing_is_planned_beyond_the_limit():
         assert all(depth + count < room for depth, count in enumerate(plan.masks))
 
 
+def test_masks_that_nobody_planned_may_draft_deeper_than_planned_ones():
+    """vLLM fills the step of a request whose prompt is in the cache with as many masks as there may be drafts."""
+    planner = Planner(StepTimes(0.0), 2, is_chain=True, lost=1)
+    for _ in range(4):
+        (plan,) = planner.plan([Outlook(chain(*[0.9] * 5), 5, ROOM)])
+        assert len(plan.drafts) == 5
+
+
 def test_a_step_has_no_more_rows_than_it_may():
     planner = Planner(StepTimes(0.0), 40)
     planner.most_rows = 32

@@ -42,6 +42,9 @@ if HAS_VLLM:
         os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # with kernels for CPUs beside it, vLLM does not see that
 
 
+ENGINES: list[Any] = []  # none may go before the others: with it goes what the engines of a process share
+
+
 def start_engine(model: str | Path = NANO, tokens: int = 0, **options: Any) -> Any:
     """An engine; with `tokens`, one of verified decoding with so many speculative tokens."""
     from prometheus_client import REGISTRY, CollectorRegistry
@@ -51,6 +54,7 @@ def start_engine(model: str | Path = NANO, tokens: int = 0, **options: Any) -> A
     if tokens:
         options["speculative_config"] = {"model": PROPOSER, "num_speculative_tokens": tokens}
     engine = LLM(str(model), disable_log_stats=False, **defaults | options)
+    ENGINES.append(engine)
     # The next engine of this process takes the place of this one's metrics.
     engine.metrics = CollectorRegistry()
     for metric in list(REGISTRY._collector_to_names):

@@ -58,7 +58,8 @@ def test_a_mask_adapter_drafts_as_in_transformers_and_leaves_the_answers_as_they
     ar, start, prompts, complete, random_adapter, metrics
 ):
     folder, model = random_adapter
-    engine = start(tokens=12, additional_config={"wedlm": {"mask_adapter": str(folder)}}, num_gpu_blocks_override=256)
+    own = {"mask_adapter": str(folder), "always_draft": True}
+    engine = start(tokens=12, additional_config={"wedlm": own}, num_gpu_blocks_override=256)
     adapter = engine.llm_engine.model_executor.driver_worker.model_runner.model.adapter
     seen, draft = [], adapter.draft
 
