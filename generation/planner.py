@@ -25,7 +25,7 @@ the next narrower one.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -128,7 +128,8 @@ class Planner:
         count, of, trees, worth = len(outlooks), self.times.of, [self._tree(each) for each in outlooks], self._worths()
         base, alone = count * (1 + before), of(count, False)
         rate = max(1.0, self._reached / self._took) * count / alone
-        most = self.most_rows - 1 if before else min(self.most_rows, self.times.widest(count) // count) - 1
+        widest = maxsize if before else self.times.widest(count) // count
+        most = min(self.most_rows, widest + self.lost * (widest > 1)) - 1
         options = [each for each in self._options(outlooks, trees, worth) if each[1] + each[2] <= most]
         places, rows = range(len(options)), range(1 + max(drafts + masks for _, drafts, masks in options))
         beyond = [alone + of(base, kind) - of(count, kind) for kind in (False, True)]
@@ -138,13 +139,13 @@ class Planner:
         masked = max((one for one in places if options[one][2] > self.lost), key=nets.__getitem__, default=best)
         self.gain = nets[masked] - max(net for net, (_, _, masks) in zip(nets, options, strict=True) if not masks)
         turn = self._steps % count
-        if outlooks[turn].foreseen:
+        if outlooks[turn].foreseen and (self._worth[0][1] < 2 * ENOUGH or not self._steps % ENOUGH):
             self._learn_worth(outlooks[turn], trees[turn], worth, [[one / count for one in each] for each in cost])
         if min(outlook.room for outlook in outlooks) > 2 * self.depth:  # there is use for what is learned
             look, (_, known, when) = best, self._worth[0]
             if not options[best][2] and known * MEMORY ** (self._steps - when) < 1:
                 look = masked
-            elif self.times.clock and not before:
+            elif self.times.clock and not before and not self._steps % ENOUGH:
                 least = [
                     [rate * (self.times.least(count * (1 + row), kind) - alone) for row in rows] for kind in (0, 1)
                 ]
@@ -173,9 +174,9 @@ class Planner:
         return [one for one in worth if one > 0.005]
 
     def _learn_worth(self, outlook: Outlook, tree: Tree, worth: list[float], cost: list[list[float]]) -> None:
-        """Takes in what the drafts of one depth net in a step, each depth in turn."""
-        depth, nets = self._steps % min(outlook.foreseen, self.depth), []
-        for deepest in (depth, depth + 1):
+        """Takes in what the drafts of each depth net in a step."""
+        nets: list[float] = []
+        for deepest in range(min(outlook.foreseen, self.depth) + 1):
             part, kept = [], {-1}
             for reach, place in tree:
                 draft = outlook.drafts[place]
@@ -184,9 +185,10 @@ class Planner:
                     kept.add(place)
             options = [each for each in self._options([outlook], [part], worth) if each[1] + each[2] < len(cost[0])]
             nets.append(max(gain - cost[masks > 0][drafts + masks] for gain, drafts, masks in options))
-        value, known, when = self._worth[depth]
-        known = 1 + min(known, 2 * ENOUGH) * MEMORY ** (self._steps - when)
-        self._worth[depth] = value + (nets[1] - nets[0] - value) / known, known, self._steps
+        for depth, (less, more) in enumerate(pairwise(nets)):
+            value, known, when = self._worth[depth]
+            known = 1 + min(known, 2 * ENOUGH) * MEMORY ** (self._steps - when)
+            self._worth[depth] = value + (more - less - value) / known, known, self._steps
 
     def _options(
         self, outlooks: Sequence[Outlook], trees: Sequence[Tree], worth: list[float]
