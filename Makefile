@@ -69,7 +69,7 @@ test-newest: $(INSTALLED)
 	$(UV) pip freeze --python $(NEWEST)/bin/python
 	$(NEWEST)/bin/python $(OTHER_PYTEST)
 
-# On a real vLLM engine, in an environment of its own (4 GB): vLLM wants other versions than the rest.
+# On a real vLLM engine, in an environment of its own (3 GB): vLLM wants other versions than the rest.
 VLLM := .venv-vllm
 
 test-vllm: $(VLLM)/installed
