@@ -105,7 +105,6 @@ def test_a_model_without_a_mask_token_is_told_how_to_get_one():
         ([[5, 6, 7], [5, 6, 0]], [[1, 1, 1], [1, 1, 0]], "left-padded, but row 1 has padding after a token"),
         ([[5, 6, 7], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]], "The prompt of row 1 is empty"),
         ([[]], [[]], "The prompt of row 0 is empty"),
-        ([[5] * 513], [[1] * 513], "The prompt of row 0 has 513 tokens, but the model's context is 512"),
         ([[5, 6, 7]], [[0, 1]], "`attention_mask` must have the shape of `input_ids`, got \\(1, 2\\) and \\(1, 3\\)"),
     ],
 )
@@ -114,6 +113,14 @@ def test_prompts_that_cannot_be_decoded_are_refused(model, input_ids, mask, mess
         model.generate(
             torch.tensor(input_ids, dtype=torch.long), attention_mask=torch.tensor(mask, dtype=torch.long), **FAST
         )
+
+
+def test_a_prompt_beyond_the_context_is_taken_with_a_warning_as_ar_takes_it(caplog):
+    model, prompt = tiny_model(max_position_embeddings=64), torch.arange(70, 150)[None]
+    expected = model.generate(prompt, max_new_tokens=6)
+    assert torch.equal(model.generate(prompt, strategy="wedlm", verification="exact", max_new_tokens=6), expected)
+    (said,) = [record.message for record in caplog.records if record.name.startswith("wedlm_hf")]
+    assert said.startswith("The prompt of row 0 has 80 tokens, but the model's context is 64 (`max_position_embeddi")
 
 
 def test_a_cache_beside_input_embeddings_must_be_empty(model):
