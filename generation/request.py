@@ -57,7 +57,7 @@ def decoding_request(
     pad_token = generation_config.pad_token_id
     if pad_token is None and ends:
         pad_token = ends[0]
-    prompts = _prompts(input_ids, generation_config, model_kwargs)
+    prompts = prompts_of(input_ids, generation_config, model_kwargs)
     _check_context(model.config, list(map(len, prompts)))
     limit = max(1, min(limits) - input_ids.shape[1])
     _check_positions(model.config, list(map(len, prompts)), limit, model_kwargs.get(CACHE))
@@ -128,7 +128,7 @@ def _check_context(config: Any, lengths: list[int]) -> None:
     logger.warning("%s: its answer may be poor, whatever decodes it.", said)
 
 
-def _prompts(
+def prompts_of(
     input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> list[list[int]]:
     """The prompts' tokens, without padding; -1 behind embeddings. Raises `ValueError` for what cannot be decoded."""
