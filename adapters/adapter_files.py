@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 
 from ..generation.versions import check_format
 from ..modeling_wedlm.files import write_text, written_whole
+from ..modeling_wedlm.loading import find_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class StoredMaskAdapter:
             OSError: for missing or damaged files.
             ValueError: for an adapter of another kind or of a later format, and for files that do not belong together.
         """
+        download_options = _found(name, download_options)
         config = read_adapter_config(name, **download_options)
         if config.get("peft_type") != PEFT_TYPE:
             raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")
@@ -121,6 +123,15 @@ class StoredMaskAdapter:
         except SafetensorError as error:  # what safetensors raises for a full disk
             raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
         write_text(folder / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
+
+
+def _found(name: str | os.PathLike[str], download_options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a download, once it is known that there is something to read: transformers would try for long.
+    Raises `OSError` or `ValueError` for a name of nothing."""
+    where = {key: value for key, value in download_options.items() if key in ("revision", "subfolder")}
+    found = find_checkpoint(name, file=CONFIG_NAME, **where)
+    del found["trust_remote_code"]
+    return found | download_options
 
 
 def read_adapter_config(name: str | os.PathLike[str], **download_options: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import Cache, DynamicLayer
+from transformers import Cache, DynamicCache, DynamicLayer
 
 from .rows import Step
 from .versions import CACHE
@@ -155,6 +155,24 @@ class WindowCache(Cache):
         held = [self.token_ids, *(layer._keys for layer in self.layers)]
         if any(tensor.is_inference() for tensor in held) and not torch.is_inference_mode_enabled():
             self.batch_select_indices(torch.arange(len(prompts)))  # copies, which can be written
+
+    def as_dynamic(self, prompts: list[list[int]], width: int, config: Any) -> DynamicCache:
+        """What AR decoding goes on from: copies of the columns that all rows of the prompts, left-padded to `width`,
+        have in the cache. Raises `ValueError` as [`open`]."""
+        cache, pads = DynamicCache(config=config), [width - len(prompt) for prompt in prompts]
+        if not any(self.lengths):
+            return cache
+        if len(self.lengths) != len(prompts):
+            raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
+        columns = min(pad + length for pad, length in zip(pads, self._known_lengths(prompts), strict=True))
+        for index, layer in enumerate(self.layers if columns > max(pads) else ()):
+            held = (layer._keys, layer._values)
+            states = [buffer.new_zeros(*buffer.shape[:2], columns, buffer.shape[3]) for buffer in held]
+            for state, buffer in zip(states, held, strict=True):
+                for row, pad in enumerate(pads):
+                    state[row, :, pad:] = buffer[row, :, : columns - pad]
+            cache.update(*states, index)
+        return cache
 
     def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
         """Of the beginning of each prompt that its row holds."""

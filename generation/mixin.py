@@ -20,7 +20,7 @@ from .cache import WindowCache
 from .decoding import ParallelDecoder
 from .drafter import Drafter
 from .planner import Planner
-from .request import DecodingRequest, decoding_request
+from .request import DecodingRequest, decoding_request, prompts_of
 from .rules import FillRule, Rule
 from .sampling import TokenSampler
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerationSettings
@@ -108,11 +108,6 @@ class WeDLMGenerationMixin(GenerationMixin):
         settings = self._wedlm_settings(generation_config)
         cache = model_kwargs.get(CACHE)
         if settings.strategy == "ar":
-            if isinstance(cache, WindowCache):
-                raise ValueError(
-                    "A `WindowCache` needs `strategy='wedlm'` or `'block'`, got `strategy='ar'`: leave "
-                    f"`{CACHE}` out, or pass a `DynamicCache`."
-                )
             for name in ours.keys() - {"strategy", "mask_token_id"}:
                 if ours[name] not in (None, "none", False):
                     raise OptionError(
@@ -163,14 +158,17 @@ class WeDLMGenerationMixin(GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         settings = self._wedlm_settings(generation_config)
+        cache = model_kwargs.get(CACHE)
+        if isinstance(cache, WindowCache) and any(cache.lengths) and FILLED_BY.get(cache, id(self)) != id(self):
+            raise ValueError(f"Another model filled the cache of `{CACHE}`: pass one of this model, or none.")
         if settings.strategy == "ar":
+            if isinstance(cache, WindowCache):
+                prompts = prompts_of(input_ids, generation_config, model_kwargs)
+                model_kwargs[CACHE] = cache.as_dynamic(prompts, input_ids.shape[1], self.config)
             inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
             return super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
-        cache = model_kwargs.get(CACHE)
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
-        if any(cache.lengths) and FILLED_BY.get(cache, id(self)) != id(self):
-            raise ValueError(f"Another model filled the cache of `{CACHE}`: pass one of this model, or none.")
         FILLED_BY[cache] = id(self)
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
         _check_inputs(self, settings.strategy, input_ids.shape[0], is_static, logits_processor, model_kwargs)

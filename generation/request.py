@@ -3,6 +3,7 @@
 `B` rows, `P` columns of the prompts, `H` hidden size.
 """
 
+import logging
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,11 @@ from transformers.generation import EosTokenCriteria, GenerationConfig, MaxLengt
 from .cache import WindowCache
 from .settings import WeDLMGenerationSettings
 from .versions import CACHE
+
+logger = logging.getLogger(__name__)
+
+# Models whose rotary embeddings are a table.
+TABLES = ("codegen", "gptj")
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ def decoding_request(
     pad_token = generation_config.pad_token_id
     if pad_token is None and ends:
         pad_token = ends[0]
-    prompts = _prompts(input_ids, generation_config, model_kwargs, context_length(model.config))
+    prompts = prompts_of(input_ids, generation_config, model_kwargs)
+    _check_context(model.config, list(map(len, prompts)))
     limit = max(1, min(limits) - input_ids.shape[1])
     _check_positions(model.config, list(map(len, prompts)), limit, model_kwargs.get(CACHE))
     return DecodingRequest(
@@ -107,11 +114,22 @@ def mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any
     return getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
 
 
-def _prompts(
-    input_ids: torch.Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    max_position_embeddings: int,
+def _check_context(config: Any, lengths: list[int]) -> None:
+    """Warns of a prompt beyond the model's context, which AR decoding takes too. Raises `ValueError` for one where the
+    model has a table of positions, which ends there."""
+    if (longest := max(lengths)) < (context := context_length(config)):
+        return
+    said = (
+        f"The prompt of row {lengths.index(longest)} has {longest} tokens, but the model's context is {context} "
+        "(`max_position_embeddings`)"
+    )
+    if config.model_type in TABLES:
+        raise ValueError(f"{said}.")
+    logger.warning("%s: its answer may be poor, whatever decodes it.", said)
+
+
+def prompts_of(
+    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> list[list[int]]:
     """The prompts' tokens, without padding; -1 behind embeddings. Raises `ValueError` for what cannot be decoded."""
     embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get(CACHE)
@@ -125,7 +143,7 @@ def _prompts(
     if mask is None:
         mask = prompt_ids.new_ones(len(prompt_ids), prompt_ids.shape[1] if width is None else width)
     mask = mask.bool()
-    _check_prompt_mask(mask, prompt_ids.shape, max_position_embeddings)
+    _check_prompt_mask(mask, prompt_ids.shape)
     position_ids = model_kwargs.get("position_ids")
     expected = mask.cumsum(1) - 1
     if position_ids is not None and (
@@ -135,8 +153,8 @@ def _prompts(
     return [row_ids[row_mask].tolist() for row_ids, row_mask in zip(prompt_ids, mask, strict=True)]
 
 
-def _check_prompt_mask(mask: torch.Tensor, shape: torch.Size, max_position_embeddings: int) -> None:
-    """Raises `ValueError` unless all rows are left-padded, hold a token and fit into the model's context."""
+def _check_prompt_mask(mask: torch.Tensor, shape: torch.Size) -> None:
+    """Raises `ValueError` unless all rows are left-padded and hold a token."""
     if mask.shape != shape:
         raise ValueError(
             f"`attention_mask` must have the shape of `input_ids`, got {tuple(mask.shape)} and {tuple(shape)}."
@@ -150,9 +168,4 @@ def _check_prompt_mask(mask: torch.Tensor, shape: torch.Size, max_position_embed
         raise ValueError(
             f"The prompts must be left-padded, but row {int(has_gap.nonzero()[0])} has padding after a token: set "
             "`tokenizer.padding_side = 'left'`."
-        )
-    if int(lengths.max()) >= max_position_embeddings:
-        raise ValueError(
-            f"The prompt of row {int(lengths.argmax())} has {int(lengths.max())} tokens, but the model's context is "
-            f"{max_position_embeddings} (`max_position_embeddings`)."
         )

@@ -28,6 +28,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
+from wedlm_hf.adapters import adapter_files
 from wedlm_hf.adapters.adapter_files import base_of, check_base
 from wedlm_hf.adapters.attach import is_close
 from wedlm_hf.generation.versions import CACHE, cache_of
@@ -221,6 +222,15 @@ def test_an_adapter_that_states_a_digest_alone_is_taken_in_float16_with_a_warnin
     assert [record.message[:41] for record in caplog.records] == ["In float16 it cannot be checked whether t"]
     with pytest.raises(ValueError, match="the weights differ"):
         load_mask_adapter(llama(initializer_range=0.1), tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_files, "cached_file", None)  # which would ask the Hub, six times
+    for name, message in (("no-such-folder", "'no-such-folder' is no folder here"), ("./gone", "no adapter folder")):
+        with pytest.raises(OSError, match=message):
+            load_mask_adapter(llama(), name)
+    with pytest.raises(OSError, match="it has no adapter_config"):
+        load_mask_adapter(llama(), tmp_path)
 
 
 def test_sharded_weights_are_refused_before_and_after(tmp_path: Path) -> None:

@@ -105,7 +105,6 @@ def test_a_model_without_a_mask_token_is_told_how_to_get_one():
         ([[5, 6, 7], [5, 6, 0]], [[1, 1, 1], [1, 1, 0]], "left-padded, but row 1 has padding after a token"),
         ([[5, 6, 7], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]], "The prompt of row 1 is empty"),
         ([[]], [[]], "The prompt of row 0 is empty"),
-        ([[5] * 513], [[1] * 513], "The prompt of row 0 has 513 tokens, but the model's context is 512"),
         ([[5, 6, 7]], [[0, 1]], "`attention_mask` must have the shape of `input_ids`, got \\(1, 2\\) and \\(1, 3\\)"),
     ],
 )
@@ -114,6 +113,14 @@ def test_prompts_that_cannot_be_decoded_are_refused(model, input_ids, mask, mess
         model.generate(
             torch.tensor(input_ids, dtype=torch.long), attention_mask=torch.tensor(mask, dtype=torch.long), **FAST
         )
+
+
+def test_a_prompt_beyond_the_context_is_taken_with_a_warning_as_ar_takes_it(caplog):
+    model, prompt = tiny_model(max_position_embeddings=64), torch.arange(70, 150)[None]
+    expected = model.generate(prompt, max_new_tokens=6)
+    assert torch.equal(model.generate(prompt, strategy="wedlm", verification="exact", max_new_tokens=6), expected)
+    (said,) = [record.message for record in caplog.records if record.name.startswith("wedlm_hf")]
+    assert said.startswith("The prompt of row 0 has 80 tokens, but the model's context is 64 (`max_position_embeddi")
 
 
 def test_a_cache_beside_input_embeddings_must_be_empty(model):
@@ -464,12 +471,34 @@ def test_the_cache_selects_repeats_and_crops_sequences(model):
 # --- caches whose tokens nobody knows, and calls that break off ------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [{}, {"strategy": "ar"}, {"num_beams": 2}])
-def test_a_window_cache_takes_parallel_decoding_alone(model, strategy):
-    with pytest.raises(ValueError, match="A `WindowCache` needs `strategy='wedlm'` or `'block'`, got `strategy='ar'`"):
-        model.generate(PROMPT, max_new_tokens=3, **{CACHE: WindowCache()}, **strategy)
-    with pytest.raises(ValueError, match="A `WindowCache` takes the steps of `generate"):
-        model(PROMPT, **{CACHE: WindowCache()}, use_cache=True)
+@pytest.mark.parametrize("prompts", [[[31, 77, 5, 6, 7]], [[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]]])
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_ar_goes_on_from_the_cache_of_parallel_decoding_and_leaves_it_as_it_was(model, options, prompts):
+    prompts = torch.tensor(prompts)
+    first = model.generate(prompts, attention_mask=(prompts != PAD).long(), **options, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, torch.tensor([[50, 51]] * len(prompts))], dim=1)
+    inputs = {"input_ids": turn, "attention_mask": (turn != PAD).long(), "max_new_tokens": 7}
+    lengths, widths = list(cache_of(first).lengths), []
+    handle = model.model.embed_tokens.register_forward_hook(
+        lambda module, args, output: widths.append(output.shape[1])
+    )
+    found = model.generate(**inputs, **{CACHE: cache_of(first)})
+    handle.remove()
+    assert found.tolist() == model.generate(**inputs).tolist()
+    assert widths[0] < turn.shape[1] and widths[1:] == [1] * 6
+    assert cache_of(first).lengths == lengths
+    with pytest.raises(ValueError, match="The cache does not belong to the prompt"):
+        model.generate(**inputs | {"input_ids": turn.clamp(max=20)}, **{CACHE: cache_of(first)})
+    assert model.generate(PROMPT, max_new_tokens=3, **{CACHE: WindowCache()}).shape == (1, PROMPT.shape[1] + 3)
+
+
+def test_a_window_cache_takes_no_forwards_of_others(model):
+    for call in (
+        lambda **own: model.generate(PROMPT, max_new_tokens=3, num_beams=2, **own),
+        lambda **own: model(PROMPT, **own),
+    ):
+        with pytest.raises(ValueError, match="A `WindowCache` takes the steps of `generate"):
+            call(**{CACHE: WindowCache()}, use_cache=True)
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])
