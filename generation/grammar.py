@@ -37,16 +37,15 @@ class Grammar:
         ValueError: for a schema that is none, that nothing can fulfil, or that has a keyword which cannot be honoured.
     """
 
-    def __init__(self, tokenizer: Any, schema: dict[str, Any] | bool | None = None):
+    def __init__(self, tokenizer: Any, schema: dict[str, Any] | None = None):
         if find_spec("llguidance") is None:
             raise ImportError("A JSON schema needs llguidance: pip install 'wedlm-hf[grammar]'.")
         from llguidance import LLMatcher
 
         schema = {"type": "object"} if schema is None else schema
         self.tokenizer = _prepared(tokenizer)
-        self.text = LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
-        )
+        text = json.dumps(schema)
+        self.text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
         if problem := LLMatcher.validate_grammar(self.text, self.tokenizer):
             raise ValueError(f"The JSON schema cannot be followed: {' '.join(problem.split())}")
 
