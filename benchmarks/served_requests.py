@@ -100,7 +100,7 @@ def send(port: int, path: str, body: dict[str, Any], leaves: bool) -> tuple[int,
         raise
     if leaves or not text.startswith("data:"):
         choice = None if leaves else json.loads(text)["choices"][0]
-        return 200, "" if choice is None else choice.get("text") or choice["message"]["content"] or ""
+        return 200, "" if choice is None else choice["text"] if "text" in choice else choice["message"]["content"]
     chunks = [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
     if any("error" in chunk for chunk in chunks):
         return 599, text[-300:]

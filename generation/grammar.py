@@ -19,6 +19,8 @@ WHITESPACE = r"( |\n[ \t]{0,16})?"
 # Prefixes whose state is kept; and so many tokens a state may go back to serve another prefix.
 MOST_STATES, LARGEST_STEP_BACK = 64, 32
 
+ONE_CALL = "make another for each call of `generate`."
+
 _TOKENIZERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -35,16 +37,15 @@ class Grammar:
         ValueError: for a schema that is none, that nothing can fulfil, or that has a keyword which cannot be honoured.
     """
 
-    def __init__(self, tokenizer: Any, schema: dict[str, Any] | bool | None = None):
+    def __init__(self, tokenizer: Any, schema: dict[str, Any] | None = None):
         if find_spec("llguidance") is None:
             raise ImportError("A JSON schema needs llguidance: pip install 'wedlm-hf[grammar]'.")
         from llguidance import LLMatcher
 
         schema = {"type": "object"} if schema is None else schema
         self.tokenizer = _prepared(tokenizer)
-        self.text = LLMatcher.grammar_from_json_schema(
-            json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}
-        )
+        text = json.dumps(schema)
+        self.text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
         if problem := LLMatcher.validate_grammar(self.text, self.tokenizer):
             raise ValueError(f"The JSON schema cannot be followed: {' '.join(problem.split())}")
 
@@ -97,6 +98,8 @@ class JSONConstraint(LogitsProcessor):
         """
         if self.prompt_length is None:
             self.prompt_length = input_ids.shape[1]
+        if input_ids.shape[1] < self.prompt_length:
+            raise ValueError(f"This `JSONConstraint` began with {self.prompt_length} tokens: {ONE_CALL}")
         answers = input_ids[:, self.prompt_length :].tolist()
         masks = {answer: self._allowed(list(answer), scores.shape[1]) for answer in map(tuple, answers)}
         allowed = torch.stack([masks[tuple(answer)] for answer in answers]).to(scores.device)
@@ -104,16 +107,14 @@ class JSONConstraint(LogitsProcessor):
 
     def _allowed(self, answer: list[int], vocab_size: int) -> torch.Tensor:
         """`(V,)` bool."""
-        if not self.end_tokens.isdisjoint(answer):  # padding follows
+        ends = [place for place, token in enumerate(answer, 1) if token in self.end_tokens]
+        if ends and len(set(answer[ends[0] :])) < 2:  # padding follows an end
             return torch.ones(vocab_size, dtype=torch.bool)
         state, done = self._state(answer)
         if done < len(answer):
-            if len(set(answer[done:])) == 1 and state.is_accepting():  # ended by another criterion; padding follows
+            if len(set(answer[done:])) == 1:  # ended by another criterion
                 return torch.ones(vocab_size, dtype=torch.bool)
-            raise ValueError(
-                f"Token {done} of the answer, {answer[done]}, does not follow the grammar. A `JSONConstraint` is for "
-                "one call of `generate`: make another for the next."
-            )
+            raise ValueError(f"Token {done} of the answer, {answer[done]}, does not follow the grammar: {ONE_CALL}")
         bits = torch.frombuffer(bytearray(state.compute_bitmask()), dtype=torch.uint8)
         if state.is_error():
             raise ValueError(f"The JSON schema is too complex: {' '.join(state.get_error().split())[:200]}")

@@ -89,10 +89,10 @@ class Endpoint:
             check_tokens(name, getattr(request, name) or [], size)
         settings = with_asked(self.served.settings, settings_of(request))
         is_ordered = self.served.is_ordered(settings)
-        if request.likeliest is not None:
-            if settings["strategy"] == "ar" and self.served.model.generation_config.prompt_lookup_num_tokens:
-                message = "`logprobs`: this server looks drafts up in the prompt (`prompt_lookup_num_tokens`)."
-                raise RequestError(message, param="logprobs")
+        looks_up = settings["strategy"] == "ar" and self.served.model.generation_config.prompt_lookup_num_tokens
+        if request.likeliest is not None and looks_up:
+            message = "`logprobs`: this server looks drafts up in the prompt (`prompt_lookup_num_tokens`)."
+            raise RequestError(message, param="logprobs")
         rest = {"seed": request.seed, "stops": request.stop or [], "likeliest": request.likeliest}
         rest["is_ordered"] = is_ordered
         asked = [

@@ -143,7 +143,8 @@ def test_a_field_is_read_or_refused_by_its_name_whatever_it_holds_and_null_asks_
 
 @pytest.mark.parametrize("asked", [
     {"tool_choice": "none"}, {"parallel_tool_calls": False}, {"functions": []}, {"function_call": "none"},
-    {"audio": {}}, {"n": 1}, {"logprobs": False}, {"top_logprobs": 0}, {"stop": []}, {"stop": ""}, {"stop": "x"}, {"logit_bias": {}},
+    {"audio": {}}, {"n": 1}, {"logprobs": False}, {"top_logprobs": 0}, {"stop": []}, {"stop": ""}, {"stop": "x"},
+    {"logit_bias": {}}, {"logprobs": 0},
     {"stream_options": {}}, {"stream_options": {"include_usage": False}}, {"tools": []}, {"modalities": ["text"]},
     {"response_format": {"type": "text"}}, {"top_p": 0}, {"seed": 0}, {"top_k": 0}, {"presence_penalty": 0},
     {"messages": [{"role": "tool", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
@@ -158,14 +159,14 @@ def test_what_asks_for_nothing_is_taken(endpoints, asked):
 def test_a_message_reaches_the_template_whole():
     call = {"type": "function", "function": {"name": "f", "arguments": '{"n": 3}'}}
     turns = [{"role": "assistant", "content": "Hi", "tool_calls": [call], "reasoning_content": "so"}, *CHAT]
-    template = (
-        "{% for m in messages %}{{ m.content }}|{{ m.tool_calls[0].function.arguments.n }}|{{ m.reasoning_content }}"
-    )
+    shown = "{{ m.content }}|{{ m.get('tool_calls', [{}])[0].get('function', {}) }}|{{ m.get('reasoning_content') }};"
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = template + ";{% endfor %}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
     served = ServedModel("tiny", tiny_model(), tokenizer, {"strategy": "ar"})
     _, (asked,) = ChatEndpoint(served).read(json.dumps({"messages": turns, "max_tokens": 2}).encode())
-    assert tokenizer.decode(asked.prompt) == f"Hi|3|so;{CHAT[0]['content']}||;"
+    assert tokenizer.decode(asked.prompt) == (
+        "Hi|{'name': 'f', 'arguments': {'n': 3}}|so;" + CHAT[0]["content"] + "|{}|None;"
+    )
 
 
 # --- templates, and what is too long ---------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""Answers that follow a JSON schema: valid, and AR's under the same constraint."""
+
+import json
+import random
+
+import pytest
+import torch
+from json_schemas import DECODERS, PROMPTS, answers, fault, random_schema
+from tiny import EOS, tiny_model, tiny_tokenizer
+
+from wedlm_hf.generation.grammar import Grammar, JSONConstraint
+
+NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 1, "maxItems": 4}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_follow_a_random_schema_and_are_those_of_ar_decoding_one_by_one_and_in_batches(nano, seed):
+    schema = random_schema(random.Random(seed))
+    expected = {prompt: answers(*nano, schema, [prompt], 60, **DECODERS["ar"])[0][0] for prompt in PROMPTS}
+    for prompts in (PROMPTS[:1], PROMPTS):
+        texts, _ = answers(*nano, schema, prompts, 60, **DECODERS["exact"])
+        assert texts == [expected[prompt] for prompt in prompts]
+        for said in (fault(text, schema) for text in texts):
+            assert said is None or said.startswith("cut off")
+
+
+@pytest.mark.parametrize("settings", DECODERS.values(), ids=DECODERS)
+def test_samples_follow_the_schema_too(settings):
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    prompts = torch.randint(4, 300, (3, 5), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    output = model.generate(
+        prompts, **settings, do_sample=True, temperature=2.0, max_new_tokens=40,
+        logits_processor=[JSONConstraint(Grammar(tokenizer, NUMBERS), [EOS])],
+    )  # fmt: skip
+    for row in output[:, 5:]:
+        numbers = json.loads(tokenizer.decode(row, skip_special_tokens=True))
+        assert 0 < len(numbers) <= 4 and all(0 <= number <= 99 for number in numbers)
+
+
+def test_what_is_allowed_depends_on_the_answer_alone_in_whatever_order_it_is_asked_for():
+    tokenizer, chance = tiny_tokenizer(), random.Random(0)
+    grammar = Grammar(tokenizer, NUMBERS)
+    prompt, scores = [9, 9], torch.zeros(1, 320)
+    kept, answers_so_far = JSONConstraint(grammar), [[]]
+    assert kept(torch.tensor([prompt]), scores).isfinite().any()
+    for _ in range(150):
+        answer = chance.choice(answers_so_far)
+        allowed = kept(torch.tensor([[*prompt, *answer]]), scores)[0].isfinite()
+        fresh = JSONConstraint(grammar)
+        fresh(torch.tensor([prompt]), scores)
+        assert torch.equal(fresh(torch.tensor([[*prompt, *answer]]), scores)[0].isfinite(), allowed)
+        assert allowed.any() and not allowed[len(tokenizer) :].any()
+        token = int(chance.choice(allowed.nonzero()))
+        if token != EOS:
+            answers_so_far.append([*answer, token])
+    assert len(kept.states) < 64
+
+
+def test_a_constraint_is_for_one_call_and_its_schema_is_checked_before():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    prompt = torch.tensor([[5, 6, 7]])
+    constraint = JSONConstraint(Grammar(tokenizer, NUMBERS))
+    output = model.generate(prompt, strategy="ar", max_new_tokens=20, logits_processor=[constraint])
+    for other in (torch.cat([output, prompt], 1), prompt[:, :2]):
+        with pytest.raises(ValueError, match="make another for each call of `generate`"):
+            model.generate(other, strategy="ar", max_new_tokens=2, logits_processor=[constraint])
+    with pytest.raises(ValueError, match="JSONConstraint needs the tokens before each position"):
+        model.generate(prompt, strategy="wedlm", logits_processor=[JSONConstraint(Grammar(tokenizer, NUMBERS))])
+    for schema, said in (
+        ({"type": "x"}, "type"),
+        ({"uniqueItems": True}, r'keys: \["uniqueItems"\]'),
+        ({"enum": []}, "anyOf is empty"),
+    ):
+        with pytest.raises(ValueError, match=f"The JSON schema cannot be followed: .*{said}"):
+            Grammar(tokenizer, schema)
+
+
+def test_a_grammar_without_its_library_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("wedlm_hf.generation.grammar.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"llguidance: pip install 'wedlm-hf\[grammar\]'"):
+        Grammar(tiny_tokenizer())
