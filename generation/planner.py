@@ -139,7 +139,8 @@ class Planner:
         masked = max((one for one in places if options[one][2] > self.lost), key=nets.__getitem__, default=best)
         self.gain = nets[masked] - max(net for net, (_, _, masks) in zip(nets, options, strict=True) if not masks)
         turn = self._steps % count
-        if outlooks[turn].foreseen and (self._worth[0][1] < 2 * ENOUGH or not self._steps % ENOUGH):
+        deepest = min(outlooks[turn].foreseen, self.depth)
+        if deepest and (self._worth[deepest - 1][1] < ENOUGH or not self._steps % ENOUGH):
             self._learn_worth(outlooks[turn], trees[turn], worth, [[one / count for one in each] for each in cost])
         if min(outlook.room for outlook in outlooks) > 2 * self.depth:  # there is use for what is learned
             look, (_, known, when) = best, self._worth[0]
@@ -187,7 +188,7 @@ class Planner:
             nets.append(max(gain - cost[masks > 0][drafts + masks] for gain, drafts, masks in options))
         for depth, (less, more) in enumerate(pairwise(nets)):
             value, known, when = self._worth[depth]
-            known = 1 + min(known, 2 * ENOUGH) * MEMORY ** (self._steps - when)
+            known = 1 + min(known, ENOUGH) * MEMORY ** (self._steps - when)
             self._worth[depth] = value + (more - less - value) / known, known, self._steps
 
     def _options(
