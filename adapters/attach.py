@@ -54,6 +54,11 @@ class AttachedModel(WeDLMGenerationMixin):
         """Whether decoding uses the mask adapter."""
         return self.mask_adapter.is_enabled
 
+    @property
+    def deepest(self) -> int:
+        """Masks behind one row that the mask adapter is trained to predict."""
+        return self.mask_adapter.settings.num_masks
+
     def predicting(self: Any, slots: int | torch.Tensor | None) -> AbstractContextManager[Slots | None]:
         """Within this context, a forward takes the last rows of its input for slots: [`MaskAdapter.predicting`].
 
@@ -408,7 +413,7 @@ def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None
         step = lay_out([one], [0], 0, model.device)
         cache.plan(step)
         masks = attention.masks(step, step.position_ids)
-        with nullcontext() if count is None else model.predicting(count) as found, attention.reading(masks):
+        with nullcontext() if count is None else model.predicting(count) as found, attention.reading():
             logits = model(
                 input_ids=step.input_ids, attention_mask=masks, position_ids=step.position_ids,
                 use_cache=True, **{CACHE: cache},

@@ -3,18 +3,15 @@
 `A` sequences in use, `Q` physical rows of each, `H` query heads, `G` of them share a key/value head, `D` head width.
 """
 
+import copy
 import sys
-from collections import Counter
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
 
 from .rows import Step, lines
 
@@ -22,18 +19,27 @@ from .rows import Step, lines
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
 # Kinds of layers whose mask is known here, by the names of `config.layer_types`.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-GROUPED, ROWS = "wedlm_grouped_sdpa", "wedlm_eager_rows"  # what takes the place of sdpa and eager during a step
 # Rows up to which a CPU's bfloat16 products give a row the same bits: oneDNN takes another kernel for more.
 ROWS_ALIKE = 32
-# Forwards under way that attend so, by the identity of their config.
-_READING: Counter[int] = Counter()
-_LOCK = Lock()
+
+Keys = slice | torch.Tensor  # that a row sees: a range, or their places
+
+
+class _UnderWay(threading.local):
+    """What attention reads, beside its arguments, in the step that this thread forwards. torch.compile can follow it,
+    unlike a context variable."""
+
+    is_grouped = False
+    alone: Sequence[tuple[torch.Tensor, list[Keys]]] = ()  # with each of the step's masks, what the first rows see
+
+
+_UNDER_WAY = _UnderWay()
 
 
 def implementation_of(model: Any) -> str:
-    """The model's attention implementation, also during another thread's step."""
+    """The model's attention implementation."""
     name: str = model.config.get_text_config(decoder=True)._attn_implementation
-    return {GROUPED: "sdpa", ROWS: "eager"}.get(name, name)
+    return name
 
 
 def layer_types(config: Any) -> list[str]:
@@ -64,10 +70,11 @@ class StepAttention:
         self.kinds = sorted(set(layer_types(model.config)))
         layers = [module for module in model.modules() if getattr(module, "num_key_value_groups", None)]
         groups = {module.num_key_value_groups for module in layers}
-        is_known = getattr(model, "_supports_attention_backend", False)
+        is_known = getattr(model, "_supports_attention_backend", False) and all(map(_prepare, layers))
         self.groups = next(iter(groups), 1) if is_known and self.implementation == "sdpa" and len(groups) <= 1 else 0
-        is_eager = is_known and self.implementation == "eager" and all(map(_eager_of, layers))
+        is_eager = is_known and self.implementation == "eager"
         self.takes_rows = bool(self.groups) or is_eager
+        self._alone: list[tuple[torch.Tensor, list[Keys]]] = []
 
     def masks(
         self, step: Step, position_ids: torch.Tensor, alone: int | None = None
@@ -85,6 +92,7 @@ class StepAttention:
             otherwise one for each kind, as transformers' models take them: boolean for sdpa, [`grouped_mask`] for
             grouped and eager attention.
         """
+        self._alone.clear()
         is_dense = self.implementation in DENSE_MASK_ATTENTION
         is_local = is_dense and self.kinds != ["full_attention"] and step.start != 0
         is_own = step.start == 0 or step.slots.shape[1] == 1 or not is_dense
@@ -94,32 +102,22 @@ class StepAttention:
         visible, masks = visibility(step), {}
         for kind in self.kinds:
             near = _near(kind, step, position_ids, self.config)
-            mask = visible if near is None else visible & near
+            mask = seen = visible if near is None else visible & near
             if self.implementation != "sdpa" or (self.groups and alone != 0):
-                mask = grouped_mask(mask, self.groups or 1, self.dtype, alone or 0)
+                mask = grouped_mask(seen[:, :, alone or 0 :], self.groups or 1, self.dtype)
+            if alone:
+                self._alone.append((mask, [keys_of(row) for row in seen[0, 0, :alone]]))
             masks[kind] = mask
         return masks if len(self.kinds) > 1 else masks[self.kinds[0]]
 
     @contextmanager
-    def reading(self, masks: Any) -> Iterator[None]:
-        """Within this context, the model's layers attend as these masks ask."""
-        some = next(iter(masks.values())) if isinstance(masks, dict) else masks
-        name = GROUPED if self.groups else ROWS if hasattr(some, "alone") else None
-        if masks is None or name is None:
-            yield
-            return
-        key = id(self.config)
-        with _LOCK:  # several threads may decode with one model
-            _READING[key] += 1
-            self.config._attn_implementation = name
+    def reading(self) -> Iterator[None]:
+        """Within this context, the layers of this thread's forwards attend as the last masks ask."""
+        _UNDER_WAY.is_grouped, _UNDER_WAY.alone = bool(self.groups), tuple(self._alone)
         try:
             yield
         finally:
-            with _LOCK:
-                _READING[key] -= 1
-                if not _READING[key]:
-                    del _READING[key]
-                    self.config._attn_implementation = self.implementation
+            _UNDER_WAY.is_grouped, _UNDER_WAY.alone = False, ()
 
 
 def _near(kind: str, step: Step, queries: torch.Tensor, config: Any) -> torch.Tensor | None:
@@ -147,26 +145,18 @@ def attends_by_row(model: Any) -> bool:
     return model.device.type == "cpu" and is_concerned and StepAttention(model).takes_rows
 
 
-def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype, alone: int = 0) -> torch.Tensor:
-    """The mask of [`grouped_sdpa`], made once for all layers.
+def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """The mask of [`grouped_sdpa`], made once for all layers: `(B or 1, 1, G * Q, K)`, additive.
 
     Args:
         visible: `(B or 1, 1, Q, K)` bool.
         groups: query heads of each key/value head, G.
         dtype: of the queries.
-        alone: N, how many of the first rows attend one by one; with B = 1.
-
-    Returns:
-        `(B or 1, 1, G * (Q - N), K)`, additive, of the other rows; its attribute `alone` has the keys of each of N.
     """
-    together = visible[:, :, alone:]
-    mask = torch.zeros_like(together, dtype=dtype).masked_fill_(~together, float("-inf")).repeat(1, 1, groups, 1)
-    if alone:
-        mask.alone = [_keys(row) for row in visible[0, 0, :alone]]  # type: ignore[attr-defined]
-    return mask
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf")).repeat(1, 1, groups, 1)
 
 
-def _keys(visible: torch.Tensor) -> slice | torch.Tensor:
+def keys_of(visible: torch.Tensor) -> Keys:
     """The keys that a row sees, from `(K,)` bool: a range, if they are one, is read where it is."""
     keys = visible.nonzero()[:, 0]
     first, last = int(keys[0]), int(keys[-1])
@@ -174,16 +164,15 @@ def _keys(visible: torch.Tensor) -> slice | torch.Tensor:
 
 
 def grouped_sdpa(
-    module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    mask: torch.Tensor,
+    alone: Sequence[Keys] = (),
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of grouped queries under an explicit mask, an attention function of transformers.
+) -> torch.Tensor:
+    """Attention of grouped queries under an explicit mask.
 
     transformers repeats keys and values for every query head where a mask is given, because kernels take either a mask
     or groups: a copy of the whole cache per layer and step. Here the queries of a group lie one after the other along
@@ -192,61 +181,83 @@ def grouped_sdpa(
     Args:
         query: `(A, H, Q, D)`.
         key, value: `(A, H / G, K, D)`.
-        attention_mask: of [`grouped_mask`]; any other mask is handed to transformers' sdpa.
+        mask: of [`grouped_mask`].
+        alone: keys of each of the first N rows, which attend one by one; the mask is that of the others.
         dropout, scaling: of the scores.
 
     Returns:
-        `(A, Q, H, D)`, and `None` in place of the weights.
+        `(A, Q, H, D)`.
     """
     how: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
-    outputs = []
-    if alone := getattr(attention_mask, "alone", ()):
-        is_grouped = query.shape[1] != key.shape[1]
-        for row, keys in zip(query[:, :, : len(alone)].split(1, dim=2), alone, strict=True):
-            seen = key[:, :, keys], value[:, :, keys]
-            outputs.append(F.scaled_dot_product_attention(row, *seen, enable_gqa=is_grouped, **how))
-        query = query[:, :, len(alone) :]
-    folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
-    if attention_mask is None or attention_mask.shape[2] != folded.shape[2]:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+    outputs, is_grouped = [], query.shape[1] != key.shape[1]
+    for row, keys in zip(query[:, :, : len(alone)].split(1, dim=2) if alone else (), alone, strict=True):
+        seen = key[:, :, keys], value[:, :, keys]
+        outputs.append(F.scaled_dot_product_attention(row, *seen, enable_gqa=is_grouped, **how))
+    query = query[:, :, len(alone) :]
     if query.shape[2]:
-        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, **how)
+        folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, **how)
         outputs.append(output.view(*query.shape[:3], -1))
     output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
-    return output.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous()
 
 
-def eager_rows(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """The model's own eager attention, where the mask asks for it row by row; see [`grouped_sdpa`]."""
-    eager, alone = _eager_of(module), getattr(attention_mask, "alone", [])
-    assert eager is not None
-    parts = [
-        eager(module, query[:, :, row : row + 1], key[:, :, keys], value[:, :, keys], None, **kwargs)[0]
-        for row, keys in enumerate(alone)
-    ]
-    if query.shape[2] > len(alone):
-        parts.append(eager(module, query[:, :, len(alone) :], key, value, attention_mask, **kwargs)[0])
-    return torch.cat(parts, dim=1), None
+def _prepare(layer: torch.nn.Module) -> bool:
+    """Lets an attention layer attend as a step asks: whether that can be. transformers has each file of models look up
+    attention functions in a mapping, where a file may have functions of its own: these call what was there before
+    wherever no step is under way."""
+    homes = [sys.modules[kind.__module__] for kind in type(layer).__mro__]
+    homes = [home for home in homes if hasattr(home, "ALL_ATTENTION_FUNCTIONS")]
+    for home in homes:
+        functions: Any = home.ALL_ATTENTION_FUNCTIONS
+        if not hasattr(functions, "before_wedlm"):
+            own = copy.deepcopy(functions)
+            own.before_wedlm = functions
+            own["sdpa"] = _sdpa_of(functions)
+            if hasattr(home, "eager_attention_forward"):
+                own["eager"] = _eager_rows_of(home.eager_attention_forward)
+            home.ALL_ATTENTION_FUNCTIONS = own  # type: ignore[attr-defined]
+    return bool(homes) and all(hasattr(home, "eager_attention_forward") for home in homes)
 
 
-def _eager_of(module: torch.nn.Module) -> Any:
-    """The eager attention function that stands beside the class of a layer, or beside one that it inherits from."""
-    homes = [sys.modules[kind.__module__] for kind in type(module).__mro__]
-    return next((home.eager_attention_forward for home in homes if hasattr(home, "eager_attention_forward")), None)
+def _sdpa_of(functions: Any) -> Any:
+    """sdpa, but with [`grouped_sdpa`] for the masks of steps."""
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        alone = _alone(attention_mask)
+        is_grouped = _UNDER_WAY.is_grouped and attention_mask is not None
+        rows = (query.shape[2] - len(alone)) * (query.shape[1] // key.shape[1])
+        if not is_grouped or attention_mask.shape[2] != rows:
+            return functions["sdpa"](module, query, key, value, attention_mask, **kwargs)
+        how = {name: kwargs[name] for name in ("dropout", "scaling") if name in kwargs}
+        return grouped_sdpa(query, key, value, attention_mask, alone, **how), None
+
+    return attend
 
 
-for _name, _attend, _mask in ((GROUPED, grouped_sdpa, sdpa_mask), (ROWS, eager_rows, eager_mask)):
-    AttentionInterface.register(_name, _attend)
-    AttentionMaskInterface.register(_name, _mask)
+def _eager_rows_of(eager: Any) -> Any:
+    """The eager attention of a file of models, row by row where a step asks for it."""
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, Any]:
+        if not (alone := _alone(attention_mask)):
+            return eager(module, query, key, value, attention_mask, **kwargs)
+        parts = [
+            eager(module, query[:, :, row : row + 1], key[:, :, keys], value[:, :, keys], None, **kwargs)[0]
+            for row, keys in enumerate(alone)
+        ]
+        if query.shape[2] > len(alone):
+            parts.append(eager(module, query[:, :, len(alone) :], key, value, attention_mask, **kwargs)[0])
+        return torch.cat(parts, dim=1), None
+
+    return attend
+
+
+def _alone(mask: Any) -> Sequence[Keys]:
+    return next((keys for own, keys in _UNDER_WAY.alone if own is mask), ())
 
 
 def visibility(step: Step) -> torch.Tensor:

@@ -147,7 +147,7 @@ class ParallelDecoder:
         alone = (step.counts[0] - step.masks[0]) * (self.steps > 0) if self.rule.is_by_row else None
         masks = self.attention.masks(step, positions, alone)
         forward = self.compiled if self.compiled is not None and is_compiled else self.model
-        with predicting as states, self.attention.reading(masks):
+        with predicting as states, self.attention.reading():
             inputs: dict[str, Any] = {"input_ids": step.input_ids}
             if self.steps == 0 and self.request.prompt_embeds is not None:
                 inputs = {"inputs_embeds": self._embeds(step)}

@@ -8,7 +8,7 @@ from test_attach import SMALL, llama
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter
-from wedlm_hf.generation.attention import ROWS_ALIKE, attends_by_row, grouped_mask, grouped_sdpa
+from wedlm_hf.generation.attention import ROWS_ALIKE, attends_by_row, grouped_mask, grouped_sdpa, keys_of
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
@@ -23,9 +23,10 @@ def test_a_row_that_attends_alone_has_the_bits_of_an_ar_step() -> None:
     seen = [keys < 41, keys < 42, (keys < 41) | (keys == 42), (keys < 41) | ((keys > 41) & (keys < 44)), keys != 41]
     visible = torch.stack(seen)[None, None]
 
-    output, _ = grouped_sdpa(MODULE, query, key, value, grouped_mask(visible, 3, torch.bfloat16, alone=3))
+    mask = grouped_mask(visible[:, :, 3:], 3, torch.bfloat16)
+    output = grouped_sdpa(query, key, value, mask, [keys_of(row) for row in seen[:3]])
 
-    together, _ = grouped_sdpa(MODULE, query, key, value, grouped_mask(visible, 3, torch.bfloat16))
+    together = grouped_sdpa(query, key, value, grouped_mask(visible, 3, torch.bfloat16))
     torch.testing.assert_close(output, together, rtol=0, atol=0.02)
     assert output.shape == together.shape
     for row, own in enumerate(seen[:3]):
