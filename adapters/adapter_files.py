@@ -45,18 +45,21 @@ class MaskAdapterSettings:
         target_modules: names of the linear layers that are updated, the same ones in every decoder layer; none: the
             projection out of attention and the last one of the MLP, whatever they are called.
         head_width: hidden units of the previous-token head; 0 for none.
+        num_masks: masks behind one row that it is trained to predict; decoding asks for no more.
     """
 
     rank: int = 64
     target_modules: tuple[str, ...] = ()
     head_width: int = 640
+    num_masks: int = 8
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        if self.rank < 1 or self.head_width < 0 or len(set(self.target_modules)) != len(self.target_modules):
+        is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
+        if self.rank < 1 or self.head_width < 0 or self.num_masks < 1 or is_named_twice:
             raise ValueError(
-                "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, and a `head_width` of "
-                f"at least 0; got {self}."
+                "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, a `head_width` of at "
+                f"least 0 and `num_masks` of at least 1; got {self}."
             )
 
 
@@ -150,12 +153,15 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
     rank, width, targets = config.get("rank"), config.get("head_width"), config.get("target_modules")
     names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+    masks = config.get("num_masks", MaskAdapterSettings.num_masks)
     if type(rank) is not int or type(width) is not int or not names or names != targets:
         raise ValueError(
             f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
             f"got {rank!r}, {width!r} and {targets!r}."
         )
-    return MaskAdapterSettings(rank, tuple(names), width)
+    if type(masks) is not int:
+        raise ValueError(f"{CONFIG_NAME} may state `num_masks`, a whole number; got {masks!r}.")
+    return MaskAdapterSettings(rank, tuple(names), width, masks)
 
 
 def base_of(model: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed)
         self.budget, self._clock = Budget(), clock
         self._sums: defaultdict[str, float] = defaultdict(float)
+        model.mask_adapter.settings = replace(model.mask_adapter.settings, num_masks=args.num_masks)
         super().__init__(
             MaskDistillation(model, num_masks=args.num_masks),
             args,

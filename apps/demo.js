@@ -169,7 +169,7 @@ function showRuns() {
   $("runs").replaceChildren(...asked.runs.map((entry, index) => {
     const [run, ar] = entry.trace.recordings[0].runs, {settings, stats} = run;
     const isSame = firstDifference(run, ar) == null;
-    const shown = [settings.window_size, settings.entropy_threshold < 1e300 ? settings.entropy_threshold : "∞", run.verified ?? isVerified(run) ? "–" : settings.distance_penalty,
+    const shown = [settings.window_size, thresholdOf(settings) < 1e300 ? thresholdOf(settings) : "∞", run.verified ?? isVerified(run) ? "–" : settings.distance_penalty,
       stats.new_tokens, stats.forwards, (stats.new_tokens / stats.forwards).toFixed(2), seconds(run.seconds), range(run, ar) ?? `${(ar.seconds / run.seconds).toFixed(2)}×`];
     const answer = isSame ? "✓ identical to AR" : settings.do_sample ? "another draw" : `✗ differs at token ${firstDifference(run, ar) + 1}`;
     const row = el("tr", {"aria-current": entry === asked.current}, el("td", {}, el("button", {type: "button"}, settings.verification)),

@@ -181,7 +181,10 @@ class Form(BaseModel):
 
     def _window(self) -> dict[str, Any]:
         names = ("verification", "window_size", "entropy_threshold", "distance_penalty", "adaptive_window")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.verification not in (None, "none") and "entropy_threshold" in given:
+            given["draft_threshold"] = given.pop("entropy_threshold")  # one slider, τ, for both
+        return given
 
 
 class Demo:

@@ -24,6 +24,7 @@ COMPARED: dict[str, Options] = {**DECODERS, LOOKUP: {"strategy": "ar", "prompt_l
 """The [`DECODERS`] and what else there is to compare them with."""
 
 FIELDS = ("window_size", "entropy_threshold", "distance_penalty")  # the settings that are tried
+DRAFT_THRESHOLD = "draft_threshold"  # in the place of the second one, where drafts are verified
 
 
 def decoder_name(strategy: str, verification: str) -> str:
@@ -64,14 +65,14 @@ def candidates(
         for setting in itertools.product(windows, *values[decoder]) if decoder in decoders else ():
             options = configured(decoder, *setting)
             WeDLMGenerationSettings(**options)  # refuses what is out of range
-            shown = [
-                f"{symbol}={options[name]:g}" for symbol, name in zip("Wτλ", FIELDS, strict=True) if name in options
-            ]
+            shown = [f"{symbol}={value:g}" for symbol, value in zip("Wτλ", setting, strict=True) if value is not None]
             named[" ".join([decoder, *shown])] = options  # such as `wedlm W=6 τ=0.4 λ=0.02`
     return named
 
 
 def configured(decoder: str, window: int, threshold: float, penalty: float | None = None) -> dict[str, Any]:
     """Keywords of `generate` of a decoder other than AR."""
-    settings = dict(zip(FIELDS, (window, threshold, penalty), strict=True))
+    window_size, tau, distance = FIELDS
+    tau = DRAFT_THRESHOLD if decoder in (EXACT, TYPICAL) else tau
+    settings = {window_size: window, tau: threshold, distance: penalty}
     return {**DECODERS[decoder], **{name: value for name, value in settings.items() if value is not None}}

@@ -19,13 +19,13 @@ class Drafter:
     Args:
         sampler: how the AR head will choose.
         end_tokens: tokens that end a sequence.
-        entropy_threshold: tau, nats: drafts end at the first mask whose H is not below.
+        draft_threshold: nats: drafts end at the first mask whose H is not below.
     """
 
     lost = 1  # masks behind a row that draft nothing: the first one stands at the position of the AR row's own token
 
-    def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], entropy_threshold: float):
-        self.sampler, self.end_tokens, self.entropy_threshold = sampler, end_tokens, entropy_threshold
+    def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], draft_threshold: float):
+        self.sampler, self.end_tokens, self.draft_threshold = sampler, end_tokens, draft_threshold
 
     def guess(
         self,
@@ -52,7 +52,7 @@ class Drafter:
         entropy = token_entropy(logits)
         self.sampler.suppress(logits)
         chances, tokens = logits.softmax(-1).max(-1)
-        tokens, is_sure = tokens.masked_fill(entropy.isnan(), -1), entropy < self.entropy_threshold
+        tokens, is_sure = tokens.masked_fill(entropy.isnan(), -1), entropy < self.draft_threshold
         return torch.stack([tokens, is_sure, (chances / UNIT).long()], -1).flatten(1)
 
     def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:

@@ -1,5 +1,6 @@
 """`model.generate(..., strategy="wedlm")`: how parallel decoding plugs into transformers' `generate`."""
 
+import logging
 from collections.abc import Callable
 from sys import maxsize
 from typing import Any
@@ -19,6 +20,7 @@ from .attention import DENSE_MASK_ATTENTION, ROWS_ALIKE, attends_by_row, impleme
 from .cache import WindowCache
 from .decoding import ParallelDecoder
 from .drafter import Drafter
+from .fixed_plan import FixedPlan
 from .planner import Planner
 from .request import DecodingRequest, decoding_request, prompts_of
 from .rules import FillRule, Rule
@@ -27,8 +29,10 @@ from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerati
 from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
-from .verify import FixedPlan, VerifyRule
+from .verify import VerifyRule
 from .versions import CACHE, explained, is_checkpointing, rename_cache
+
+logger = logging.getLogger(__name__)
 
 # Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
 REFUSED_OPTIONS = {
@@ -41,8 +45,6 @@ REFUSED_OPTIONS = {
     "use_cache": (None, True),
 }
 
-# Masks behind one row, at most, where a mask adapter drafts: adapters learn as many.
-DEEPEST = 8
 # The time that a row adds to a forward, relative to one row's, until it is measured: a CPU takes about 3.5 % of the
 # time that it needs to read the weights, a GPU ten times less.
 SLOT_COSTS = {"cpu": 0.035, "cuda": 0.004}
@@ -120,6 +122,17 @@ class WeDLMGenerationMixin(GenerationMixin):
                     "`adaptive_window=True` goes with `verification='exact'` or `'typical'`: unverified windows keep "
                     "their size, `window_size`.",
                     "adaptive_window",
+                )
+            if ours.get("draft_threshold") is not None and settings.verification == "none":
+                raise OptionError(
+                    "`draft_threshold` goes with `verification='exact'` or `'typical'`: without, masks are filled by "
+                    "`entropy_threshold`.",
+                    "draft_threshold",
+                )
+            if ours.get("entropy_threshold") is not None and settings.verification != "none":
+                logger.warning(
+                    f"`entropy_threshold` is not read with `verification={settings.verification!r}`: drafts end at "
+                    "`draft_threshold`."
                 )
             _check_options(settings.strategy, generation_config)
             if settings.output_trace and self.trace_recorder is None:
@@ -296,12 +309,12 @@ def _rule(
     takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION
     drafter: Drafter
     if model.has_mask_adapter:
-        size = min(size, DEEPEST)
+        size = min(size, model.deepest)
         # What the text says is a branch beside what masks say.
         has_branches = is_planned and settings.verification == "exact" and takes_any_mask
         drafter = model.make_drafter(sampler, request.end_tokens, has_branches)
     else:
-        drafter = Drafter(sampler, request.end_tokens, settings.entropy_threshold)
+        drafter = Drafter(sampler, request.end_tokens, settings.draft_threshold)
     # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.
     is_chain = is_static or not (model.has_mask_adapter and takes_any_mask)
     planner: Planner = FixedPlan(size, is_chain, drafter.lost)

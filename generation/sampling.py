@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers.generation import logits_process as transformers_processors
 
 # Processors that look at the scores alone.
@@ -38,7 +37,7 @@ STATELESS_PROCESSORS = [
 ]
 # Logits of which entropies are computed at a time.
 CHUNK = 2**25
-# Likeliest tokens that have noise of their own; what is behind them is rarely drawn.
+# Likeliest tokens that are looked at where those behind them cannot matter, or matter little.
 SHORTLIST = 64
 
 
@@ -73,17 +72,17 @@ class PositionNoise:
         """
         seeds = self.seeds[torch.tensor(rows, device=offsets.device)]
         bits = _split_mix(_split_mix(seeds[:, None], offsets)[..., None], tokens)
-        uniform = ((bits >> 11 & 2**53 - 1).float() + 0.5) * 2.0**-53
-        return -torch.log1p(-uniform.clamp(max=1 - 2.0**-24))
+        uniform = (bits >> 11).bitwise_and_(2**53 - 1).float().add_(0.5).mul_(2.0**-53)
+        return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()
 
 
 def _split_mix(seed: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Random bits, int64: number `index` of the sequence that SplitMix64 gives for `seed` (Steele, Lea and Flood,
     2014, Figure 17)."""
-    z = seed + (index + 1) * (0x9E3779B97F4A7C15 - 2**64)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        z = (z ^ (z >> shift & 2 ** (64 - shift) - 1)) * (factor - 2**64)
-    return z ^ (z >> 31 & 2**33 - 1)
+    bits = seed + (index + 1).mul_(0x9E3779B97F4A7C15 - 2**64)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # in place: memory is slow
+        bits = bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (64 - shift) - 1)).mul_(factor - 2**64)
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_(2**33 - 1))
 
 
 @dataclass
@@ -171,14 +170,14 @@ class TokenSampler:
         logits: torch.Tensor,
         offsets: list[list[int]],
         rows: list[int],
-        prefixes: list[list[list[int]]],
+        prefix: Callable[[int, int], list[int]],
         follow: Callable[[int, int, torch.Tensor, torch.Tensor], int | None],
     ) -> Chosen:
         """Tokens of AR rows, each after its own, true prefix.
 
         Args:
             logits, offsets, rows: see [`choose`].
-            prefixes: the new tokens in front of what each row of an entry chooses, its own included.
+            prefix: gives the new tokens in front of what a row of an entry chooses, its own included.
             follow: tells from an entry, a row of it, and the tokens and scores so far which row comes next; `None`
                 where no other prefix is true.
         """
@@ -190,18 +189,19 @@ class TokenSampler:
         # To know which prefix is the true one, the host would wait: a GPU works on all of them in less time. Those
         # that keep a state must see the true ones alone.
         all_paths = not self.is_on_cpu and all(_is_any(p, STATELESS_PROCESSORS) for p in self.processors)
-        for entry, (row, known) in enumerate(zip(rows, prefixes, strict=True)):
-            column: int | None = 0 if known else None
+        for entry, (row, own) in enumerate(zip(rows, offsets, strict=True)):
+            count = sum(offset >= 0 for offset in own)
+            column: int | None = 0 if count else None
             while column is not None:
                 cell = slice(entry, entry + 1), slice(column, column + 1)
-                prefix = torch.cat([self.prompt_ids[row], self.prompt_ids.new_tensor(known[column])])
+                known = torch.cat([self.prompt_ids[row], self.prompt_ids.new_tensor(prefix(entry, column))])
                 # Some tell sequences apart by their index: they get a batch in which this one is where it should be.
                 copies, place = (len(self.prompt_ids), row) if self.need_row else (1, 0)
                 scores = logits[entry, column].expand(copies, -1).clone()
-                processed[cell] = self.processors(prefix.expand(copies, -1), scores)[place]
+                processed[cell] = self.processors(known.expand(copies, -1), scores)[place]
                 chosen[cell] = self._choose(processed[cell], places[cell], [row])
                 if all_paths:
-                    column = column + 1 if column + 1 < len(known) else None
+                    column = column + 1 if column + 1 < count else None
                 else:
                     column = follow(entry, column, chosen, processed)
         return chosen, processed
@@ -244,30 +244,23 @@ class TokenSampler:
         if not self.do_sample:
             best, tokens = scores.max(-1)
             return tokens.masked_fill(~best.isfinite(), -1)
-        probabilities, vocab_size = torch.softmax(scores, dim=-1), scores.shape[-1]
-        if not self.is_on_cpu:
-            return self._draw(probabilities, torch.arange(vocab_size, device=scores.device), offsets, rows)
-        best, tokens = probabilities.topk(min(SHORTLIST, vocab_size))
-        if not best[..., -1].any():
-            return self._draw(best, tokens, offsets, rows)
-        # All other tokens race as one, with their common probability. Where they win, the place at which a second
-        # noise cuts their distribution tells which of them it is: the law stays that of noise for each.
-        others = probabilities.scatter(-1, tokens, 0)
-        best = torch.cat([best, others.sum(-1, keepdim=True)], -1)
-        tokens = F.pad(tokens, (0, 1), value=vocab_size)
-        drawn = self._draw(best, tokens, offsets, rows)
-        for entry, column in (drawn == vocab_size).nonzero().tolist():
-            cumulative = others[entry, column].double().cumsum(-1)
-            one = slice(entry, entry + 1), slice(column, column + 1)
-            noise = self.noise.at([rows[entry]], offsets[one], drawn[one][..., None] + 1).double()
-            drawn[one] = torch.searchsorted(cumulative, -torch.expm1(-noise).flatten() * cumulative[-1], right=True)
-        return drawn
+        return self._draw(
+            torch.softmax(scores, dim=-1), torch.arange(scores.shape[-1]).to(scores.device), offsets, rows
+        )
 
     def _draw(
         self, probabilities: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, rows: list[int]
     ) -> torch.Tensor:
         """`(A, M)`: draws from `tokens`, `(A, M, S)` or `(S,)`, with `probabilities`, `(A, M, S)`; -1 where NaN."""
         tokens = tokens.expand_as(probabilities)
+        if probabilities.numel() > CHUNK and len(rows) > 1:  # noise takes memory
+            parts = [
+                self._draw(*each)
+                for each in zip(
+                    probabilities.split(1), tokens.split(1), offsets.split(1), [[row] for row in rows], strict=True
+                )
+            ]
+            return torch.cat(parts)
         places = (probabilities / self.noise.at(rows, offsets, tokens)).argmax(-1, keepdim=True)
         return tokens.gather(-1, places)[..., 0].masked_fill(probabilities[..., 0].isnan(), -1)
 

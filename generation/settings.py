@@ -6,10 +6,12 @@ from typing import Any
 
 STRATEGIES = ("ar", "wedlm", "block")
 VERIFICATIONS = ("none", "exact", "typical")
+ENTROPIES = ("entropy_threshold", "distance_penalty", "draft_threshold")  # settings in nats
 
-# Where the output does not depend on them: W may grow this far, and a mask whose entropy lies below gives a draft.
+# Where the output does not depend on them: W may grow this far, and a mask whose entropy lies below gives a draft;
+# where it does, fewer masks do.
 LARGEST_WINDOW = 32
-DRAFT_THRESHOLD = 2.0
+DRAFT_THRESHOLDS = {"exact": 2.0, "typical": 0.4}
 
 
 class OptionError(ValueError):
@@ -47,9 +49,11 @@ class WeDLMGenerationSettings:
             `"block"`: the block-wise baseline, whose window is refilled only when all of it is filled (paper Fig. 4c).
         window_size: W, slots predicted at a time (the authors' engine: 16); where the window adapts, the largest
             (default there: 32).
-        entropy_threshold: τ, nats; masks whose adjusted entropy H + λ·d lies below it are filled (engine: 0.4). Under
-            verification: masks with H < τ become drafts (default with `"exact"`: 2).
+        entropy_threshold: τ, nats; unverified, masks whose adjusted entropy H + λ·d lies below it are filled (engine:
+            0.4).
         distance_penalty: λ, nats per position from the leftmost mask (engine: 0.02).
+        draft_threshold: nats; under verification, masks with H below it become drafts, where no mask adapter drafts
+            (default with `"typical"`: 0.4).
         verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR
             head. `"typical"`: drafts are kept where the AR head finds them plausible, p ≥ min(ε, δ·exp(−H)) (arXiv
             2401.10774); the token after them is the AR head's own.
@@ -71,6 +75,7 @@ class WeDLMGenerationSettings:
     window_size: int = 16
     entropy_threshold: float = 0.4
     distance_penalty: float = 0.02
+    draft_threshold: float = DRAFT_THRESHOLDS["exact"]
     verification: str = "none"
     acceptance_epsilon: float = 0.09
     acceptance_delta: float = 0.3
@@ -87,7 +92,7 @@ class WeDLMGenerationSettings:
         if not isinstance(self.window_size, int) or isinstance(self.window_size, bool) or self.window_size < 1:
             message = f"`window_size` must be an integer of at least 1, got {self.window_size!r}."
             raise OptionError(message, "window_size")
-        for name in ("entropy_threshold", "distance_penalty", "acceptance_epsilon", "acceptance_delta"):
+        for name in (*ENTROPIES, "acceptance_epsilon", "acceptance_delta"):
             if not _is_cost(value := getattr(self, name)):
                 raise OptionError(f"`{name}` must be a number of at least 0, got {value!r}.", name)
         _check_slot_cost(self.slot_cost)
@@ -121,9 +126,10 @@ class WeDLMGenerationSettings:
         given = {name: value for name, value in given.items() if value is not None}
         given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
         settings = cls(**given)
-        if settings.verification == "exact":
-            given.setdefault("entropy_threshold", DRAFT_THRESHOLD)
-            if settings.is_adaptive and getattr(generation_config, "cache_implementation", None) != "static":
+        if settings.verification != "none":
+            given.setdefault("draft_threshold", DRAFT_THRESHOLDS[settings.verification])
+            is_static = getattr(generation_config, "cache_implementation", None) == "static"
+            if settings.verification == "exact" and settings.is_adaptive and not is_static:
                 given.setdefault("window_size", LARGEST_WINDOW)
             settings = cls(**given)
         if settings.strategy != "ar":
@@ -166,4 +172,4 @@ def _check_slot_cost(cost: Any) -> None:
 
 SETTING_NAMES = tuple(field.name for field in fields(WeDLMGenerationSettings))
 # Those that are chosen for one kind of verification.
-WINDOW_SETTINGS = frozenset({"window_size", "entropy_threshold", "distance_penalty"})
+WINDOW_SETTINGS = frozenset({"window_size", *ENTROPIES})

@@ -46,11 +46,6 @@ class DecodingStats:
         token, which no forward reads, counts."""
         return self.new_tokens.sum().item() / max(1, self.token_instances.sum().item())
 
-    @property
-    def acceptance_rate(self) -> float:
-        """Drafts that passed / drafts that were checked, pooled over rows."""
-        return self.accepted.sum().item() / max(1, self.drafted.sum().item())
-
 
 class StatsRecorder:
     """Counts the steps of a call. Prompt tokens that are not in the cache yet are no token instances."""

@@ -18,6 +18,7 @@ A [`Drafter`] says what may follow, a [`Planner`] which of it is checked and whe
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -27,25 +28,6 @@ from .rows import Row, SequenceState, Step, lines, mask_runs
 from .rules import Choice, Cut, SequenceOutcome
 from .sampling import TokenSampler, is_typical
 from .settings import WeDLMGenerationSettings
-from .step_times import StepTimes
-
-
-class FixedPlan(Planner):
-    """Every step checks the first run of drafts, and has `size` masks behind each real row, or behind the last one."""
-
-    def __init__(self, size: int, is_chain: bool, lost: int):
-        super().__init__(StepTimes(0.0), size, is_chain, lost)
-
-    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
-        """See [`Planner.plan`]."""
-        plans = []
-        for outlook in outlooks:
-            drafts = outlook.drafts[: max(0, min(self.depth, outlook.room - 1 + self.lost))]
-            masks = [min(self.depth, outlook.room - depth - 1 + self.lost) for depth in range(len(drafts) + 1)]
-            if self.is_chain:
-                masks[:-1] = [0] * len(drafts)
-            plans.append(Plan(drafts, [count if count > self.lost else 0 for count in masks]))
-        return plans
 
 
 class VerifyRule:
@@ -119,56 +101,50 @@ class VerifyRule:
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
         """See [`Rule`]. Tells what the AR rows choose, the last of them on the path that they follow, and what the
         masks behind that one draft."""
-        device, count = logits.device, logits.shape[1]
+        device, count, rows = logits.device, logits.shape[1], [one.index for one in step.sequences]
         real = [_real_rows(one) for one in step.sequences]
-        size = max(1, *map(len, real))
-        first = torch.tensor(step.starts([max(0, one.pending - 1) for one in step.sequences]), device=device)[:, None]
-        places = torch.arange(size, device=device)
-        columns = (first + places).clamp(max=count - 1)
-        is_there = places < torch.tensor([len(rows) for rows in real], device=device)[:, None]
-        is_draft = is_there & (places > 0)
-        parents = (step.parents.gather(1, columns) - first).clamp(min=0) * is_draft
-        read = step.input_ids[:, -count:].gather(1, columns)
-
+        places = torch.arange(max(1, *map(len, real)), device=device)
+        is_there = places < torch.tensor([len(each) for each in real], device=device)[:, None]
+        first = step.starts([max(0, one.pending - 1) for one in step.sequences])
+        columns = (torch.tensor(first, device=device)[:, None] + places).clamp(max=count - 1)
         entries = torch.arange(len(real), device=device)[:, None]
         chosen, scores = self._choose(step, real, logits[entries, columns].to(torch.float32))
-        passed = chosen.gather(1, parents) == read
-        if self.settings.verification == "typical":  # there is one draft behind a row
-            behind = read.roll(-1, 1)
-            passed |= self._is_typical(scores, behind).gather(1, parents)
-        passed = (passed & is_draft) | (places == 0)
-        is_on_path = (passed[:, None] | ~lines(parents)).all(-1)
-        depths = step.position_ids[:, -count:].gather(1, columns)
+
+        parents = (step.parents.gather(1, columns) - columns[:, :1]).clamp(min=0) * is_there
+        tokens, depths = (each[:, -count:].gather(1, columns) for each in (step.input_ids, step.position_ids))
         depths = depths - depths[:, :1]
+        passed = chosen.gather(1, parents) == tokens
+        if self.settings.verification == "typical":  # there is one draft behind a row
+            passed |= self._is_typical(scores, tokens.roll(-1, 1)).gather(1, parents)
+        passed = (passed & is_there) | (places == 0)
+        is_on_path = (passed[:, None] | ~lines(parents)).all(-1)
         end = ((depths + 1) * is_on_path).argmax(1, keepdim=True)
-        is_broken, told = chosen < 0, [chosen, end]
-        runs = self._runs(step, size)
-        if (most := max(run[1] for entry in runs for run in entry)) > 0:
+
+        told, runs = [chosen, end], self._runs(step, len(places))
+        if (most := max(drafting for entry in runs for _, drafting in entry)) > 0:
             start, drafting = torch.tensor(runs, device=device).gather(1, end[..., None].expand(-1, -1, 2)).unbind(2)
-            places = torch.arange(most, device=device)
-            counts = torch.tensor([[one.new_count] for one in step.sequences], device=device)
-            masks = (start + torch.minimum(places, (drafting - 1).clamp(min=0))).clamp(max=count - 1)
-            told.append(
-                self.drafter.guess(
-                    logits[entries, masks].float(),
-                    None if hidden is None else hidden[entries, masks - count],
-                    torch.cat([read.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0),
-                    depths.gather(1, end) + 1 + counts,
-                    [one.index for one in step.sequences],
-                )
-            )
-        return Choice(chosen, scores, columns, (is_broken & is_there).any(1), told)
+            ks = torch.arange(most, device=device)
+            masks = (start + torch.minimum(ks, (drafting - 1).clamp(min=0))).clamp(max=count - 1)
+            behind = None if hidden is None else hidden[entries, masks - count]
+            before = torch.cat([tokens.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
+            offsets = torch.tensor([[1 + one.new_count] for one in step.sequences], device=device)
+            offsets = offsets + depths.gather(1, end)
+            told.append(self.drafter.guess(logits[entries, masks].float(), behind, before, offsets, rows))
+        return Choice(chosen, scores, columns, ((chosen < 0) & is_there).any(1), told)
 
     def _choose(self, step: Step, real: list[list[Row]], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and scores of the AR rows, `(A, R)` and `(A, R, V)`, of logits `(A, R, V)` float32."""
-        offsets, prefixes = [], []
+        offsets = []
         for one, rows in zip(step.sequences, real, strict=True):
-            depths = [row.position - rows[0].position for row in rows]
-            offsets.append([one.new_count + depth for depth in depths] + [-1] * (logits.shape[1] - len(rows)))
-            paths: list[list[int]] = []
-            for row in rows:
-                paths.append([*paths[row.parent], row.token] if paths else one.new_tokens)  # type: ignore[list-item]
-            prefixes.append(paths)
+            own = [one.new_count + row.position - rows[0].position for row in rows]
+            offsets.append([*own, *[-1] * (logits.shape[1] - len(own))])
+
+        def prefix(entry: int, row: int) -> list[int]:
+            path: list[Any] = []
+            while row > 0:
+                path.insert(0, real[entry][row].token)
+                row = real[entry][row].parent
+            return step.sequences[entry].new_tokens + path
 
         def follow(entry: int, row: int, tokens: torch.Tensor, scores: torch.Tensor) -> int | None:
             behind = [child for child, draft in enumerate(real[entry]) if child and draft.parent == row]
@@ -179,7 +155,8 @@ class VerifyRule:
                 same = behind[:1] if bool(self._is_typical(scores[entry : entry + 1, row : row + 1], draft)) else []
             return next(iter(same), None)
 
-        return self.sampler.choose_in_order(logits, offsets, [one.index for one in step.sequences], prefixes, follow)
+        indices = [one.index for one in step.sequences]
+        return self.sampler.choose_in_order(logits, offsets, indices, prefix, follow)
 
     def _is_typical(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         settings = self.settings

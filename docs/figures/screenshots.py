@@ -38,7 +38,7 @@ REPLAYS: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "trace-exact": (
         "Give me JSON for this: Rosa lives at 74 Bridge Street in Paris. Rosa is 37.",
-        {"verification": "exact", "adaptive_window": False, "window_size": 8, "entropy_threshold": 2.5}
+        {"verification": "exact", "adaptive_window": False, "window_size": 8, "draft_threshold": 2.5}
         | {"do_sample": True, "temperature": 1.5, "max_new_tokens": 60},
         2,
     ),

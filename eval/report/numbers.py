@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..decoders import AR, EXACT, FIELDS
+from ..decoders import AR, DRAFT_THRESHOLD, EXACT, FIELDS
 from ..measure import ar_logits
 from ..prompts import Prompt
 from ..table import COUNTED, TIMED, by_depth, mark_same, summarise, summarise_tasks
@@ -78,6 +78,7 @@ def sweep_numbers(table: pd.DataFrame, settings: pd.DataFrame) -> pd.DataFrame:
 
 def settings_table(named: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:
     """Columns `kind` (of those [`COMPARED`]) and the [`FIELDS`]; indexed by name."""
+    named = {name: {FIELDS[1]: each.get(DRAFT_THRESHOLD), **each} for name, each in named.items()}
     table = pd.DataFrame.from_dict(named, orient="index").reindex(columns=["kind", *FIELDS]).rename_axis("decoder")
     return table.assign(kind=table.index.str.split().str[0])
 

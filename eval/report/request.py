@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ..decoders import Options
     from ..prompts import Prompt
 
-MANAGED = {"strategy", "verification", "window_size", "entropy_threshold", "distance_penalty", "output_trace"}
-MANAGED |= {"max_new_tokens", "do_sample", "temperature"}
+MANAGED = {"strategy", "verification", "window_size", "entropy_threshold", "distance_penalty", "draft_threshold"}
+MANAGED |= {"max_new_tokens", "do_sample", "temperature", "output_trace"}
 _COUNTED_ON = {"num_beams", "use_cache", "return_dict_in_generate", "eos_token_id"}  # they change counts and answers
 _LEAST = {"max_loss": 0, "count": 1, "sweep_count": 0, "timed": 1, "sweep_timed": 1, "repeats": 1, "batch_size": 1}
 _LEAST |= {"max_new_tokens": 2}

@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def _decides(
         "grid": list(request.candidates()),
         "settings": request.settings,
         "measuring": {name: getattr(request, name) for name in measuring},
-        "machine": {"wedlm_hf": import_module("...", __package__).__version__, **environment(model)},
+        "machine": {"wedlm_hf": version("wedlm-hf"), **environment(model)},
     }
 
 

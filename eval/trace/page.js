@@ -45,7 +45,7 @@ function prepare(run, promptLength) {
     run.cached.push(Math.max(0, cached));
   });
   const entropies = run.steps.flatMap(step => step.predictions.filter(prediction => prediction.by === "mask").map(prediction => prediction.entropy));
-  run.largest = Math.max(0.5, Math.min(12, 1.25 * (run.settings.entropy_threshold ?? 0)), ...entropies);
+  run.largest = Math.max(0.5, Math.min(12, 1.25 * (thresholdOf(run.settings) ?? 0)), ...entropies);
 }
 
 /* What there is after `count` forwards: final and cached new tokens, and the slots of the window in logical order. */
@@ -138,6 +138,11 @@ function show(trace) {
   $("machine").textContent = `Times: ${times} on ${machine.device}, ${plural(machine.threads, "thread")}, torch ${machine.torch}, transformers ${machine.transformers}, ${machine.dtype}.`;
 }
 
+/* τ: of masks that are filled, or of those that become drafts. */
+function thresholdOf(settings) {
+  return (settings.verification ?? "none") === "none" ? settings.entropy_threshold : settings.draft_threshold ?? settings.entropy_threshold;
+}
+
 function choose(index) {
   view.recording = index;
   view.time = 0;
@@ -149,7 +154,7 @@ function choose(index) {
   $("prompt").textContent = recording.prompt;
   const {settings} = main, shown = [TRACE.model.split("/").filter(Boolean).at(-1) ?? TRACE.model];
   shown.push(`W ${settings.window_size}`);
-  shown.push(`τ ${settings.entropy_threshold < 1e300 ? settings.entropy_threshold : "∞"}`);
+  shown.push(`τ ${thresholdOf(settings) < 1e300 ? thresholdOf(settings) : "∞"}`);
   if (!main.verified) shown.push(`λ ${settings.distance_penalty}`);
   if (main.verified) shown.push(`verification ${settings.verification}`);
   if (settings.do_sample) shown.push(`sampled${settings.temperature ? `, T ${settings.temperature}` : ""}, seed ${TRACE.seed}`);

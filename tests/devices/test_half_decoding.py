@@ -19,8 +19,8 @@ ATTENTIONS = ["sdpa", pytest.param("eager", marks=SLOW)]
 EXACT = {"verification": "exact", "slot_cost": 0.04}
 DECODERS = {
     "ar": {"strategy": "ar", "suppress_tokens": [MASK]},
-    "verified": EXACT | {"entropy_threshold": 2.5},
-    "static": {"verification": "exact", "cache_implementation": "static", "entropy_threshold": 2.5},
+    "verified": EXACT | {"draft_threshold": 2.5},
+    "static": {"verification": "exact", "cache_implementation": "static", "draft_threshold": 2.5},
     "trees": EXACT,
     "branches": EXACT | {"adaptive_window": False},
     "static adapter": {"verification": "exact", "cache_implementation": "static", "window_size": 4},

@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 from tiny import tiny_model, tiny_tokenizer
 
+from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.eval import table as tables
 from wedlm_hf.eval.measure import Decoding, Speed
@@ -74,7 +75,7 @@ def test_a_speed_compares_times_of_as_many_tokens_and_says_where_it_is_impossibl
 @pytest.fixture(scope="module")
 def adapted():
     model = tiny_model()
-    model.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=4))
+    add_mask_adapter(model, MaskAdapterSettings(rank=2, head_width=4))
     return model, tiny_tokenizer()
 
 

@@ -11,6 +11,7 @@ from test_adapt import SMALL, write_base
 from test_branches import adapted
 from tiny import edit, tiny_model
 
+from wedlm_hf import load_mask_adapter
 from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers, read_prompts
@@ -25,7 +26,7 @@ def saved(tmp_path) -> Path:
 def refused(folder: Path, message: str, error: type[Exception] = ValueError) -> None:
     model = tiny_model()
     with pytest.raises(error, match=message):
-        model.load_mask_adapter(folder)
+        load_mask_adapter(model, folder)
     assert not model.has_mask_adapter and all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -39,6 +40,8 @@ def refused(folder: Path, message: str, error: type[Exception] = ValueError) -> 
         ({"rank": 10**12}, "do not fit its adapter_config.json: `rank` 1000000000000"),
         ({"rank": 0}, "needs a `rank` of at least 1"),
         ({"head_width": -1}, "at least 0"),
+        ({"num_masks": 0}, "`num_masks` of at least 1"),
+        ({"num_masks": "4"}, "may state `num_masks`, a whole number; got '4'"),
         ({"head_width": 10**12}, "do not fit its adapter_config.json: .* `head_width` 1000000000000"),
         ({"head_width": True}, "must state `rank` and `head_width`, whole numbers"),
         ({"target_modules": "o_proj"}, "a list of names; got 4, 8 and 'o_proj'"),

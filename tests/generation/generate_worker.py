@@ -15,7 +15,7 @@ STRATEGIES = {
     "ar": {},
     "wedlm": {"strategy": "wedlm", "entropy_threshold": 2.0},
     "block": {"strategy": "block", "entropy_threshold": 2.0},
-    "exact": {"strategy": "wedlm", "verification": "exact", "entropy_threshold": 2.0},
+    "exact": {"strategy": "wedlm", "verification": "exact", "draft_threshold": 2.0},
 }
 # New tokens of each process.
 LIMITS = [4, 16]

@@ -43,11 +43,12 @@ PROMPTS = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
 INPUTS = {"input_ids": PROMPTS, "attention_mask": (PROMPTS != PAD).long()}
 WIDTH = PROMPTS.shape[1]
 DRAFTS = {"strategy": "wedlm", "entropy_threshold": 2.0}
+CHECKED = {"strategy": "wedlm", "draft_threshold": 2.0}
 UNVERIFIED = [DRAFTS, DRAFTS | {"strategy": "block"}]
 VERIFIED = [
-    DRAFTS | {"verification": "exact"},
+    CHECKED | {"verification": "exact"},
     # Of a draft that is not the AR head's choice this asks for all of the probability.
-    DRAFTS | {"verification": "typical", "acceptance_epsilon": 1.0, "acceptance_delta": 1e9},
+    CHECKED | {"verification": "typical", "acceptance_epsilon": 1.0, "acceptance_delta": 1e9},
 ]
 STRATEGIES = {"unverified": UNVERIFIED, "verified": VERIFIED}
 

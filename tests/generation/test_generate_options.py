@@ -29,7 +29,7 @@ from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 
 PROMPT = torch.tensor([[20, 40, 9, 31, 77]])
 FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, "max_new_tokens": 20}
-EXACT = FAST | {"verification": "exact", "slot_cost": 0.04}
+EXACT = {"strategy": "wedlm", "max_new_tokens": 20, "verification": "exact", "slot_cost": 0.04}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,8 @@ def tail(sequences):
         ({"distance_penalty": -1}, "`distance_penalty` must be a number of at least 0, got -1"),
         ({"output_trace": 1}, "`output_trace` must be True or False, got 1"),
         ({"adaptive_window": True}, "`adaptive_window=True` goes with `verification='exact'` or `'typical'`"),
+        ({"draft_threshold": -1}, "`draft_threshold` must be a number of at least 0, got -1"),
+        ({"draft_threshold": 1.0}, "`draft_threshold` goes with `verification='exact'` or `'typical'`"),
         ({"slot_cost": "low"}, "`slot_cost` must be a number of at least 0, or times by numbers of rows, got 'low'"),
         ({"slot_cost": {1: 2.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers of rows"),
         ({"slot_cost": {1: 2.0, "x": 3.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers"),
@@ -196,6 +198,13 @@ def test_prompts_may_be_of_any_integer_type(model):
 
 
 # --- lengths, end tokens, stopping -----------------------------------------------------------------------------------
+
+
+def test_a_threshold_of_masks_beside_verified_drafts_is_told_apart(model, caplog):
+    output = model.generate(PROMPT, **EXACT)
+    assert not caplog.records
+    assert model.generate(PROMPT, **EXACT, entropy_threshold=0.0).tolist() == output.tolist()
+    assert "`entropy_threshold` is not read with `verification='exact'`" in caplog.text
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT, FAST | {"strategy": "block"}])
@@ -356,7 +365,7 @@ def test_logits_that_become_no_numbers_name_step_and_row():
     """A token of row 1 has a broken embedding: the forward after the one that chose it is the first to read it."""
     model = tiny_model()
     prompts = torch.tensor([[20, 40, 9], [31, 77, 5]])
-    options = EXACT | {"entropy_threshold": 0.0}
+    options = EXACT | {"draft_threshold": 0.0}
     free = model.generate(prompts, **options)[:, 3:].tolist()
     index = next(i for i in range(2, 19) if free[1][i] not in free[0] + free[1][:i])
     with torch.no_grad():
@@ -400,7 +409,7 @@ def test_a_forward_that_gives_nan_does_not_spoil_a_static_cache():
 
 
 def test_typical_acceptance_never_keeps_what_a_processor_forbids(model):
-    options = EXACT | {"verification": "typical", "acceptance_epsilon": 0.0, "entropy_threshold": 100.0}
+    options = EXACT | {"verification": "typical", "acceptance_epsilon": 0.0, "draft_threshold": 100.0}
     free = set(tail(model.generate(PROMPT, **options)))
     assert not free & set(tail(model.generate(PROMPT, **options, suppress_tokens=list(free))))
 

@@ -20,6 +20,10 @@ STRATEGIES = [
 ]
 
 
+def threshold_of(strategy):
+    return "draft_threshold" if "verification" in strategy else "entropy_threshold"
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
@@ -39,7 +43,7 @@ def compiled(backend):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("lengths", [[6], [5, 1, 12, 7]])
 def test_fixed_shapes_give_the_same_tokens(model, strategy, lengths):
-    options = strategy | {"entropy_threshold": 2.0, "window_size": 6, "adaptive_window": False}
+    options = strategy | {threshold_of(strategy): 2.0, "window_size": 6, "adaptive_window": False}
     dynamic, expected = generate(model, prompts_of(lengths), **options)
     shapes = []
     handle = model.register_forward_pre_hook(
@@ -56,7 +60,7 @@ def test_fixed_shapes_give_the_same_tokens(model, strategy, lengths):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_cache_of_fixed_shape_goes_on_with_fixed_shapes(model, strategy):
-    options = strategy | {"entropy_threshold": 2.0, "window_size": 6}
+    options = strategy | {threshold_of(strategy): 2.0, "window_size": 6}
     first, rows = generate(model, prompts_of([5, 9]), **options, **STATIC)
     turns = [a + b + c for a, b, c in zip(prompts_of([5, 9]), rows, prompts_of([4, 3], seed=7), strict=True)]
     _, cold = generate(model, turns, **options)
@@ -70,7 +74,7 @@ def test_a_cache_of_fixed_shape_goes_on_with_fixed_shapes(model, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_steps_compile_once_and_not_again(model, strategy, calls, sampling):
     torch._dynamo.reset()
-    options = strategy | sampling | {"entropy_threshold": 2.0, "window_size": 4}
+    options = strategy | sampling | {threshold_of(strategy): 2.0, "window_size": 4}
     compiles, longest = [], 0
 
     def backend(graph, inputs):
@@ -147,7 +151,7 @@ def test_inductor_compiles_whole_steps_once(strategy, dtype):
     has_adapter = strategy == "adapter"
     chosen, exact = pair_of(dtype, has_adapter=has_adapter)
     strategy = {"verification": "exact"} if has_adapter else strategy
-    options = strategy | {"window_size": 4} | ({} if has_adapter else {"entropy_threshold": 2.0})
+    options = strategy | {"window_size": 4} | ({} if has_adapter else {threshold_of(strategy): 2.0})
     for calls in ([[5, 2], [3, 8]], [[9], [4]]):
         for lengths in calls:
             prompts = prompts_of(lengths)

@@ -6,9 +6,9 @@ from random import Random
 import plans
 import pytest
 
+from wedlm_hf.generation.fixed_plan import FixedPlan
 from wedlm_hf.generation.planner import Draft, Outlook, Planner
 from wedlm_hf.generation.step_times import StepTimes
-from wedlm_hf.generation.verify import FixedPlan
 
 ROOM = 1000
 

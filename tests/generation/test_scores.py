@@ -19,7 +19,7 @@ SHORT_AND_LONG = [5, 1, 12]
 def test_verified_scores_logits_and_log_probs_are_those_of_ar_decoding(model):
     prompts = prompts_of(SHORT_AND_LONG)
     options = KEEP | {"suppress_tokens": [MASK], "repetition_penalty": 1.3}
-    output, rows = generate(model, prompts, verification="exact", entropy_threshold=2.0, **options)
+    output, rows = generate(model, prompts, verification="exact", draft_threshold=2.0, **options)
     ar, ar_rows = generate(model, prompts, strategy="ar", **options)
     assert rows == ar_rows and len({len(row) for row in rows}) > 1
     for name in ("scores", "logits"):
@@ -83,7 +83,7 @@ def test_typical_acceptance_equals_the_oracle(model, epsilon, delta, window_size
     prompts = prompts_of(SHORT_AND_LONG, seed=window_size)
     options = {"verification": "typical", "acceptance_epsilon": epsilon, "acceptance_delta": delta}
     output, rows = generate(
-        model, prompts, entropy_threshold=2.5, window_size=window_size, adaptive_window=False, **options, **KEEP
+        model, prompts, draft_threshold=2.5, window_size=window_size, adaptive_window=False, **options, **KEEP
     )
     arguments = {"window_size": window_size, "tau": 2.5, "limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}
     expected = [decode_typical(model, prompt, epsilon=epsilon, delta=delta, **arguments) for prompt in prompts]
@@ -109,7 +109,7 @@ def test_a_seed_decides_exact_samples_whatever_the_window_and_the_rows_behind(mo
 
     def sample(prompts, **options):
         torch.manual_seed(3)
-        options = {"do_sample": True, "temperature": 1.5, "entropy_threshold": 2.0, "verification": "exact"} | options
+        options = {"do_sample": True, "temperature": 1.5, "draft_threshold": 2.0, "verification": "exact"} | options
         return generate(model, prompts, **options)[1]
 
     expected = sample(prompts)

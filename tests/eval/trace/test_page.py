@@ -16,7 +16,7 @@ from wedlm_hf.eval.trace.record import DecodingRequest, record
 STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)> & \"<b>€</b>\""
 SETTINGS = {"strategy": "wedlm", "window_size": 16, "entropy_threshold": 0.1, "distance_penalty": 0.02}
-DRAFTS = {"strategy": "wedlm", "verification": "exact", "entropy_threshold": 2.5, "window_size": 8}
+DRAFTS = {"strategy": "wedlm", "verification": "exact", "draft_threshold": 2.5, "window_size": 8}
 
 
 def test_a_page_holds_the_trace_and_nothing_of_it_as_markup(recorded):

@@ -18,11 +18,11 @@ SETTINGS = {
     "sampled": {"entropy_threshold": 1.5, "do_sample": True, "temperature": 1.3},
     "one at a time": {"entropy_threshold": 0.0, "distance_penalty": 0.3},
     "block": {"strategy": "block", "entropy_threshold": 1.5},
-    "exact": {"verification": "exact", "entropy_threshold": 3.0, "adaptive_window": False},
-    "exact, adaptive": {"verification": "exact", "entropy_threshold": 3.0, "slot_cost": 0.04},
-    "exact, sampled": {"verification": "exact", "entropy_threshold": 3.0, "do_sample": True, "slot_cost": 0.04},
-    "typical": {"verification": "typical", "entropy_threshold": 3.0, "acceptance_epsilon": 0.001},
-    "typical, sampled": {"verification": "typical", "entropy_threshold": 3.0, "do_sample": True},
+    "exact": {"verification": "exact", "draft_threshold": 3.0, "adaptive_window": False},
+    "exact, adaptive": {"verification": "exact", "draft_threshold": 3.0, "slot_cost": 0.04},
+    "exact, sampled": {"verification": "exact", "draft_threshold": 3.0, "do_sample": True, "slot_cost": 0.04},
+    "typical": {"verification": "typical", "draft_threshold": 3.0, "acceptance_epsilon": 0.001},
+    "typical, sampled": {"verification": "typical", "draft_threshold": 3.0, "do_sample": True},
 }
 
 

@@ -1,0 +1,24 @@
+"""A plan that is the same in every step."""
+
+from collections.abc import Sequence
+
+from .planner import Outlook, Plan, Planner
+from .step_times import StepTimes
+
+
+class FixedPlan(Planner):
+    """Every step checks the first run of drafts, and has `size` masks behind each real row, or behind the last one."""
+
+    def __init__(self, size: int, is_chain: bool, lost: int):
+        super().__init__(StepTimes(0.0), size, is_chain, lost)
+
+    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
+        """See [`Planner.plan`]."""
+        plans = []
+        for outlook in outlooks:
+            drafts = outlook.drafts[: max(0, min(self.depth, outlook.room - 1 + self.lost))]
+            masks = [min(self.depth, outlook.room - depth - 1 + self.lost) for depth in range(len(drafts) + 1)]
+            if self.is_chain:
+                masks[:-1] = [0] * len(drafts)
+            plans.append(Plan(drafts, [count if count > self.lost else 0 for count in masks]))
+        return plans
