@@ -39,7 +39,7 @@ __all__ = [
 _HOME = {
     "DataCollatorForDualStreamMasking": "training",
     "WeDLMConfig": "modeling_wedlm",
-    "WeDLMForCausalLM": "adapters",  # with its methods for mask adapters
+    "WeDLMForCausalLM": "adapters",  # which makes the method of mask adapters known to PEFT
     "WeDLMModel": "modeling_wedlm",
     "WeDLMSFTConfig": "training",
     "WeDLMSFTTrainer": "training",

@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib import import_module
+from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from typing import Annotated, Any, NoReturn
 
@@ -227,7 +227,7 @@ def _options(
     debug: DebugOption = False,
 ) -> None:
     if version:
-        typer.echo(import_module("..", __package__).__version__)
+        typer.echo(version_of("wedlm-hf"))
         raise typer.Exit
     if context.invoked_subcommand is None and (text := context.get_help()):  # typer may have printed it itself
         typer.echo(text)

@@ -18,13 +18,14 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_wedlm.WeDLMForCausalLM",
 }
 
-# What `forward` and `generate` need; training needs the package. A file ships as `NAME_wedlm.py`.
+# What `forward` and `generate` need. A file ships as `NAME_wedlm.py`.
 SHIPPED = (
-    "generation/attention.py", "generation/drafter.py", "generation/cache.py", "generation/decoding.py",
-    "generation/mixin.py", "generation/planner.py", "generation/request.py", "generation/rules.py",
-    "generation/rows.py", "generation/sampling.py", "generation/settings.py", "generation/stats.py",
-    "generation/step_times.py", "generation/streaming.py", "generation/verify.py", "generation/versions.py",
-    "modeling_wedlm/configuration_wedlm.py", "modeling_wedlm/modeling_wedlm.py",
+    "generation/attention.py", "generation/cache.py", "generation/decoding.py", "generation/drafter.py",
+    "generation/fixed_plan.py", "generation/mixin.py", "generation/planner.py", "generation/request.py",
+    "generation/rows.py", "generation/rules.py", "generation/sampling.py", "generation/settings.py",
+    "generation/stats.py", "generation/step_times.py", "generation/streaming.py", "generation/verify.py",
+    "generation/versions.py",
+    "modeling_wedlm/configuration_wedlm.py", "modeling_wedlm/dual_stream.py", "modeling_wedlm/modeling_wedlm.py",
 )  # fmt: skip
 
 _PACKAGE = Path(__file__).parents[1]

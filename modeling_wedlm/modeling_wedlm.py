@@ -14,6 +14,7 @@ from transformers.utils import can_return_tuple
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.versions import CACHE, explained, takes_cache, warn_if_untested
 from .configuration_wedlm import WeDLMConfig
+from .dual_stream import dual_stream_mask, forward_with_targets
 
 
 class WeDLMAttention(Qwen3Attention):
@@ -64,12 +65,6 @@ class WeDLMPreTrainedModel(Qwen3PreTrainedModel):
         return model
 
 
-def _needs_package(*_: Any) -> Any:
-    """In place of the methods of training (dual_stream.py), which the package sets: they are not in the code beside a
-    checkpoint."""
-    raise ValueError("Dual-stream training needs the package `wedlm-hf`: load the model with its WeDLMForCausalLM.")
-
-
 def _check_one_document(position_ids: Any, attention_mask: Any) -> None:
     """Raises `ValueError` where positions count up from 0 again and again in a row, with nothing that keeps these
     documents apart: they would see each other."""
@@ -90,8 +85,6 @@ def _check_one_document(position_ids: Any, attention_mask: Any) -> None:
 class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
     """Identical to [`Qwen3Model`] except for its attention, and that the mask follows physical order, whatever
     `position_ids` say, or is the dual-stream mask of training."""
-
-    _dual_stream_mask: Any = _needs_package
 
     def __init__(self, config: WeDLMConfig):
         super().__init__(config)
@@ -129,7 +122,7 @@ class WeDLMModel(WeDLMPreTrainedModel, Qwen3Model):
                 _check_one_document(position_ids, attention_mask)
             masks = {"full_attention": self._physical_causal_mask(inputs_embeds, attention_mask, cache)}
         else:
-            masks = {"full_attention": self._dual_stream_mask(inputs_embeds, stream_ids, block_ids, document_ids)}
+            masks = {"full_attention": dual_stream_mask(self, inputs_embeds, stream_ids, block_ids, document_ids)}
         kwargs |= {CACHE: cache, "inputs_embeds": inputs_embeds, "use_cache": use_cache}
         return super().forward(attention_mask=masks, position_ids=position_ids, **kwargs)
 
@@ -152,7 +145,6 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
 
     # `num_items_in_batch` is used, so that gradient accumulation and data parallelism change no digit of the loss.
     accepts_loss_kwargs = True
-    _forward_with_targets: Any = _needs_package
 
     def __init__(self, config: WeDLMConfig):
         Qwen3PreTrainedModel.__init__(self, config)  # not the parent's: it would build a Qwen3 backbone first
@@ -210,7 +202,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if value is not None} | kwargs
         if targets is not None:
-            return self._forward_with_targets(inputs, targets, loss_weights, labels, num_items_in_batch)
+            return forward_with_targets(self, inputs, targets, loss_weights, labels, num_items_in_batch)
         if labels is not None:
             inputs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
         if isinstance(logits_to_keep, int) and logits_to_keep:

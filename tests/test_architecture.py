@@ -66,11 +66,40 @@ def local_targets(file: Path, node: ast.Import | ast.ImportFrom) -> set[str]:
     """Names of our own modules that a relative import reaches."""
     if isinstance(node, ast.Import) or node.level == 0:
         return set()
-    base = file.relative_to(ROOT).parts[: -node.level]
-    source = ".".join([*base, *([node.module] if node.module else [])])
-    assert source in MODULES, f"{file.relative_to(ROOT)}:{node.lineno} imports {source!r}, which does not exist"
+    source = resolved(file, node.level, node.module or "", node.lineno)
     children = {f"{source}.{alias.name}".lstrip(".") for alias in node.names}
     return {child if child in MODULES else source for child in children}
+
+
+def resolved(file: Path, level: int, name: str, line: int) -> str:
+    """The module of ours that a relative name means in a file."""
+    source = ".".join([*file.relative_to(ROOT).parts[:-level], *([name] if name else [])])
+    assert source in MODULES, f"{file.relative_to(ROOT)}:{line} imports {source!r}, which does not exist"
+    return source
+
+
+def string_targets(file: Path) -> dict[str, int]:
+    """Modules of ours that `import_module` reaches by relative names, in a call or in a table of names, and where."""
+    found = {}
+    for node in ast.walk(tree_of(file)):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
+            continue
+        name = ast.unparse(node.args[0])
+        texts = [each for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)]
+        if "_HOME[" in name:
+            prefix = "".join(str(each.value) for each in texts if str(each.value).startswith("."))
+            (table,) = [
+                each.value for each in tree_of(file).body
+                if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "_HOME"
+            ]  # fmt: skip
+            names = [prefix + value for value in ast.literal_eval(table).values()]
+        else:
+            assert isinstance(node.args[0], ast.Constant), f"{file.relative_to(ROOT)}:{node.lineno} imports {name}"
+            names = [node.args[0].value]
+        for each in names:
+            if level := len(each) - len(each.lstrip(".")):
+                found[resolved(file, level, each.lstrip("."), node.lineno)] = node.lineno
+    return found
 
 
 def outside_packages(node: ast.Import | ast.ImportFrom) -> set[str]:
@@ -110,11 +139,11 @@ def test_layers_import_only_from_below():
         if not name:
             continue  # the root package names all layers, lazily
         rank = LAYERS.index(name.split(".")[0])
-        for node in imports_of(file):
-            for target in local_targets(file, node):
-                where = f"{file.relative_to(ROOT)}:{node.lineno}"
-                assert target, f"{where} imports the root package"
-                assert LAYERS.index(target.split(".")[0]) <= rank, f"{where} imports {target}, a layer above its own"
+        reached = [(target, node.lineno) for node in imports_of(file) for target in local_targets(file, node)]
+        for target, line in [*reached, *string_targets(file).items()]:
+            where = f"{file.relative_to(ROOT)}:{line}"
+            assert target, f"{where} imports the root package"
+            assert LAYERS.index(target.split(".")[0]) <= rank, f"{where} imports {target}, a layer above its own"
 
 
 def test_modules_form_no_cycle():

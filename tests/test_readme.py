@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from wedlm_hf import WeDLMForCausalLM, cli
+from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.eval.decoders import FIELDS
 from wedlm_hf.eval.options import NANO
@@ -96,7 +96,7 @@ def models(tmp_path_factory) -> Path:
     get_peft_model(tiny_model("qwen2.5"), LoraConfig(target_modules=["q_proj"])).save_pretrained(
         folder / "my-task-lora"
     )
-    twin.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=8))
+    add_mask_adapter(twin, MaskAdapterSettings(rank=2, head_width=8))
     twin.save_mask_adapter(folder / "my-adapter")
     return folder
 

@@ -53,7 +53,7 @@ class WeDLMSFTConfig(SFTConfig):
 
     block_size: int = setting(32, "B, tokens of a prediction block (paper §6.1).")
     ratio_sampler: RatioSampler = setting(  # noqa: RUF009
-        "count", "Law of the masked counts; 'gamma' is literally the paper's (§4.2)."
+        "count", "Law of the masked counts; 'stratified' is the same with less noise."
     )
     suffix_probability: float = setting(0.0, "Share of blocks whose masks are a suffix instead of uniform (paper: 0).")
     num_copies: int = setting(1, "Prediction copies of one memory stream (paper: 1).")

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 IGNORE_INDEX = -100
 Stream = dict[str, torch.Tensor]
-RatioSampler = Literal["count", "stratified", "gamma"]
+RatioSampler = Literal["count", "stratified"]
 
 # Value of each column in the rows that pad a sequence.
 PADDING = {
@@ -198,13 +198,8 @@ def sample_masked_counts(
 
     `"count"`: m_k ~ Uniform{1…n_k}, γ_k = m_k / n_k, an unbiased bound on −log p. `"stratified"`: the same law for
     each block, spread evenly over the blocks of a document, `(K,)` int64, ascending (less noise in the loss).
-    `"gamma"`: literally the paper's, γ_k ~ Uniform(0, 1) and m_k = round(γ_k n_k), which leaves some blocks without a
-    mask.
     """
     uniform = noise[:, _RATIO]
-    if ratio_sampler == "gamma":
-        masked_counts = (uniform * supervised_counts).round().long()
-        return masked_counts, 1.0 / uniform.clamp(min=torch.finfo(torch.float32).tiny)
     if ratio_sampler == "stratified":
         uniform = uniform.clone()
         drawn = (supervised_counts > 0).nonzero().flatten()

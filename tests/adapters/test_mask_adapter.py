@@ -89,7 +89,7 @@ def test_a_new_adapter_predicts_as_the_base_does() -> None:
     model = tiny_model()
     with torch.no_grad():
         expected = model(IDS).logits
-        model.add_mask_adapter(SMALL)
+        add_mask_adapter(model, SMALL)
         slots = IDS[:, -2:] == MASK
         assert torch.equal(predict(model, IDS, slots), expected)
         hidden = torch.randn(3, 32)

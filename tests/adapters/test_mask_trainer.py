@@ -14,6 +14,7 @@ from test_mask_adapter import with_adapter
 from tiny import EOS, tiny_model
 from transformers import TrainerCallback
 
+from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters.budget import MaskTrainingConfig
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import measure_acceptance
@@ -226,7 +227,7 @@ def trained(
 ) -> MaskAdapterTrainer:
     model = model or tiny_model()
     torch.manual_seed(0)
-    model.add_mask_adapter(MaskAdapterSettings(rank=settings.pop("rank", 4), head_width=8))
+    add_mask_adapter(model, MaskAdapterSettings(rank=settings.pop("rank", 4), head_width=8))
     trainer = MaskAdapterTrainer(model, config(folder, **settings), answers(count))
     if stop_at is not None:
         trainer.add_callback(StopAt(stop_at))
@@ -328,7 +329,7 @@ def test_a_trained_adapter_drafts_what_the_model_says(tmp_path: Path) -> None:
         for prompt in torch.randint(4, 300, (4, 5), generator=torch.Generator().manual_seed(3)):
             ids = model.generate(prompt[None], max_new_tokens=16, do_sample=False, eos_token_id=EOS)[0].tolist()
             data.append({"prompt_ids": ids[:5], "response_ids": ids[5:], "greedy": True})
-    model.add_mask_adapter(MaskAdapterSettings(rank=16, head_width=64))
+    add_mask_adapter(model, MaskAdapterSettings(rank=16, head_width=64))
     args = config(tmp_path, mask_rows=24_000, learning_rate=1e-2, cut_stride=1, batch_slots=400)
     trainer = MaskAdapterTrainer(model, args, data, data)
     before = measure_acceptance(trainer.model, data)

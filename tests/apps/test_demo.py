@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from tiny import MASK, write_checkpoint
 from typer.testing import CliRunner
 
-from wedlm_hf import cli
+from wedlm_hf import add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import demo as server
 from wedlm_hf.apps.demo import IN_MEMORY, Choice, Demo, Form, Models, application
@@ -95,7 +95,7 @@ def test_ar_is_decoded_anew_only_where_its_answer_or_its_times_may_differ(run, m
 
 def test_a_mask_adapter_is_verified_unless_the_tab_asks_for_something_else(run, checkpoint, tmp_path):
     base = load_model(checkpoint)
-    base.add_mask_adapter(MaskAdapterSettings(rank=2))
+    add_mask_adapter(base, MaskAdapterSettings(rank=2))
     base.save_mask_adapter(tmp_path / "adapter")
 
     def verification(**fields):

@@ -17,7 +17,7 @@ from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from wedlm_hf import __main__, __version__, cli
+from wedlm_hf import __main__, __version__, add_mask_adapter, cli
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.cli import application
@@ -67,7 +67,7 @@ def folder(tmp_path_factory):
     GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder / "gpt2")
     (folder / "truncated.gguf").write_bytes(b"GGUF\3\0\0\0")
     other = tiny_model(seed=1)
-    other.add_mask_adapter(MaskAdapterSettings(rank=2))
+    add_mask_adapter(other, MaskAdapterSettings(rank=2))
     other.save_mask_adapter(folder / "adapter")
     tiny_model(seed=1).save_pretrained(folder / "base of adapter")
     tokenizer.save_pretrained(folder / "base of adapter")

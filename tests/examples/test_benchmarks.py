@@ -14,6 +14,7 @@ import vllm_baseline
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.prompts import Prompt
@@ -147,7 +148,7 @@ def test_the_cost_of_mask_training_is_that_of_parts_of_a_model(capsys):
 
 def test_the_parts_of_a_step_add_up(model, tmp_path, capsys):
     adapted = tiny_model()
-    adapted.add_mask_adapter(MaskAdapterSettings(rank=2, head_width=4))
+    add_mask_adapter(adapted, MaskAdapterSettings(rank=2, head_width=4))
     adapted.save_pretrained(tmp_path / "base")
     adapted.save_mask_adapter(tmp_path / "adapter")
     tiny_tokenizer().save_pretrained(tmp_path / "base")

@@ -19,6 +19,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
+from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters.budget import MaskTrainingConfig
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.adapters.trainer import MaskAdapterTrainer
@@ -131,7 +132,7 @@ def run_adapter(folder: Path, name: str, parallel: dict[str, int] | None = None)
     """Trains a mask adapter, two batches of answers a step, and writes `FOLDER/NAME`."""
     model = load_start(folder, "qwen3", parallel)
     torch.manual_seed(0)
-    model.add_mask_adapter(MaskAdapterSettings(rank=4, head_width=8))
+    add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=8))
     args = MaskTrainingConfig(
         output_dir=str(folder / name), num_masks=4, batch_slots=40, mask_rows=900, save_minutes=1e9, warmup_steps=2,
         logging_steps=1, use_cpu=True, disable_tqdm=True, max_grad_norm=1e9,

@@ -195,7 +195,7 @@ def tokenizer_with(**tokens):
         ({"ar_weight": -0.5}, "`ar_weight` must be a number of at least 0, got -0.5."),
         ({"ar_weight": float("inf")}, "`ar_weight` must be a number of at least 0, got inf."),
         ({"suffix_probability": 1.5}, "`suffix_probability` must lie in [0, 1], got 1.5."),
-        ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified', 'gamma'), got 'beta'."),
+        ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified'), got 'beta'."),
         *(
             ({"tokenizer": tokenizer_with(**{name: None})}, f"The tokenizer has no `{name}_id`, which dual-stream")
             for name in ("mask_token", "eos_token")

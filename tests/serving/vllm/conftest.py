@@ -144,13 +144,13 @@ def metrics() -> Callable[[Any], dict[str, Any]]:
 @pytest.fixture(scope="session")
 def random_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A mask adapter of wedlm-nano with random updates of fused layers too, and the model that has it."""
-    from wedlm_hf import WeDLMForCausalLM
+    from wedlm_hf import WeDLMForCausalLM, add_mask_adapter
     from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 
     torch.manual_seed(0)
     model = WeDLMForCausalLM.from_pretrained(NANO)
     targets = ("o_proj", "down_proj", "k_proj", "up_proj")
-    adapter = model.add_mask_adapter(MaskAdapterSettings(rank=4, target_modules=targets, head_width=16))
+    adapter = add_mask_adapter(model, MaskAdapterSettings(rank=4, target_modules=targets, head_width=16))
     for parameter in [*adapter.up.values(), adapter.head.up, adapter.mask_embedding]:
         torch.nn.init.normal_(parameter, std=0.02)
     folder = tmp_path_factory.mktemp("adapter")

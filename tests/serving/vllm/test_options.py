@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tiny import tiny_model
 
+from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.serving.vllm.options import PROPOSER, EngineOptions
 
@@ -36,7 +37,7 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(tmp_pat
     base, other = tiny_model(seed=1), tiny_model(seed=2)
     base.save_pretrained(tmp_path / "base", max_shard_size=shard)
     other.save_pretrained(tmp_path / "other", max_shard_size=shard)
-    base.add_mask_adapter(MaskAdapterSettings(rank=2))
+    add_mask_adapter(base, MaskAdapterSettings(rank=2))
     base.save_mask_adapter(tmp_path / "adapter")
     own = {"mask_adapter": str(tmp_path / "adapter")}
 
