@@ -229,7 +229,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         adapter: Any = trained.mask_adapter
         stored = StoredMaskAdapter.read(resume_from_checkpoint)
         check_base(trained, stored.base)
-        if stored.settings != adapter.settings:
+        if replace(stored.settings, num_masks=adapter.settings.num_masks) != adapter.settings:
             raise ValueError(
                 f"A run with {stored.settings} cannot go on with {adapter.settings}: choose a new folder."
             )
