@@ -221,7 +221,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             # Its sliding layers are no longer than their windows.
             lengths = [getattr(layer, "max_cache_len", 0) for layer in prepared.layers]
             length = max(length, 1 + max(generation_config.max_cache_len or 0, *lengths))
-        cache.capacity = max(length + 2 * min(settings.window_size, request.limit), cache.capacity or 0)
+        cache.capacity = max(length + 2 * settings.window_size, cache.capacity or 0)
         if self._valid_auto_compile_criteria(model_kwargs, generation_config):
             return self.get_compiled_call(generation_config.compile_config)
         return self.__call__
@@ -300,7 +300,7 @@ def _rule(
     is_static: bool,
 ) -> Rule:
     """What to do with each forward. Raises `ValueError` for processors that cannot be honoured unverified."""
-    size = min(settings.window_size, request.limit)
+    size = settings.window_size if is_static else min(settings.window_size, request.limit)
     sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
     if settings.verification == "none":
         sampler.check_out_of_order()

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,12 +26,13 @@ MOST_CHARACTERS = 2**24  # of a prompt, whatever the context
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded model, and settings of parallel decoding for requests that name none."""
+    """A loaded model, and for requests that name none: settings of parallel decoding, and strings that end answers."""
 
     name: str
     model: Any
     tokenizer: Any
     settings: dict[str, Any]
+    stops: list[str] = field(default_factory=list)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -93,7 +94,7 @@ class Endpoint:
         if request.likeliest is not None and looks_up:
             message = "`logprobs`: this server looks drafts up in the prompt (`prompt_lookup_num_tokens`)."
             raise RequestError(message, param="logprobs")
-        rest = {"seed": request.seed, "stops": request.stop or [], "likeliest": request.likeliest}
+        rest = {"seed": request.seed, "stops": request.stop or self.served.stops, "likeliest": request.likeliest}
         rest["is_ordered"] = is_ordered
         asked = [
             Asked(prompt, self._config(request, prompt), settings, **rest, **more)
@@ -139,7 +140,7 @@ class Endpoint:
             config.do_sample = True if request.do_sample is None else request.do_sample
         if not config.do_sample:  # transformers would warn of what has no effect
             config.temperature, config.top_p, config.top_k, config.min_p, config.typical_p = 1.0, 1.0, None, None, None
-        config.return_dict_in_generate, config.stop_strings = True, None  # an answer ends itself
+        config.return_dict_in_generate = True
         limits = [getattr(request, name, None) for name in ("max_completion_tokens", "max_tokens", "max_new_tokens")]
         self._fit(config, len(prompt), min(filter(None, limits), default=None))
         return config

@@ -131,7 +131,9 @@ def build_app(
     trial = {**settings, "max_new_tokens": 2, "min_new_tokens": None}
     model.generate(first, tokenizer=tokenizer, **trial)  # it refuses what it cannot do
     model.generation_config.update(**{key: value for key, value in settings.items() if key not in ours})
-    served = ServedModel(name, model, tokenizer, ours)
+    stops = model.generation_config.stop_strings or []
+    model.generation_config.stop_strings = None  # an answer ends itself
+    served = ServedModel(name, model, tokenizer, ours, [stops] if isinstance(stops, str) else stops)
     desk = Desk(served, CallManager(model))
     chat, text = ChatEndpoint(served), TextEndpoint(served)
     app = FastAPI(title="wedlm serve")

@@ -28,6 +28,7 @@ OWN_OPTION = {
     "max_new_tokens",
 }
 SAMPLED = ("do_sample=true",)
+PLAN = ("slot_cost=0.04",)  # by no clock: draws depend on the plan
 LOOKUP = ("prompt_lookup_num_tokens=3",)
 
 # What is set, beside what else; of AR decoding alone where it says so.
@@ -138,6 +139,7 @@ def test_a_command_honours_a_keyword_as_python_does_or_refuses_it_by_name(comman
     decoding, own = (AR, {"strategy": "ar"}) if strategy == "ar" else (EXACT, {"strategy": "wedlm"})
     own |= {"verification": "exact"} if strategy == "exact" else {}
     commands = ("generate", "chat", "serve", *(["trace"] if strategy == "exact" else []))
+    others += PLAN if strategy == "exact" and name not in ("slot_cost", *AR_ALONE) else ()
     if name in ({*SETTING_NAMES} - {"mask_token_id"} if strategy == "ar" else AR_ALONE):
         for word in commands:
             code, _, error = command(word, decoding, (f"{name}={value}", *others))
