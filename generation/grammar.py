@@ -16,8 +16,7 @@ from transformers import LogitsProcessor
 
 # Between the parts of an object or a list. Without a limit, a model may write spaces until its answer is full.
 WHITESPACE = r"( |\n[ \t]{0,16})?"
-# Prefixes whose state is kept; and so many tokens a state may go back to serve another prefix.
-MOST_STATES, LARGEST_STEP_BACK = 64, 32
+MOST_STATES = 128  # prefixes whose state is kept
 
 ONE_CALL = "make another for each call of `generate`."
 
@@ -84,7 +83,7 @@ class JSONConstraint(LogitsProcessor):
         self.grammar = grammar
         self.end_tokens = set(end_tokens) or {grammar.tokenizer.eos_token}
         self.prompt_length: int | None = None
-        self.states: list[tuple[Any, list[int]]] = []  # the last used comes last
+        self.states: list[tuple[Any, list[int]]] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """The scores, −∞ where a token is not allowed.
@@ -126,18 +125,13 @@ class JSONConstraint(LogitsProcessor):
 
     def _state(self, answer: list[int]) -> tuple[Any, int]:
         """The state behind an answer, and how many of its tokens it has taken: all, if the grammar allows them."""
-        best, back, common = None, LARGEST_STEP_BACK + 1, 0
-        for place, (_, taken) in enumerate(self.states):
-            same = next((at for at, (a, b) in enumerate(zip(taken, answer, strict=False)) if a != b), None)
-            same = min(len(taken), len(answer)) if same is None else same
-            if len(taken) - same <= LARGEST_STEP_BACK and same >= common:
-                best, back, common = place, len(taken) - same, same
-        if best is None:
-            state, taken = self.grammar.begin(), []
+        known = [place for place, (_, taken) in enumerate(self.states) if answer[: len(taken)] == taken]
+        if known:
+            state, taken = self.states[max(known, key=lambda place: len(self.states[place][1]))]
         else:
-            state, taken = self.states.pop(best)
-            if back:
-                state.rollback(back)
-        count = state.try_consume_tokens(answer[common:])
-        self.states = [*self.states, (state, answer[: common + count])][-MOST_STATES:]
-        return state, common + count
+            state, taken = self.grammar.begin(), []
+        state = state.deep_copy()  # `rollback` leaves traces: masks would depend on what else was asked for
+        done = len(taken) + state.try_consume_tokens(answer[len(taken) :])
+        if done > len(taken) or not known:
+            self.states = [*self.states, (state, answer[:done])][-MOST_STATES:]
+        return state, done
