@@ -14,6 +14,7 @@ from ..eval.decoders import with_asked
 from ..generation.grammar import Grammar
 from ..generation.request import context_length
 from ..generation.settings import SETTING_NAMES
+from ..generation.versions import known_to
 from .calls import Asked, RequestError
 from .responses import ChatResponse, Response, TextResponse
 from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
@@ -186,7 +187,8 @@ class ChatEndpoint(Endpoint):
             raise RequestError(message, param=self.prompt_field) from None
         self._check_size(text)
         tokens = tokenizer(text, add_special_tokens=False).input_ids
-        parser = partial(build_response_parser, tokenizer, self.served.model, tokens, tools)
+        known = known_to(build_response_parser, tools=tools)
+        parser = partial(build_response_parser, tokenizer, self.served.model, tokens, **known)
         calls = {"parser": parser, "makes_one_call": request.parallel_tool_calls is False}
         yield tokens, calls | {"grammar": self._grammar(request)}
 

@@ -9,6 +9,8 @@ from accelerate.logging import get_logger
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..generation.versions import named_thoughts
+
 logger = get_logger(__name__)
 
 Turn = dict[str, Any]
@@ -119,7 +121,7 @@ class Conversation:
     def _rendered(
         self, turns: Sequence[Turn], tokenizer: Any, template: str | None, marks: bool = False, **how: Any
     ) -> tuple[str, list[Span]]:
-        given = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+        given = [named_thoughts({key: value for key, value in turn.items() if value is not None}) for turn in turns]
         settings = {**tokenizer.special_tokens_map, **self.template_kwargs, **how}
         try:
             template = tokenizer.get_chat_template(template, self.tools)
