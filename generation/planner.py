@@ -1,26 +1,24 @@
-"""Which rows go into the next forward: one rule for chains, branches, trees and drafts from the text (ALGORITHM.md §6).
+"""Which rows go into the next forward: one rule for chains, branches, trees and text drafts (ALGORITHM.md §6).
 
-A step forwards each sequence's last final token (the *root*), n drafts, and m masks behind these rows. Let the *reach*
-r of a draft be the chance that the AR head confirms it and all before it. The accepted path ends at a row with chance
-w = its r − Σ r of its children (r = 1 for the root).
+A step forwards each sequence's last final token (the *root*), n drafts, and m masks behind these rows. A draft's
+*reach* r is the chance that the AR head confirms it and all before it (the root's is 1); the accepted path ends at a
+row with chance w = its r − Σ r of its children. A step gives 1 + Σ r tokens. The k-th mask behind a row is worth
+w·μ_k: with chance w it drafts in the next step, where drafts of depth k net μ_k tokens. Where a unit of time brings ρ
+tokens, a plan nets
 
-*Tokens.* A step gives 1 + Σ r tokens.
-*Masks.* The k-th mask behind a row is worth w·μ_k: with chance w it drafts in the next step, where a draft of depth k
-nets μ_k tokens.
-*Time.* ρ being the tokens that a unit of time brings, the plan nets Σ r + Σ w·μ − ρ·(t(rows) − t(AR step)).
+    Σ r + Σ w·μ − ρ·(t(rows) − t(AR step)),
 
-The plan that nets most is taken, of some numbers n of drafts (the likeliest) with every number m of masks (those worth
-most). AR decoding is the plan without either, which nets 0. In a batch all sequences have as many columns: n and m are
-the same, and each spends them on its own best.
+and the one that nets most is taken, of some numbers n (the likeliest drafts) and all m (the masks worth most). AR
+decoding is the plan without either, which nets 0. In a batch, n and m are the same for all sequences, since they have
+as many columns. Each spends them on its own best.
 
-What is not given is learned. *r*: the drafter's own probabilities, corrected by what became of similar drafts. *ρ*: the
-rate that was reached lately, or AR's if that is more. *t*: see [`StepTimes`]. *μ_k*: the running mean of what the best
-plan nets with the drafts up to depth k beyond the best one with those up to k − 1, of steps whose masks drafted them.
-That is the value of a state in a decision process (Bellman): today's drafts are worth what they let one do.
+What is not given is learned: *r* from the drafter's own probabilities, corrected by what became of similar drafts;
+*ρ*, the rate that was reached lately, or AR's if that is more; *t*, see [`StepTimes`]; *μ_k*, the mean of what the
+best plan with the drafts up to depth k netted beyond the best one with those up to k − 1, masks for the step behind
+included. (The value of a state in a decision process is what it lets one do: Bellman.)
 
-*Looking.* What is never tried is never known. A small share of the tokens may be lost to other plans: to masks, if none
-drafted lately; else to the plan that would net most if every width that was not measured lately took no longer than
-the next narrower one.
+What is never tried is never known. A small share of the tokens may be lost to *looks*: at masks, if none drafted
+lately, or else at the plan that would net most if widths that were not measured lately took as little as they might.
 """
 
 from collections import Counter
@@ -43,6 +41,7 @@ LOOK_SHARE = 0.01
 DRAFT_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12)
 
 Tree = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
+Option = tuple[float, int, int]  # tokens beyond an AR step's; drafts and masks of each sequence
 
 
 class Draft(NamedTuple):
@@ -93,6 +92,7 @@ class Planner:
         self._reached, self._took = 1.0, 1.0  # tokens of a sequence, and the time, in AR steps
         self._credit, self._steps = 100 * LOOK_SHARE, 0  # the first: tokens that looks may cost
         self._step = 0.0, 1, False, 1
+        self._price = 0.0  # tokens of a unit of time that a look takes longer than believed
 
     def learn(self, draft: Draft, has_passed: bool) -> None:
         """Takes in what became of a draft whose parent passed."""
@@ -107,8 +107,10 @@ class Planner:
     def finish(self, tokens: int) -> None:
         """The step that began is over, and gave so many tokens. Not to be called after a prefill."""
         began, rows, has_masks, sequences = self._step
+        believed = self.times.of(rows, has_masks)
         if self.times.clock:
             self.times.record(rows, has_masks, self.times.clock() - began)
+        self._credit -= max(0.0, self.times.of(rows, has_masks) - believed) * self._price
         time = self.times.of(rows, has_masks) / self.times.of(sequences, False)
         self._reached, self._took = MEMORY * self._reached + tokens / sequences, MEMORY * self._took + time
         self._credit, self._steps = self._credit + LOOK_SHARE * tokens / sequences, self._steps + 1
@@ -137,27 +139,27 @@ class Planner:
         nets = [gain - cost[masks > 0][drafts + masks] for gain, drafts, masks in options]
         best = max(places, key=nets.__getitem__)
         masked = max((one for one in places if options[one][2] > self.lost), key=nets.__getitem__, default=best)
-        self.gain = nets[masked] - max(net for net, (_, _, masks) in zip(nets, options, strict=True) if not masks)
+        self.gain = nets[masked] - max(nets[one] for one in places if not options[one][2])
         turn = self._steps % count
         deepest = min(outlooks[turn].foreseen, self.depth)
         if deepest and (self._worth[deepest - 1][1] < ENOUGH or not self._steps % ENOUGH):
             self._learn_worth(outlooks[turn], trees[turn], worth, [[one / count for one in each] for each in cost])
-        if min(outlook.room for outlook in outlooks) > 2 * self.depth:  # there is use for what is learned
-            look, (_, known, when) = best, self._worth[0]
-            if not options[best][2] and known * MEMORY ** (self._steps - when) < 1:
-                look = masked
-            elif self.times.clock and not before and not self._steps % ENOUGH:
-                least = [
-                    [rate * (self.times.least(count * (1 + row), kind) - alone) for row in rows] for kind in (0, 1)
-                ]
-                hopes = [gain - least[masks > 0][drafts + masks] for gain, drafts, masks in options]
-                hopes = [hope if net > nets[best] - self._credit * count else 0.0 for hope, net in zip(hopes, nets)]
-                look = max(places, key=hopes.__getitem__)
-                look = look if hopes[look] > nets[best] else best
-            loss = (nets[best] - nets[look]) / count
-            if loss <= self._credit:
-                self._credit, best = self._credit - loss, look
-        return [self._spend(each, tree, worth, *options[best][1:]) for each, tree in zip(outlooks, trees, strict=True)]
+        look, (_, known, when) = best, self._worth[0]
+        if not options[best][2] and known * MEMORY ** (self._steps - when) < 1:
+            look = masked
+        elif self.times.clock and not before and not self._steps % ENOUGH:
+            least = [
+                [rate * (self.times.least(base + count * row, kind) - alone) for row in rows] for kind in (False, True)
+            ]
+            near = [one for one in places if nets[best] - nets[one] <= self._credit * count]
+            hopes = {one: options[one][0] - least[options[one][2] > 0][sum(options[one][1:])] for one in near}
+            look = max(hopes, key=hopes.__getitem__, default=best)
+            look = look if hopes.get(look, 0.0) > nets[best] else best
+        self._price, loss = 0.0, (nets[best] - nets[look]) / count
+        if loss <= self._credit and min(each.room for each in outlooks) > 2 * self.depth:  # there is use for it
+            self._credit, self._price, best = self._credit - loss, rate / count * (look != best), look
+        _, drafts, masks = options[best]
+        return [self._spend(each, tree[:drafts], worth, masks) for each, tree in zip(outlooks, trees, strict=True)]
 
     def _tree(self, outlook: Outlook) -> Tree:
         """The likeliest drafts that there is room for."""
@@ -166,35 +168,32 @@ class Planner:
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].depth < outlook.room][:most]
 
     def _worths(self) -> list[float]:
-        """mu of each depth. One that was not met lately passes as often as the first, and is worth no more than those
-        before; the first is worth a look, and what is next to nothing is nothing."""
+        """mu of each depth: no more than that of the one before. One that was not met lately passes as often as the
+        first, which is always worth a look; what is next to nothing is nothing."""
         worth = [max(self._worth[0][0], 0.01)]
         for value, known, when in self._worth[1:]:
             known *= MEMORY ** (self._steps - when)
-            worth.append(min(worth[-1], max(0.0, (known * value + worth[-1] * min(worth[0], 1.0)) / (known + 1))))
+            worth.append(min(worth[-1], (known * value + worth[-1] * min(worth[0], 1.0)) / (known + 1)))
         return [one for one in worth if one > 0.005]
 
     def _learn_worth(self, outlook: Outlook, tree: Tree, worth: list[float], cost: list[list[float]]) -> None:
         """Takes in what the drafts of each depth net in a step."""
-        nets: list[float] = []
-        for deepest in range(min(outlook.foreseen, self.depth) + 1):
-            part, kept = [], {-1}
+        nets, drafts = [], outlook.drafts
+        for depth in range(min(outlook.foreseen, self.depth) + 1):
+            kept, part = {-1}, []
             for reach, place in tree:
-                draft = outlook.drafts[place]
-                if draft.parent in kept and (draft.chance is None or draft.depth <= deepest):
-                    part.append((reach, place))
+                if drafts[place].parent in kept and (drafts[place].chance is None or drafts[place].depth <= depth):
                     kept.add(place)
+                    part.append((reach, place))
             options = [each for each in self._options([outlook], [part], worth) if each[1] + each[2] < len(cost[0])]
-            nets.append(max(gain - cost[masks > 0][drafts + masks] for gain, drafts, masks in options))
+            nets.append(max(gain - cost[masks > 0][count + masks] for gain, count, masks in options))
         for depth, (less, more) in enumerate(pairwise(nets)):
             value, known, when = self._worth[depth]
             known = 1 + min(known, ENOUGH) * MEMORY ** (self._steps - when)
             self._worth[depth] = value + (more - less - value) / known, known, self._steps
 
-    def _options(
-        self, outlooks: Sequence[Outlook], trees: Sequence[Tree], worth: list[float]
-    ) -> Iterator[tuple[float, int, int]]:
-        """Tokens that numbers of drafts and masks bring beyond an AR step."""
+    def _options(self, outlooks: Sequence[Outlook], trees: Sequence[Tree], worth: list[float]) -> Iterator[Option]:
+        """What numbers of drafts and masks bring."""
         most = max(map(len, trees))
         for drafts in [*(count for count in DRAFT_COUNTS if count < most), most]:
             gain = sum([reach for tree in trees for reach, _ in tree[:drafts]])
@@ -205,30 +204,25 @@ class Planner:
 
     def _masks(self, outlook: Outlook, tree: Tree, worth: list[float]) -> Tree:
         """What each mask is worth, and the place of the draft that it stands behind (-1: the root); the best first."""
-        ends = {-1: 1.0}
+        ends, found = {-1: 1.0}, []
         for reach, place in tree:
             ends[place] = reach
             ends[outlook.drafts[place].parent] -= reach
         if self.is_chain and tree:
             ends = {tree[-1][1]: tree[-1][0]}
-        found: Tree = []
         for place, end in ends.items():
             room = outlook.room - 1 - (outlook.drafts[place].depth if place >= 0 else 0)
-            found += [(0.0, place)] * (self.lost if room > 0 else 0) + [
-                (end * one, place) for one in worth[: max(0, room)]
-            ]
+            values = [0.0] * self.lost + [end * one for one in worth]
+            found += [(value, place) for value in values[: room + self.lost if room > 0 else 0]]
         return found if self.is_chain else sorted(found, reverse=True)
 
-    def _spend(self, outlook: Outlook, tree: Tree, worth: list[float], drafts: int, masks: int) -> Plan:
+    def _spend(self, outlook: Outlook, tree: Tree, worth: list[float], masks: int) -> Plan:
         """A sequence's own best drafts and masks. The likeliest child stands right behind its parent."""
-        behind = Counter(place for _, place in self._masks(outlook, tree[:drafts], worth)[:masks])
-        children: dict[int, list[int]] = {}
-        for _, place in reversed(tree[:drafts]):
-            children.setdefault(outlook.drafts[place].parent, []).append(place)
-        order, stack = [-1], children.get(-1, [])
-        while stack:
-            order.append(stack.pop())
-            stack += children.get(order[-1], [])
+        behind = Counter(place for _, place in self._masks(outlook, tree, worth)[:masks])
+        paths: dict[int, tuple[int, ...]] = {-1: ()}
+        for rank, (_, place) in enumerate(tree):
+            paths[place] = *paths[outlook.drafts[place].parent], rank
+        order = sorted(paths, key=paths.__getitem__)
         rows = {place: row for row, place in enumerate(order, -1)}
         chosen = [outlook.drafts[place] for place in order[1:]]
         return Plan(

@@ -93,7 +93,7 @@ class StepTimes:
         if len(other) > len(curve):
             rise = self.of(rows, not has_masks) - other[here]
         elif here > 1:
-            rise = (curve[here] - curve[1]) / (here - 1) * (rows - here)
+            rise = (curve[here] - (self._curves[False] or curve)[1]) / (here - 1) * (rows - here)
         return max(curve[here] + rise, curve[here] * self._guess(rows) / self._guess(here))
 
     def least(self, rows: int, has_masks: bool) -> float:

@@ -1,0 +1,144 @@
+"""Decoding in simulation, for any planner on any curve of times; and what the best fixed shape would reach.
+
+Drafts pass with a chance that varies from draft to draft around a mean, and masks say so. A planner sees what it sees
+in the library: drafts with their chances, what became of them, and a clock. A fixed shape checks the n likeliest
+drafts of each step, with m masks behind each row. Speeds are relative to AR decoding.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from math import ceil
+from random import Random
+
+from wedlm_hf.generation.planner import Draft, Outlook, Plan, Planner
+from wedlm_hf.generation.step_times import StepTimes
+
+Curve = Callable[[int], float]
+
+DEPTH, ROOM, STEPS = 5, 10**6, 400
+# Milliseconds of SmolLM2-135M's matrices on two cores with AVX2 (docs/cpu.md).
+BFLOAT16 = StepTimes({1: 19, 3: 58, 6: 101, 9: 144, 12: 190, 16: 278, 32: 488, 128: 1940})
+PACKED = StepTimes({1: 18, 3: 20, 6: 23, 9: 34, 12: 35, 16: 49, 32: 80, 128: 267})
+CURVES: dict[str, Curve] = {
+    "flat": lambda rows: 1.0,
+    "3.5 % a row": lambda rows: 1 + 0.035 * (rows - 1),
+    "stairs of 3": lambda rows: float(ceil(rows / 3)),
+    "stairs of 8": lambda rows: float(ceil(rows / 8)),
+    "bfloat16, AVX2": cache(lambda rows: BFLOAT16.of(rows, False)),
+    "packed, AVX2": cache(lambda rows: PACKED.of(rows, False)),
+}
+ACCEPTANCES = [percent / 100 for percent in range(10, 100, 5)]
+# What siblings have of the chance that is left.
+SIBLINGS = (0.4, 0.25)
+
+
+class Clock:
+    """Moves only when it is told to."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def drafts_of(masks: int, acceptance: float, random: Random) -> list[Draft]:
+    """A tree of drafts: the likeliest token and two siblings behind each of the four likeliest paths of a length."""
+    drafts: list[Draft] = []
+    paths = [(1.0, -1)]
+    for depth in range(1, masks + 1):
+        grown = []
+        for reach, parent in paths:
+            chances = [min(0.99, max(0.01, acceptance + 0.3 * (random.random() - 0.5)))]
+            for share in SIBLINGS:
+                chances.append(min(chances[0], (1 - sum(chances)) * share))
+            for rank, one in enumerate(chances):
+                grown.append((reach * one, len(drafts)))
+                drafts.append(Draft(0, parent, depth, one, rank > 0))
+        paths = sorted(grown, reverse=True)[:4]
+    return drafts
+
+
+def passed(plan: Plan, random: Random) -> Iterator[tuple[int, bool]]:
+    """Drafts whose parent passed, and whether they do."""
+    parent: int | None = -1
+    while parent is not None:
+        left, last, parent = random.random(), parent, None
+        for place, draft in enumerate(plan.drafts):
+            if draft.parent == last:
+                left -= draft.chance or 0.0
+                is_right = parent is None and left < 0
+                parent = place if is_right else parent
+                yield place, is_right
+
+
+def speed(
+    planner: Planner,
+    curve: Callable[[int, bool, int], float],
+    acceptance: float | Callable[[int], float],
+    steps: int = STEPS,
+    seed: int = 0,
+    batch: int = 1,
+    noise: Callable[[Random], float] = lambda random: 1.0,
+) -> float:
+    """Tokens per time, relative to AR decoding. `curve`: of rows, whether masks are among them, and the step, whose
+    time the planner's clock shows times `noise`."""
+    random, jitter, clock = Random(seed), Random(seed), planner.times.clock
+    outlooks = [Outlook([], 0, ROOM)] * batch
+    time = tokens = alone = 0.0
+    for step in range(steps):
+        plans = planner.plan(outlooks)
+        masks = max(sum(plan.masks) for plan in plans)
+        rows = batch * (1 + max(len(plan.drafts) for plan in plans) + masks)
+        planner.begin(rows, masks > 0, batch)
+        took = curve(rows, masks > 0, step)
+        if isinstance(clock, Clock):
+            clock.now += 0.025 * took * noise(jitter)
+        time, alone = time + took, alone + curve(batch, False, step)
+        outlooks, found = [], 0
+        for plan in plans:
+            row, found = 0, found + 1
+            for place, is_right in passed(plan, random):
+                planner.learn(plan.drafts[place], is_right)
+                if is_right:
+                    row, found = place + 1, found + 1
+            mean = acceptance(step) if callable(acceptance) else acceptance
+            outlooks.append(Outlook(drafts_of(plan.masks[row], mean, random), plan.masks[row], ROOM))
+        planner.finish(found)
+        tokens += found
+    return tokens / batch / time * (alone / steps)
+
+
+def planned(curve: Curve, acceptance: float, batch: int = 1, seeds: int = 3) -> float:
+    """The mean speed of new planners."""
+    found = 0.0
+    for seed in range(1, seeds + 1):
+        planner = Planner(StepTimes(0.035, Clock()), DEPTH)
+        found += speed(planner, lambda rows, has_masks, step: curve(rows), acceptance, seed=seed, batch=batch)
+    return found / seeds
+
+
+@cache
+def _expected(acceptance: float) -> dict[tuple[int, int], float]:
+    """Tokens of a step of each shape: masks stand behind each row, so that every step checks drafts of a new tree."""
+    random, sums, trees = Random(7), dict[tuple[int, int], float](), 300
+    for _ in range(trees):
+        reaches: list[float] = []
+        drafts = drafts_of(DEPTH, acceptance, random)
+        for draft in drafts:
+            reaches.append((draft.chance or 0.0) * (reaches[draft.parent] if draft.parent >= 0 else 1.0))
+        for masks in (1, 2, 3, 5):
+            likeliest = sorted([reach for reach, draft in zip(reaches, drafts, strict=True) if draft.depth <= masks])
+            for count in (1, 2, 3, 4, 6, 8, 12):
+                tokens = (1 + sum(likeliest[-count:])) / trees
+                sums[count, masks] = sums.get((count, masks), 0.0) + tokens
+    return sums
+
+
+def best_fixed(curve: Curve, acceptance: float, batch: int = 1) -> float:
+    """The speed of the best fixed shape, AR decoding among them."""
+    shapes = _expected(acceptance).items()
+    speeds = [
+        tokens * curve(batch) / curve(batch * (1 + count + masks * (1 + count))) for (count, masks), tokens in shapes
+    ]
+    return max([1.0, *speeds])
