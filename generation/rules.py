@@ -6,7 +6,6 @@ block-wise (paper §5, Algorithm 1, Fig. 4c); [`VerifyRule`] is the other one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -125,8 +124,9 @@ class FillRule:
             if not (self.is_block and window):
                 window += [None] * (size - len(window))
             rows = one.pending_rows
-            for slot in sorted(range(len(window)), key=lambda slot, window=window: window[slot] is None):
-                rows.append(Row(window[slot], len(one.tokens) + slot, len(rows) - 1))
+            slots = sorted(enumerate(window), key=lambda slot: slot[1] is None)
+            for slot, token in slots:
+                rows.append(Row(token, len(one.tokens) + slot, len(rows) - 1))
             found.append(rows)
         return found
 
@@ -156,7 +156,7 @@ class FillRule:
             if marks[column]:
                 window[slot] = tokens[column]
                 decided.append((column, one.new_count + slot, tokens[column]))
-        final = list(takewhile(lambda token: token is not None, window))
+        final = [token for token in window[: window.index(None) if None in window else None] if token is not None]
         final = final[: cut(one, final)]
         outcome = SequenceOutcome(one, one.rows, final, list(range(one.pending)), decided)
         one.committed += one.pending

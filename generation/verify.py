@@ -67,7 +67,8 @@ class VerifyRule:
         """As planned; the time of the last step ends, and that of the next one begins."""
         if not self._is_prefill:
             self.planner.finish(self._tokens)
-        self._tokens, found = 0, []
+        self._tokens = 0
+        found: list[list[Row]] = []
         if not sequences:
             return found
         self._is_prefill = any(not one.new_count for one in sequences)
@@ -187,7 +188,7 @@ class VerifyRule:
         for place, draft in enumerate(plan.drafts, root + 1):
             if rows[place].parent in path:
                 self.planner.learn(draft, place in path)
-        settled = [*(rows[place].token for place in path[1:]), tokens[end]]
+        settled = [*(token for place in path[1:] if (token := rows[place].token) is not None), tokens[end]]
         count = cut(one, settled)
         outcome = SequenceOutcome(
             sequence=one,
