@@ -101,10 +101,10 @@ class Endpoint:
             for prompt, more in self._prompts(request)
         ]
         needs = {"logprobs": request.likeliest is not None, "response_format": asked[0].grammar is not None}
-        for field in needs:
-            if needs[field] and not is_ordered:
-                message = f"`{field}` needs each token's predecessors"
-                raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=field)
+        for name in needs:
+            if needs[name] and not is_ordered:
+                message = f"`{name}` needs each token's predecessors"
+                raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=name)
         if request.n > 1:  # a seed gives each its own sample
             seeds = [None if request.seed is None else request.seed + index for index in range(request.n)]
             asked = [replace(one, seed=seed) for one in asked for seed in seeds]
