@@ -22,6 +22,7 @@ from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 PROMPTS = ["Count from 5 to 50 by 5.", "Sort 31, 7, 12, 5", "Write JSON about Ada, who lives in London."]
+FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER
 DECODERS = {"ar": {"strategy": "ar"}, "exact": {"strategy": "wedlm", "verification": "exact"}}
 
 
@@ -77,7 +78,7 @@ def answers(model: Any, tokenizer: Any, schema: Any, prompts: list[str], limit: 
 def fault(text: str, schema: Any) -> str | None:
     """What is wrong with an answer; `None` for nothing."""
     try:
-        jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
+        jsonschema.validate(json.loads(text), schema, format_checker=FORMATS)
     except ValueError as error:
         return f"cut off or no JSON: {error}"
     except jsonschema.ValidationError as error:

@@ -222,7 +222,9 @@ def test_log_probabilities_are_those_of_the_logits_that_tokens_were_chosen_from(
     found = torch.tensor([[other.logprob for other in one.top_logprobs] for one in told])
     torch.testing.assert_close(found, values[: len(found)])
     chunks = [chunk.choices[0] for chunk in server.chat(**asked, stream=True)]
-    assert [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content] == told
+    streamed = [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content]
+    assert [one.token for one in streamed] == [one.token for one in told]
+    torch.testing.assert_close(torch.tensor([one.logprob for one in streamed]), expected)
     cut = server.chat(**asked, stop=["25"], n=2)
     for choice in cut.choices:  # two in a call; what the stop string took away is not told of
         assert "".join(one.token for one in choice.logprobs.content) == "5, 10, 15, 20, "
