@@ -354,7 +354,8 @@ def fingerprint(model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> 
 def cpu_kernels() -> str:
     """What a CPU multiplies with, as far as torch uses it: such as AVX2, or AVX512 with AMX."""
     capability = str(torch.backends.cpu.get_cpu_capability())
-    has_tiles = capability.startswith("AVX512") and getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16")
+    has: Any = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.9 cannot say
+    has_tiles = capability.startswith("AVX512") and has.get("amx_bf16")
     return f"{capability} with AMX" if has_tiles else capability
 
 
