@@ -103,7 +103,7 @@ def test_decoding_warns_of_nothing(recwarn):
 
 def versions_with(monkeypatch, version):
     """versions.py as it is with another transformers."""
-    monkeypatch.setattr(versions.transformers, "__version__", version)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     spec = spec_from_file_location("versions_with_another_transformers", versions.__file__)
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
