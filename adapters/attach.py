@@ -27,8 +27,9 @@ from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.rows import Row, SequenceState, lay_out
 from ..generation.sampling import TokenSampler
+from ..generation.state import keeps_state
 from ..generation.tree_drafter import TreeDrafter
-from ..generation.versions import CACHE, explained, is_checkpointing, warn_if_untested
+from ..generation.versions import cache_name, explained, is_checkpointing, warn_if_untested
 from .adapter_files import (
     CONFIG_NAME,
     MaskAdapterSettings,
@@ -38,8 +39,8 @@ from .adapter_files import (
 )
 from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
 
-# Kinds of layers that keep a state, by the names of `config.layer_types`.
-STATES = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+# Single tokens that are read to see that a state is the same, and by how much of the largest logit theirs may differ.
+SINGLES, LEAST_STATE = 8, 1e-4
 TABLES = ("codegen", "gptj")  # model types whose rotary embeddings are a table
 SHARDED = "Drafting calls the embeddings and the head by themselves, which FSDP does not allow"
 
@@ -121,8 +122,8 @@ def add_mask_adapter(model: Any, settings: MaskAdapterSettings | None = None) ->
 
     Args:
         model: a causal language model of transformers, as it was loaded; it stays the same object.
-        settings: shape of the adapter. Without `target_modules`, the projection out of attention and the last one of
-            the MLP are updated.
+        settings: shape of the adapter. Without `target_modules`, the projection out of attention, or what a layer has
+            in its place, and the last one of the MLP are updated.
 
     Raises:
         TypeError: for what is no model of transformers, as one that is compiled or wrapped.
@@ -228,19 +229,19 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     layers = decoder_layers(model)
     if not settings.target_modules:
         settings = replace(settings, target_modules=output_projections(model))
-    targets = {target: [_linear(layer, target) for layer in layers] for target in settings.target_modules}
+    targets = {target: _target_modules(model, layers, target) for target in settings.target_modules}
     sizes = []
     for target, modules in targets.items():
         shapes = {(module.out_features, module.in_features) for module in modules}
         if len(shapes) > 1:
             raise ValueError(f"`target_modules` names {target!r}, of different sizes in the layers: {sorted(shapes)}.")
-        sizes.append(shapes.pop())
+        sizes.append((len(modules), *shapes.pop()))
     embeddings = model.get_input_embeddings()
     mask_id = getattr(model.config, "mask_token_id", None)
     with torch.no_grad():
         known = torch.arange(embeddings.num_embeddings) if mask_id is None else torch.tensor([mask_id])
         start = embeddings(known.to(model.device)).float().mean(0)
-    adapter = MaskAdapter(settings, sizes, len(layers), start)
+    adapter = MaskAdapter(settings, sizes, start)
     for target, modules in targets.items():
         for index, module in enumerate(modules):
             module.register_forward_hook(Update(target, index))
@@ -303,16 +304,14 @@ def _unfit(model: Any) -> str | None:
         return "its prompts see further back than the sliding window of its cache"
     if model.get_output_embeddings() is None or not hasattr(model, "generate"):
         return "it has no language modelling head"
-    kinds = set(layer_types(config))
-    if getattr(model, "_is_stateful", False) or kinds & STATES:
-        state = f" ({', '.join(sorted(kinds & STATES))} layers)" if kinds & STATES else ""
-        return f"it keeps a recurrent state{state}, which cannot forget the masks of a step"
-    if odd := sorted(kinds - set(ATTENTION_KINDS)):
-        return f"its layers choose what a row sees in a way of their own ({', '.join(odd)})"
     thresholds = {getattr(getattr(module, "state", None), "threshold", 0) for module in model.modules()}
     if largest := max(thresholds):  # of bitsandbytes' 8 bits: larger activations are multiplied apart, for all rows
         instead = "BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)"
         return f"its 8-bit layers give a row other numbers beside others (llm_int8_threshold={largest}); use {instead}"
+    if keeps_state(model):  # its rows are in the order of the text: what matters is seen, see `check_masks`
+        return None
+    if odd := sorted(set(layer_types(config)) - set(ATTENTION_KINDS)):
+        return f"its layers choose what a row sees in a way of their own ({', '.join(odd)})"
     if getattr(config.get_text_config(decoder=True), "alibi", False):
         return "its positions are ALiBi's, which count keys instead of logical positions"
     is_rotary = any("Rotary" in type(module).__name__ for module in model.modules())
@@ -337,30 +336,35 @@ def output_projections(model: Any) -> tuple[str, ...]:
     """Names of the linear layers that write into the residual stream: out of attention, and out of the MLP.
 
     They are found by what they do: within each part of a decoder layer, the linear layer that runs last on all rows
-    and gives hidden states. A forward of two tokens tells the order.
+    and gives hidden states. A forward of two tokens tells the order. One layer tells for all, but where some keep a
+    state and others attend.
     """
-    layer = decoder_layers(model)[0]
+    layers = decoder_layers(model)
     hidden_size = model.get_input_embeddings().embedding_dim
-    last: dict[str, str] = {}
+    last: dict[tuple[int, str], str] = {}
 
-    def note(name: str) -> Any:
+    def note(index: int, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if isinstance(output, torch.Tensor) and output.shape == (1, 2, hidden_size):
-                part = name.partition(".")[0]
+                part = index, name.partition(".")[0]
                 last.pop(part, None)
                 last[part] = name
 
         return hook
 
-    linears = [(name, module) for name, module in layer.named_modules() if _is_linear(module)]
-    handles = [module.register_forward_hook(note(name)) for name, module in linears]
+    handles = [
+        module.register_forward_hook(note(index, name))
+        for index, layer in enumerate(layers if keeps_state(model) else layers[:1])
+        for name, module in layer.named_modules()
+        if _is_linear(module)
+    ]
     try:
         with torch.no_grad(), evaluating(model):
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    names = [name.removesuffix(".base_layer") for name in last.values()]
+    names = list(dict.fromkeys(name.removesuffix(".base_layer") for name in last.values()))
     names = [name for name in names if _has_one_size(model, name)]  # a layer of experts may follow a dense one
     if not names:
         raise ValueError(f"The layers of {type(model).__name__} have no linear layer alike that gives hidden states.")
@@ -371,17 +375,22 @@ def output_projections(model: Any) -> tuple[str, ...]:
 
 def _has_one_size(model: Any, target: str) -> bool:
     try:
-        return len({_linear(layer, target).in_features for layer in decoder_layers(model)}) == 1
+        modules = _target_modules(model, decoder_layers(model), target)
     except ValueError:
         return False
+    return len({(module.out_features, module.in_features) for module in modules}) == 1
 
 
 def check_masks(model: Any) -> None:
     """Raises `ValueError` for a model that does not attend by the masks of a step.
 
     Two tokens in the cache, then a token, a wrong draft and a right one, and masks, must give at the right draft what
-    four tokens alone give. Where attention takes no masks as tensors, there is no wrong draft.
+    four tokens alone give. Where attention takes no masks as tensors, there is no wrong draft. For a model that keeps
+    a state, see [`_check_states`].
     """
+    if keeps_state(model):
+        _check_states(model)
+        return
     device, name = model.device, type(model).__name__
     rows = [Row(3, 2, -1), Row(4, 3, 0), Row(None, 4, 1), Row(None, 5, 2)]
     if implementation_of(model) in DENSE_MASK_ATTENTION:
@@ -400,6 +409,52 @@ def check_masks(model: Any) -> None:
         )
 
 
+def _check_states(model: Any) -> None:
+    """Raises `ValueError` for a model whose state cannot be read with several tokens, or not forget them.
+
+    Tokens are read as decoding reads them, and must give what the whole text gives: several behind a first part, with
+    masks, in a forward that is forgotten; the same and one more, once it is; one by one.
+    """
+    name, known, single = type(model).__name__, 5, "single tokens, one by one,"
+    reads = (
+        (known, 3, 2, "several tokens behind others in one forward"),
+        (known, 4, 0, "tokens behind a forward that was forgotten"),
+        *((known + 4 + place, 1, 0, single) for place in range(SINGLES)),
+    )
+    tokens = [*range(1, known + 5 + SINGLES)]
+    try:
+        with torch.no_grad(), evaluating(model):
+            expected = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits
+            cache = WindowCache()
+            cache.open([tokens], model.device, model.config)
+            found = [_read(model, cache, tokens[:known], 0, 0)]
+            found += [_read(model, cache, tokens[: at + count], at, masks) for at, count, masks, _ in reads]
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot carry a mask adapter: it keeps a state, and a forward on that fails: {error!r}."
+        ) from error
+    for (at, count, _, what), logits in zip(reads, found[1:], strict=True):
+        if not is_close(logits, right := expected[:, at : at + count], model, LEAST_STATE):
+            raise ValueError(
+                f"{name} cannot carry a mask adapter: it keeps a state, and {what} give other logits than the same "
+                f"text at once (they differ by {(logits - right).abs().max():.1e} of {right.abs().max():.1e})."
+            )
+
+
+def _read(model: Any, cache: WindowCache, tokens: list[int], known: int, masks: int) -> torch.Tensor:
+    """Logits of tokens behind the first `known` ones, `(1, T, V)`; with masks behind, the forward is forgotten."""
+    one = SequenceState(0, tokens, len(tokens), known, 1)
+    count = one.pending
+    one.rows = [*one.pending_rows, *(Row(None, len(tokens) + place, count - 1 + place) for place in range(masks))]
+    step = lay_out([one], [0], 0, model.device)
+    cache.plan(step)
+    inputs = {"input_ids": step.input_ids, "position_ids": step.position_ids, cache_name(model): cache}
+    with cache.forgetting() if masks else nullcontext():
+        logits: torch.Tensor = model(**inputs, use_cache=True).logits
+    cache.commit([[] if masks else [*range(count)]])
+    return logits[:, :count]
+
+
 def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None = None) -> tuple[torch.Tensor, Any]:
     """Logits `(1, T, V)` of rows behind tokens that lie in a cache, as decoding computes them.
 
@@ -407,7 +462,7 @@ def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None
     """
     cache, attention = WindowCache(), StepAttention(model)
     one = SequenceState(0, known, len(known), 0, 1)
-    cache.open([[*known, 0]], model.device)
+    cache.open([[*known, 0]], model.device, model.config)
     for part, count in ((one.pending_rows, None), (rows, slots)):
         one.rows = part
         step = lay_out([one], [0], 0, model.device)
@@ -416,22 +471,22 @@ def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None
         with nullcontext() if count is None else model.predicting(count) as found, attention.reading():
             logits = model(
                 input_ids=step.input_ids, attention_mask=masks, position_ids=step.position_ids,
-                use_cache=True, **{CACHE: cache},
+                use_cache=True, **{cache_name(model): cache},
             ).logits  # fmt: skip
         one.committed = len(known)
         cache.commit([[*range(len(known))]])
     return logits, found
 
 
-def is_close(found: torch.Tensor, expected: torch.Tensor, model: Any) -> bool:
-    """Whether a model computed the same rows, `(..., H)`, in two ways.
+def is_close(found: torch.Tensor, expected: torch.Tensor, model: Any, least: float = 1e-3) -> bool:
+    """Whether a model computed the same rows, `(..., H)`, in two ways: in 32 bits, but for `least` of the largest.
 
     Matrices of other shapes round differently, another expert may be chosen and activations may be quantized. In 16
     bits, some rows of several may then differ by anything; a mask that is not followed makes most rows differ.
     """
     difference = found.float() - expected.float()
     if model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False):
-        return bool(difference.abs().max() <= 1e-3 * expected.abs().max())
+        return bool(difference.abs().max() <= least * expected.abs().max())
     distances = (difference.norm(dim=-1) / expected.float().norm(dim=-1)).flatten().sort().values
     return bool(distances[len(distances) // 2] <= 0.25)  # the upper median: one row of two may not differ
 
@@ -458,13 +513,19 @@ def _base_layer(module: Any) -> Any:
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
+def _target_modules(model: Any, layers: nn.ModuleList, target: str) -> list[Any]:
+    """The linear layers that `target` names: one of each decoder layer, or where a state is kept, of those with it."""
+    having = [layer for layer in layers if any(_is_named(name, target) for name, _ in layer.named_modules())]
+    return [_linear(layer, target) for layer in (having if having and keeps_state(model) else layers)]
+
+
+def _is_named(name: str, target: str) -> bool:
+    return name == target or ("." not in target and name.rpartition(".")[2] == target)
+
+
 def _linear(layer: nn.Module, target: str) -> Any:
     """The linear layer of a decoder layer that `target` names: its whole path, or the last part of it."""
-    found = [
-        _base_layer(module)
-        for name, module in layer.named_modules()
-        if name == target or ("." not in target and name.rpartition(".")[2] == target)
-    ]
+    found = [_base_layer(module) for name, module in layer.named_modules() if _is_named(name, target)]
     if len(found) != 1 or not _is_linear(found[0]):
         problem = "which no decoder layer has" if not found else "which is no linear layer"
         problem = "which is not the name of one layer alone" if len(found) > 1 else problem

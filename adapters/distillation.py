@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 from transformers.masking_utils import sdpa_mask
 
 from ..generation.attention import layer_types
 from ..generation.rows import Row
-from ..generation.versions import CACHE
+from ..generation.state import keeps_state
+from ..generation.versions import CACHE, cache_name
 from ..training.streams import IGNORE_INDEX
 from .attach import decode_step, evaluating, is_close
+from .states import StateMemory
 
 MASK_RUNS = "wedlm_mask_runs"  # the attention function of this module
 DEPTH_DECAY = 0.85  # of the loss weights, which begin at 1: a deep draft counts only if all before it are accepted
@@ -28,9 +30,11 @@ PLAIN_WEIGHT = 0.5  # of the cross-entropy without the previous-token head
 class MaskRuns:
     """Runs of K masks, each behind a cut in the memory."""
 
-    memory: DynamicCache  # keys and values of the answers, without a graph
+    memory: Any  # a cache: keys and values of the answers, without a graph
     length: int  # K
     has_softcap: bool  # scores are capped where layers ask for it: transformers' sdpa does not
+    # The mask of all runs, `(B, 1, M, L + K)`, where the forward has each run as a sequence of its own.
+    apart: torch.Tensor | None = None
 
 
 _RUNS: ContextVar[MaskRuns | None] = ContextVar("wedlm_mask_runs", default=None)
@@ -64,8 +68,14 @@ def attend_in_runs(
     """
     runs = _RUNS.get()
     assert runs is not None
-    batch, _, slots, width = query.shape
     layer, length = runs.memory.layers[module.layer_idx], runs.length
+    if runs.apart is not None:
+        attention_mask = runs.apart
+        query, key, value = (
+            states.unflatten(0, (len(attention_mask), -1)).transpose(1, 2).flatten(2, 3)
+            for states in (query, key, value)
+        )
+    batch, _, slots, width = query.shape
     kv_heads = key.shape[1]
     query = query * (width**-0.5 if scaling is None else scaling)
     # (B, kv heads, G, M, D): the queries of a group share their keys.
@@ -84,7 +94,8 @@ def attend_in_runs(
     on_memory, on_run = weights[..., :seen], weights[..., seen : seen + length]
     output = (on_memory.flatten(2, 3) @ layer.values).view(*grouped.shape[:-1], -1)
     output = output + (on_run.unflatten(3, (-1, length)) @ value.reshape(*shape, value.shape[-1])).flatten(3, 4)
-    return output.flatten(1, 2).transpose(1, 2).contiguous(), None
+    output = output.flatten(1, 2).transpose(1, 2).contiguous()
+    return output if runs.apart is None else output.unflatten(1, (-1, length)).flatten(0, 1), None
 
 
 AttentionInterface.register(MASK_RUNS, attend_in_runs)
@@ -110,7 +121,8 @@ def soft_cross_entropy(predicted: Predicted) -> torch.Tensor:
 class MaskDistillation(nn.Module):
     """A frozen base and its mask adapter as one trainable module.
 
-    The memory, prompt and answer, runs once without a graph; then the masks alone run on its keys and values. Each
+    The memory, prompt and answer, runs once without a graph; then the masks alone run on its keys and values, or on
+    its states at the cuts. Each
     mask learns the base's distribution of the token at its position (soft cross-entropy), once through the
     previous-token head, which is given the true token before, and once without it.
 
@@ -136,7 +148,9 @@ class MaskDistillation(nn.Module):
         self.model: Any = model
         self.config = model.config
         self._text: Any = model.config.get_text_config(decoder=True)
-        self._kinds = sorted(set(layer_types(model.config)))
+        self._keeps_state = keeps_state(model)
+        # What keeps a state has no part in the masks of attention.
+        self._kinds = ["full_attention"] if self._keeps_state else sorted(set(layer_types(model.config)))
         self.num_masks, self.top_tokens, self.sampled_tokens = num_masks, top_tokens, sampled_tokens
         self.loss = soft_cross_entropy
         self.register_buffer("depth_weights", DEPTH_DECAY ** torch.arange(num_masks), persistent=False)
@@ -156,8 +170,9 @@ class MaskDistillation(nn.Module):
         try:
             autocast = device.type if torch.amp.is_autocast_available(device.type) else "cpu"
             with evaluating(self.model), torch.autocast(autocast, enabled=False):
-                _, memory = self.memory(torch.tensor([tokens], device=device))
-                states = self.masks(memory, torch.tensor([[2]], device=device))[0, 0]
+                cuts = torch.tensor([[2]], device=device)
+                _, memory = self.memory(torch.tensor([tokens], device=device), cuts)
+                states = self.masks(memory, cuts)[0, 0]
                 logits, slots = decode_step(self.model, tokens, rows, count)
                 expected, targets = slots.hidden[0], self._scaled(self.model.get_output_embeddings()(states))
         except Exception as error:
@@ -193,7 +208,7 @@ class MaskDistillation(nn.Module):
             bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats.
         """
         counted = labels != IGNORE_INDEX
-        memory_hidden, memory = self.memory(input_ids)
+        memory_hidden, memory = self.memory(input_ids, cuts)
         hidden = self.masks(memory, cuts)[counted]
         # Targets: what the memory row before each mask's position says.
         before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
@@ -228,24 +243,38 @@ class MaskDistillation(nn.Module):
         }
 
     @torch.no_grad()
-    def memory(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, DynamicCache]:
+    def memory(self, input_ids: torch.Tensor, cuts: torch.Tensor) -> tuple[torch.Tensor, Cache]:
         """What the base alone makes of answers.
 
         Args:
             input_ids: `(B, L)`, right-padded.
+            cuts: `(B, C)`, where masks will stand, see [`masks`].
 
         Returns:
-            Last hidden states `(B, L, H)`, and keys and values for [`masks`].
+            Last hidden states `(B, L, H)`, and what masks behind these cuts read of it, for [`masks`].
         """
+        if self._keeps_state:
+            states = StateMemory(self._text)
+            return states.read(self._decoder, input_ids, cuts), states
         memory = DynamicCache()  # made with the config, it would forget what sliding layers no longer see
         hidden = self._decoder(input_ids=input_ids, use_cache=True, **{CACHE: memory}).last_hidden_state
         return hidden, memory
 
-    def masks(self, memory: DynamicCache, cuts: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def memory_of_part(self, input_ids: torch.Tensor, cuts: torch.Tensor, memory: Cache | None) -> Cache:
+        """As [`memory`], for some of the cuts at a time: goes on from the `memory` of those in front of them, if there
+        is one. States are kept at `cuts` alone."""
+        if memory is None or not self._keeps_state:
+            memory = StateMemory(self._text) if self._keeps_state else memory or self.memory(input_ids, cuts)[1]
+        if isinstance(memory, StateMemory):
+            memory.read(self._decoder, input_ids[:, : int(cuts.max()) + 1], cuts)
+        return memory
+
+    def masks(self, memory: Cache, cuts: torch.Tensor) -> torch.Tensor:
         """Last hidden states `(B, C, K, H)` of K masks behind each cut.
 
         Args:
-            memory: of [`memory`].
+            memory: of [`memory`], for these cuts.
             cuts: `(B, C)`: position of the last token that the masks of a run see, -1 for none. The first mask stands
                 two positions further on.
         """
@@ -253,7 +282,7 @@ class MaskDistillation(nn.Module):
         runs = cuts + 2 + torch.arange(self.num_masks, device=device)
         positions = runs.flatten(1)
         own = positions[..., None]
-        places = torch.arange(memory.get_seq_length(), device=device).expand(*runs.shape, -1)
+        places = torch.arange(self._length(memory), device=device).expand(*runs.shape, -1)
         keys = torch.cat([places, runs[:, :, None].expand(*runs.shape, -1)], dim=-1).flatten(1, 2)
         seen = torch.cat([places <= cuts[..., None], runs[:, :, None] <= runs[..., None]], dim=-1).flatten(1, 2)
         visible = {}
@@ -267,20 +296,29 @@ class MaskDistillation(nn.Module):
             visible[kind] = torch.zeros(near.shape, dtype=self.model.dtype, device=device)
             visible[kind] = visible[kind].masked_fill_(~near, float("-inf"))[:, None]
         implementation = self._text._attn_implementation
-        token = _RUNS.set(MaskRuns(memory, self.num_masks, implementation == "eager"))
+        inputs: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+        apart = None
+        if isinstance(memory, StateMemory):
+            apart, positions = visible["full_attention"], runs.flatten(0, 1)
+            inputs = {"position_ids": positions, "use_cache": True, cache_name(self._decoder): memory.runs()}
+        else:
+            inputs["attention_mask"] = visible if len(visible) > 1 else visible[self._kinds[0]]
+        token = _RUNS.set(MaskRuns(memory, self.num_masks, implementation == "eager", apart))
         self._text._attn_implementation = MASK_RUNS
         try:
             with self.model.predicting(positions.shape[1]):
                 hidden: torch.Tensor = self._decoder(
                     input_ids=torch.zeros_like(positions),  # slots have an embedding of their own
-                    attention_mask=visible if len(visible) > 1 else visible[self._kinds[0]],
-                    position_ids=positions,
-                    use_cache=False,
+                    **inputs,
                 ).last_hidden_state
         finally:
             self._text._attn_implementation = implementation
             _RUNS.reset(token)
-        return hidden.unflatten(1, runs.shape[1:])
+        return hidden.reshape(*runs.shape, -1)
+
+    @staticmethod
+    def _length(memory: Cache) -> int:
+        return memory.length if isinstance(memory, StateMemory) else memory.get_seq_length()
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """What a family makes of its head's output, in float32."""

@@ -47,10 +47,11 @@ def accepted_runs(distillation: MaskDistillation, answer: Answer) -> torch.Tenso
     model, depths = distillation.model, distillation.num_masks
     prompt, count = len(answer["prompt_ids"]), len(answer["response_ids"])
     ids = torch.tensor([*answer["prompt_ids"], *answer["response_ids"]], device=model.device)
-    _, memory = distillation.memory(ids[None])
     cuts = torch.arange(prompt - 1, prompt + count - 1, device=model.device)
     accepted = torch.zeros(count, dtype=torch.int64, device=model.device)
+    memory = None
     for part in cuts.split(32):  # portions: all scores on the memory at once are large
+        memory = distillation.memory_of_part(ids[None], part[None], memory)
         hidden = distillation.masks(memory, part[None])[0]
         right = torch.arange(len(part), device=model.device)
         for depth in range(depths):

@@ -136,16 +136,15 @@ class MaskAdapter(nn.Module):
 
     Args:
         settings: its shape; `target_modules` are known.
-        sizes: of each target, rows and columns of its weights: `(out, in)`.
-        layers: number of decoder layers.
+        sizes: of each target, the number of layers that have it, and rows and columns of its weights: `(layers, out,
+            in)`.
         mask_embedding: `(H,)`, what the slots' embedding begins with.
     """
 
     def __init__(
         self,
         settings: MaskAdapterSettings,
-        sizes: Sequence[tuple[int, int]],
-        layers: int,
+        sizes: Sequence[tuple[int, int, int]],
         mask_embedding: torch.Tensor,
     ):
         super().__init__()
@@ -153,7 +152,7 @@ class MaskAdapter(nn.Module):
         self.frozen: set[str] = set()  # parameters of the base that trained before
         self.mask_embedding = nn.Parameter(mask_embedding.detach().float().clone())
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
-        for target, (rows, columns) in zip(settings.target_modules, sizes, strict=True):
+        for target, (layers, rows, columns) in zip(settings.target_modules, sizes, strict=True):
             key = target.replace(".", "/")  # parameters cannot have a dot in their name
             self.down[key] = nn.Parameter(torch.randn(layers, settings.rank, columns) / columns**0.5)
             self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))

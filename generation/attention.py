@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from .rows import Step, lines
+from .state import keeps_state
 
 # Attention implementations that take any mask as a tensor.
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
@@ -58,6 +59,7 @@ class StepAttention:
         model: whose layers attend.
 
     Attributes:
+        has_state: whether it keeps one: then its own masks are used, since rows are in the order of the text.
         kinds: of its layers.
         groups: query heads of each key/value head, G, where [`grouped_sdpa`] can be used; otherwise 0.
         takes_rows: whether rows can attend one by one, by [`grouped_sdpa`] or [`eager_rows`].
@@ -66,11 +68,13 @@ class StepAttention:
     def __init__(self, model: Any) -> None:
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
+        self.has_state = keeps_state(model)
         self.implementation = implementation_of(model)
         self.kinds = sorted(set(layer_types(model.config)))
         layers = [module for module in model.modules() if getattr(module, "num_key_value_groups", None)]
         groups = {module.num_key_value_groups for module in layers}
-        is_known = getattr(model, "_supports_attention_backend", False) and all(map(_prepare, layers))
+        is_known = getattr(model, "_supports_attention_backend", False) and not self.has_state
+        is_known = is_known and all(map(_prepare, layers))
         self.groups = next(iter(groups), 1) if is_known and self.implementation == "sdpa" and len(groups) <= 1 else 0
         is_eager = is_known and self.implementation == "eager"
         self.takes_rows = bool(self.groups) or is_eager
@@ -93,6 +97,8 @@ class StepAttention:
             grouped and eager attention.
         """
         self._alone.clear()
+        if self.has_state:
+            return None
         is_dense = self.implementation in DENSE_MASK_ATTENTION
         is_local = is_dense and self.kinds != ["full_attention"] and step.start != 0
         is_own = step.start == 0 or step.slots.shape[1] == 1 or not is_dense

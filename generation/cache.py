@@ -4,14 +4,16 @@
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from .rows import Step
+from .state import cache_layers, forgetting, has_state, state_tensors
 from .versions import CACHE
 
 SMALLEST_CAPACITY = 64
@@ -93,6 +95,18 @@ class WindowLayer(DynamicLayer):
         return max(self.cache.lengths[: self.cache._in_use], default=0)
 
 
+class StateWindowLayer(LinearAttentionLayer, WindowLayer):
+    """A layer that attends and keeps a state beside it."""
+
+    def __init__(self, cache: "WindowCache", number_of_states: int):
+        WindowLayer.__init__(self, cache)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *states: Any, **named: Any) -> None:
+        """Of keys and values, which come without names, or of a state."""
+        (WindowLayer if states else LinearAttentionLayer).lazy_initialization(self, *states, **named)
+
+
 class WindowCache(Cache):
     """A transformers `Cache` whose rows have lengths of their own.
 
@@ -100,7 +114,8 @@ class WindowCache(Cache):
     parallel decoding announces where it writes ([`plan`]), forwards, and commits a prefix of what it wrote
     ([`commit`]): nothing is concatenated or cropped, and buffers that are full are doubled. Rows that finish are
     swapped behind those still in use ([`retire`]) and cost nothing from then on; [`close`] puts all rows back in
-    order. It takes no forwards outside of such steps.
+    order. It takes no forwards outside of such steps. Of a model that keeps a state, it holds one sequence, and its
+    states have read the committed slots and nothing else.
 
     Args:
         capacity: slots to make room for at once. Forwards then attend to all of it, whatever is in use, so that their
@@ -133,13 +148,19 @@ class WindowCache(Cache):
         """The caller's row that each buffer row in use holds."""
         return self._rows[: self._in_use]
 
-    def open(self, prompts: list[list[int]], device: torch.device) -> None:
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a state."""
+        return any(map(has_state, self.layers))
+
+    def open(self, prompts: list[list[int]], device: torch.device, config: Any) -> None:
         """Gets ready for a call: each sequence keeps what is known to be the beginning of its prompt, and not the
         prompt's last token, whose AR row may be needed. What embeddings left is computed anew.
 
         Args:
             prompts: the tokens of each sequence; -1 behind embeddings.
             device: of the tokens.
+            config: of the model.
 
         Raises:
             ValueError: if the cache holds another number of sequences, or tokens that are not the first of a prompt.
@@ -147,12 +168,15 @@ class WindowCache(Cache):
         if len(self.lengths) != len(prompts):
             if any(self.lengths):
                 raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
-            self.reset()
-            self.token_ids = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
-            self.lengths = [0] * len(prompts)
+            self._empty(prompts, device, config)
         self._rows, self._in_use = list(range(len(prompts))), len(prompts)
-        self.lengths = self._known_lengths(prompts)
-        held = [self.token_ids, *(layer._keys for layer in self.layers)]
+        lengths = self._known_lengths(prompts)
+        if self.has_states and lengths != self.lengths:  # which have read what comes no more
+            self._empty(prompts, device, config)
+        else:
+            self.lengths = lengths
+        buffers = [layer._keys for layer in self.layers if getattr(layer, "_keys", None) is not None]
+        held = [self.token_ids, *buffers, *(state for layer in self.layers for state in state_tensors(layer))]
         if any(tensor.is_inference() for tensor in held) and not torch.is_inference_mode_enabled():
             self.batch_select_indices(torch.arange(len(prompts)))  # copies, which can be written
 
@@ -160,7 +184,7 @@ class WindowCache(Cache):
         """What AR decoding goes on from: copies of the columns that all rows of the prompts, left-padded to `width`,
         have in the cache. Raises `ValueError` as [`open`]."""
         cache, pads = DynamicCache(config=config), [width - len(prompt) for prompt in prompts]
-        if not any(self.lengths):
+        if not any(self.lengths) or self.has_states:  # which may have read more than these columns
             return cache
         if len(self.lengths) != len(prompts):
             raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
@@ -173,6 +197,24 @@ class WindowCache(Cache):
                     state[row, :, pad:] = buffer[row, :, : columns - pad]
             cache.update(*states, index)
         return cache
+
+    def _empty(self, prompts: list[list[int]], device: torch.device, config: Any) -> None:
+        """Forgets everything, and gets ready for so many sequences of a model."""
+        self.reset()
+        self.token_ids = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
+        self.lengths = [0] * len(prompts)
+        if any(map(has_state, layers := cache_layers(config))):
+            self.layers += [self._layer(layer) for layer in layers]
+
+    def _layer(self, layer: Any) -> Any:
+        """What stands here for a layer of transformers' own cache: the same, but for keys and values."""
+        if not isinstance(layer, CacheLayerMixin):
+            return layer
+        return StateWindowLayer(self, layer.number_of_states) if has_state(layer) else WindowLayer(self)
+
+    def forgetting(self) -> AbstractContextManager[None]:
+        """Within this context, a forward leaves no trace in the states: see [`forgetting`]."""
+        return forgetting(self.layers)
 
     def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
         """Of the beginning of each prompt that its row holds."""
@@ -270,12 +312,18 @@ class WindowCache(Cache):
         """Removes the last `-tokens_to_remove` slots of every row (negative, as everywhere in transformers)."""
         if tokens_to_remove > 0:
             raise ValueError(f"`crop` takes the negative number of tokens to remove, got {tokens_to_remove}.")
+        if self.has_states and tokens_to_remove:
+            raise ValueError("This cache cannot be cropped: its layers keep a state, which has read all its tokens.")
         self.lengths = [max(0, length + tokens_to_remove) for length in self.lengths]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order."""
         with self.emptied_on_failure():
-            super().batch_select_indices(indices)
+            for layer in self.layers:
+                if isinstance(layer, CacheLayerMixin):
+                    layer.batch_select_indices(indices)
+                if has_state(layer):
+                    layer.reorder_cache(indices)
             self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
             self.lengths = [self.lengths[index] for index in indices.tolist()]
 

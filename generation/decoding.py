@@ -30,7 +30,7 @@ from .cache import WindowCache
 from .request import DecodingRequest
 from .rows import SequenceState, Step, lay_out
 from .rules import Choice, Rule, SequenceOutcome
-from .versions import CACHE
+from .versions import cache_name
 
 # Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
 HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
@@ -88,7 +88,8 @@ class ParallelDecoder:
         # Elsewhere the host would wait for the answer to each token.
         is_on_host = criteria and all(isinstance(each, HOST_CRITERIA) for each in criteria)
         self._criteria_prompts = prompts.cpu() if is_on_host else prompts
-        self.cache.open(self.request.prompts, prompts.device)
+        self.cache.open(self.request.prompts, prompts.device, self.model.config)
+        self._cache_name = cache_name(self.model)
         self.sequences = [
             SequenceState(index, list(prompt), len(prompt), cached, self.request.limit)
             for index, (prompt, cached) in enumerate(zip(self.request.prompts, self.cache.lengths, strict=True))
@@ -147,7 +148,9 @@ class ParallelDecoder:
         alone = (step.counts[0] - step.masks[0]) * (self.steps > 0) if self.rule.is_by_row else None
         masks = self.attention.masks(step, positions, alone)
         forward = self.compiled if self.compiled is not None and is_compiled else self.model
-        with predicting as states, self.attention.reading():
+        is_guessing = any(len(one.rows) > one.pending for one in step.sequences)
+        remembering = self.cache.forgetting() if is_guessing else nullcontext()
+        with predicting as states, self.attention.reading(), remembering:
             inputs: dict[str, Any] = {"input_ids": step.input_ids}
             if self.steps == 0 and self.request.prompt_embeds is not None:
                 inputs = {"inputs_embeds": self._embeds(step)}
@@ -158,7 +161,7 @@ class ParallelDecoder:
                 use_cache=True,
                 logits_to_keep=step.parents.shape[1],
                 return_dict=True,
-                **{CACHE: self.cache},
+                **{self._cache_name: self.cache},
             )
         self.steps += 1
         return outputs.logits.to(step.input_ids.device), None if states is None else states.hidden

@@ -7,13 +7,16 @@ from .step_times import StepTimes
 
 
 class FixedPlan(Planner):
-    """Every step checks the first run of drafts, and has `size` masks behind each real row, or behind the last one."""
+    """Every step checks the first run of drafts, and has `size` masks behind each real row, or behind the last one.
+    Where a state is kept, a step without both commits the pending tokens once they are more than those masks."""
 
     def __init__(self, size: int, is_chain: bool, lost: int):
         super().__init__(StepTimes(0.0), size, is_chain, lost)
 
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
         """See [`Planner.plan`]."""
+        if self.keeps_state and before >= self.depth:
+            return [Plan([], [0]) for _ in outlooks]
         plans = []
         for outlook in outlooks:
             drafts = outlook.drafts[: max(0, min(self.depth, outlook.room - 1 + self.lost))]

@@ -26,6 +26,7 @@ from .request import DecodingRequest, decoding_request, prompts_of
 from .rules import FillRule, Rule
 from .sampling import TokenSampler
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerationSettings
+from .state import keeps_state
 from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
@@ -180,11 +181,12 @@ class WeDLMGenerationMixin(GenerationMixin):
                 model_kwargs[CACHE] = cache.as_dynamic(prompts, input_ids.shape[1], self.config)
             inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
             return super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
+        model_kwargs.pop("cache_params", None)  # that `generate` made for Mamba 2
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
         FILLED_BY[cache] = id(self)
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
-        _check_inputs(self, settings.strategy, input_ids.shape[0], is_static, logits_processor, model_kwargs)
+        _check_inputs(self, settings, input_ids.shape[0], is_static, logits_processor, model_kwargs)
         request = decoding_request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)
         compiled = None
         if is_static:
@@ -250,13 +252,14 @@ def _check_options(strategy: str, generation_config: GenerationConfig) -> None:
 
 def _check_inputs(
     model: Any,
-    strategy: str,
+    settings: WeDLMGenerationSettings,
     batch_size: int,
     is_static: bool,
     processors: LogitsProcessorList,
     model_kwargs: dict[str, Any],
 ) -> None:
     """Raises `ValueError` for what parallel decoding cannot do with this model and these inputs."""
+    strategy = settings.strategy
     # A model that takes images has an empty `mm_encoder_outputs` where there are none.
     unused = {name for name, value in model_kwargs.items() if value is not None and value != {}} - USED_INPUTS
     if unused:
@@ -266,6 +269,8 @@ def _check_inputs(
             "The model's `prepare_inputs_for_generation` was replaced (PEFT does so for prompt and prefix tuning), "
             f"but `strategy={strategy!r}` prepares its inputs by itself: use `strategy='ar'`."
         )
+    if keeps_state(model):
+        _check_state(model, settings, batch_size, is_static)
     implementation = implementation_of(model)
     if (batch_size > 1 or is_static) and implementation not in DENSE_MASK_ATTENTION:
         raise ValueError(
@@ -291,6 +296,21 @@ def _check_inputs(
         )
 
 
+def _check_state(model: Any, settings: WeDLMGenerationSettings, batch_size: int, is_static: bool) -> None:
+    """Raises `ValueError` for what cannot be done with a model that keeps a state."""
+    asked = "`cache_implementation='static'`" if is_static else ""
+    if batch_size > 1:  # rows advance at paces of their own, and a state would read the padding between them
+        asked = f"a batch of {batch_size} sequences"
+    if settings.verification == "none":
+        asked = f"`strategy={settings.strategy!r}` without verification"
+    if asked:
+        raise ValueError(
+            f"{type(model).__name__} keeps a recurrent state, which can forget no row that it has read: it decodes "
+            "one sequence at a time, with `verification='exact'` or `'typical'` and a dynamic cache, or with "
+            f"`strategy='ar'`; got {asked}."
+        )
+
+
 def _rule(
     model: Any,
     settings: WeDLMGenerationSettings,
@@ -306,7 +326,8 @@ def _rule(
         sampler.check_out_of_order()
         return FillRule(settings, sampler, size, settings.strategy == "block")
     is_planned = settings.is_adaptive and not is_static
-    takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION
+    has_state = keeps_state(model)  # which has one past: no branches
+    takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION and not has_state
     drafter: Drafter
     if model.has_mask_adapter:
         size = min(size, model.deepest)
@@ -323,7 +344,8 @@ def _rule(
     is_exact = settings.verification == "exact" and not is_static and len(request.prompts) == 1
     is_by_row = is_exact and attends_by_row(model)
     planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
-    return VerifyRule(settings, sampler, drafter, planner, size, is_by_row)
+    planner.keeps_state = has_state
+    return VerifyRule(settings, sampler, drafter, planner, size, is_by_row, has_state)
 
 
 def _planner(

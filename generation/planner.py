@@ -82,6 +82,10 @@ class Planner:
     def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0):
         self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
         self.most_rows = maxsize  # of one sequence's step
+        self.keeps_state = False  # final tokens are read again until a step without drafts and masks commits them
+        self._cycle = 0.0, 0.0  # tokens since the last one, and the time that they took
+        self._drafted = 0.0, 0.0, 0.0  # tokens of steps with drafts, rows behind their roots, and how many
+        self._chosen = 0, 0  # drafts of the last plan, and rows in front of its root
         self.key: Any = None  # of what it learned about, where that is kept
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
         self._chances: dict[
@@ -108,12 +112,39 @@ class Planner:
         """The step that began is over, and gave so many tokens. Not to be called after a prefill."""
         began, rows, has_masks, sequences = self._step
         believed = self.times.of(rows, has_masks)
+        self._note(tokens, rows, has_masks)
         if self.times.clock:
             self.times.record(rows, has_masks, self.times.clock() - began)
         self._credit -= max(0.0, self.times.of(rows, has_masks) - believed) * self._price
         time = self.times.of(rows, has_masks) / self.times.of(sequences, False)
         self._reached, self._took = MEMORY * self._reached + tokens / sequences, MEMORY * self._took + time
         self._credit, self._steps = self._credit + LOOK_SHARE * tokens / sequences, self._steps + 1
+
+    def _note(self, tokens: int, rows: int, has_masks: bool) -> None:
+        """Takes in a step for [`_commits`]."""
+        drafts, before = self._chosen
+        self._cycle = self._cycle[0] + tokens, self._cycle[1] + self.times.of(rows, has_masks)
+        if drafts:
+            given, width, count = self._drafted
+            width = MEMORY * width + rows - before - 1
+            self._drafted = MEMORY * given + tokens, width, MEMORY * count + 1
+
+    def _commits(self, outlook: Outlook, tree: Tree, drafts: int, masks: int, pending: int) -> bool:
+        """Whether to commit the pending tokens before a plan: whether tokens come at a higher rate, from the last
+        commit to the next one, if that is now than if it follows on this plan, and on any number of steps like those
+        with drafts so far."""
+        (tokens, time), (given, width, count) = self._cycle, self._drafted
+        now = (tokens + 1) / (time + self.times.of(pending, False))
+        gain, rows, rate = 1 + sum(reach for reach, _ in tree[:drafts]), drafts + masks, 0.0
+        later = (given + ENOUGH * (1 + CHANCE)) / (count + ENOUGH), (width + ENOUGH * rows) / (count + ENOUGH)
+        read = float(pending)
+        for _ in range(outlook.room if masks else 1):
+            tokens, time, read = tokens + gain, time + self.times.of(round(read + rows), masks > 0), read + gain
+            before, rate = rate, (tokens + 1) / (time + self.times.of(round(read), False))
+            if rate > now or rate < before:
+                return rate <= now
+            gain, rows = later[0], round(later[1])
+        return True
 
     def reaches(self, drafts: Sequence[Draft]) -> list[float]:
         """The chance of each draft that it and all before it pass."""
@@ -126,15 +157,21 @@ class Planner:
         return found
 
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
-        """The rows of the next forward of these sequences, with so many rows in front of their roots: the prompts'."""
+        """The rows of the next forward of these sequences, with so many rows in front of their roots: the prompts', or
+        where a state is kept, the pending tokens'."""
+        if not before:
+            self._cycle = 0.0, 0.0
+        is_prompt = before > 0 and not self.keeps_state
         count, of, trees, worth = len(outlooks), self.times.of, [self._tree(each) for each in outlooks], self._worths()
         base, alone = count * (1 + before), of(count, False)
         rate = max(1.0, self._reached / self._took) * count / alone
-        widest = maxsize if before else self.times.widest(count) // count
-        most = min(self.most_rows, widest + self.lost * (widest > 1)) - 1
+        widest = maxsize if is_prompt else self.times.widest(count) // count
+        most = max(0, min(self.most_rows, widest + self.lost * (widest > 1)) - 1 - before * self.keeps_state)
         options = [each for each in self._options(outlooks, trees, worth) if each[1] + each[2] <= most]
         places, rows = range(len(options)), range(1 + max(drafts + masks for _, drafts, masks in options))
         beyond = [alone + of(base, kind) - of(count, kind) for kind in (False, True)]
+        if not is_prompt:
+            beyond = [of(base, False)] * 2
         cost = [[rate * (of(base + count * row, kind) - beyond[kind]) for row in rows] for kind in (False, True)]
         nets = [gain - cost[masks > 0][drafts + masks] for gain, drafts, masks in options]
         best = max(places, key=nets.__getitem__)
@@ -147,9 +184,10 @@ class Planner:
         look, (_, known, when) = best, self._worth[0]
         if not options[best][2] and known * MEMORY ** (self._steps - when) < 1:
             look = masked
-        elif self.times.clock and not before and not self._steps % ENOUGH:
+        elif self.times.clock and not is_prompt and not self._steps % ENOUGH:
             least = [
-                [rate * (self.times.least(base + count * row, kind) - alone) for row in rows] for kind in (False, True)
+                [rate * (self.times.least(base + count * row, kind) - beyond[0]) for row in rows]
+                for kind in (False, True)
             ]
             near = [one for one in places if nets[best] - nets[one] <= self._credit * count]
             hopes = {one: options[one][0] - least[options[one][2] > 0][sum(options[one][1:])] for one in near}
@@ -159,6 +197,9 @@ class Planner:
         if loss <= self._credit and min(each.room for each in outlooks) > 2 * self.depth:  # there is use for it
             self._credit, self._price, best = self._credit - loss, rate / count * (look != best), look
         _, drafts, masks = options[best]
+        if self.keeps_state and drafts + masks and self._commits(outlooks[0], trees[0], drafts, masks, 1 + before):
+            drafts = masks = 0
+        self._chosen = drafts, before
         return [self._spend(each, tree[:drafts], worth, masks) for each, tree in zip(outlooks, trees, strict=True)]
 
     def _tree(self, outlook: Outlook) -> Tree:

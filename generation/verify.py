@@ -40,6 +40,8 @@ class VerifyRule:
         size: W, for forwards of fixed shapes.
         is_by_row: real rows attend one by one, see [`attends_by_row`], and no masks stand behind the prompt: its
             forward is AR decoding's.
+        keeps_state: so does the model: a step with drafts or masks keeps nothing, and no masks stand behind the
+            prompt.
     """
 
     asks_all = True
@@ -52,10 +54,11 @@ class VerifyRule:
         planner: Planner,
         size: int,
         is_by_row: bool = False,
+        keeps_state: bool = False,
     ):
         self.settings, self.sampler, self.drafter, self.planner = settings, sampler, drafter, planner
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.lost, size
-        self.is_by_row = is_by_row
+        self.is_by_row, self.keeps_state = is_by_row, keeps_state
         self._outlooks: dict[int, Outlook] = {}  # what may follow each sequence
         self._plans: dict[int, Plan] = {}  # what the forward under way checks of it
         self._tokens = 0  # of the step under way; None
@@ -73,7 +76,7 @@ class VerifyRule:
             return found
         self._is_prefill = any(not one.new_count for one in sequences)
         outlooks = [self._outlooks.pop(one.index, Outlook([], 0, one.remaining)) for one in sequences]
-        if self._is_prefill and self.is_by_row:
+        if self._is_prefill and (self.is_by_row or self.keeps_state):
             plans = [Plan([], [0]) for _ in sequences]
         else:
             plans = self.planner.plan(outlooks, max(one.pending for one in sequences) - 1)
@@ -190,11 +193,12 @@ class VerifyRule:
                 self.planner.learn(draft, place in path)
         settled = [*(token for place in path[1:] if (token := rows[place].token) is not None), tokens[end]]
         count = cut(one, settled)
+        is_kept = not self.keeps_state or len(rows) == one.pending
         outcome = SequenceOutcome(
             sequence=one,
             rows=rows,
             new_tokens=settled[:count],
-            kept=[*range(root + 1), *path[1:count]],
+            kept=[*range(root + 1), *path[1:count]] if is_kept else [],
             decided=[(place - root, one.new_count + n, settled[n]) for n, place in enumerate(path[:count])],
             checked=range(root + 1, root + 1 + len(plan.drafts)),
             accepted=path[1 : count + 1],

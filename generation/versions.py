@@ -89,6 +89,12 @@ def cache_of(outputs: Any) -> Any:
     return getattr(outputs, CACHE)
 
 
+def cache_name(model: Any) -> str:
+    """What a model's `forward` calls its cache: [`CACHE`], but for Mamba 2 up to transformers 5.23."""
+    names = signature(type(model).forward).parameters
+    return "cache_params" if "cache_params" in names and CACHE not in names else CACHE
+
+
 def rename_cache(kwargs: dict[str, Any]) -> None:
     """Gives the cache among these keywords the name that the installed transformers uses.
 

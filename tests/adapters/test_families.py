@@ -105,21 +105,14 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
     "VaultGemma": (GEMMA, "sliding and full attention, eager"),
 }  # fmt: skip
 GPTJ = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "n_positions": 512, "rotary_dim": 4}
-STATE, POSITIONS = "keeps a recurrent state", "no rotary position embeddings"
+POSITIONS = "no rotary position embeddings"
 REFUSED = {
     **dict.fromkeys(("CodeGen", "GPTJ"), (GPTJ, "its rotary embeddings are a table")),
     "Bloom": ({}, POSITIONS),
     "Falcon": ({"alibi": True}, "positions are ALiBi's"),
     "GPT2": ({}, POSITIONS),
-    "Jamba": ({}, STATE),
-    "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, STATE),
-    "Mamba": ({}, STATE),
-    "MiniMax": ({}, STATE),
     "Mpt": ({}, POSITIONS),
     "OPT": ({}, POSITIONS),
-    "Qwen3Next": ({}, STATE),
-    "Qwen3_5": ({}, STATE),
-    "RecurrentGemma": ({}, STATE),
     "DeepseekV32": ({}, "its layers choose what a row sees in a way of their own"),
     "Moshi": ({}, "its prompts see further back than the sliding window of its cache"),
     "Doge": ({}, "a forward with masks fails"),

@@ -85,7 +85,7 @@ def test_the_targets_are_the_models_own_distributions(name: str) -> None:
     model, ids = stock_model(name), torch.randint(4, 300, (1, 12), generator=torch.Generator().manual_seed(0))
     distillation = MaskDistillation(model, num_masks=K, top_tokens=320, sampled_tokens=1)
     with torch.no_grad():
-        hidden, _ = distillation.memory(ids)
+        hidden, _ = distillation.memory(ids, torch.tensor([[-1]]))
         chances, candidates, _ = distillation._teacher(hidden[0], 0)
         torch.testing.assert_close(chances, model(ids).logits[0].softmax(-1)[:, candidates], atol=1e-5, rtol=1e-4)
 
@@ -97,7 +97,7 @@ def test_each_masks_state_is_that_of_a_plain_causal_forward_of_prefix_and_run(na
     some = answers()
     batch = batch_of(some)
     with torch.no_grad():
-        _, memory = distillation.memory(batch["input_ids"])
+        _, memory = distillation.memory(batch["input_ids"], batch["cuts"])
         states = distillation.masks(memory, batch["cuts"])
         checked = 0
         for row, answer in enumerate(some):

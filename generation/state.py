@@ -1,0 +1,60 @@
+"""Models that keep a state: recurrent and convolutional layers (ALGORITHM.md §9).
+
+A state has read every row of a forward and can forget none, neither a draft that failed nor a mask. So a forward that
+holds any runs on a copy of the states, which is thrown away; what it made final stays pending, and is read again in
+front of the next forwards until one without drafts and masks commits it. The keys and values of attention layers are
+overwritten as ever: nothing but states is copied.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+# What a layer of transformers' caches knows of its states: by their numbers, tensors and what is said about them.
+FIELDS = tuple(name for name, value in vars(LinearAttentionLayer()).items() if isinstance(value, dict))
+
+
+def keeps_state(model: Any) -> bool:
+    """Whether a model keeps a state, by what transformers makes of its config or says of its class."""
+    is_known = getattr(model, "_is_stateful", False)
+    return bool(is_known) or any(map(has_state, cache_layers(model.config)))
+
+
+def cache_layers(config: Any) -> list[Any]:
+    """The layers of transformers' own cache for a model. Some make theirs as they go: none."""
+    try:
+        return list(DynamicCache(config=config).layers)
+    except KeyError:  # a kind of layer that it has no cache for
+        return []
+
+
+def has_state(layer: Any) -> bool:
+    """Whether a layer of a cache holds a state."""
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def state_tensors(layer: Any) -> list[torch.Tensor]:
+    """The tensors of a layer's states; none before it has read anything."""
+    found = [value for name in FIELDS for value in getattr(layer, name).values()] if has_state(layer) else []
+    return [value for value in found if isinstance(value, torch.Tensor)]
+
+
+@contextmanager
+def forgetting(layers: Sequence[Any]) -> Iterator[None]:
+    """Within this context, layers read on copies of their states; behind it, they know what they knew before."""
+    kept = [(layer, {name: getattr(layer, name) for name in FIELDS}) for layer in layers if has_state(layer)]
+    try:
+        for layer, fields in kept:
+            for name, values in fields.items():
+                setattr(layer, name, {key: _copy(value) for key, value in values.items()})
+        yield
+    finally:
+        for layer, fields in kept:
+            vars(layer).update(fields)
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

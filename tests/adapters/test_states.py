@@ -1,0 +1,308 @@
+"""Mask adapters on models that keep a state: verified decoding is plain `generate`, and training a plain forward.
+
+STATE_TEXTS=200 pytest tests/adapters/test_states.py -k plain_generate      200 texts of each type
+"""
+
+import os
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from test_families import EXPERTS, PAGE, build, prompt
+from test_mask_adapter import with_adapter
+
+from wedlm_hf import add_mask_adapter
+from wedlm_hf.adapters import MaskAdapterSettings
+from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.adapters.evaluation import accepted_runs
+from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
+from wedlm_hf.generation.planner import Draft
+from wedlm_hf.generation.state import state_tensors
+from wedlm_hf.generation.tree_drafter import TreeDrafter
+from wedlm_hf.generation.versions import CACHE, cache_of
+
+TEXTS = int(os.environ.get("STATE_TEXTS", "2"))  # of each type
+HEADS = {"head_dim": 8}
+DELTA = HEADS | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+}  # fmt: skip
+CONV = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+NEMOTRON = HEADS | {
+    "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+    "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8,
+}  # fmt: skip
+MAMBA2 = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8, "expand": 2}
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 24, "num_dense_layers": 1}
+GRANITE = {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 24}
+
+# The name in transformers, and what its config has beside the sizes.
+STATEFUL: dict[str, dict[str, Any]] = {
+    "Bamba": MAMBA | {"attn_layer_indices": [1, 3]},
+    "FalconH1": MAMBA | {"mamba_d_ssm": 64},
+    "GraniteMoeHybrid": MAMBA | SHARED | GRANITE,
+    "Lfm2": CONV,
+    "Lfm2Moe": CONV | SHARED,
+    "Mamba2": MAMBA2,
+    "NemotronH": NEMOTRON | {"time_step_min": 1e-9},  # no time step is shorter
+    "OlmoHybrid": DELTA,
+    "Qwen3Next": DELTA | SHARED,
+    "Qwen3_5": DELTA,
+    "Qwen3_5Moe": DELTA | SHARED,
+}
+SEVERAL = "it keeps a state, and several tokens behind others in one forward give other logits than the same text"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "FalconMamba": ({"state_size": 8, "time_step_rank": 4}, SEVERAL),
+    "Jamba": ({"num_experts": 4, "mamba_dt_rank": 4, "mamba_d_state": 8, "attn_layer_offset": 1}, SEVERAL),
+    "Mamba": ({"state_size": 8, "time_step_rank": 4}, SEVERAL),
+    "MiniMax": ({}, "it keeps a state, and a forward on that fails"),
+    "NemotronH": (NEMOTRON, "it keeps a state, and single tokens, one by one, give other logits than the same text"),
+    "RecurrentGemma": ({}, SEVERAL),
+}
+EXACT: dict[str, Any] = {"strategy": "wedlm", "verification": "exact"}
+LENGTH: dict[str, Any] = {"max_new_tokens": 64, "eos_token_id": 96}
+GREEDY = LENGTH | {"do_sample": False}
+FIXED: dict[str, Any] = {"adaptive_window": False, "window_size": 3}
+
+
+def adapted(name: str) -> Any:
+    return with_adapter(build(name, STATEFUL[name]))
+
+
+def know(monkeypatch: pytest.MonkeyPatch, text: list[int], chance: float, seed: int) -> None:
+    """Lets masks draft what follows in `text`, each with this chance, or else anything."""
+    rng = random.Random(seed)
+
+    def draft(at: int) -> int:
+        return text[at] if at < len(text) and rng.random() < chance else rng.randrange(97)
+
+    def drafts(self: Any, one: Any, masks: int, numbers: list[int]) -> list[Draft]:
+        return [Draft(draft(len(one.tokens) + depth), depth - 1, depth + 1, chance) for depth in range(masks)]
+
+    monkeypatch.setattr(TreeDrafter, "drafts", drafts)
+
+
+def check_text(model: Any, number: int, monkeypatch: pytest.MonkeyPatch, longest: int, count: int) -> list[int]:
+    """Tokens of a text, and forwards where most drafts are right, and where few are."""
+    rng = random.Random(number)
+    ids, is_sampled = prompt(rng.randint(1, longest)), number % 2 == 1
+    options: dict[str, Any] = LENGTH | {"max_new_tokens": count, "do_sample": is_sampled, "top_k": 0}
+
+    def generated(**how: Any) -> Any:
+        torch.manual_seed(number)
+        return model.generate(ids, **options, **how, return_dict_in_generate=True)
+
+    # A seed gives the same sample, whatever is drafted.
+    whole = generated(**(EXACT | {"slot_cost": 1e9} if is_sampled else {})).sequences
+    assert torch.equal(generated(**EXACT).sequences, whole)  # its own drafts, nearly all wrong; by measured times
+    found = [whole.shape[1] - ids.shape[1]]
+    for chance in (0.9, 0.3):
+        know(monkeypatch, whole[0].tolist(), chance, number)
+        output = generated(**EXACT, **rng.choice([FIXED, {"slot_cost": 0.01}]))
+        monkeypatch.undo()
+        assert torch.equal(output.sequences, whole)
+        found.append(int(output.stats.forwards))
+    return found
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_verified_decoding_is_plain_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(name)
+    targets = ", ".join(f"`{target}`" for target in model.mask_adapter.settings.target_modules)
+    assert re.search(rf"^\| `{name}` \| .* \| {targets} \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    size = (200, 64) if TEXTS > 2 else (40, 24)
+    found = [check_text(model, number, monkeypatch, *size) for number in range(TEXTS)]
+    tokens, often, seldom = map(sum, zip(*found, strict=True))
+    print(f"{name}: {TEXTS} texts of {tokens} tokens; {often} forwards with drafts right by 90 %, {seldom} by 30 %")
+    assert often < 0.7 * tokens and often < seldom
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_state_that_cannot_be_read_as_decoding_reads_it_is_refused(name: str) -> None:
+    own, reason = REFUSED[name]
+    model = build(name, own)
+    with pytest.raises(ValueError, match=f"{type(model).__name__} cannot carry a mask adapter: {reason}"):
+        add_mask_adapter(model, MaskAdapterSettings(rank=4))
+    assert f"| `{name}` | {reason.rpartition(', and ')[2].partition(' than ')[0]}" in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_state_that_no_cache_holds_is_seen() -> None:
+    model = build("Lfm2", CONV)
+    calls: list[int] = []
+
+    def remember(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(
+            1
+        )  # the whole text, its first part, the forward that is forgotten, and what goes on as if it were
+        return output + (len(calls) > 3) * torch.arange(output.shape[-1])
+
+    model.model.layers[0].register_forward_hook(remember)
+    with pytest.raises(ValueError, match="tokens behind a forward that was forgotten give other logits"):
+        add_mask_adapter(model)
+
+
+@pytest.mark.parametrize("name", ["Lfm2", "Qwen3_5", "FalconH1"])
+def test_turns_go_on_from_a_returned_cache(name: str) -> None:
+    model = adapted(name)
+    first = model.generate(prompt(7), **GREEDY, **EXACT, **FIXED, return_dict_in_generate=True)
+    cache = cache_of(first)
+    known = cache.lengths[0]
+    assert 7 <= known < first.sequences.shape[1]
+    longer = torch.cat([first.sequences, prompt(4)], dim=1)
+    read = []
+    handle = model.get_input_embeddings().register_forward_hook(lambda _, args, __: read.append(args[0].shape[1]))
+    whole = {"attention_mask": torch.ones_like(longer)} | GREEDY
+    second = model.generate(longer, **whole, **EXACT, **FIXED, **{CACHE: cache})
+    handle.remove()
+    assert torch.equal(second, model.generate(longer, **whole))
+    assert read[0] == longer.shape[1] - known
+    # A state cannot go back by a token, whose row is needed: all is read from the start.
+    same = second[:, : cache.lengths[0]]
+    whole = {"attention_mask": torch.ones_like(same)} | GREEDY
+    again = model.generate(same, **whole, **EXACT, **FIXED, **{CACHE: cache})
+    assert torch.equal(again, model.generate(same, **whole))
+    with pytest.raises(ValueError, match="its layers keep a state"):
+        cache.crop(-1)
+
+
+def test_a_forgotten_forward_copies_states_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("FalconH1")
+    cache = cache_of(model.generate(prompt(200), **GREEDY, **EXACT, return_dict_in_generate=True))
+    before = [(layer._keys, layer._values, state_tensors(layer)) for layer in cache.layers]
+    values = [[state.clone() for state in states] for *_, states in before]
+    with cache.forgetting():
+        for layer, (keys, _, states) in zip(cache.layers, before, strict=True):
+            assert layer._keys is keys
+            assert all(copy is not state for copy, state in zip(state_tensors(layer), states, strict=True))
+            for copy in state_tensors(layer):
+                copy.zero_()
+    for layer, (keys, _, states), old in zip(cache.layers, before, values, strict=True):
+        assert layer._keys is keys
+        assert all(now is state for now, state in zip(state_tensors(layer), states, strict=True))
+        assert all(torch.equal(now, then) for now, then in zip(states, old, strict=True))
+
+
+def test_a_failure_in_a_forgotten_forward_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("Qwen3_5")
+    first = model.generate(prompt(7), **GREEDY, **EXACT, **FIXED, return_dict_in_generate=True)
+    cache, longer = cache_of(first), torch.cat([first.sequences, prompt(4)], dim=1)
+    layer, calls = model.model.layers[1].mlp, []
+
+    def fail(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    handle = layer.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(longer, **GREEDY, **EXACT, **FIXED, **{CACHE: cache})
+    handle.remove()
+    assert cache.lengths == []
+    found = model.generate(longer, **GREEDY, **EXACT, **FIXED, **{CACHE: cache})
+    assert torch.equal(found, model.generate(longer, **GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("how", "got"),
+    [
+        ({"num_return_sequences": 2, "do_sample": True, **EXACT}, "a batch of 2 sequences"),
+        ({"strategy": "wedlm"}, "`strategy='wedlm'` without verification"),
+        ({"cache_implementation": "static", **EXACT}, "`cache_implementation='static'`"),
+    ],
+)
+def test_what_a_state_forbids_is_refused_with_the_reason(how: dict[str, Any], got: str) -> None:
+    model = adapted("Lfm2")
+    model.config.mask_token_id = 95
+    with pytest.raises(ValueError, match=f"keeps a recurrent state.*one sequence at a time.*got {got}"):
+        model.generate(prompt(5), max_new_tokens=8, **how)
+
+
+def test_typical_drafts_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted("Qwen3_5")
+    whole = model.generate(prompt(9), **GREEDY)
+    know(monkeypatch, whole[0].tolist(), 1.0, 0)
+    how = {"strategy": "wedlm", "verification": "typical", "return_dict_in_generate": True}
+    found = model.generate(prompt(9), **GREEDY, **how)
+    assert torch.equal(found.sequences, whole)
+    assert found.stats.forwards < 40
+
+
+K = 3
+
+
+def answers() -> list[dict[str, list[int]]]:
+    rng = random.Random(0)
+    return [
+        {"prompt_ids": rng.choices(range(6, 97), k=prompt), "response_ids": rng.choices(range(6, 97), k=response)}
+        for prompt, response in ((5, 9), (3, 14), (8, 6))
+    ]
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_loss_and_gradient_are_those_of_prefix_and_masks_one_by_one(name: str) -> None:
+    model = adapted(name)
+    distillation = MaskDistillation(model, num_masks=K, top_tokens=97, sampled_tokens=1)
+    some = answers()
+    batch = DataCollatorForMaskRuns(pad_token_id=0, num_masks=K, cut_stride=3)([some])
+    adapter, head = model.mask_adapter, model.get_output_embeddings()
+    parameters = dict(adapter.named_parameters())
+    loss = distillation(**batch)["loss"]
+    gradients = torch.autograd.grad(loss, parameters.values())
+    total, weights = torch.zeros(()), 0.0
+    for row, answer in enumerate(some):
+        tokens = torch.tensor(answer["prompt_ids"] + answer["response_ids"])
+        with torch.no_grad():
+            teacher = model(tokens[None], use_cache=False).logits[0].softmax(-1)
+        for cut in batch["cuts"][row].tolist():
+            if cut < 0:
+                continue
+            ids = torch.cat([tokens[: cut + 1], torch.zeros(K, dtype=torch.long)])[None]
+            places = torch.cat([torch.arange(cut + 1), cut + 2 + torch.arange(K)])[None]
+            with model.predicting(K) as slots:
+                model(ids, position_ids=places, attention_mask=torch.ones_like(ids), use_cache=False)
+            for depth in range(K):
+                at = cut + 2 + depth
+                if at >= len(tokens):
+                    continue
+                before = model.get_input_embeddings()(tokens[[at - 2, at - 1]])
+                state = slots.hidden[0, depth]
+                plain, corrected = (
+                    -(teacher[at - 1] * distillation._scaled(head(one)).log_softmax(-1)).sum()
+                    for one in (state, adapter.head(state, before))
+                )
+                total = total + 0.85**depth * (corrected + 0.5 * plain)
+                weights += 0.85**depth
+    expected = total / weights
+    torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-4)
+    for key, found, right in zip(
+        parameters, gradients, torch.autograd.grad(expected, parameters.values()), strict=True
+    ):
+        assert right.abs().max() > 0, key
+        torch.testing.assert_close(found, right, atol=2e-4 * float(right.abs().max()), rtol=1e-3, msg=key)
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5", "FalconH1"])
+def test_replayed_acceptance_is_that_of_decoding(name: str) -> None:
+    model = adapted(name)
+    tokens = model.generate(prompt(6), max_new_tokens=40, min_new_tokens=40, do_sample=False)[0].tolist()
+    answer = {"prompt_ids": tokens[:6], "response_ids": tokens[6:]}
+    distillation = MaskDistillation(model, num_masks=K)
+    found = accepted_runs(distillation, answer).tolist()
+    for place in range(0, 34, 3):  # 32 cuts are a portion
+        _, memory = distillation.memory(torch.tensor([tokens]), torch.tensor([[5 + place]]))
+        hidden = distillation.masks(memory, torch.tensor([[5 + place]]))[0, 0]
+        right = 0
+        for depth in range(K):
+            at = 5 + place + 2 + depth
+            if at >= len(tokens):
+                break
+            if int(distillation.drafts(hidden[[depth]], torch.tensor([tokens[at - 2 : at]]))) != tokens[at]:
+                break
+            right += 1
+        assert found[place] == right
