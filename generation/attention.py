@@ -3,7 +3,6 @@
 `A` sequences in use, `Q` physical rows of each, `H` query heads, `G` of them share a key/value head, `D` head width.
 """
 
-import copy
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from transformers import AttentionInterface
 
 from .rows import Step, lines
 from .state import keeps_state
@@ -208,6 +208,26 @@ def grouped_sdpa(
     return output.transpose(1, 2).contiguous()
 
 
+class StepFunctions(AttentionInterface):
+    """The attention functions of a file of models, with others in the place of some.
+
+    Args:
+        before: the file's own; what is registered there counts here.
+        own: take the place of functions of the same names.
+    """
+
+    def __init__(self, before: AttentionInterface, own: dict[str, Any]) -> None:
+        super().__init__()
+        self.before, self.own = before, own
+
+    def __getitem__(self, key: str) -> Any:
+        return self.own[key] if key in self.own else self.before[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.own.pop(key, None)
+        self.before[key] = value
+
+
 def _prepare(layer: torch.nn.Module) -> bool:
     """Lets an attention layer attend as a step asks: whether that can be. transformers has each file of models look up
     attention functions in a mapping, where a file may have functions of its own: these call what was there before
@@ -216,13 +236,11 @@ def _prepare(layer: torch.nn.Module) -> bool:
     homes = [home for home in homes if hasattr(home, "ALL_ATTENTION_FUNCTIONS")]
     for home in homes:
         functions: Any = home.ALL_ATTENTION_FUNCTIONS
-        if not hasattr(functions, "before_wedlm"):
-            own = copy.deepcopy(functions)
-            own.before_wedlm = functions
-            own["sdpa"] = _sdpa_of(functions)
+        if not isinstance(functions, StepFunctions):
+            own = {"sdpa": _sdpa_of(functions)}
             if hasattr(home, "eager_attention_forward"):
                 own["eager"] = _eager_rows_of(home.eager_attention_forward)
-            home.ALL_ATTENTION_FUNCTIONS = own  # type: ignore[attr-defined]
+            home.ALL_ATTENTION_FUNCTIONS = StepFunctions(functions, own)  # type: ignore[attr-defined]
     return bool(homes) and all(hasattr(home, "eager_attention_forward") for home in homes)
 
 
