@@ -141,17 +141,17 @@ def test_entropies_are_those_of_the_model(model, recorded):
 def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
     monkeypatch.setattr(model.generation_config, "window_size", 4, raising=False)
     monkeypatch.setattr(model.generation_config, "entropy_threshold", 1.5, raising=False)
-    for options, window, threshold in (
-        ({}, 4, 1.5),
-        ({"verification": "exact"}, 32, 2.0),  # what is stored was chosen for another decoder
-        ({"window_size": 3, "verification": "exact"}, 3, 2.0),
+    for options, window, name, threshold in (
+        ({}, 4, "entropy_threshold", 1.5),
+        ({"verification": "exact"}, 32, "draft_threshold", 2.0),  # what is stored was chosen for another decoder
+        ({"window_size": 3, "verification": "exact"}, 3, "draft_threshold", 2.0),
     ):
         request = DecodingRequest(
             [TEXT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True
         )
         trace = recording_module.record(model, tiny_tokenizer(), request, model_name="tiny", repeats=0)
         settings = trace.recordings[0].runs[0].settings
-        assert (settings["window_size"], settings["entropy_threshold"]) == (window, threshold)
+        assert (settings["window_size"], settings[name]) == (window, threshold)
 
 
 def test_without_timed_calls_the_clock_is_that_of_the_recorded_one(recorded):
