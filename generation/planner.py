@@ -22,7 +22,7 @@ lately, or else at the plan that would net most if widths that were not measured
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise, zip_longest
 from sys import maxsize
 from typing import Any, NamedTuple
@@ -219,29 +219,36 @@ class Planner:
 
     def _learn_worth(self, outlook: Outlook, tree: Tree, worth: list[float], cost: list[list[float]]) -> None:
         """Takes in what the drafts of each depth net in a step."""
-        nets, drafts = [], outlook.drafts
+        nets: list[float] = []
+        drafts = outlook.drafts
         for depth in range(min(outlook.foreseen, self.depth) + 1):
             kept, part = {-1}, []
             for reach, place in tree:
                 if drafts[place].parent in kept and (drafts[place].chance is None or drafts[place].depth <= depth):
                     kept.add(place)
                     part.append((reach, place))
-            options = [each for each in self._options([outlook], [part], worth) if each[1] + each[2] < len(cost[0])]
-            nets.append(max(gain - cost[masks > 0][count + masks] for gain, count, masks in options))
+            least = len(part) if self.is_chain else 0  # plans with fewer drafts of a chain were met before
+            options = self._options([outlook], [part], worth, least)
+            options = [each for each in options if each[1] + each[2] < len(cost[0])]
+            found = [gain - cost[masks > 0][count + masks] for gain, count, masks in options]
+            nets.append(max([*nets[-1:], *found]))
         for depth, (less, more) in enumerate(pairwise(nets)):
             value, known, when = self._worth[depth]
             known = 1 + min(known, ENOUGH) * MEMORY ** (self._steps - when)
             self._worth[depth] = value + (more - less - value) / known, known, self._steps
 
-    def _options(self, outlooks: Sequence[Outlook], trees: Sequence[Tree], worth: list[float]) -> Iterator[Option]:
-        """What numbers of drafts and masks bring."""
-        most = max(map(len, trees))
-        for drafts in [*(count for count in DRAFT_COUNTS if count < most), most]:
+    def _options(
+        self, outlooks: Sequence[Outlook], trees: Sequence[Tree], worth: list[float], least: int = 0
+    ) -> list[Option]:
+        """What numbers of drafts, at least so many, and of masks bring."""
+        most, found = max(map(len, trees)), []
+        for drafts in [*(count for count in DRAFT_COUNTS if least <= count < most), most]:
             gain = sum([reach for tree in trees for reach, _ in tree[:drafts]])
             masks = [self._masks(outlook, tree[:drafts], worth) for outlook, tree in zip(outlooks, trees, strict=True)]
             columns = zip_longest(*([value for value, _ in each] for each in masks), fillvalue=0.0)
-            for count, gained in enumerate(accumulate(map(sum, columns), initial=gain)):
-                yield gained, drafts, count
+            gains = accumulate(map(sum, columns), initial=gain)
+            found += [(gained, drafts, count) for count, gained in enumerate(gains)]
+        return found
 
     def _masks(self, outlook: Outlook, tree: Tree, worth: list[float]) -> Tree:
         """What each mask is worth, and the place of the draft that it stands behind (-1: the root); the best first."""
