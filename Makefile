@@ -88,7 +88,7 @@ $(VLLM)/installed: requirements-vllm.txt setup.cfg pyproject.toml Makefile
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# What would be uploaded to PyPI, in dist/: docs/releasing.md. The build leaves metadata in this folder, which Python prefers to
+# What would be uploaded to PyPI, in dist/: CONTRIBUTING.md. The build leaves metadata in this folder, which Python prefers to
 # those of the installed package whenever it runs here: once they are old, vLLM does not find its plug-in.
 dist: $(INSTALLED)
 	rm -rf dist && $(BIN)/python -m build --no-isolation --outdir dist . && rm -rf wedlm_hf.egg-info

@@ -43,7 +43,7 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     if missing := [name for name in ("rich", "typer") if find_spec(name) is None]:
-        sys.exit(f"The command `wedlm` needs {', '.join(missing)}: pip install 'wedlm-hf[cli]'")
+        sys.exit(f"The command `wedlm` needs {', '.join(missing)}: pip install '.[cli]' in the clone")
     from .cli import main as run
 
     run()

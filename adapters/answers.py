@@ -1,4 +1,4 @@
-"""A model's own answers: what a mask adapter of it is trained on (docs/adapters.md).
+"""A model's own answers: what a mask adapter of it is trained on (docs/faster.md).
 
 Prompts are the user's, or drawn from the model itself: the chat template up to the user's turn, continued at
 temperature 1. Each is answered by the model, greedily or sampled, and the answers are appended to a JSONL file, so
@@ -104,7 +104,7 @@ class AnswerCount:
 
 
 def read_prompts(file: Path) -> list[str | Turns]:
-    """The user's prompts: texts, and conversations of several turns (docs/command-line.md says what files hold).
+    """The user's prompts: texts, and conversations of several turns (docs/reference.md says what files hold).
 
     Raises:
         OSError: for a file that cannot be read.

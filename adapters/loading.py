@@ -104,7 +104,7 @@ def _merged(model: Any, adapter: str | os.PathLike[str]) -> Any:
     try:
         from peft import PeftConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("A LoRA needs PEFT: pip install 'wedlm-hf[peft]'.") from error
+        raise ImportError("A LoRA needs PEFT: pip install '.[peft]' in the clone.") from error
     name = os.fspath(adapter)
     peft_model = get_peft_model(model, PeftConfig.from_pretrained(name))
     if unknown := peft_model.load_adapter(name, "default").unexpected_keys:

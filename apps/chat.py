@@ -138,7 +138,7 @@ def terminal_reader() -> Callable[[], str | None]:
     try:
         from prompt_toolkit import PromptSession
     except ImportError:
-        raise ImportError("A chat on a terminal needs prompt_toolkit: pip install 'wedlm-hf[chat]'.") from None
+        raise ImportError("A chat on a terminal needs prompt_toolkit: pip install '.[chat]' in the clone.") from None
     session = PromptSession[str](PROMPT)
 
     def read() -> str | None:

@@ -1,7 +1,7 @@
 """What was never run on a GPU, checked and measured there in at most 25 minutes; a call goes on where one was stopped.
 
     python benchmarks/gpu_hour.py --model FOLDER --out build/gpu               # --minutes 9, as often as it takes
-    python benchmarks/gpu_hour.py --out build/gpu --fill docs/gpu.md           # its tables, in the page
+    python benchmarks/gpu_hour.py --out build/gpu --page build/gpu.md          # its tables, on a page
     python benchmarks/gpu_hour.py --out build/tiny --device cpu --tiny         # all of it, tiny: shows that it runs
 
 Each piece has a process of its own for at most 8 minutes: one that crashes or hangs takes no other with it.
@@ -39,7 +39,6 @@ from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
 from wedlm_hf.eval.measure import ForwardCounter, ar_logits, environment, now, pad_left, take_turns, until_end
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_tasks
-from wedlm_hf.eval.report.page import fill
 from wedlm_hf.generation.versions import CACHE
 from wedlm_hf.modeling_wedlm.files import write_text
 from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer
@@ -266,13 +265,14 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="Little of everything, to see that it runs.")] = False,
     minutes: Annotated[float, typer.Option(help="After which no piece goes on.")] = 25.0,
     pieces: Annotated[str, typer.Option(help="With commas.")] = ",".join(PIECES),
-    page: Annotated[Path | None, typer.Option("--fill", help="Page whose tables are written anew.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Markdown file to be written with the tables.")] = None,
     one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Do what is missing, or fill a page with what there is."""
+    """Do what is missing, or write a page of what there is."""
     job, deadline = Job(model, device, tiny, adapter), time.monotonic() + 60 * minutes
     if page is not None:
-        write_text(page, fill(page.read_text(encoding="utf-8"), tables({name: read(out, name) for name in PIECES})))
+        made = tables({name: read(out, name) for name in PIECES})
+        write_text(page, "\n".join(f"## {name}\n\n{PIECES[name].__doc__}\n\n{table}" for name, table in made.items()))
         return
     if one:
         disable_progress_bar()

@@ -1,4 +1,4 @@
-"""What `gpu_hour.py` stores, part by part, and the tables of docs/gpu.md that are made of it."""
+"""What `gpu_hour.py` stores, part by part, and the tables that are made of it."""
 
 import json
 import time

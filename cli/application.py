@@ -236,7 +236,7 @@ def _options(
 def need(what: str, extra: str, *packages: str) -> None:
     """Raises `ValueError` for packages that are not installed."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise ValueError(f"{what} needs {', '.join(missing)}: pip install 'wedlm-hf[{extra}]'.")
+        raise ValueError(f"{what} needs {', '.join(missing)}: pip install '.[{extra}]' in the clone.")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ REFUSED = {
 }
 NEUTRAL = (None, False, 1)
 
-# Those that only AR decoding honours, as in docs/generation.md, and the values that ask for nothing.
+# Those that only AR decoding honours, as in docs/reference.md, and the values that ask for nothing.
 AR_ALONE = {
     "prompt_lookup_num_tokens": (None,),
     "assistant_early_exit": (None,),

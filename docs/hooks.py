@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -27,11 +28,45 @@ API = ROOT / "build" / "api"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 FENCE = re.compile(r"(^ *```.*?^ *```$)", flags=re.DOTALL | re.MULTILINE)
 LANGUAGES = {".sbatch": "bash", ".jsonl": "json", ".jinja": "jinja", ".cfg": "ini", ".txt": "text"}
+# Public names beyond those of the package itself, in the order of the page that shows them.
+SHOWN = {
+    "Model": (
+        "WeDLMForCausalLM", "WeDLMModel", "WeDLMConfig", "modeling_wedlm.convert.convert",
+        "modeling_wedlm.convert.Conversion",
+        "modeling_wedlm.packed.pack",
+    ),
+    "Mask adapters": (
+        "adapters.attach.load_mask_adapter", "adapters.attach.add_mask_adapter", "adapters.attach.save_mask_adapter",
+        "adapters.attach.unload_mask_adapter", "adapters.attach.AttachedModel", "adapters.adapt.adapt",
+        "adapters.adapt_config.AdaptConfig", "adapters.answers.write_answers", "adapters.answers.AnswerConfig",
+        "adapters.answers.read_prompts", "adapters.trainer.MaskAdapterTrainer", "adapters.budget.MaskTrainingConfig",
+    ),
+    "Generation": (
+        "generation.WeDLMGenerationMixin", "generation.WeDLMGenerationSettings", "generation.WeDLMGenerateOutput",
+        "generation.DecodingStats", "generation.TraceStep", "generation.WindowCache",
+    ),
+    "Training": (
+        "WeDLMSFTTrainer", "WeDLMSFTConfig", "DataCollatorForDualStreamMasking", "training.DynamicMaskingCallback",
+        "training.AtomicSaveTrainer", "training.response_log_probs", "training.ResponseLogProbs",
+    ),
+    "Evaluation": (
+        "eval.prompts.Prompt", "eval.prompts.encode_prompt", "eval.measure.measure", "eval.measure.decode",
+        "eval.measure.Decoding", "eval.measure.ForwardCounter", "eval.trace.record.record",
+        "eval.trace.record.DecodingRequest", "eval.trace.page.page", "eval.harness.model.WeDLMHarnessLM",
+    ),
+}  # fmt: skip
 HOME = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Lays the package out as it is installed, for mkdocstrings: it reads sources and imports nothing."""
+    """Lays the package out as it is installed, for mkdocstrings: it reads sources and imports nothing. Links to the
+    repository that this one was cloned from."""
+    called = subprocess.run(
+        ["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    url = re.sub(r"^git@([^:]+):", r"https://\1/", called.stdout.strip()).removesuffix(".git")
+    if url.startswith("https://"):
+        config.repo_url, config.repo_name = url, url.rpartition("/")[2]
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
     shutil.rmtree(API, ignore_errors=True)
@@ -101,8 +136,9 @@ ORIGIN: dict[str, PurePosixPath] = {}  # source path on the site: path in the re
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds README, command line, and every file that a page links to, and those that these link to."""
     files.append(File.generated(config, "commands.md", content=command_page()))
+    files.append(File.generated(config, "api.md", content=api_page()))
     pages = [PurePosixPath("docs", file.src_uri) for file in files if file.is_documentation_page()]
-    queue = [*pages[:-1], *map(PurePosixPath, HOME)]
+    queue = [*pages[:-2], *map(PurePosixPath, HOME)]
     while queue:
         path = queue.pop()
         source = site_path(path)
@@ -127,7 +163,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Points links at where their files are on the site. Those that lead nowhere stay, for MkDocs to complain of. The
     search leaves sources out."""
     path = ORIGIN.get(page.file.src_uri)
-    if page.file.src_uri.startswith("api/"):
+    if page.file.src_uri == "api.md":
         page.meta["search"] = {"boost": 0.3}  # guides come first
     if path is not None and path.suffix != ".md" and page.file.src_uri.startswith("source/"):
         page.meta["search"] = {"exclude": True}  # sources
@@ -149,16 +185,24 @@ def command_page() -> str:
     command = get_command(cli.app)
     with click.Context(command, info_name="wedlm") as context:
         text = get_docs_for_click(obj=command, ctx=context, name="wedlm")
-    first = "After reading this page you know every option of every command. `wedlm COMMAND --help` prints the same."
+    first = "`wedlm COMMAND --help` prints the same."
     return text.replace("# `wedlm`", f"# Commands\n\n{first}", 1)
+
+
+def api_page() -> str:
+    """The public classes and functions, for mkdocstrings."""
+    parts = [
+        f"## {title}\n\n" + "\n\n".join(f"::: wedlm_hf.{name}" for name in names) for title, names in SHOWN.items()
+    ]
+    return "# Classes and functions\n\n" + "\n\n".join(parts) + "\n"
 
 
 class DocstringLinks(griffe.Extension):
     """Makes links of the names in docstrings that stand in brackets, where an API page shows them; else plain code."""
 
     def __init__(self) -> None:
-        pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
-        self.shown = {path.rpartition(".")[2]: path for path in re.findall(r"^::: (\S+)", pages, flags=re.MULTILINE)}
+        names = [f"wedlm_hf.{name}" for part in SHOWN.values() for name in part]
+        self.shown = {name.rpartition(".")[2]: name for name in names}
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrites one docstring."""

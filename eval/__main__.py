@@ -8,7 +8,7 @@ from importlib.util import find_spec
 def main() -> None:
     """Find out what there is to work with, then run the harness."""
     if find_spec("lm_eval") is None:
-        sys.exit("`wedlm_hf.eval` runs lm-evaluation-harness, which is missing: pip install 'wedlm-hf[eval]'")
+        sys.exit("`wedlm_hf.eval` runs lm-evaluation-harness, which is missing: pip install '.[eval]' in the clone")
     if "run" in sys.argv and "HF_HUB_OFFLINE" not in os.environ:
         from huggingface_hub import constants
 

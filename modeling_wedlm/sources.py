@@ -118,7 +118,7 @@ def read_config_dict(
     if gguf_file is None:
         return load_config_dict(folder, revision=revision)
     if find_spec("gguf") is None:
-        raise ImportError("Reading GGUF files needs the package `gguf`: pip install 'wedlm-hf[gguf]'.")
+        raise ImportError("Reading GGUF files needs the package `gguf`: pip install '.[gguf]' in the clone.")
     options = find_checkpoint(folder, revision=revision, file=gguf_file)
     where = {key: value for key, value in options.items() if key != "trust_remote_code"}
     _check_gguf(str(cached_file(folder, gguf_file, **where)))

@@ -188,7 +188,7 @@ def test_the_command_says_what_to_install_where_its_packages_are_missing():
     hide = "import wedlm_hf.__main__ as command; command.find_spec = lambda name: None; command.main()"
     result = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stderr == "The command `wedlm` needs rich, typer: pip install 'wedlm-hf[cli]'\n"
+    assert result.stderr == "The command `wedlm` needs rich, typer: pip install '.[cli]' in the clone\n"
 
 
 def test_public_names_resolve_and_are_listed_for_type_checkers():

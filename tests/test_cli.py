@@ -327,7 +327,10 @@ def test_the_table_fits_a_narrow_terminal():
 def test_training_without_trl_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cli.application, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.app, ["train"])
-    assert (result.exit_code, result.stderr) == (2, "Error: Training needs trl: pip install 'wedlm-hf[train]'.\n")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "Error: Training needs trl: pip install '.[train]' in the clone.\n",
+    )
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------------

@@ -2,9 +2,13 @@
 
 Blocks run in a folder of their own that has what they name: the Hub ids as tiny local checkpoints, wedlm-nano, data. A
 fence with a title, as in `sh title="needs several GPUs"`, says what its block takes; only options and syntax of such a
-block are checked.
+block are checked. A `text` fence right behind a block is what it prints.
+
+The slow suite also runs what names the real model on the real one: SmolLM2-135M-Instruct with the adapter of
+examples/smollm2, as `make real` fetches it.
 """
 
+import configparser
 import json
 import os
 import re
@@ -28,10 +32,12 @@ from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.apps import smollm2
 from wedlm_hf.eval.decoders import FIELDS
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.eval.report.page import blocks_of, fill
+from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
@@ -62,22 +68,57 @@ SHORTER = {
     "wedlm_hf.eval": ["--limit", "1"],
 }
 QUICKER = {"300_000": "30"}  # the same, in Python
+SLOW = ("max_steps=100",)  # what makes a Python block slow
+REAL_ID, REAL_FILE = "HuggingFaceTB/SmolLM2-135M-Instruct", "build/smollm2"  # the real model, as pages name it
 ELSEWHERE = {"cd", "git", "hf", "pip", "sbatch", "vllm"}  # programs that no test calls
+
+
+def fences(page: str) -> list[tuple[str, str, str, str]]:
+    """The code blocks of a page: language, title, content, and what the page says that it prints, or nothing."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    fence = r"^```(\w*)([^\n]*)\n(.*?)^```$(?=(?:\n\n```text\n(.*?)^```$)?)"
+    return re.findall(fence, text, flags=re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: str, language: str, titled: bool = False) -> list[str]:
     """The code blocks of a page in one language: those to be run, or those with a title."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    fenced = re.findall(r"^```(\w*)([^\n]*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
-    return [content for name, title, content in fenced if name == language and bool(title.strip()) == titled]
+    return [content for name, title, content, _ in fences(page) if name == language and bool(title.strip()) == titled]
 
 
 def cases(language: str, titled: bool = False, pages: list[str] = PAGES) -> list[Any]:
     return [
-        pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}")
+        pytest.param(
+            page,
+            block,
+            id=f"{page.removesuffix('.md').replace('/', '-')}-{index}",
+            marks=[pytest.mark.slow] if language == "python" and any(words in block for words in SLOW) else [],
+        )
         for page in pages
         for index, block in enumerate(blocks(page, language, titled))
+        if titled or REAL_FILE not in block
     ]
+
+
+def real_cases(language: str) -> list[Any]:
+    """Blocks that name the real model, but for those that a title keeps from being run."""
+    kept = re.compile("|".join(("trains for", "takes ", "runs until", "several GPUs", "account")))
+    return [
+        pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}")
+        for page in PAGES
+        for index, (name, title, block, _) in enumerate(fences(page))
+        if name == language and not kept.search(title) and (REAL_ID in block or REAL_FILE in block)
+    ]
+
+
+def check_printed(page: str, block: str, printed: str) -> None:
+    """Compares with what the page shows: "…" is anything, and how many tokens a forward gives depends on times."""
+    (shown,) = {shown for _, _, content, shown in fences(page) if content == block}
+    per_forward = r"[\d.]+(?= tokens per forward)"
+    for number in re.findall(per_forward, printed if shown else ""):
+        assert float(number) > 1.2
+    parts = re.sub(per_forward, "…", shown).split("…")
+    pattern = r"\s+".join(r".*".join(map(re.escape, parts)).replace(r"\ ", " ").replace("\\\n", "\n").split())
+    assert re.search(pattern, printed, flags=re.DOTALL), (shown, printed)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +147,7 @@ def workplace(tmp_path, monkeypatch, models, page, block):
     """A folder with what a block names and does not make itself, as the current one."""
     ignored = shutil.ignore_patterns("measured.jsonl")  # of another request
     shutil.copytree(NANO, tmp_path / "examples" / "wedlm-nano", ignore=ignored)
-    for name in ("README.md", CARD, "docs/evaluation.md", "examples/recipes", "examples/distributed"):
+    for name in ("README.md", CARD, "docs/measure.md", "examples/recipes", "examples/distributed"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, tmp_path / name)
@@ -135,8 +176,54 @@ def test_python_blocks_run(workplace, capsys, page, block):
     for slow, quick in QUICKER.items():
         code = code.replace(slow, quick)
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
-    if "Sort from largest" in code:
-        assert capsys.readouterr().out.startswith("86, 54, 31, 23, 12, 7\n")
+    if REAL_ID not in code:
+        check_printed(page, block, capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def real_model(tmp_path_factory) -> Path:
+    """The real model, dequantized, as a folder of safetensors."""
+    try:
+        file = smollm2.fetch(ROOT / smollm2.FOLDER)
+    except OSError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("real")
+    load_source(str(file), dtype=torch.float32).save_pretrained(folder)
+    read_source_tokenizer(str(file)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def real_workplace(workplace, real_model):
+    """As `workplace`, with the real model under its names, and its adapter as the one that a reader has trained."""
+    for name, source in (
+        (REAL_ID, real_model),
+        (REAL_FILE, ROOT / smollm2.FOLDER),
+        ("my-adapter", smollm2.ADAPTER),
+        ("examples/smollm2", smollm2.ADAPTER),
+    ):
+        shutil.rmtree(workplace / name, ignore_errors=True)
+        (workplace / name).parent.mkdir(parents=True, exist_ok=True)
+        (workplace / name).symlink_to(source)
+    return workplace
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "block"), real_cases("python"))
+def test_python_blocks_run_on_the_real_model(real_workplace, capsys, page, block):
+    exec(compile(block, page, "exec"), {"__name__": "__main__"})
+    check_printed(page, block, capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "block"), real_cases("sh"))
+def test_shell_blocks_run_on_the_real_model(real_workplace, monkeypatch, page, block):
+    printed = ""
+    for line in commands(block):
+        words = shlex.split(re.split(r"\s#\s|^#", line)[0])
+        if words[:1] == ["wedlm"] and words[1] != "adapt":  # trained already
+            printed += run(words, "", monkeypatch, SHORTER if words[1] == "report" else {})
+    check_printed(page, block, printed)
 
 
 @pytest.mark.parametrize(("page", "block"), cases("python", titled=True))
@@ -161,7 +248,7 @@ def test_shell_blocks_run(workplace, monkeypatch, page, block):
                     stdin = run(shlex.split(stage), stdin, monkeypatch)
 
 
-def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: dict[str, list[str]] = SHORTER) -> str:
     """Run one command in this process and return its output; those that set things up must only exist."""
     program, *arguments = words
     if program == "make":
@@ -174,7 +261,7 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch) -> str:
         return ""  # serves until it is stopped: tests/apps
     if program == "wedlm":
         app = cli.app
-        arguments += SHORTER.get(f"wedlm {arguments[0]}", [])
+        arguments += shorter.get(f"wedlm {arguments[0]}", [])
     elif program == "python":
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
         if module == "wedlm_hf.eval":
@@ -259,7 +346,7 @@ HARNESS_OPTIONS = {"--model", "--model_args", "--batch_size", "--confirm_run_uns
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "block"), [("README.md", "")], ids=["README"])
-def test_a_release_is_installed_and_runs_the_readme(workplace, tmp_path_factory, page, block):
+def test_a_release_is_installed_and_runs_the_first_examples(workplace, tmp_path_factory, page, block):
     """sdist, the wheel made from it, a clean virtual environment; torch and the others are borrowed from this one."""
     folder = tmp_path_factory.mktemp("release")
     skipped = shutil.ignore_patterns(".venv", ".git", "build", "dist", "__pycache__", "*.egg-info", ".*_cache")
@@ -285,7 +372,7 @@ def test_a_release_is_installed_and_runs_the_readme(workplace, tmp_path_factory,
     Path(purelib, "borrowed.pth").write_text(str(Path(torch.__file__).parents[1]))
     where = Path(call(python, "-c", "import wedlm_hf; print(wedlm_hf.__file__)").strip())
     assert where.is_relative_to(folder / "venv")
-    for code in blocks("README.md", "python"):
+    for code in blocks("docs/decode.md", "python"):
         assert call(python, "-c", code)
     answer = call(folder / "venv" / "bin" / "wedlm", "generate", "Count from 5 to 20 by 5.")
     assert "5, 10, 15, 20" in answer
@@ -335,11 +422,25 @@ def test_the_model_card_shows_every_task_in_its_own_words():
 def test_the_first_table_repeats_the_measurements_of_the_examples():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     summary = blocks_of((RESULTS / "report.md").read_text(encoding="utf-8"))["summary"]
-    for decoder in ("wedlm+exact", "wedlm"):
-        (row,) = re.findall(rf"^\| {re.escape(decoder)} +\|(.*)\|$", summary, flags=re.MULTILINE)
-        right, per_forward, _, _, speed = (cell.strip() for cell in row.split("|"))
-        assert f"| {per_forward} | {speed.split()[0]}× |" in readme
-    assert right.split()[0] in readme
+    (row,) = re.findall(r"^\| wedlm\+exact +\|(.*)\|$", summary, flags=re.MULTILINE)
+    _, per_forward, _, _, speed = (cell.strip() for cell in row.split("|"))
+    assert f"| {per_forward} | {speed.split()[0]}× |" in readme
     real = (ROOT / "examples" / "smollm2" / "README.md").read_text(encoding="utf-8")
-    for numbers in re.findall(r"^\| (?:\[SmolLM2|the same).*?\| ([\d.]+) \| ([\d.]+×) \|", readme, flags=re.MULTILINE):
-        assert " | ".join(numbers) in real, numbers
+    rows = re.findall(r"^\| (?:\[SmolLM2|the same).*?\| ([\d.]+) \| ([\d.]+×) \|", readme, flags=re.MULTILINE)
+    assert len(rows) == 3
+    for numbers in rows:
+        assert re.search(rf"^\|.*\| {re.escape(' | '.join(numbers))} \|", real, flags=re.MULTILINE), numbers
+
+
+def test_the_readme_lists_every_extra():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg", encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"`(\w+)`", text.partition("The extras: ")[2].partition("\n\n")[0])
+    assert sorted(listed) == sorted(setup["options.extras_require"])
+
+
+def test_no_page_installs_from_an_index_that_has_no_such_package():
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not re.search(r"install [\"']?wedlm-hf", text), page

@@ -1,6 +1,6 @@
 """Dual-stream training: the collator, new masks every epoch, trainers, log-probabilities of responses.
 
-The names below are looked up on first use. The trainers need the packages of `pip install "wedlm-hf[train]"`; all else
+The names below are looked up on first use. The trainers need the packages of `pip install ".[train]"`; all else
 needs only torch and transformers.
 """
 

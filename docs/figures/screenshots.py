@@ -2,7 +2,7 @@
 
 python docs/figures/screenshots.py [NAME ...]     # names of FIGURES; by default all
 
-Needs Chromium or Chrome, and `pip install "wedlm-hf[demo]" playwright pillow`.
+Needs Chromium or Chrome, and `pip install ".[demo]" playwright pillow`.
 """
 
 import io

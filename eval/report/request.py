@@ -85,7 +85,7 @@ class ReportRequest:
     def __post_init__(self) -> None:
         for name in ("matplotlib", "pandas", "scipy", "tabulate"):
             if find_spec(name) is None:
-                raise ValueError(f"The report needs {name}: pip install 'wedlm-hf[eval]'.")
+                raise ValueError(f"The report needs {name}: pip install '.[eval]' in the clone.")
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, got {getattr(self, name)}.")

@@ -1,5 +1,5 @@
 """WeDLM checkpoints on vLLM, as a plug-in that vLLM finds by itself (entry point `vllm.general_plugins`). They decode
-like any AR model or, with `speculative_config`, by verified parallel decoding; docs/serving.md has every option."""
+like any AR model or, with `speculative_config`, by verified parallel decoding; docs/serve.md has every option."""
 
 from typing import TYPE_CHECKING, Any
 

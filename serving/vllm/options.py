@@ -16,7 +16,7 @@ from ...adapters.adapter_files import BASE_FIELDS, PEFT_TYPE, compare_bases, ide
 from ...generation.settings import check_mask_token_id
 from ...modeling_wedlm.loading import ADAPTER_FILE, find_checkpoint
 
-NEEDS_VLLM = "WeDLM's plug-in for vLLM needs vLLM, on a machine with a GPU: pip install 'wedlm-hf[vllm]'."
+NEEDS_VLLM = "WeDLM's plug-in for vLLM needs vLLM, on a machine with a GPU: pip install '.[vllm]' in the clone."
 ARCHITECTURE = "WeDLMForCausalLM"
 PROPOSER = "wedlm_hf.serving.vllm.Proposer"
 # vLLM verifies at most so many speculative tokens of a request at once.

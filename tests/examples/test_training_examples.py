@@ -1,4 +1,4 @@
-"""The examples of docs/training.md, in short: a new task for wedlm-nano, and a stock Qwen3 that becomes a WeDLM."""
+"""The examples of docs/train.md, in short: a new task for wedlm-nano, and a stock Qwen3 that becomes a WeDLM."""
 
 from itertools import islice
 

@@ -16,7 +16,7 @@ from wedlm_hf.generation.step_times import StepTimes
 Curve = Callable[[int], float]
 
 DEPTH, ROOM, STEPS = 5, 10**6, 400
-# Milliseconds of SmolLM2-135M's matrices on two cores with AVX2 (docs/cpu.md).
+# Milliseconds of SmolLM2-135M's matrices on two cores with AVX2 (docs/results.md).
 BFLOAT16 = StepTimes({1: 19, 3: 58, 6: 101, 9: 144, 12: 190, 16: 278, 32: 488, 128: 1940})
 PACKED = StepTimes({1: 18, 3: 20, 6: 23, 9: 34, 12: 35, 16: 49, 32: 80, 128: 267})
 CURVES: dict[str, Curve] = {

@@ -1,4 +1,4 @@
-"""Walks the table of docs/generation.md: each option of `generate` is honoured, refused or without effect.
+"""Walks the table of docs/reference.md: each option of `generate` is honoured, refused or without effect.
 
 *Honoured* means: for `strategy="ar"`, what the stock model of transformers does; for verified decoding, what AR
 decoding does; for unverified decoding, what a check says that fails if the option is ignored. What processors do is
@@ -32,11 +32,11 @@ from wedlm_hf.generation.versions import CACHE, cache_of
 
 TABLE = re.search(
     "<!-- options -->(.*)<!-- /options -->",
-    (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8"),
+    (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8"),
     re.DOTALL,
 )
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE[1].strip().splitlines()]
-OPTIONS = {row[0].strip("`"): row[1:4] for row in ROWS[2:] if row[0].startswith("`")}
+OPTIONS = {option: row[1:4] for row in ROWS[2:] for option in re.findall("`([^`]+)`", row[0])}
 
 LIMIT = 12
 PROMPTS = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])

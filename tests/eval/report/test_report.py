@@ -355,7 +355,7 @@ def test_files_that_cannot_be_written_to_are_refused(tmp_path, unread):
 
 def test_missing_packages_are_named(tmp_path, monkeypatch, unread):
     monkeypatch.setattr(requests, "find_spec", lambda name: None)
-    assert "needs matplotlib: pip install 'wedlm-hf[eval]'" in refused("--output", tmp_path / "out")
+    assert "needs matplotlib: pip install '.[eval]' in the clone" in refused("--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
