@@ -46,7 +46,8 @@ HONOURED: dict[str, tuple[str, tuple[str, ...]]] = {
     "bos_token_id": ("7", ()), "cache_implementation": ("static", ()),
     "max_cache_len": ("200", ("cache_implementation=static",)), "compile_config": ('{"backend": "eager"}', ()),
     "disable_compile": ("true", ()), "acceptance_epsilon": ("0.5", ()), "acceptance_delta": ("0.5", ()),
-    "adaptive_window": ("true", ()), "draft_threshold": ("0.5", ()), "slot_cost": ("0.1", ()), "mask_token_id": ("3", ()),
+    "adaptive_window": ("true", ()), "draft_threshold": ("0.5", ()), "slot_cost": ("0.1", ()),
+    "mask_token_id": ("3", ()),
 }  # fmt: skip
 AR_ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_lookup_num_tokens": ("3", ()), "max_matching_ngram_size": ("3", LOOKUP),
