@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionLayer,
 )
 
-from ..generation.state import cache_layers, has_state
+from ..generation.state import cache_layers, has_state, is_attending
 from ..generation.versions import cache_name
 
 
@@ -32,7 +31,7 @@ class StateMemory(Cache):
     def __init__(self, config: Any) -> None:
         layers: list[Any] = []
         for layer in cache_layers(config):
-            if isinstance(layer, CacheLayerMixin):  # sliding ones forget keys that masks may see
+            if is_attending(layer):  # sliding ones forget keys that masks may see
                 both = LinearAttentionAndFullAttentionLayer
                 layer = both(layer.number_of_states) if has_state(layer) else DynamicLayer()
             layers.append(layer)
@@ -79,9 +78,9 @@ class StateMemory(Cache):
 
     def runs(self) -> Cache:
         """A cache for `B·C` sequences of masks, one behind each cut. It takes a single forward, and keeps nothing."""
-        layers = [
+        layers: list[Any] = [
             RunState(self.at_cuts.get(index, {}), layer) if isinstance(layer, LinearAttentionLayer)
-            else RunKeys() if isinstance(layer, CacheLayerMixin) else layer
+            else RunKeys() if is_attending(layer) else layer
             for index, layer in enumerate(self.layers)
         ]  # fmt: skip
         return Cache(layers=layers)
@@ -97,7 +96,7 @@ class RunKeys(DynamicLayer):
         return key_states, value_states
 
 
-class RunState(LinearAttentionLayer, RunKeys):
+class RunState(LinearAttentionLayer, RunKeys):  # type: ignore[misc, override]
     """A layer with a state, of one forward with a graph: nothing is written where the graph reads.
 
     Args:
@@ -115,9 +114,13 @@ class RunState(LinearAttentionLayer, RunKeys):
             getattr(self, f"is_{kind}_initialized").update(dict.fromkeys(numbered, True))
             self.has_previous_state.update(dict.fromkeys(numbered, True))
 
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+    def update_conv_state(  # type: ignore[override]
+        self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
         """The state and what follows it."""
-        return torch.cat([self.conv_states[state_idx].to(conv_states.dtype), conv_states], dim=-1)
+        state = self.conv_states[state_idx]
+        assert state is not None
+        return torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any

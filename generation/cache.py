@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache, DynamicLayer
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from .rows import Step
-from .state import cache_layers, forgetting, has_state, state_tensors
+from .state import cache_layers, forgetting, has_state, is_attending, state_tensors
 from .versions import CACHE
 
 SMALLEST_CAPACITY = 64
@@ -95,7 +95,7 @@ class WindowLayer(DynamicLayer):
         return max(self.cache.lengths[: self.cache._in_use], default=0)
 
 
-class StateWindowLayer(LinearAttentionLayer, WindowLayer):
+class StateWindowLayer(LinearAttentionLayer, WindowLayer):  # type: ignore[misc, override]
     """A layer that attends and keeps a state beside it."""
 
     def __init__(self, cache: "WindowCache", number_of_states: int):
@@ -208,7 +208,7 @@ class WindowCache(Cache):
 
     def _layer(self, layer: Any) -> Any:
         """What stands here for a layer of transformers' own cache: the same, but for keys and values."""
-        if not isinstance(layer, CacheLayerMixin):
+        if not is_attending(layer):
             return layer
         return StateWindowLayer(self, layer.number_of_states) if has_state(layer) else WindowLayer(self)
 
@@ -320,7 +320,7 @@ class WindowCache(Cache):
         """Keeps these rows, in this order."""
         with self.emptied_on_failure():
             for layer in self.layers:
-                if isinstance(layer, CacheLayerMixin):
+                if is_attending(layer):
                     layer.batch_select_indices(indices)
                 if has_state(layer):
                     layer.reorder_cache(indices)

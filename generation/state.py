@@ -11,7 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 # What a layer of transformers' caches knows of its states: by their numbers, tensors and what is said about them.
 FIELDS = tuple(name for name, value in vars(LinearAttentionLayer()).items() if isinstance(value, dict))
@@ -34,6 +39,11 @@ def cache_layers(config: Any) -> list[Any]:
 def has_state(layer: Any) -> bool:
     """Whether a layer of a cache holds a state."""
     return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def is_attending(layer: Any) -> bool:
+    """Whether a layer of a cache holds keys and values."""
+    return isinstance(layer, CacheLayerMixin)
 
 
 def state_tensors(layer: Any) -> list[torch.Tensor]:
