@@ -88,15 +88,13 @@ class Planner:
         self._chosen = 0, 0  # drafts of the last plan, and rows in front of its root
         self.key: Any = None  # of what it learned about, where that is kept
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
-        self._chances: dict[
-            tuple[int, int], tuple[float, float]
-        ] = {}  # drafts of each bin that passed, and should have
+        # Of each bin, drafts that passed, and those that should have.
+        self._chances: dict[tuple[int, int], tuple[float, float]] = {}
         # mu of each depth, how many observations it rests on, and the step of the last one.
         self._worth = [(CHANCE, float(ENOUGH), 0)] + [(0.0, 0.0, 0)] * (depth - 1)
         self._reached, self._took = 1.0, 1.0  # tokens of a sequence, and the time, in AR steps
         self._credit, self._steps = 100 * LOOK_SHARE, 0  # the first: tokens that looks may cost
         self._step = 0.0, 1, False, 1
-        self._price = 0.0  # tokens of a unit of time that a look takes longer than believed
 
     def learn(self, draft: Draft, has_passed: bool) -> None:
         """Takes in what became of a draft whose parent passed."""
@@ -111,11 +109,9 @@ class Planner:
     def finish(self, tokens: int) -> None:
         """The step that began is over, and gave so many tokens. Not to be called after a prefill."""
         began, rows, has_masks, sequences = self._step
-        believed = self.times.of(rows, has_masks)
         self._note(tokens, rows, has_masks)
         if self.times.clock:
             self.times.record(rows, has_masks, self.times.clock() - began)
-        self._credit -= max(0.0, self.times.of(rows, has_masks) - believed) * self._price
         time = self.times.of(rows, has_masks) / self.times.of(sequences, False)
         self._reached, self._took = MEMORY * self._reached + tokens / sequences, MEMORY * self._took + time
         self._credit, self._steps = self._credit + LOOK_SHARE * tokens / sequences, self._steps + 1
@@ -193,9 +189,9 @@ class Planner:
             hopes = {one: options[one][0] - least[options[one][2] > 0][sum(options[one][1:])] for one in near}
             look = max(hopes, key=hopes.__getitem__, default=best)
             look = look if hopes.get(look, 0.0) > nets[best] else best
-        self._price, loss = 0.0, (nets[best] - nets[look]) / count
+        loss = (nets[best] - nets[look]) / count
         if loss <= self._credit and min(each.room for each in outlooks) > 2 * self.depth:  # there is use for it
-            self._credit, self._price, best = self._credit - loss, rate / count * (look != best), look
+            self._credit, best = self._credit - loss, look
         _, drafts, masks = options[best]
         if self.keeps_state and drafts + masks and self._commits(outlooks[0], trees[0], drafts, masks, 1 + before):
             drafts = masks = 0
