@@ -9,13 +9,8 @@ masks are one batch of short sequences on these states.
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..generation.state import cache_layers, has_state
 from ..generation.versions import cache_name

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, DynamicLayer
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
+from transformers import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import LinearAttentionLayer
 
 from .rows import Step
 from .state import cache_layers, forgetting, has_state, state_tensors
