@@ -9,12 +9,8 @@ masks are one batch of short sequences on these states.
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    DynamicLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionLayer,
-)
+from transformers import Cache, DynamicLayer
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from ..generation.state import cache_layers, has_state, is_attending
 from ..generation.versions import cache_name
