@@ -35,7 +35,7 @@ from .versions import CACHE, explained, is_checkpointing, rename_cache
 
 logger = logging.getLogger(__name__)
 
-# Options of `generate` that cannot be honoured, with the values that change nothing; docs/generation.md says why.
+# Options of `generate` that cannot be honoured, with the values that change nothing; docs/reference.md says why.
 REFUSED_OPTIONS = {
     "cache_implementation": (None, "static", "dynamic"),
     "guidance_scale": (None, 1, 1.0),

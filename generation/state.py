@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import CacheLayerMixin, DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin, LinearAttentionLayer
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 # What a layer of transformers' caches knows of its states: by their numbers, tensors and what is said about them.
 FIELDS = tuple(name for name, value in vars(LinearAttentionLayer()).items() if isinstance(value, dict))

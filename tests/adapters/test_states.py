@@ -5,7 +5,6 @@ STATE_TEXTS=200 pytest tests/adapters/test_states.py -k plain_generate      200 
 
 import os
 import random
-import re
 from typing import Any
 
 import pytest
@@ -111,11 +110,17 @@ def check_text(model: Any, number: int, monkeypatch: pytest.MonkeyPatch, longest
     return found
 
 
+def lines_of(name: str) -> list[str]:
+    """Of the tables of models that keep a state, those that name a family."""
+    _, _, page = PAGE.read_text(encoding="utf-8").partition("## Models that keep a state")
+    return [line for line in page.splitlines() if line.startswith("|") and f"`{name}`" in line]
+
+
 @pytest.mark.parametrize("name", STATEFUL)
 def test_verified_decoding_is_plain_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(name)
     targets = ", ".join(f"`{target}`" for target in model.mask_adapter.settings.target_modules)
-    assert re.search(rf"^\| `{name}` \| .* \| {targets} \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert any(line.endswith(f" | {targets} |") for line in lines_of(name))
     size = (200, 64) if TEXTS > 2 else (40, 24)
     found = [check_text(model, number, monkeypatch, *size) for number in range(TEXTS)]
     tokens, often, seldom = map(sum, zip(*found, strict=True))
@@ -129,7 +134,8 @@ def test_a_state_that_cannot_be_read_as_decoding_reads_it_is_refused(name: str) 
     model = build(name, own)
     with pytest.raises(ValueError, match=f"{type(model).__name__} cannot carry a mask adapter: {reason}"):
         add_mask_adapter(model, MaskAdapterSettings(rank=4))
-    assert f"| `{name}` | {reason.rpartition(', and ')[2].partition(' than ')[0]}" in PAGE.read_text(encoding="utf-8")
+    reason = reason.rpartition(", and ")[2].partition(" than ")[0].removesuffix(", one by one, give other logits")
+    assert any(reason in line for line in lines_of(name))
 
 
 def test_a_state_that_no_cache_holds_is_seen() -> None:

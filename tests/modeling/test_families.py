@@ -324,5 +324,5 @@ def test_a_gguf_file_that_is_not_there_is_refused_and_one_in_a_folder_is_named(t
 def test_without_the_package_gguf_its_name_is_given(tmp_path, monkeypatch):
     file, _ = gguf_source(tmp_path)
     monkeypatch.setattr("wedlm_hf.modeling_wedlm.sources.find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"needs the package `gguf`: pip install 'wedlm-hf\[gguf\]'"):
+    with pytest.raises(ImportError, match=r"needs the package `gguf`: pip install '\.\[gguf\]'"):
         convert(file)

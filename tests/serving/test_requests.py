@@ -186,7 +186,7 @@ def test_a_client_cannot_say_what_the_server_gives_the_template_nor_bring_one(en
 def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_holds_nobody_up():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.content == 'slow' %}{% for a in range(30) %}{% for b in range(99999) %}"
+        "{% for m in messages %}{% if m.content == 'slow' %}{% for a in range(700) %}{% for b in range(99999) %}"
         "{% endfor %}{% endfor %}{% endif %}{{ m.content + 1 if m.content == 'bad' else m.content }}{% endfor %}"
     )
 
@@ -200,9 +200,8 @@ def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_h
         slow = Thread(target=post, args=(server, ask("slow")))
         slow.start()
         time.sleep(0.2)
-        begin = time.perf_counter()
         post(server, ask("fast"))
-        assert slow.is_alive() and time.perf_counter() - begin < 1
+        assert slow.is_alive()
         slow.join()
 
 
