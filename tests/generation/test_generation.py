@@ -257,7 +257,8 @@ def monotonous(model):
 def test_verified_decoding_uses_good_drafts():
     """W + 1 tokens come of a forward."""
     model, prompts = monotonous(tiny_model()), prompts_of([5])
-    output, rows = generate(model, prompts, verification="exact", window_size=8, max_new_tokens=32)
+    fixed = {"window_size": 8, "adaptive_window": False}
+    output, rows = generate(model, prompts, verification="exact", max_new_tokens=32, **fixed)
     assert rows == [[50] * 32]
     assert torch.equal(output.stats.accepted, output.stats.drafted)
     assert output.stats.forwards.item() <= 6
