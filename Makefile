@@ -41,11 +41,10 @@ slow: $(INSTALLED)
 	$(PYTEST) -m slow
 
 # With the lowest versions that setup.cfg allows, and with the newest that an index has today: in environments of their own,
-# made by uv. torch comes by pip, before the rest, and stays as it is. LOWEST_TORCH and NEWEST_TORCH name another one: CI
+# made by uv. torch comes by pip, before the rest, and stays as it is. NEWEST_TORCH names another one: CI
 # takes the pinned one, of which there is a small build. Tests that carry checkpoints across find the environments by name.
 UV := $(BIN)/uv
 LOWEST := .venv-lowest
-LOWEST_TORCH ?= $(shell grep '^torch==' requirements-lowest.txt)
 NEWEST := .venv-newest
 NEWEST_TORCH ?= torch
 EXTRAS := cli,train,peft,gguf,qlora,eval,serve,chat,demo,dev
@@ -56,7 +55,7 @@ test-lowest: $(LOWEST)/installed
 
 $(LOWEST)/installed: requirements-lowest.txt $(INSTALLED)
 	$(PYTHON) -m venv --clear $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet '$(LOWEST_TORCH)'
+	$(LOWEST)/bin/python -m pip install --quiet $$(grep '^torch==' requirements-lowest.txt)
 	grep -v '^torch==' requirements-lowest.txt | $(UV) pip install --quiet --python $(LOWEST)/bin/python --no-deps --requirement -
 	$(UV) pip install --quiet --python $(LOWEST)/bin/python --no-deps --no-build-isolation --editable .
 	@touch $@
