@@ -405,6 +405,20 @@ def test_a_checkpoint_without_a_mask_token_ends_the_start_unless_it_decodes_toke
     build_app("tiny", model, tiny_tokenizer(), {"strategy": "ar"})
 
 
+@pytest.mark.parametrize(
+    ("words", "warns"), [("", False), ("--host 0.0.0.0", True), ("--host 0.0.0.0 --api-key k", False)]
+)
+def test_an_address_that_others_reach_without_a_key_is_warned_of(monkeypatch, words, warns):
+    monkeypatch.setattr("wedlm_hf.serving.server.run", lambda *_: None)
+    result = CliRunner().invoke(cli.app, ["serve", "--port", "0", *words.split()])
+    assert (result.exit_code, "Everyone who reaches this address may ask" in result.stderr) == (0, warns)
+
+
+def test_a_key_that_is_empty_is_refused():
+    with pytest.raises(ValueError, match="The API key must not be empty"):
+        build_app("tiny", tiny_model(), tiny_tokenizer(), {"strategy": "ar"}, api_key="")
+
+
 def test_the_command_serves_until_ctrl_c():
     command = [sys.executable, "-m", "wedlm_hf", "serve", "--port", "0", "--threads", "1", "--served-model-name", "x"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
