@@ -196,6 +196,7 @@ def test_n_answers_are_those_to_the_seeds_that_follow(server):
 
 def test_a_seed_leaves_nothing_behind_for_the_next_request(server):
     for settings in ({"strategy": "ar"}, {"verification": "exact"}):
+        server.app.state.desk.calls.wait()  # for those of the test before
         state = torch.get_rng_state()
         server.text(temperature=1, seed=3, max_tokens=2, extra_body=settings)
         server.app.state.desk.calls.wait()  # the answer is there before its call is over
