@@ -60,7 +60,7 @@ class TreeDrafter(Drafter):
             joint = chances[..., None] * found
             count = min(joint.shape[1] * joint.shape[2], 2 * self.children if self.has_branches else 1)
             kept = joint.flatten(1).topk(count).indices
-            columns = parents[..., None], tokens, ranks, (found / UNIT).long(), ranks.new_tensor(depth + 1)
+            columns = parents[..., None], tokens, ranks, (found.float() / UNIT).long(), ranks.new_tensor(depth + 1)
             level = [each.expand_as(tokens).flatten(1).gather(1, kept) for each in columns]
             levels.append(torch.stack(level, -1))
             followed = kept[:, : PATHS if self.has_branches else 1]
