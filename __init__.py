@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
-    from .modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, WeDLMModel, convert
-    from .modeling_wedlm.packed import pack
+    from .checkpoints.packed import pack
+    from .modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, WeDLMModel
+    from .modeling_wedlm.convert import convert
     from .training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
 
 __version__ = "0.1.0"
@@ -44,9 +45,9 @@ _HOME = {
     "WeDLMSFTConfig": "training",
     "WeDLMSFTTrainer": "training",
     "add_mask_adapter": "adapters",
-    "convert": "modeling_wedlm",
+    "convert": "modeling_wedlm.convert",
     "load_mask_adapter": "adapters",
-    "pack": "modeling_wedlm.packed",
+    "pack": "checkpoints.packed",
     "save_mask_adapter": "adapters",
     "unload_mask_adapter": "adapters",
 }

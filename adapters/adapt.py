@@ -21,11 +21,10 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
+from ..checkpoints.card import CARD_NAME, write_card
+from ..checkpoints.files import write_text, written_whole
+from ..checkpoints.loading import FASTEST, find_device, load_config_dict, load_model, load_tokenizer
 from ..console.progress import Show, stage
-from ..modeling_wedlm.card import CARD_NAME, write_card
-from ..modeling_wedlm.files import write_text, written_whole
-from ..modeling_wedlm.loading import FASTEST, find_device
-from ..modeling_wedlm.sources import load_source, read_config_dict, read_source_tokenizer
 from ..training.saving import only_writer
 from .adapt_config import AdaptConfig
 from .adapter_files import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings, read_adapter_config
@@ -166,8 +165,8 @@ class _Run:
         if self.state_file.exists():
             self.state |= _read(self.state_file)
         self.state.setdefault("dtype", faster_dtype(self.device, self.clock))
-        read_config_dict(self.base, config.revision, config.gguf_file)
-        self.tokenizer = read_source_tokenizer(self.base, config.revision, config.gguf_file)
+        load_config_dict(self.base, revision=config.revision, gguf_file=config.gguf_file)
+        self.tokenizer = load_tokenizer(self.base, revision=config.revision, gguf_file=config.gguf_file)
         check_conversations(self.tokenizer, self.prompts or ())
         place = next(folder for folder in (self.out.absolute(), *self.out.absolute().parents) if folder.exists())
         if (free := shutil.disk_usage(place).free) < ROOM:
@@ -202,7 +201,7 @@ class _Run:
     def load(self, dtype: str) -> Any:
         """The base."""
         found = {"revision": self.config.revision, "gguf_file": self.config.gguf_file}
-        return load_source(self.base, **found, dtype=dtype, device=self.device)
+        return load_model(self.base, **found, dtype=dtype, device=self.device)
 
     @cached_property
     def model(self) -> Any:

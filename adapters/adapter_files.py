@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers.utils import cached_file
 
+from ..checkpoints.files import write_text, written_whole
+from ..checkpoints.find import find_checkpoint
 from ..generation.versions import check_format
-from ..modeling_wedlm.files import write_text, written_whole
-from ..modeling_wedlm.loading import find_checkpoint
 
 logger = logging.getLogger(__name__)
 

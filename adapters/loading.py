@@ -9,20 +9,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from ..modeling_wedlm.loading import (
-    ADAPTER_FILE,
-    FASTEST,
-    TOKENIZER_FILES,
-    base_path,
-    find_checkpoint,
-    is_adapter,
-    load_model,
-    load_tokenizer,
-    reading,
-    set_format,
-)
-from ..modeling_wedlm.packed import PACKED
-from ..modeling_wedlm.sources import load_source, parsed_once, read_source_tokenizer
+from ..checkpoints.find import ADAPTER_FILE, base_path, find_checkpoint, is_adapter, reading
+from ..checkpoints.gguf import parsed_once
+from ..checkpoints.loading import FASTEST, TOKENIZER_FILES, load_model, load_tokenizer, set_format
+from ..checkpoints.packed import PACKED
+from ..modeling_wedlm.convert import require_wedlm
 from . import load_mask_adapter
 from .adapter_files import PEFT_TYPE, WEIGHTS_NAME
 
@@ -59,9 +50,9 @@ def load_adapted(
     masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
     loras = [each for each in adapters if each not in masks]
     is_late = bool(loras) and dtype in (PACKED, FASTEST)
-    # A model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model.
-    load, read_tokenizer = (load_source, read_source_tokenizer) if masks else (load_model, load_tokenizer)
-    model, tokenizer_source = load(os.fspath(source), dtype="auto" if is_late else dtype, device=device), None
+    if not masks:  # a model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model
+        require_wedlm(source)
+    model, tokenizer_source = load_model(source, dtype="auto" if is_late else dtype, device=device), source
     for each in loras:
         with reading(f"The adapter {os.fspath(each)!r}"):
             model = _merged(model, each)
@@ -74,7 +65,7 @@ def load_adapted(
     for each in adapters:
         if any(Path(each, name).is_file() for name in TOKENIZER_FILES):
             tokenizer_source = each
-    return model, read_tokenizer(source) if tokenizer_source is None else load_tokenizer(tokenizer_source)
+    return model, load_tokenizer(tokenizer_source)
 
 
 def _check_base(base: str, adapter: str | os.PathLike[str]) -> None:

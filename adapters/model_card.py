@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..modeling_wedlm.card import is_hub_id, provenance, render
+from ..checkpoints.card import is_hub_id, provenance, render
 
 
 def model_card(

@@ -10,11 +10,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ..checkpoints.files import check_output, write_text
 from ..console.prompts import is_unicode
 from ..console.streaming import printable, writer_to
 from ..eval.decoders import DECODERS, decoder_name, with_asked
 from ..generation.settings import SETTING_NAMES
-from ..modeling_wedlm.files import check_output, write_text
 from .conversation import AnswerStopped, Conversation, Turn
 
 PROMPT = "> "

@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ..checkpoints.packed import count_weights
 from ..console.streaming import AnswerStreamer
 from ..eval.measure import Speed, decode, fingerprint
 from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
@@ -34,7 +35,6 @@ from ..eval.prompts import read_prompts
 from ..eval.trace.page import Trace, escaped, page, render, to_json
 from ..eval.trace.record import DecodingRequest, record
 from ..generation.settings import WeDLMGenerationSettings
-from ..modeling_wedlm.packed import count_weights
 from . import smollm2
 
 logger = logging.getLogger(__name__)

@@ -14,17 +14,11 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from ..adapters.adapter_files import PEFT_TYPE
 from ..adapters.loading import load_adapted
-from ..modeling_wedlm.card import CARD_NAME, is_written_by_a_person, model_card, read_card, signed
+from ..checkpoints.card import CARD_NAME, is_written_by_a_person, model_card, read_card, signed
+from ..checkpoints.find import ADAPTER_FILE, CONFIG_FILE, base_path, is_adapter, is_hub_reachable
+from ..checkpoints.loading import load_model
+from ..modeling_wedlm.convert import require_wedlm
 from ..modeling_wedlm.hub import hub_files
-from ..modeling_wedlm.loading import (
-    ADAPTER_FILE,
-    CONFIG_FILE,
-    base_path,
-    is_adapter,
-    is_hub_reachable,
-    load_model,
-    require_wedlm,
-)
 
 # What a training leaves in its folder and a user of the model does not need; pickles can run code when they are read.
 LEFT_OUT = [".*", "_*", "checkpoint-*", "runs/*", "work/*", "trainer_state.json", "optimizer*", "scheduler*"]
@@ -84,6 +78,7 @@ def card(folder: Path, repo: str, license: str | None = None) -> str:
     if text is None:
         if is_adapter(folder):
             raise FileNotFoundError(f"{str(folder)!r} has no {CARD_NAME}: write one, with a `license` at its top.")
+        require_wedlm(folder)
         text = model_card(load_model(folder), folder, repo_id=repo)
     is_own = is_written_by_a_person(text)
     places = "|".join(re.escape(place) for place in (".", str(folder), str(folder.absolute())))

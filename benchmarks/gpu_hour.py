@@ -35,13 +35,13 @@ from wedlm_hf.adapters.adapt import adapt
 from wedlm_hf.adapters.adapt_config import AdaptConfig
 from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.loading import load_adapted
+from wedlm_hf.checkpoints.files import write_text
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
 from wedlm_hf.eval.measure import ForwardCounter, ar_logits, environment, now, pad_left, take_turns, until_end
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_tasks
 from wedlm_hf.generation.versions import CACHE
-from wedlm_hf.modeling_wedlm.files import write_text
-from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer
 
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS, ADAPT_MINUTES = 480.0, 7.0  # of a piece; the rest of `adapt` is loading
@@ -74,8 +74,8 @@ class Job:
         if adapter := self.adapter_in(out):
             model, tokenizer = load_adapted(self.model, adapter, dtype=dtype, device=self.device)
         else:
-            model = load_source(self.model, dtype=dtype, device=self.device)
-            tokenizer = read_source_tokenizer(self.model)
+            model = load_model(self.model, dtype=dtype, device=self.device)
+            tokenizer = load_tokenizer(self.model)
             add_mask_adapter(model)
         tasks = read_tasks(NANO)
         some = tasks[:: len(tasks) // 200][:200]

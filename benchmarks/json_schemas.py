@@ -15,11 +15,11 @@ from typing import Any
 import jsonschema
 import torch
 
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.measure import pad_left
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 PROMPTS = ["Count from 5 to 50 by 5.", "Sort 31, 7, 12, 5", "Write JSON about Ada, who lives in London."]
 FORMATS = jsonschema.Draft202012Validator.FORMAT_CHECKER

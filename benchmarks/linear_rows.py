@@ -17,7 +17,7 @@ from time import perf_counter, thread_time
 import torch
 from torch import nn
 
-from wedlm_hf.modeling_wedlm.packed import PackedLinear, _in_one_thread
+from wedlm_hf.checkpoints.packed import PackedLinear, _in_one_thread
 
 # Hidden size, width of the MLP, layers, width of all queries, of all keys, and vocabulary.
 SHAPES = {

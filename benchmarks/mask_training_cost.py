@@ -22,8 +22,8 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
+from wedlm_hf.checkpoints.packed import pack
 from wedlm_hf.generation.versions import CACHE
-from wedlm_hf.modeling_wedlm.packed import pack
 
 FEW, MORE = 1, 3  # layers that are measured
 CONTEXT, TOGETHER = 128, 48  # tokens before, and answers that are written at once

@@ -28,8 +28,8 @@ from wedlm_hf.adapters.distillation import MaskDistillation, Predicted, soft_cro
 from wedlm_hf.adapters.layout import Answer
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings, PreviousTokenHead
 from wedlm_hf.adapters.trainer import MaskAdapterTrainer
-from wedlm_hf.modeling_wedlm.files import write_text
-from wedlm_hf.modeling_wedlm.sources import load_source
+from wedlm_hf.checkpoints.files import write_text
+from wedlm_hf.checkpoints.loading import load_model
 
 ALL_SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -146,7 +146,7 @@ def train(
     if also is not None:
         half = len(trained_on) // 2
         trained_on = trained_on[:half] + read_answers(also)[: len(trained_on) - half]
-    model: Any = load_source(base, dtype=dtype)
+    model: Any = load_model(base, dtype=dtype)
     torch.manual_seed(seed)
     adapter = add_mask_adapter(model, MaskAdapterSettings(**chosen.settings))
     if chosen.head is not None:

@@ -107,14 +107,14 @@ def trace(
     """See it decode: a page that replays a generation step by step, AR decoding beside it at the same clock."""
     if decoding.strategy == "ar":
         raise ValueError("A trace shows parallel decoding: `--strategy` must be wedlm or block, got 'ar'.")
-    from ..modeling_wedlm.files import check_output
+    from ..checkpoints.files import check_output
 
     written = [path for path in (save, output) if path is not None]
     for path in written:
         check_output(path, [other for other in (*written, prompts.file) if other is not None and other is not path])
     from ..apps import generate as answers
+    from ..checkpoints.files import write_text
     from ..eval.trace import page, record
-    from ..modeling_wedlm.files import write_text
 
     loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare)
     name = model or NANO.name

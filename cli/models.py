@@ -36,7 +36,7 @@ def convert(
     """Make a WeDLM checkpoint of a Llama, Mistral, Qwen2, Qwen2.5 or Qwen3 model: its weights, and a mask token."""
     from transformers.utils.logging import disable_progress_bar
 
-    from ..modeling_wedlm import convert as convert_checkpoint
+    from ..modeling_wedlm.convert import convert as convert_checkpoint
 
     if sys.stderr is None or not sys.stderr.isatty():
         disable_progress_bar()

@@ -33,7 +33,7 @@ SHOWN = {
     "Model": (
         "WeDLMForCausalLM", "WeDLMModel", "WeDLMConfig", "modeling_wedlm.convert.convert",
         "modeling_wedlm.convert.Conversion",
-        "modeling_wedlm.packed.pack",
+        "checkpoints.packed.pack",
     ),
     "Mask adapters": (
         "adapters.attach.load_mask_adapter", "adapters.attach.add_mask_adapter", "adapters.attach.save_mask_adapter",

@@ -12,7 +12,7 @@ def main() -> None:
     if "run" in sys.argv and "HF_HUB_OFFLINE" not in os.environ:
         from huggingface_hub import constants
 
-        from ..modeling_wedlm.loading import is_hub_reachable
+        from ..checkpoints.find import is_hub_reachable
 
         if not is_hub_reachable():  # each file of each dataset would be asked for, with retries, for half a minute
             print("The Hub cannot be reached: working with what is cached (HF_HUB_OFFLINE=1).", file=sys.stderr)

@@ -23,9 +23,9 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer
 
+from ..checkpoints.packed import PACKED, count_weights, is_packed
 from ..console.progress import track
 from ..modeling_wedlm import WeDLMForCausalLM
-from ..modeling_wedlm.packed import PACKED, count_weights, is_packed
 from .decoders import Options
 from .prompts import LONGEST_ANSWER, Prompt, answer_limit
 

@@ -48,7 +48,7 @@ class LoadingOptions:
         from transformers.utils.logging import disable_progress_bar
 
         from ..adapters.loading import load_adapted
-        from ..modeling_wedlm.loading import find_device
+        from ..checkpoints.loading import find_device
         from .measure import default_threads
 
         if self.threads is not None:

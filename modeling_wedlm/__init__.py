@@ -1,12 +1,11 @@
-"""The model: configuration, network, dual-stream mask and loss, conversion, Hub bundle.
+"""The model: configuration, network, dual-stream mask and loss, Hub bundle; convert.py makes one of another.
 
 Importing this package registers `model_type: wedlm` with the Auto classes."""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .card import write_cards_on_save
+from ..checkpoints.card import write_cards_on_save
 from .configuration_wedlm import WeDLMConfig
-from .convert import Conversion, convert
 from .hub import write_hub_files
 from .modeling_wedlm import WeDLMForCausalLM, WeDLMModel, WeDLMPreTrainedModel
 from .stock import explain_settings
@@ -19,4 +18,4 @@ explain_settings()
 WeDLMConfig._hub_bundle = staticmethod(write_hub_files)
 write_cards_on_save(WeDLMPreTrainedModel)
 
-__all__ = ["Conversion", "WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel", "convert"]
+__all__ = ["WeDLMConfig", "WeDLMForCausalLM", "WeDLMModel"]

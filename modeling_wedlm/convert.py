@@ -17,11 +17,12 @@ import torch
 from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..checkpoints.find import fetch_card, reading
+from ..checkpoints.gguf import end_token_ids, load_gguf_model, split_source
+from ..checkpoints.loading import load_config_dict, load_model, load_tokenizer
 from ..generation.settings import check_mask_token_id
-from .configuration_wedlm import WeDLMConfig
-from .loading import fetch_card, load_model, load_tokenizer, reading
+from .configuration_wedlm import WeDLMConfig, not_wedlm
 from .modeling_wedlm import WeDLMForCausalLM
-from .sources import end_token_ids, load_gguf_model, read_config_dict, read_source_tokenizer, split_source
 
 MASK_TOKEN = "<|mask|>"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -103,7 +104,7 @@ def convert(
     source_config = read_source_config(source, revision, gguf_file)
     if isinstance(source_config, WeDLMConfig):
         raise ValueError(f"{os.fspath(source)!r} is a WeDLM checkpoint already: there is nothing to convert.")
-    tokenizer = read_source_tokenizer(source, revision, gguf_file)
+    tokenizer = load_tokenizer(source, revision=revision, gguf_file=gguf_file)
     folder, gguf_file, _ = split_source(source, gguf_file)
     fetch_card(folder, revision=revision)  # its licence is the copy's
     used = sorted(set(tokenizer.get_vocab().values()))
@@ -131,11 +132,20 @@ def read_source_config(
     """The config of a checkpoint that is a WeDLM one, or that [`convert`] can make one of; its weights are not read.
     Raises as [`convert`]."""
     name = split_source(source, gguf_file)[2]
-    config_dict = read_config_dict(source, revision, gguf_file)
+    config_dict = load_config_dict(source, revision=revision, gguf_file=gguf_file)
     with reading(f"The config of {name!r}"):
         if config_dict.get("model_type") == WeDLMConfig.model_type:
             return WeDLMConfig.from_dict(config_dict)
         return read_family(config_dict, name)
+
+
+def require_wedlm(source: str | os.PathLike[str]) -> None:
+    """Raises `ValueError` for the checkpoint of a model of another type; else as [`load_config_dict`]."""
+    if split_source(source, None)[1] is not None and os.path.exists(source):
+        raise not_wedlm(repr(os.fspath(source)), "GGUF file")
+    kind = load_config_dict(source).get("model_type", WeDLMConfig.model_type)
+    if kind != WeDLMConfig.model_type:
+        raise not_wedlm(repr(os.fspath(source)), f"model of type {kind!r}")
 
 
 def read_family(config_dict: dict[str, Any], source: str) -> PreTrainedConfig:
@@ -244,7 +254,8 @@ def _add_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) 
 def _load_weights(source: str, revision: str | None, gguf_file: str | None, config: WeDLMConfig) -> WeDLMForCausalLM:
     """The source's weights in our model, with the embeddings in the source's size."""
     if gguf_file is None:
-        model, info = load_model(source, config=config, revision=revision, output_loading_info=True)
+        options: Any = {"model_class": WeDLMForCausalLM, "config": config, "output_loading_info": True}
+        model, info = load_model(source, revision=revision, **options)
     else:
         stock, info = load_gguf_model(source, gguf_file, revision)
         model = WeDLMForCausalLM.from_pretrained(None, config=config, state_dict=stock.state_dict())

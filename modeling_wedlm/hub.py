@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from .files import write_text
+from ..checkpoints.files import write_text
 
 AUTO_MAP = {
     "AutoConfig": "configuration_wedlm.WeDLMConfig",

@@ -1,6 +1,7 @@
 """The layout of the project, held by reading its source: who may import whom, and what a built wheel contains.
 
-    examples, cli -> apps, serving -> eval -> adapters -> training -> console -> modeling_wedlm -> generation
+    examples, cli -> apps, serving -> eval -> adapters -> training -> console -> modeling_wedlm
+    modeling_wedlm -> generation, checkpoints
 
 What ships (`hub.SHIPPED`) also travels beside the weights to the Hub, whose loader is a regex over one flat folder.
 """
@@ -28,7 +29,9 @@ import wedlm_hf
 from wedlm_hf.modeling_wedlm import hub
 
 ROOT = Path(__file__).parents[1]
-LAYERS = "generation modeling_wedlm console training adapters eval serving apps cli __main__".split()  # lowest first
+LAYERS = (
+    "checkpoints generation modeling_wedlm console training adapters eval serving apps cli __main__".split()
+)  # lowest first
 OUTSIDE_PACKAGE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
 
 SETUP = configparser.ConfigParser()
@@ -165,10 +168,10 @@ def test_the_package_imports_itself_only_by_relative_imports():
 
 def test_every_outside_package_is_declared_in_setup_cfg():
     allowed = {
-        "": set(), "__main__": set(), "generation": declared("grammar"), "modeling_wedlm": declared("gguf"),
-        "console": declared("cli"), "training": declared("train"), "adapters": declared("train"),
-        "eval": declared("eval"), "serving": declared("serve", "vllm"), "apps": declared("demo", "chat"),
-        "cli": declared("cli"),
+        "": set(), "__main__": set(), "checkpoints": declared("gguf"), "generation": declared("grammar"),
+        "modeling_wedlm": declared(), "console": declared("cli"), "training": declared("train"),
+        "adapters": declared("train"), "eval": declared("eval"), "serving": declared("serve", "vllm"),
+        "apps": declared("demo", "chat"), "cli": declared("cli"),
     }  # fmt: skip
     for name, file in MODULES.items():
         for node in imports_of(file):
@@ -176,7 +179,7 @@ def test_every_outside_package_is_declared_in_setup_cfg():
             assert not missing, f"{file.relative_to(ROOT)}:{node.lineno} imports {missing}"
 
 
-@pytest.mark.parametrize("name", ["generation", "modeling_wedlm", "adapters"])
+@pytest.mark.parametrize("name", ["generation", "checkpoints.loading", "modeling_wedlm", "adapters"])
 def test_a_model_loads_and_generates_with_the_packages_of_the_plain_install(name):
     for module in installed_first(name):
         for node in tree_of(MODULES[module]).body:
@@ -277,7 +280,7 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     (wheel,) = tmp_path.glob("*.whl")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
     patterns = (
-        "training/*.jinja modeling_wedlm/*.jinja adapters/*.jinja eval/report/*.jinja eval/harness/tasks/* "
+        "training/*.jinja checkpoints/*.jinja adapters/*.jinja eval/report/*.jinja eval/harness/tasks/* "
         "eval/**/*.html eval/trace/page.*s apps/demo.[chj]* examples/wedlm-nano/[!.]*"
     )
     data = [file for pattern in patterns.split() for file in ROOT.glob(pattern) if file.is_file()]

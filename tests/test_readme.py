@@ -33,11 +33,11 @@ from typer.testing import CliRunner
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import smollm2
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import FIELDS
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.eval.report.page import blocks_of, fill
-from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
@@ -188,8 +188,8 @@ def real_model(tmp_path_factory) -> Path:
     except OSError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("real")
-    load_source(str(file), dtype=torch.float32).save_pretrained(folder)
-    read_source_tokenizer(str(file)).save_pretrained(folder)
+    load_model(str(file), dtype=torch.float32).save_pretrained(folder)
+    load_tokenizer(str(file)).save_pretrained(folder)
     return folder
 
 

@@ -11,9 +11,10 @@ from transformers import PreTrainedTokenizerBase
 from trl import get_training_chat_template
 from trl.chat_template_utils import has_generation_markers
 
+from ..checkpoints.loading import load_model as load_wedlm
+from ..checkpoints.loading import load_tokenizer
+from ..modeling_wedlm import WeDLMForCausalLM
 from ..modeling_wedlm.convert import convert, read_source_config
-from ..modeling_wedlm.loading import load_model as load_wedlm
-from ..modeling_wedlm.loading import load_tokenizer
 from . import peft_targets as peft_targets
 from .sft_config import WeDLMSFTConfig
 
@@ -104,8 +105,8 @@ def load_model(
         return (converted if dtype == "auto" else converted.to(dtype)), tokenizer or conversion.tokenizer
     if quantization_config is not None:
         settings |= {"quantization_config": quantization_config, "device_map": {"": PartialState().device}}
-    consent = {"trust_remote_code": args.trust_remote_code}
-    model = load_wedlm(name, dtype=dtype, **consent | settings)
+    consent: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
+    model = load_wedlm(name, dtype=dtype, model_class=WeDLMForCausalLM, **consent | settings)
     return model, tokenizer or load_tokenizer(name, revision=revision, **consent)
 
 

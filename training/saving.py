@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
-from ..modeling_wedlm.card import CARD_NAME, is_written_by_a_person, read_card
+from ..checkpoints.card import CARD_NAME, is_written_by_a_person, read_card
 
 # Beside what they become, so that a rename is enough. Pushes to the Hub leave out what begins with an underscore.
 _UNFINISHED, _FINISHED, _LOCK = "_saving", "_saved", "_lock"

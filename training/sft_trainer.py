@@ -17,7 +17,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
-from ..modeling_wedlm.card import is_written_by_a_person, read_card
+from ..checkpoints.card import is_written_by_a_person, read_card
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 from .examples import Preparation, first_example

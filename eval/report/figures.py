@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 
-from ...modeling_wedlm.files import written_whole
+from ...checkpoints.files import written_whole
 from ..decoders import AR, BLOCK, EXACT, LOOKUP, TYPICAL, WEDLM
 from ..table import TITLES
 from .numbers import Numbers

@@ -12,7 +12,7 @@ import jinja2
 import pandas as pd
 from markdown_it import MarkdownIt
 
-from ...modeling_wedlm.files import write_text
+from ...checkpoints.files import write_text
 from ..decoders import AR, EXACT, FIELDS, LOOKUP, WEDLM
 from ..table import TITLES, cells
 from .figures import figures

@@ -21,9 +21,9 @@ from huggingface_hub.utils import WeakFileLock
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from ...checkpoints.files import write_text
 from ...console.progress import stage
 from ...modeling_wedlm import WeDLMForCausalLM
-from ...modeling_wedlm.files import write_text
 from ..decoders import AR, EXACT, LOOKUP, Options
 from ..measure import Measured, agreeing_tokens, answer_entropy, batches_of, take_turns
 from ..prompts import Prompt, answer_limit

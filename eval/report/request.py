@@ -101,7 +101,7 @@ class ReportRequest:
         if min(self.batch_sizes) < 1:
             raise ValueError(f"`batch_sizes` must be at least 1, got {min(self.batch_sizes)}.")
         self.candidates()  # checks its values
-        from ...modeling_wedlm.files import check_folder
+        from ...checkpoints.files import check_folder
         from .page import BLOCKS, fill
 
         for path in self.fill or ():

@@ -18,9 +18,9 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from ...checkpoints.files import write_text
 from ...generation.settings import WeDLMGenerationSettings
 from ...modeling_wedlm import WeDLMForCausalLM
-from ...modeling_wedlm.files import write_text
 from ..decoders import BLOCK, COMPARED, FIELDS, WEDLM, configured
 from ..measure import environment, fingerprint
 from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts

@@ -26,9 +26,9 @@ from transformers import PreTrainedTokenizerBase, set_seed
 from trl import DPOConfig, DPOTrainer
 
 from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.measure import measure, pad_left
 from wedlm_hf.eval.prompts import LONGEST_ANSWER, Prompt, encode, encode_prompt
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 from wedlm_hf.training.log_probs import response_log_probs
 

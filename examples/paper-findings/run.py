@@ -39,10 +39,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
+from wedlm_hf.checkpoints.files import write_text, written_whole
 from wedlm_hf.eval.measure import pad_left
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, dual_stream
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function
-from wedlm_hf.modeling_wedlm.files import write_text, written_whole
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
 sys.path.append(str(Path(__file__).parents[1] / "wedlm-nano"))

@@ -22,9 +22,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from wedlm_hf import load_mask_adapter
 from wedlm_hf.apps.smollm2 import FOLDER, fetch
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer, set_format
 from wedlm_hf.eval.prompts import read_prompts
-from wedlm_hf.modeling_wedlm.loading import set_format
-from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer
 
 HERE = Path(__file__).parent
 TOPICS = (
@@ -158,7 +157,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "packed"), default="float32")
     options = parser.parse_args()
     source = str(fetch(options.folder))
-    stock, tokenizer = load_source(source, dtype=torch.float32), read_source_tokenizer(source)
+    stock, tokenizer = load_model(source, dtype=torch.float32), load_tokenizer(source)
     model = deepcopy(stock)
     for each in (stock, model):
         set_format(each, options.dtype, "cpu")

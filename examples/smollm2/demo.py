@@ -21,12 +21,15 @@ import torch  # noqa: E402
 
 from wedlm_hf import load_mask_adapter  # noqa: E402
 from wedlm_hf.apps.smollm2 import FOLDER, fetch  # noqa: E402
+from wedlm_hf.checkpoints.loading import (  # noqa: E402
+    load_model,
+    load_tokenizer,
+    set_format,
+)
 from wedlm_hf.eval.decoders import AR, EXACT  # noqa: E402
 from wedlm_hf.eval.measure import default_threads  # noqa: E402
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_prompts  # noqa: E402
 from wedlm_hf.eval.table import speed_table  # noqa: E402
-from wedlm_hf.modeling_wedlm.loading import set_format  # noqa: E402
-from wedlm_hf.modeling_wedlm.sources import load_source, read_source_tokenizer  # noqa: E402
 
 HERE = Path(__file__).parent
 PLAIN = ("float32", "bfloat16")
@@ -37,7 +40,7 @@ def answer(questions: list[Prompt], options: argparse.Namespace) -> list[dict]:
     console, source = Console(), str(fetch(options.folder))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    stock, tokenizer = load_source(source, dtype=torch.float32), read_source_tokenizer(source)
+    stock, tokenizer = load_model(source, dtype=torch.float32), load_tokenizer(source)
     model = deepcopy(stock)
     if options.dtype in PLAIN:
         model.to(getattr(torch, options.dtype))

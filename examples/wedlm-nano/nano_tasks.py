@@ -36,8 +36,8 @@ from typing import Annotated, Any
 import typer
 from nano_python import generated_function, stdlib_functions
 
+from wedlm_hf.checkpoints.files import write_text
 from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.modeling_wedlm.files import write_text
 
 SPLITS = ("train", "heldout")
 HELDOUT_BUCKETS = 16

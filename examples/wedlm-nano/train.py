@@ -32,8 +32,8 @@ from transformers import (
     set_seed,
 )
 
+from wedlm_hf.checkpoints.files import write_text
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
-from wedlm_hf.modeling_wedlm.files import write_text
 from wedlm_hf.training.collator import DataCollatorForDualStreamMasking
 
 

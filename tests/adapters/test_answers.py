@@ -18,7 +18,7 @@ from wedlm_hf.adapters.answers import (
     read_prompts,
     write_answers,
 )
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 
 NANO = Path(__file__).parents[2] / "examples" / "wedlm-nano"
 SMALL = AnswerConfig(batch_size=3, max_new_tokens=24)

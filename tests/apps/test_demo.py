@@ -16,9 +16,9 @@ from wedlm_hf import add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import demo as server
 from wedlm_hf.apps.demo import IN_MEMORY, Choice, Demo, Form, Models, application
+from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.eval.trace.page import Trace
-from wedlm_hf.modeling_wedlm.loading import load_model
 
 PROMPT = "1, 2, 3"
 

@@ -70,8 +70,8 @@ def test_a_piece_that_is_stopped_after_each_part_goes_on(tmp_path, monkeypatch, 
 @pytest.mark.slow
 @pytest.mark.parametrize("piece", ["forwards", "parity", "batches", "training"])
 def test_a_piece_runs_on_a_pretend_accelerator(tmp_path, monkeypatch, piece):
-    load = gpu_hour.load_source
-    monkeypatch.setattr(gpu_hour, "load_source", lambda name, dtype, device: load(name, dtype=dtype).to(device))
+    load = gpu_hour.load_model
+    monkeypatch.setattr(gpu_hour, "load_model", lambda name, dtype, device: load(name, dtype=dtype).to(device))
     with accelerator():
         main(tmp_path, one=piece, device="pretend")
     stored = gpu_results.read(tmp_path, piece)

@@ -10,10 +10,10 @@ import torch
 from nano_tasks import TASKS, generate_samples
 from oracle import decode, decode_ar
 
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode, encode_prompt
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")

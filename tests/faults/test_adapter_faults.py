@@ -102,7 +102,7 @@ def test_a_damaged_file_of_an_earlier_run_is_named(tmp_path, monkeypatch, name, 
     if name == "state.json":
         (work / "adapt.json").write_text(json.dumps({"format": adapting.FORMAT} | config.identity(str(base))))
     (work / name).write_bytes(content)
-    monkeypatch.setattr(adapting, "load_source", None)  # no work is begun
+    monkeypatch.setattr(adapting, "load_model", None)  # no work is begun
     with pytest.raises(ValueError, match=f"{name}' is damaged: choose a new folder"):
         adapt(base, tmp_path / "out", config)
     assert (work / name).read_bytes() == content

@@ -19,10 +19,10 @@ from transformers import DynamicCache
 
 import wedlm_hf
 from wedlm_hf import WeDLMForCausalLM, load_mask_adapter, save_mask_adapter
+from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.generation import versions
 from wedlm_hf.generation.cache import WindowCache
 from wedlm_hf.generation.versions import CACHE, OTHER_NAME, cache_of
-from wedlm_hf.modeling_wedlm.loading import load_model
 
 IDS = torch.tensor([[5, 17, 40, 8, 60, 31]])
 EXACT = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 6}

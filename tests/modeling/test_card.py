@@ -5,8 +5,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from tiny import stock_twin, tiny_model, tiny_tokenizer
 
 from wedlm_hf import WeDLMForCausalLM, convert
-from wedlm_hf.modeling_wedlm import card
-from wedlm_hf.modeling_wedlm.card import is_written_by_a_person, model_card, provenance, read_card, write_card
+from wedlm_hf.checkpoints import card
+from wedlm_hf.checkpoints.card import is_written_by_a_person, model_card, provenance, read_card, write_card
 
 OWN = "---\nlicense: mit\nlanguage: fr\nbase_model: some/base\n---\n\n# Mine\n"
 SAID = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "

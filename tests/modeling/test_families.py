@@ -15,7 +15,8 @@ from tiny import EOS, PAD, VOCAB_SIZE, assert_equal_but_rounding, edit, randomiz
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM, convert
-from wedlm_hf.modeling_wedlm.sources import end_token_ids, load_source, parsed_once, read_source_tokenizer
+from wedlm_hf.checkpoints.gguf import end_token_ids, parsed_once
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -253,7 +254,7 @@ def test_a_gguf_file_is_parsed_once_for_a_model_and_its_tokenizer(tmp_path, monk
 
     monkeypatch.setattr(gguf, "GGUFReader", Reader)
     with parsed_once():
-        model, tokenizer = load_source(str(file), dtype=torch.float32), read_source_tokenizer(file)
+        model, tokenizer = load_model(str(file), dtype=torch.float32), load_tokenizer(file)
     assert len(parsed) == 1
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (Reader, find)
     assert torch.equal(model.lm_head.weight, convert(str(file)).model.lm_head.weight)
@@ -323,6 +324,6 @@ def test_a_gguf_file_that_is_not_there_is_refused_and_one_in_a_folder_is_named(t
 
 def test_without_the_package_gguf_its_name_is_given(tmp_path, monkeypatch):
     file, _ = gguf_source(tmp_path)
-    monkeypatch.setattr("wedlm_hf.modeling_wedlm.sources.find_spec", lambda _: None)
+    monkeypatch.setattr("wedlm_hf.checkpoints.gguf.find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"needs the package `gguf`: pip install '\.\[gguf\]'"):
         convert(file)

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
-from wedlm_hf.modeling_wedlm import loading
-from wedlm_hf.modeling_wedlm.loading import find_checkpoint, load_config_dict, load_model, load_tokenizer
+from wedlm_hf.checkpoints import loading
+from wedlm_hf.checkpoints.find import find_checkpoint
+from wedlm_hf.checkpoints.loading import load_config_dict, load_model, load_tokenizer
 
 NOWHERE = "http://127.0.0.1:9"  # refuses connections
 LOADERS = [load_config_dict, load_model, load_tokenizer]
@@ -62,7 +63,7 @@ def test_without_a_connection_a_cached_hub_id_loads_and_another_fails_at_once(or
     (repository / "refs" / "main").write_text("0" * 40)
     code = """
 import time
-from wedlm_hf.modeling_wedlm.loading import load_config_dict, load_model, load_tokenizer
+from wedlm_hf.checkpoints.loading import load_config_dict, load_model, load_tokenizer
 start = time.monotonic()
 print(load_config_dict("someone/tiny")["model_type"], load_tokenizer("someone/tiny").mask_token)
 print(type(load_model("someone/tiny")).__name__, time.monotonic() - start < 10)
@@ -128,9 +129,9 @@ def test_peft_loads_the_folder_of_a_mask_adapter_with_its_base(original, tmp_pat
 
 def test_every_other_module_loads_through_this_one():
     package = Path(loading.__file__).parents[1]
-    # sources.py has the arguments that `find_checkpoint` gives; without_package.py runs without the package.
-    allowed = {"loading.py", "sources.py", "without_package.py"}
-    for folder in ("modeling_wedlm", "generation", "training", "adapters", "eval", "apps", "serving", "cli", "."):
+    # gguf.py has the arguments that `find_checkpoint` gives; without_package.py runs without the package.
+    allowed = {"loading.py", "gguf.py", "without_package.py"}
+    for folder in "checkpoints modeling_wedlm generation training adapters eval apps serving cli .".split():
         for file in (package / folder).glob("*.py" if folder == "." else "**/*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained"):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from wedlm_hf.modeling_wedlm.files import check_output, write_text, written_whole
+from wedlm_hf.checkpoints.files import check_output, write_text, written_whole
 
 
 def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):

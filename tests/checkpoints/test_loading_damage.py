@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import edit, stock_twin, tiny_model, tiny_tokenizer
 
-from wedlm_hf.modeling_wedlm import convert
-from wedlm_hf.modeling_wedlm.loading import load_model, load_tokenizer
+from wedlm_hf import convert
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 
 VALUES = [None, -1, 0, 1, 3, 1.5, float("nan"), 10**9, "x", "", [], {}, [1], {"a": 1}, True, False, "float16", [[]]]
 

@@ -1,7 +1,4 @@
-"""Causal language models as people have them: a folder, a Hub id or a GGUF file, each in its own class.
-
-transformers reads GGUF files; one of which it would ignore a part without saying so is refused.
-"""
+"""GGUF files, which transformers reads; one of which it would ignore a part without saying so is refused."""
 
 import os
 import re
@@ -17,8 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from .loading import FASTEST, find_checkpoint, load_config_dict, load_model, load_tokenizer, set_format
-from .packed import PACKED, forget_gguf
+from .find import CONFIG_FILE, find_checkpoint, is_adapter
 
 # The tensors that transformers reads from GGUF files of the families we take. It ignores all others.
 _TENSOR = re.compile(
@@ -47,76 +43,23 @@ def parsed_once() -> Iterator[None]:
             setattr(gguf, name, read)
 
 
-@parsed_once()
-def load_source(
-    source: str,
-    *,
-    revision: str | None = None,
-    gguf_file: str | None = None,
-    dtype: str | torch.dtype = "auto",
-    device: str | torch.device = "cpu",
-) -> Any:
-    """A causal language model in the class that transformers has for it, in evaluation mode, of a folder or Hub id, a
-    GGUF file in it, or the path of one. The dtype `"auto"` is the checkpoint's own, float32 for a GGUF file;
-    `"packed"` and `"fastest"`, as [`load_model`] takes them, are for inference alone. Raises `ImportError` for a GGUF
-    file without the package `gguf`, and `OSError` or `ValueError` for what is missing, damaged or not read whole by
-    transformers."""
-    folder, gguf_file, name = split_source(source, gguf_file)
-    if isinstance(dtype, str) and dtype not in ("auto", FASTEST, PACKED):
-        dtype = getattr(torch, dtype)
-    if gguf_file is None:
-        model = load_model(folder, revision=revision, dtype=dtype, device=device, model_class=AutoModelForCausalLM)
-    else:
-        read_config_dict(folder, revision, gguf_file)
-        model, _ = load_gguf_model(folder, gguf_file, revision)
-        forget_gguf(model)
-        if isinstance(dtype, torch.dtype):
-            model.to(dtype)
-        set_format(model, dtype, device)
-        tokenizer = read_source_tokenizer(folder, revision, gguf_file)
-        model.generation_config.eos_token_id = end_token_ids(tokenizer)
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.config.name_or_path = name  # an adapter of it states this
-    return model.eval()
-
-
-@parsed_once()
-def read_source_tokenizer(
-    source: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint that [`load_source`] loads; raises as it does. That of a GGUF file gets a padding
-    token that does not end answers, where its vocabulary has one."""
-    folder, gguf_file, _ = split_source(source, gguf_file)
-    if gguf_file is None:
-        return load_tokenizer(folder, revision=revision)
-    tokenizer = load_tokenizer(folder, revision=revision, gguf_file=gguf_file)
-    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
-        vocabulary = tokenizer.get_vocab()
-        candidates = [token for token in _PADDING if token in vocabulary and token != tokenizer.eos_token]
-        tokenizer.pad_token = (candidates or [tokenizer.eos_token])[0]
-    return tokenizer
-
-
 def split_source(source: str | os.PathLike[str], gguf_file: str | None) -> tuple[str, str | None, str]:
     """Folder or Hub id, the GGUF file in it if it is one, and the source's name for messages."""
     path = Path(source)
     if gguf_file is None and path.suffix.lower() == ".gguf" and not path.is_dir():
+        if not path.exists() and len(path.parts) == 1:  # else it may be a file of a Hub id
+            raise FileNotFoundError(f"There is no GGUF file {str(path)!r}.")
         return str(path.absolute().parent if path.exists() else path.parent), path.name, str(path)
     files = sorted(file.name for file in path.glob("*.gguf")) if path.is_dir() else []
-    if gguf_file is None and files and not (path / "config.json").exists():
+    if gguf_file is None and files and not (path / CONFIG_FILE).exists() and not is_adapter(path):
         raise FileNotFoundError(f"{str(source)!r} has no config.json: pass a GGUF file of it, {', '.join(files)}.")
     name = os.fspath(source)
     return name, gguf_file, name if gguf_file is None else os.path.join(name, gguf_file)
 
 
-def read_config_dict(
-    source: str | os.PathLike[str], revision: str | None = None, gguf_file: str | None = None
-) -> dict[str, Any]:
-    """The config of a model that [`load_source`] loads; raises as it does. Weights are not read, and of a GGUF file it
-    is known afterwards that transformers reads all that it holds."""
-    folder, gguf_file, _ = split_source(source, gguf_file)
-    if gguf_file is None:
-        return load_config_dict(folder, revision=revision)
+def read_gguf_config(folder: str, gguf_file: str, revision: str | None) -> dict[str, Any]:
+    """The config of a GGUF file, of which transformers reads all that it holds. Raises `ImportError` without the
+    package `gguf`, `OSError` for a damaged file, and `ValueError` for one of which a part would be ignored."""
     if find_spec("gguf") is None:
         raise ImportError("Reading GGUF files needs the package `gguf`: pip install '.[gguf]' in the clone.")
     options = find_checkpoint(folder, revision=revision, file=gguf_file)
@@ -137,6 +80,14 @@ def load_gguf_model(source: str, gguf_file: str, revision: str | None) -> tuple[
         )
     model, info = loaded
     return model, info
+
+
+def set_padding(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Gives the tokenizer a padding token that does not end answers, where its vocabulary has one."""
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        vocabulary = tokenizer.get_vocab()
+        candidates = [token for token in _PADDING if token in vocabulary and token != tokenizer.eos_token]
+        tokenizer.pad_token = (candidates or [tokenizer.eos_token])[0]
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Llam
 
 import wedlm_hf
 from wedlm_hf import add_mask_adapter
-from wedlm_hf.eval.measure import environment, fingerprint
-from wedlm_hf.modeling_wedlm import packed
-from wedlm_hf.modeling_wedlm.loading import load_model
-from wedlm_hf.modeling_wedlm.packed import (
+from wedlm_hf.checkpoints import packed
+from wedlm_hf.checkpoints.loading import load_model
+from wedlm_hf.checkpoints.packed import (
     PackedEmbedding,
     PackedLinear,
     PackedNorm,
@@ -31,6 +30,7 @@ from wedlm_hf.modeling_wedlm.packed import (
     padded_rows,
     use_fastest,
 )
+from wedlm_hf.eval.measure import environment, fingerprint
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
 

@@ -1,0 +1,1 @@
+"""Reading, writing and formats of checkpoints, of models of any class."""
