@@ -267,7 +267,7 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: 
         if module == "wedlm_hf.eval":
             return run_harness([*arguments, *SHORTER[module]], monkeypatch)
         if module == "examples/paper-findings/trends.py":
-            return ""  # tests/examples/test_trends.py
+            return ""  # tests/examples/test_paper_findings.py
         app = typer.Typer()
         arguments += SHORTER[module]
         app.command()(main_of(module))

@@ -1,16 +1,16 @@
-"""The parts of `examples/paper-findings/run.py` that its conclusions rest on."""
+"""The parts of `examples/paper-findings` that its conclusions rest on."""
 
-import json
-
+import pandas as pd
 import pytest
 import torch
-import typer
 from tiny import START, script, tiny_model
 
+from wedlm_hf.eval.decoders import candidates
 from wedlm_hf.eval.measure import decode
 
 pytest.importorskip("matplotlib")
 run = script("examples/paper-findings/run.py")
+trends = script("examples/paper-findings/trends.py")
 
 # One document of six tokens in blocks of two, of which the first is the prompt's; then its prediction stream.
 STREAM = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1]])
@@ -54,41 +54,20 @@ def test_causal_block_decoding_by_definition_is_the_librarys(threshold):
         assert forwards == expected.forwards
 
 
-def test_every_panel_shows_variants_that_exist():
-    names = {variant.name for variant in run.VARIANTS}
-    assert {name for others in run.PANELS.values() for name in others} == names - {run.PAPER}
-    assert set(run.REFERENCES.values()) <= names and run.REFERENCES.keys() <= run.PANELS.keys()
-
-
-@pytest.mark.slow
-def test_results_go_on_where_they_stopped_and_other_settings_are_refused(tmp_path):
-    few = {"steps": 1, "base_steps": 1, "prompts_per_task": 1}
-    run.main(tmp_path, **few, only=["block size 4"], seed=0, threads=1, draw_only=False)
-    first = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    run.main(tmp_path, **few, only=["block size 4", run.PAPER], seed=0, threads=1, draw_only=False)
-    both = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert list(both["variants"]) == [run.PAPER, "block size 4"]
-    assert both["variants"]["block size 4"] == first["variants"]["block size 4"]
-    with pytest.raises(typer.BadParameter, match="other settings"):
-        run.main(tmp_path, **(few | {"steps": 2}), only=None, seed=0, threads=1, draw_only=False)
-
-
-def test_blocks_as_trained_have_the_prediction_streams_layout(monkeypatch):
-    model, prompt, seen = tiny_model(), [START, *range(30, 35)], []
-    forward = model.forward
-    monkeypatch.setattr(
-        model, "forward", lambda *args, **inputs: seen.append((args, inputs)) or forward(*args, **inputs)
-    )
-    answer, forwards = run.decode_blocks(model, prompt, 0.0, both_ways=True, size=4, as_trained=True)
-    assert len(seen) == forwards and len(answer) <= run.LONGEST_ANSWER
-    for (tokens,), inputs in seen:
-        positions, visible = inputs["position_ids"][0].tolist(), inputs["attention_mask"][0, 0]
-        start = len(positions) - 4
-        assert start % 4 == 0 and positions[:start] == list(range(start))  # whole blocks before
-        assert sorted(positions) == list(range(len(positions)))
-        is_mask = (tokens[0] == model.config.mask_token_id).tolist()
-        assert any(is_mask[start:]) and is_mask == sorted(is_mask)  # known tokens first
-        assert bool(visible[start:].all()) and torch.equal(visible[:start], torch.ones_like(visible).tril()[:start])
-    (tokens,), inputs = seen[-1]
-    by_place = dict(zip(inputs["position_ids"][0].tolist(), tokens[0].tolist(), strict=True))
-    assert [by_place[place] for place in range(len(prompt))] == prompt
+@pytest.mark.parametrize(("sign", "verdict"), [(1, trends.HOLDS), (-1, trends.FAILS)])
+def test_what_is_as_the_paper_reports_holds_and_its_mirror_image_does_not(sign, verdict):
+    """Sweeps that are made up: where `sign` is −1, everything is the other way round."""
+    table = []
+    for name, options in candidates((4,), (0.1, 0.2, 0.4), (0.0, 0.1), decoders=("block", "wedlm")).items():
+        tau, lam = options.get("entropy_threshold", 0.0), options.get("distance_penalty", 0.0)
+        forwards = 40 if name == "ar" else round(40 / ((1 + 5 * tau) * (1.3 if "block" not in name else 1)) ** sign)
+        for index in range(200):
+            row = {"decoder": name, "prompt": index, "batch_size": 1, "new_tokens": 40, "forwards": forwards}
+            row |= {"token_instances": 40 * (2 - sign * 8 * lam) + index % 3, "entropy": 0.01 + index / 200}
+            row |= {"seconds": forwards / 20, "forward_seconds": forwards / 20}
+            right = name == "ar" or index * 37 % 200 / 200 < 0.6 - sign * 0.3 * tau
+            table += [row | {"kind": "quality", "quality": float(right)}, row | {"kind": "speed"}]
+    sweep = pd.DataFrame(table)
+    accurate, *others = trends.trends(sweep, sweep)["here"][:6]
+    assert accurate in (verdict, trends.LARGELY)
+    assert others == [verdict] * 5

@@ -57,12 +57,7 @@ def test_probabilities_of_all_sequences_sum_to_one():
     assert sum(found.values()) == pytest.approx(1)
 
 
-def test_the_same_model_passes(options):
-    model = tiny_llama(0)
-    assert check.check_greedy(OtherDecoder(model), model, WordTokenizer(), options)
-    assert check.check_samples(OtherDecoder(model), model, WordTokenizer(), options)
-
-
-def test_another_model_fails(options):
-    assert not check.check_greedy(OtherDecoder(tiny_llama(1)), tiny_llama(0), WordTokenizer(), options)
-    assert not check.check_samples(OtherDecoder(tiny_llama(1)), tiny_llama(0), WordTokenizer(), options)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_same_model_passes_and_another_fails(options, seed):
+    for look in (check.check_greedy, check.check_samples):
+        assert look(OtherDecoder(tiny_llama(seed)), tiny_llama(0), WordTokenizer(), options) == (seed == 0)
