@@ -158,7 +158,7 @@ def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_
 
     steps: dict[int, float] = {}
     for size in (1, 32, 256) if is_gpu else (1, 8, 48):
-        cache = DynamicCache()
+        cache = DynamicCache(config=model.config)
         ids = torch.tensor([answers[index % 4]["prompt_ids"][:2] for index in range(size)], device=model.device)
         decode(ids, cache)
         steps[size] = seconds(decode, ids[:, :1], cache)
