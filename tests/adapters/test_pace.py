@@ -16,11 +16,12 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from test_adapt import SMALL, write_base
+from tiny import EOS, VOCAB_SIZE, randomize
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers.models.llama.modeling_llama import LlamaModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from wedlm_hf.adapters import adapt as adapting
-from wedlm_hf.adapters import answers
+from wedlm_hf.adapters import answers, load_mask_adapter
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.pace import FEW_ROWS, Pace, measure_pace, plan
 from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
@@ -44,7 +45,7 @@ class Machine:
     @contextmanager
     def running(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         def pass_time(module: Any, args: Any) -> None:
-            if isinstance(module, LlamaModel):
+            if isinstance(module, PreTrainedModel) and not isinstance(module, GenerationMixin):  # without its head
                 self.now += self.forward * (3 if torch.is_grad_enabled() else 1)
 
         def pass_rows(module: Any, args: Any) -> None:
@@ -186,3 +187,24 @@ def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(
         made = adapt(base, tmp_path / "out", AdaptConfig(minutes=2, **SMALL), clock=machine)
     assert made["answers"] > 0 and made["training_seconds"] >= 60
     assert machine.now <= 1.25 * 120 + 60
+
+
+def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatch) -> None:
+    machine, base = Machine(0.5, 0.04), write_base(tmp_path / "hybrid")
+    config = Qwen3_5TextConfig(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+        linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"], initializer_range=0.3,
+        eos_token_id=EOS, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    randomize(Qwen3_5ForCausalLM(config)).save_pretrained(base)
+    prompts = {"prompts": tmp_path / "prompts.txt"}
+    with machine.running(monkeypatch):
+        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=9, tokens=60, **prompts, **SMALL), clock=machine)
+    assert made["mask_rows"] > 0
+    model, prompt = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval(), torch.tensor([[5, 6, 7]])
+    expected = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    load_mask_adapter(model, tmp_path / "out")
+    options = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **options), expected)
