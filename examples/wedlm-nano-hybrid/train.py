@@ -2,14 +2,16 @@
 
 What it does: builds a small stock `Qwen3_5ForCausalLM`, three layers of which keep a recurrent state and one attends,
 and trains it with plain `transformers.Trainer` on the text of wedlm-nano's generators (its tokenizer, its training
-split). It knows nothing of masks; `wedlm adapt` gives it drafts afterwards.
+split). It knows nothing of masks; `wedlm adapt` gives it drafts afterwards, from its own answers to prompts that this
+script writes beside the weights (of the training split, too).
 
-    python examples/wedlm-nano-hybrid/train.py --output-dir build/wedlm-nano-hybrid
-    wedlm adapt build/wedlm-nano-hybrid --output-dir build/wedlm-nano-hybrid-adapter
+    python examples/wedlm-nano-hybrid/train.py --output-dir build/hybrid
+    wedlm adapt build/hybrid build/hybrid-adapter --prompts build/hybrid/prompts.jsonl --minutes 25
 
-Hardware: one CPU core with bf16 instructions takes about an hour; any GPU works too.
+Hardware: one thread of a CPU takes about 65 minutes; any GPU works too.
 """
 
+import json
 import random
 import sys
 from collections.abc import Iterator
@@ -38,7 +40,16 @@ NANO = Path(__file__).parents[1] / "wedlm-nano"
 MIXTURE = {"counting": 5, "arithmetic": 4, "sorting": 6, "json": 3, "chat": 5, "python": 3}
 ENDLESS = 10**9
 LONGEST = 192  # tokens; longer samples, a few functions of the standard library, are left out
+PROMPTS = 3_000  # for `wedlm adapt`
 SORTED = 16  # batches whose samples are sorted by length: less padding
+
+
+def mixture(seed: int) -> Iterator[Any]:
+    """Samples of all tasks, without end."""
+    rng = random.Random(f"mixture/{seed}")
+    streams = {task: generate_samples(task, ENDLESS, seed, split="train") for task in TASKS}
+    while True:
+        yield next(streams[rng.choices(list(MIXTURE), weights=list(MIXTURE.values()))[0]])
 
 
 class ChatSamples(IterableDataset):
@@ -48,13 +59,11 @@ class ChatSamples(IterableDataset):
         self.tokenizer, self.batch_size, self.seed = tokenizer, batch_size, seed
 
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        rng = random.Random(self.seed)
-        streams = {task: generate_samples(task, ENDLESS, self.seed, split="train") for task in TASKS}
+        rng, mixed = random.Random(self.seed), mixture(self.seed)
         while True:
             samples: list[dict[str, list[int]]] = []
             while len(samples) < SORTED * self.batch_size:
-                (task,) = rng.choices(list(MIXTURE), weights=list(MIXTURE.values()))
-                if len((sample := self._encoded(next(streams[task])))["input_ids"]) <= LONGEST:
+                if len((sample := self._encoded(next(mixed)))["input_ids"]) <= LONGEST:
                     samples.append(sample)
             samples.sort(key=lambda sample: len(sample["input_ids"]))
             for batch in rng.sample(range(SORTED), SORTED):
@@ -107,7 +116,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3_5ForCausalLM:
 
 def main(
     output_dir: Annotated[Path, typer.Option(help="Folder for the model; `checkpoints/` in it is for `--resume`.")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 5_000,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 8_600,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples per step.")] = 16,
     learning_rate: Annotated[float, typer.Option(help="At its peak, from where it falls to 0.")] = 2e-3,
     seed: Annotated[int, typer.Option(help="Seed of weights and samples.")] = 0,
@@ -147,6 +156,9 @@ def main(
     model.config.use_cache = True  # the trainer switched it off
     model.to(torch.bfloat16).save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
+    messages = [sample.messages for sample, _ in zip(mixture(seed + 1), range(PROMPTS), strict=False)]
+    lines = [json.dumps({"messages": each}) + "\n" for each in messages]
+    (output_dir / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
