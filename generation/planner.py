@@ -24,6 +24,7 @@ lately, or else at the plan that would net most if widths that were not measured
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise, zip_longest
+from math import isfinite
 from sys import maxsize
 from typing import Any, NamedTuple
 
@@ -94,7 +95,7 @@ class Planner:
         self._worth = [(CHANCE, float(ENOUGH), 0)] + [(0.0, 0.0, 0)] * (depth - 1)
         self._reached, self._took = 1.0, 1.0  # tokens of a sequence, and the time, in AR steps
         self._credit, self._steps = 100 * LOOK_SHARE, 0  # the first: tokens that looks may cost
-        self._step = 0.0, 1, False, 1
+        self._step = 0.0, 1, False, 1, False
 
     def learn(self, draft: Draft, has_passed: bool) -> None:
         """Takes in what became of a draft whose parent passed."""
@@ -102,16 +103,20 @@ class Planner:
         passed, expected = self._chances.get(key, (0.0, 0.0))
         self._chances[key] = MEMORY * passed + has_passed, MEMORY * expected + chance
 
-    def begin(self, rows: int, has_masks: bool, sequences: int) -> None:
-        """A forward of so many physical rows begins."""
-        self._step = self.times.clock() if self.times.clock else 0.0, rows, has_masks, sequences
+    def begin(self, rows: int, has_masks: bool, sequences: int, is_prompt: bool = False) -> None:
+        """A forward of so many physical rows begins; prompts are among them."""
+        self._step = self.times.clock() if self.times.clock else 0.0, rows, has_masks, sequences, is_prompt
 
     def finish(self, tokens: int) -> None:
-        """The step that began is over, and gave so many tokens. Not to be called after a prefill."""
-        began, rows, has_masks, sequences = self._step
+        """The step that began is over, and gave so many tokens."""
+        began, rows, has_masks, sequences, is_prompt = self._step
+        seconds = self.times.clock() - began if self.times.clock else 0.0
+        if is_prompt:
+            self.times.record_prompt(rows, seconds)
+            return
         self._note(tokens, rows, has_masks)
         if self.times.clock:
-            self.times.record(rows, has_masks, self.times.clock() - began)
+            self.times.record(rows, has_masks, seconds)
         time = self.times.of(rows, has_masks) / self.times.of(sequences, False)
         self._reached, self._took = MEMORY * self._reached + tokens / sequences, MEMORY * self._took + time
         self._credit, self._steps = self._credit + LOOK_SHARE * tokens / sequences, self._steps + 1
@@ -161,15 +166,23 @@ class Planner:
         count, of, trees, worth = len(outlooks), self.times.of, [self._tree(each) for each in outlooks], self._worths()
         base, alone = count * (1 + before), of(count, False)
         rate = max(1.0, self._reached / self._took) * count / alone
-        widest = maxsize if is_prompt else self.times.widest(count) // count
-        most = max(0, min(self.most_rows, widest + self.lost * (widest > 1)) - 1 - before * self.keeps_state)
+        most = max(0, self.most_rows - 1 - before * self.keeps_state)
         options = [each for each in self._options(outlooks, trees, worth) if each[1] + each[2] <= most]
-        places, rows = range(len(options)), range(1 + max(drafts + masks for _, drafts, masks in options))
+        rows = range(1 + max(drafts + masks for _, drafts, masks in options))
         beyond = [alone + of(base, kind) - of(count, kind) for kind in (False, True)]
+        doubt = [[0.0 for _ in rows]] * 2
         if not is_prompt:
             beyond = [of(base, False)] * 2
+            doubt = [
+                [0.0, *(rate * self.times.doubt(base + count * row, kind, count, self.lost) for row in rows[1:])]
+                for kind in (False, True)
+            ]
         cost = [[rate * (of(base + count * row, kind) - beyond[kind]) for row in rows] for kind in (False, True)]
-        nets = [gain - cost[masks > 0][drafts + masks] for gain, drafts, masks in options]
+        nets = []
+        for gain, drafts, masks in options:
+            kind, row = masks > 0, drafts + masks
+            nets.append(gain - cost[kind][row] - doubt[kind][row])
+        places = [place for place, net in enumerate(nets) if isfinite(net)]
         best = max(places, key=nets.__getitem__)
         masked = max((one for one in places if options[one][2] > self.lost), key=nets.__getitem__, default=best)
         self.gain = nets[masked] - max(nets[one] for one in places if not options[one][2])

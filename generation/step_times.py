@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from itertools import accumulate, pairwise
+from math import inf
 from statistics import median_low
 from time import perf_counter, thread_time
 
@@ -32,6 +33,7 @@ class StepTimes:
         given = slot_cost if isinstance(slot_cost, Mapping) else {1: 1.0, 2: 1.0 + slot_cost}
         self.clock, self._given = clock, sorted((int(rows), float(time)) for rows, time in given.items())
         self._steps, self._load, self._loads = 0, 0.0, [0.0]
+        self._prompt_row = inf  # seconds of a row of a prompt, at least
         self._forget()
 
     def _forget(self) -> None:
@@ -47,6 +49,7 @@ class StepTimes:
         load = median_low(self._loads) or seconds / usual
         if not self._load / DOUBT**2 < load < self._load * DOUBT**2:
             self._forget()
+            self._prompt_row = inf if self._load else self._prompt_row
             self._load, self._loads, usual = load, [load], self.of(rows, has_masks)
         self._steps, oldest, samples = self._steps + 1, self._steps - FRESH, self._samples[has_masks]
         kept = [sample for sample in samples.get(rows, [])[1 - ENOUGH :] if sample[0] > oldest]
@@ -76,11 +79,23 @@ class StepTimes:
         (here, time), (there, its_time) = self._given[place - 1], self._given[place]
         return time + (its_time - time) * (rows - here) / (there - here)
 
-    def widest(self, rows: int) -> int:
-        """The most rows that a step may have, as far as times are known: no more than `rows` before they are."""
-        if not any(width <= rows and len(times) > 1 for width, times in self._samples[False].items()):
-            return 1 << 30 if self.clock is None else rows
-        return int(DOUBT * (max(map(len, self._curves)) - 1))
+    def record_prompt(self, rows: int, seconds: float) -> None:
+        """Takes in the forward of prompts, of which AR decoding has one too."""
+        self._prompt_row = min(self._prompt_row, seconds / rows)
+
+    def doubt(self, rows: int, has_masks: bool, alone: int, lost: int) -> float:
+        """How much more than t(rows) a step may take: nothing up to DOUBT times the widest one that was measured; rows
+        beyond may take what those of a prompt took. Two AR steps, of `alone` rows, come first; behind them, `lost`
+        rows of each sequence make no difference."""
+        known = alone
+        if any(width <= alone and len(times) > 1 for width, times in self._samples[False].items()):
+            known = int(DOUBT * (max(map(len, self._curves)) - 1)) + lost * alone
+        if self.clock is None or rows <= known:
+            return 0.0
+        if not self._load:
+            return inf
+        most = self.of(known, has_masks) + (rows - known) * self._prompt_row / self._load
+        return max(0.0, most - self.of(rows, has_masks))
 
     def of(self, rows: int, has_masks: bool) -> float:
         """t(rows). Beyond what was measured it rises like the other curve, or evenly; no less than what is given."""

@@ -61,22 +61,21 @@ class VerifyRule:
         self.is_by_row, self.keeps_state = is_by_row, keeps_state
         self._outlooks: dict[int, Outlook] = {}  # what may follow each sequence
         self._plans: dict[int, Plan] = {}  # what the forward under way checks of it
-        self._tokens = 0  # of the step under way; None
-        self._is_prefill = True
+        self._tokens: int | None = None  # of the step under way, if one is
 
     # --- what rows ---------------------------------------------------------------------------------------------------
 
     def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
         """As planned; the time of the last step ends, and that of the next one begins."""
-        if not self._is_prefill:
+        if self._tokens is not None:
             self.planner.finish(self._tokens)
         self._tokens = 0
         found: list[list[Row]] = []
         if not sequences:
             return found
-        self._is_prefill = any(not one.new_count for one in sequences)
+        is_prefill = any(not one.new_count for one in sequences)
         outlooks = [self._outlooks.pop(one.index, Outlook([], 0, one.remaining)) for one in sequences]
-        if self._is_prefill and (self.is_by_row or self.keeps_state):
+        if is_prefill and (self.is_by_row or self.keeps_state):
             plans = [Plan([], [0]) for _ in sequences]
         else:
             plans = self.planner.plan(outlooks, max(one.pending for one in sequences) - 1)
@@ -84,7 +83,7 @@ class VerifyRule:
             found.append(self._rows(one, plan))
             self._plans[one.index] = plan
         has_masks = any(rows[-1].token is None for rows in found)
-        self.planner.begin(len(found) * max(map(len, found)), has_masks, len(sequences))
+        self.planner.begin(len(found) * max(map(len, found)), has_masks, len(sequences), is_prefill)
         return found
 
     def _rows(self, one: SequenceState, plan: Plan) -> list[Row]:
@@ -205,7 +204,7 @@ class VerifyRule:
         )
         one.committed += len(outcome.kept)
         one.tokens += outcome.new_tokens
-        self._tokens += count
+        self._tokens = (self._tokens or 0) + count
         if not one.is_finished:
             masks = max(0, len(mask_runs(rows).get(path[-1], ())) - self.drafter.lost)
             drafts = self.drafter.drafts(one, masks, guesses[0] if masks else [])

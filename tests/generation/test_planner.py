@@ -178,6 +178,27 @@ def test_a_busy_moment_of_the_machine_is_forgotten():
         assert times.of(rows, True) / times.of(1, False) == pytest.approx(1 + 0.035 * (rows - 1), rel=0.15)
 
 
+def test_a_prompts_time_tells_whether_wide_steps_are_worth_it_at_once():
+    for row_cost, is_wide in ((0.02, True), (0.7, False)):
+        planner, clock = new_planner(), plans.Clock()
+        planner.times.clock = clock
+        for rows, is_prompt in ((40, True), (1, False)):
+            planner.plan([Outlook([], 0, ROOM)], before=rows - 1)
+            planner.begin(rows, False, 1, is_prompt)
+            clock.now += 0.02 * (1 + row_cost * (rows - 1))
+            planner.finish(1)
+        (plan,) = planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)])
+        assert (1 + len(plan.drafts) + sum(plan.masks) > 6) == is_wide
+
+
+def test_masks_lose_no_worth_where_steps_may_not_be_wide_yet():
+    planner = new_planner()
+    for _ in range(20):
+        (plan,) = planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)])
+        assert plan == ([], [0])
+    assert min(planner._worths()) > 0.3
+
+
 def test_slow_first_steps_are_doubted():
     """On vLLM, the first step with masks may take a second, and those without drafts would stay best for hours."""
     clock, met = plans.Clock(), Counter[int]()
