@@ -50,7 +50,7 @@ def split_source(source: str | os.PathLike[str], gguf_file: str | None) -> tuple
         if not path.exists() and len(path.parts) == 1:  # else it may be a file of a Hub id
             raise FileNotFoundError(f"There is no GGUF file {str(path)!r}.")
         return str(path.absolute().parent if path.exists() else path.parent), path.name, str(path)
-    files = sorted(file.name for file in path.glob("*.gguf")) if path.is_dir() else []
+    files = sorted(file.name for file in path.glob("*.gguf")) if source and path.is_dir() else []
     if gguf_file is None and files and not (path / CONFIG_FILE).exists() and not is_adapter(path):
         raise FileNotFoundError(f"{str(source)!r} has no config.json: pass a GGUF file of it, {', '.join(files)}.")
     name = os.fspath(source)

@@ -331,35 +331,3 @@ def test_training_without_trl_says_what_to_install(monkeypatch):
         2,
         "Error: Training needs trl: pip install '.[train]' in the clone.\n",
     )
-
-
-# --- what is wrong ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["hi", "--window-size", "0"], "`window_size` must be an integer of at least 1, got 0."),
-        (["hi", "--strategy", "beam"], "Invalid value for '--strategy': 'beam' is not one of 'wedlm', 'block', 'ar'."),
-        (["hi", "--temperature", "0"], "`temperature` (=0.0) has to be a strictly positive float"),
-        (["hi", "3 " * 600], "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 "),
-        (["hi", " "], "A prompt must not be empty."),
-        (["hi", "--set", "window"], "`--set` takes NAME=VALUE, got 'window'."),
-        (["hi", "--set", "windw_size=3"], "`--set windw_size=…`: `generate` has no setting of this name."),
-        (["hi", "--set", "top_k=3", "--set", "top-k=4"], "`--set top_k=…` was given twice."),
-        (["hi", "--set", "window_size=3"], "this setting has an option of its own, `--window-size`."),
-        (["hi", "\udcff"], "A prompt must be UTF-8 text, got '\\udcff'."),
-        (["--file", "\udcff"], "'\\udcff'"),
-        (["--file", "-"], "There is no prompt in standard input."),
-        (["--file", "latin.txt"], "The text of 'latin.txt' is not UTF-8: "),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(wedlm, arguments, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("latin.txt").write_bytes(b"caf\xe9\n")
-    code, output, errors = wedlm("generate", *arguments)
-    assert code == 2
-    assert output == ""  # nothing is answered before the error
-    assert errors.startswith("Error: ")
-    assert message in errors
-    assert errors.count("\n") == 1

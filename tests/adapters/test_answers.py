@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import EOS, LINES, MASK, tiny_model, tiny_tokenizer
+from tiny import LINES, MASK, tiny_model, tiny_tokenizer
 
 from wedlm_hf import WeDLMForCausalLM
 from wedlm_hf.adapters.answers import (
@@ -54,17 +54,6 @@ def test_greedy_answers_are_those_of_generate_without_the_settings_of_its_genera
     assert {tuple(answer["prompt_ids"]): answer["response_ids"] for answer in found} == {
         prompt: answer for prompt, answer in expected.items() if len(answer) > 3
     }
-
-
-def test_an_answer_keeps_its_end_token_and_one_that_is_cut_has_none(tmp_path):
-    answers = collect(tmp_path / "answers.jsonl", 12, config=AnswerConfig(batch_size=5, max_new_tokens=24))
-    ended = [answer for answer in answers if answer["response_ids"][-1] == EOS]
-    cut = [answer for answer in answers if answer["response_ids"][-1] != EOS]
-    assert ended
-    assert cut
-    assert all(answer["response_ids"].count(EOS) == 1 for answer in ended)
-    assert all(len(answer["response_ids"]) == 24 and EOS not in answer["response_ids"] for answer in cut)
-    assert all(MASK not in answer["response_ids"] for answer in answers)
 
 
 def test_the_first_round_over_the_users_prompts_is_greedy_and_later_ones_are_sampled(tmp_path):
@@ -133,16 +122,6 @@ def test_a_model_without_template_and_bos_writes_prompts_too(tmp_path):
     assert all(STARTERS)
 
 
-def test_answers_can_be_read_while_the_file_grows(tmp_path):
-    file = tmp_path / "answers.jsonl"
-    assert read_answers(file) == []
-    answers = collect(file, 2)
-    assert json.loads(file.read_text().splitlines()[0]).keys() == {"prompt_ids", "response_ids", "greedy", "batch"}
-    with file.open("ab") as stream:
-        stream.write(b'{"prompt_ids": [1, 2')
-    assert read_answers(file) == answers
-
-
 def test_a_model_that_answers_nothing_is_named(tmp_path):
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(4, 320))
@@ -154,25 +133,6 @@ def test_prompts_that_are_all_too_long_are_refused(tmp_path):
     with pytest.raises(ValueError, match="All 5 prompts are longer than `max_prompt_tokens`, 4"):
         collect(tmp_path / "answers.jsonl", 1, config=AnswerConfig(max_prompt_tokens=4))
     assert not (tmp_path / "answers.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("p.txt", b"one\n\n  two words \r\n", ["one", "two words"]),
-        ("p.json", json.dumps({"messages": TURNS, "source": "x"}).encode(), [TURNS]),
-    ],
-)
-def test_prompts_are_lines_of_text_or_json(tmp_path, name, content, expected):
-    file = tmp_path / name
-    file.write_bytes(content)
-    assert read_prompts(file) == expected
-
-
-def test_files_without_prompts_are_refused(tmp_path):
-    (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(ValueError, match="must be UTF-8 text, got a binary file"):
-        read_prompts(tmp_path / "p.txt")
 
 
 def test_a_single_turn_of_the_users_gives_the_answers_of_its_text(tmp_path):
@@ -212,16 +172,3 @@ def test_conversations_need_a_chat_template_that_takes_their_roles(tmp_path):
         check_conversations(tokenizer, [TURNS])
     with pytest.raises(ValueError, match=message):
         next(write_answers(tiny_model(), tokenizer, tmp_path / "answers.jsonl", [TURNS]))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
-        ({"max_new_tokens": -1}, "`max_new_tokens` must be at least 1, got -1"),
-        ({"temperature": 0.0}, "`temperature` must be greater than 0, got 0.0"),
-    ],
-)
-def test_settings_without_meaning_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        AnswerConfig(**settings)

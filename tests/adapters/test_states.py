@@ -18,7 +18,6 @@ from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
 from wedlm_hf.generation.planner import Draft
-from wedlm_hf.generation.state import state_tensors
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 from wedlm_hf.generation.versions import CACHE, cache_of
 
@@ -175,23 +174,6 @@ def test_turns_go_on_from_a_returned_cache(name: str) -> None:
     assert torch.equal(again, model.generate(same, **whole))
     with pytest.raises(ValueError, match="its layers keep a state"):
         cache.crop(-1)
-
-
-def test_a_forgotten_forward_copies_states_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted("FalconH1")
-    cache = cache_of(model.generate(prompt(200), **GREEDY, **EXACT, return_dict_in_generate=True))
-    before = [(layer._keys, layer._values, state_tensors(layer)) for layer in cache.layers]
-    values = [[state.clone() for state in states] for *_, states in before]
-    with cache.forgetting():
-        for layer, (keys, _, states) in zip(cache.layers, before, strict=True):
-            assert layer._keys is keys
-            assert all(copy is not state for copy, state in zip(state_tensors(layer), states, strict=True))
-            for copy in state_tensors(layer):
-                copy.zero_()
-    for layer, (keys, _, states), old in zip(cache.layers, before, values, strict=True):
-        assert layer._keys is keys
-        assert all(now is state for now, state in zip(state_tensors(layer), states, strict=True))
-        assert all(torch.equal(now, then) for now, then in zip(states, old, strict=True))
 
 
 def test_a_failure_in_a_forgotten_forward_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:

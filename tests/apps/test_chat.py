@@ -81,16 +81,6 @@ def test_the_cache_is_kept_where_the_decoder_or_the_system_message_changes(nano)
     assert turn.text == cold(nano, messages, **DECODERS["wedlm"])
 
 
-def test_an_answer_that_the_template_writes_in_other_tokens_is_read_anew_from_there(nano):
-    talk = Conversation(*nano, DECODERS["wedlm"])
-    first = talk.ask(QUESTIONS[0], nothing)
-    talk.messages[-1]["content"] = "5, 10, 99"
-    messages = [*talk.messages, {"role": "user", "content": QUESTIONS[1]}]
-    turn = talk.ask(QUESTIONS[1], nothing)
-    assert first.prompt_tokens < turn.cached_tokens < first.prompt_tokens + first.new_tokens
-    assert turn.text == cold(nano, messages, **DECODERS["wedlm"])
-
-
 # --- answers that end early -----------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tiny import edit, stock_twin, tiny_model, tiny_tokenizer
 
 from wedlm_hf import convert
@@ -132,11 +133,27 @@ def test_the_error_names_what_is_damaged(folders, file, text, message):
     assert message in found and "\n" not in found
 
 
-def test_weights_of_other_shapes_are_an_error_of_one_line(folders):
+def drop_weights(file: Path) -> None:
+    kept = {name: weight for name, weight in load_file(file).items() if "layers.1.mlp" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (
+            lambda file: edit(file.with_name("config.json"), intermediate_size=7),
+            "weights of other shapes than its con",
+        ),
+        (lambda file: file.write_bytes(file.read_bytes()[:9000]), "are damaged or truncated: Error while deserializ"),
+        (lambda file: file.unlink(), "no file named model.safetensors"),
+        (drop_weights, "lacks 3 of the weights that "),
+    ],
+)
+def test_weights_that_do_not_fit_are_an_error_of_one_line(folders, harm, message):
     whole, _, _, damaged, _ = folders
-    copied(whole, damaged)
-    edit(damaged / "config.json", intermediate_size=7)
-    assert "has weights of other shapes than its config states" in attempt(damaged, is_stock=False)
+    harm(copied(whole, damaged) / "model.safetensors")
+    assert message in attempt(damaged, is_stock=False)
 
 
 def test_a_template_that_refuses_a_chat_of_its_own_accord_is_not_damaged(folders):

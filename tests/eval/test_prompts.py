@@ -8,7 +8,7 @@ from tiny import tiny_model, tiny_tokenizer
 from transformers import LlamaConfig, LlavaConfig
 
 from wedlm_hf.console.prompts import STANDARD_INPUT, read_rows
-from wedlm_hf.eval.prompts import Prompt, answer_limit, encode, encode_prompt, read_prompts
+from wedlm_hf.eval.prompts import Prompt, answer_limit, encode_prompt, read_prompts
 
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 
@@ -74,13 +74,6 @@ def test_lines_end_as_in_any_text_file():
     assert [(row.line, row.prompt) for row in found] == [(1, "a"), (2, "b"), (4, "c\x0b\x85\u2029d"), (6, "e")]
     found = read_rows("d.jsonl", '{"prompt": "a\u2028\x85"}\r{"prompt": "\\r\\n b"}\r\n')
     assert [row.prompt for row in found] == ["a\u2028\x85", "\r\n b"]
-
-
-def test_a_chat_template_that_refuses_messages_is_named():
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{{ raise_exception('no system, please') }}"
-    with pytest.raises(ValueError, match="The chat template refuses these messages: no system, please"):
-        encode(tokenizer, SYSTEM)
 
 
 @pytest.mark.parametrize(

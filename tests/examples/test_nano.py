@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from nano_tasks import TASKS, generate_samples
-from oracle import decode, decode_ar
+from oracle import decode
 
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.measure import measure
@@ -54,16 +54,6 @@ def test_greedy_decoding_equals_the_oracle_on_trained_weights(nano, window_size,
         output = model.generate(torch.tensor([prompt]), **settings, **options)
         assert output.sequences[0, len(prompt) :].tolist() == expected
         assert output.stats.forwards.item() == forwards
-
-
-def test_verified_decoding_equals_ar_decoding_on_trained_weights(nano):
-    model, tokenizer = nano
-    for prompt in prompts(tokenizer):
-        expected = decode_ar(
-            model, prompt, limit=32, mask_id=tokenizer.mask_token_id, eos_ids=[tokenizer.eos_token_id]
-        )
-        output = model.generate(torch.tensor([prompt]), strategy="wedlm", verification="exact", max_new_tokens=32)
-        assert output[0, len(prompt) :].tolist() == expected
 
 
 def test_it_answers_held_out_prompts_in_parallel_with_its_stored_settings(nano):

@@ -20,7 +20,6 @@ from wedlm_hf.generation.tree_drafter import TreeDrafter
 
 FIXED = {"adaptive_window": False, "window_size": 4}
 COUNTED = {"slot_cost": 0.01}  # a slot cost leaves no part to the clock
-PACES = {"fixed": FIXED, "counted": COUNTED, "timed": {}}
 
 
 def adapted(style="qwen3", head_width=8, **overrides):
@@ -72,56 +71,6 @@ def foreseeing(monkeypatch):
         monkeypatch.setattr(TreeDrafter, "_drafts", drafts_of)
 
     return install
-
-
-@pytest.mark.parametrize("pace", PACES)
-@pytest.mark.parametrize("errors", [0.0, 0.2, 0.6, None])
-@pytest.mark.parametrize("lengths", [[7], [5, 1, 12, 3]])
-def test_output_is_that_of_ar_decoding_whatever_share_of_the_drafts_passes(model, foreseeing, pace, errors, lengths):
-    prompts = prompts_of(lengths)
-    expected = ar_outputs(model, prompts)
-    if errors is not None:  # otherwise the adapter's own drafts
-        foreseeing(expected, errors)
-    output, rows = generate(model, prompts, verification="exact", **PACES[pace])
-    assert rows == expected
-    assert (output.stats.forwards <= output.stats.new_tokens).all()
-    if errors in (0.0, 0.2) and len(prompts) > 1 and pace != "timed":
-        assert output.stats.tokens_per_forward > 1.3
-        assert output.stats.accepted.sum() > 0
-
-
-def test_each_row_of_a_batch_gives_what_it_gives_alone(qwen3, foreseeing):
-    prompts = prompts_of([5, 1, 12, 3])
-    answers = ar_outputs(qwen3, prompts)
-    foreseeing(answers, 0.0)
-    together, rows = generate(qwen3, prompts, verification="exact", **FIXED)
-    for index, prompt in enumerate(prompts):
-        foreseeing([answers[index]], 0.0)
-        alone, (row,) = generate(qwen3, [prompt], verification="exact", **FIXED)
-        assert row == rows[index]
-        for name in ("forwards", "token_instances", "drafted", "accepted"):
-            assert getattr(alone.stats, name)[0] == getattr(together.stats, name)[index], name
-
-
-SAMPLED = {
-    "plain": {"do_sample": True},
-    "warped": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
-    "prefix": {"do_sample": True, "repetition_penalty": 1.3},
-    "greedy with a prefix": {"repetition_penalty": 1.3},
-}
-
-
-@pytest.mark.parametrize("pace", ["fixed", "counted"])
-@pytest.mark.parametrize("sampling", SAMPLED)
-def test_a_seed_gives_the_text_that_it_gives_without_drafts(qwen3, sampling, pace):
-    prompts = prompts_of([5, 9])
-    texts = []
-    for options in ({"slot_cost": 1000.0}, PACES[pace]):
-        torch.manual_seed(5)
-        output, rows = generate(qwen3, prompts, verification="exact", **SAMPLED[sampling], **options)
-        texts.append(rows)
-    assert output.stats.drafted.sum() > 0
-    assert texts[0] == texts[1]
 
 
 def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeypatch):
@@ -346,33 +295,6 @@ class Bushy(Planner):
 @pytest.fixture
 def bushy(monkeypatch):
     monkeypatch.setattr(mixin, "Planner", Bushy)
-
-
-@pytest.mark.parametrize("errors", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("lengths", [[7], [5, 1, 12, 3]])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_output_is_that_of_ar_decoding_whichever_sibling_passes(
-    qwen3, foreseeing, bushy, errors, lengths, implementation
-):
-    prompts = prompts_of(lengths)
-    expected = ar_outputs(qwen3, prompts)
-    foreseeing(expected, errors, siblings=2)
-    qwen3.set_attn_implementation(implementation)
-    output, rows = generate(qwen3, prompts, verification="exact", **COUNTED)
-    qwen3.set_attn_implementation("sdpa")
-    assert rows == expected
-    assert output.stats.tokens_per_forward > 1.5 or max(map(len, rows)) < 5
-
-
-@pytest.mark.parametrize("sampling", SAMPLED)
-def test_a_seed_gives_the_text_that_it_gives_without_drafts_where_drafts_branch(qwen3, bushy, sampling):
-    prompts = prompts_of([5, 9])
-    torch.manual_seed(5)
-    output, rows = generate(qwen3, prompts, verification="exact", **SAMPLED[sampling], **COUNTED)
-    assert output.stats.drafted.sum() > 2 * output.stats.forwards.sum()
-    torch.manual_seed(5)
-    _, expected = generate(qwen3, prompts, verification="exact", **SAMPLED[sampling], **FIXED)
-    assert rows == expected
 
 
 def test_the_cache_keeps_the_path_through_the_tree(qwen3, foreseeing, bushy, monkeypatch):

@@ -173,14 +173,6 @@ def test_gradient_checkpointing_in_training_mode_is_refused():
         model.generate(PROMPT, **FAST)
 
 
-def test_attention_that_takes_no_mask_decodes_one_row_at_a_time(model):
-    expected, flex = model.generate(PROMPT, **FAST), tiny_model(attn_implementation="flex_attention")
-    with pytest.raises(ValueError, match="'flex_attention' cannot decode rows of different lengths together"):
-        flex.generate(PROMPT.expand(2, -1), **FAST)
-    with torch.compiler.set_stance("force_eager"):  # flex attention as plain Python
-        assert flex.generate(PROMPT, **FAST).tolist() == expected.tolist()
-
-
 def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(tmp_path):
     for name, value, message in (
         ("window_size", 0, "`window_size` must be an integer of at least 1, got 0"),
@@ -382,16 +374,6 @@ def test_processors_that_leave_no_token_end_with_an_error(model, options, do_sam
         model.generate(PROMPT, **options, do_sample=do_sample, suppress_tokens=list(range(VOCAB_SIZE)))
 
 
-def test_a_failed_call_leaves_an_empty_cache_free_for_any_batch(model):
-    def failing(row, ids):
-        raise RuntimeError("failed")
-
-    cache = WindowCache()
-    with pytest.raises(RuntimeError, match="failed"):
-        model.generate(PROMPT.repeat(2, 1), **EXACT, **{CACHE: cache}, prefix_allowed_tokens_fn=failing)
-    assert model.generate(PROMPT, **EXACT, **{CACHE: cache}).tolist() == model.generate(PROMPT, **EXACT).tolist()
-
-
 def test_a_forward_that_gives_nan_does_not_spoil_a_static_cache():
     model = tiny_model()
     static = {"cache_implementation": "static", "return_dict_in_generate": True}
@@ -450,31 +432,6 @@ def test_a_cache_of_another_model_is_refused_and_kept(model):
         assert torch.equal(model.generate(ids, **FAST, **{CACHE: kept}), model.generate(ids, **FAST))
     cache.reset()
     assert torch.equal(other.generate(ids, **FAST, **{CACHE: cache}), other.generate(ids, **FAST))
-
-
-def test_a_cache_that_is_reset_takes_any_batch(model):
-    cache = cache_of(model.generate(PROMPT, **FAST, return_dict_in_generate=True))
-    cache.reset()
-    batch = PROMPT.expand(3, -1)
-    assert model.generate(batch, **FAST, **{CACHE: cache}).tolist() == model.generate(batch, **FAST).tolist()
-
-
-def test_the_cache_selects_repeats_and_crops_sequences(model):
-    prompts = torch.tensor([[20, 40, 9], [31, 77, 5]])
-    options = FAST | {"eos_token_id": []}
-    expected = model.generate(prompts, **options)
-    cache = cache_of(model.generate(prompts, **options, return_dict_in_generate=True))
-    cache.crop(2 - min(cache.lengths))
-    assert min(cache.lengths) == 2 and cache.get_seq_length() == max(cache.lengths)
-    cache.batch_repeat_interleave(2)
-    cache.batch_select_indices(torch.tensor([3, 0]))
-    for length in cache.lengths:
-        assert length >= 2
-    cache.crop(2 - max(cache.lengths))
-    found = model.generate(prompts[[1, 0]], **options, **{CACHE: cache})
-    assert found.tolist() == expected[[1, 0]].tolist()
-    with pytest.raises(ValueError, match="`crop` takes the negative number"):
-        cache.crop(1)
 
 
 # --- caches whose tokens nobody knows, and calls that break off ------------------------------------------------------
@@ -577,20 +534,6 @@ def test_scores_are_kept_in_float32_whatever_the_default_dtype(model):
     assert output.sequences.tolist() == expected.sequences.tolist()
     assert output.log_probs.dtype == torch.float32
     torch.testing.assert_close(output.log_probs, expected.log_probs)
-
-
-@pytest.mark.parametrize("options", [FAST, EXACT])
-def test_a_cache_that_was_filled_under_autocast_goes_on_without_it_and_back(model, options):
-    options = options | {"return_dict_in_generate": True}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = model.generate(PROMPT, **options)
-    for _ in range(2):
-        turn = torch.cat([output.sequences, torch.tensor([[50, 51]])], dim=1)
-        output = model.generate(turn, **options, **{CACHE: cache_of(output)})
-        assert output.sequences[:, : turn.shape[1]].tolist() == turn.tolist()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            turn = torch.cat([output.sequences, torch.tensor([[52]])], dim=1)
-            output = model.generate(turn, **options, **{CACHE: cache_of(output)})
 
 
 # --- settings that are stored for another decoder --------------------------------------------------------------------

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import decode, decode_ar
+from oracle import decode
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache
 
-from wedlm_hf.generation import WeDLMGenerationMixin, WindowCache
+from wedlm_hf.generation import WindowCache
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 LIMIT = 24
@@ -114,26 +114,6 @@ def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, li
     assert rows == [decode(qwen3, prompt, **arguments)[0] for prompt in prompts]
 
 
-def test_attention_implementations_decode_alike():
-    prompts, other = prompts_of([3, 9, 6]), tiny_model(attn_implementation="eager")
-    _, expected = generate(tiny_model(), prompts, entropy_threshold=2.0)
-    assert generate(other, prompts, entropy_threshold=2.0)[1] == expected
-
-
-def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights(qwen3):
-    class StockQwen3(WeDLMGenerationMixin, Qwen3ForCausalLM):
-        pass
-
-    names = set(Qwen3Config().to_dict()) - {"model_type", "architectures", "auto_map"}
-    config = Qwen3Config(**{name: value for name, value in qwen3.config.to_dict().items() if name in names})
-    stock = StockQwen3(config).eval()
-    stock.load_state_dict(qwen3.state_dict())
-    prompts = prompts_of([4, 11])
-    _, expected = generate(qwen3, prompts, entropy_threshold=1.5)
-    _, rows = generate(stock, prompts, entropy_threshold=1.5, mask_token_id=MASK)
-    assert rows == expected
-
-
 def check_every_commit(model, prompts, rows, monkeypatch, **options):
     """After every step, the cache is that of a fresh prefill. Returns how many rows were compared."""
     seen = 0
@@ -228,21 +208,6 @@ def test_trace_and_step_map_tell_the_whole_generation(qwen3):
         assert (output.step_map[row, len(rows[row]) :] == -1).all()
 
 
-@pytest.mark.parametrize("window_size", [1, 4, 16])
-@pytest.mark.parametrize("tau", [0, 2.0, 100])
-def test_verified_greedy_output_is_the_ar_output(model, window_size, tau):
-    prompts = prompts_of([5, 1, 12])
-    expected = [decode_ar(model, prompt, limit=LIMIT, mask_id=MASK, eos_ids=ENDS) for prompt in prompts]
-    output, rows = generate(model, prompts, verification="exact", window_size=window_size, draft_threshold=tau)
-    assert rows == expected
-    assert (output.stats.forwards <= output.stats.new_tokens).all()
-    for prompt, tokens in zip(prompts, expected, strict=True):
-        assert generate(model, [prompt], verification="exact", draft_threshold=tau)[1] == [tokens]
-    assert (output.stats.accepted <= output.stats.drafted).all()
-    if tau == 0:
-        assert output.stats.drafted.sum() == 0
-
-
 def monotonous(model):
     """The model, with weights that make every slot predict token 50: each draft is right."""
     with torch.no_grad():
@@ -305,33 +270,6 @@ def test_sampled_fills_follow_the_processed_distribution(qwen3):
     observed = (output[:, 6:] == top.indices).sum(0)
     assert observed.sum() == 2000
     assert ((observed - 2000 * expected) ** 2 / (2000 * expected)).sum() < 23.5  # 4 degrees of freedom, p = 1e-4
-
-
-def test_the_returned_cache_continues_a_conversation_as_a_cold_start_would(qwen3):
-    for verification in ("none", "exact"):
-        options = {THRESHOLD[verification]: 2.0, "verification": verification}
-        first, rows = generate(qwen3, prompts_of([5, 9]), **options)
-        turns = [
-            prompt + row + more
-            for prompt, row, more in zip(prompts_of([5, 9]), rows, prompts_of([4, 3], seed=7), strict=True)
-        ]
-        _, cold = generate(qwen3, turns, **options)
-        lengths = list(cache_of(first).lengths)
-        warm, warm_rows = generate(qwen3, turns, **{CACHE: cache_of(first)}, **options)
-        assert warm_rows == cold
-        assert all(length > 5 for length in lengths)
-        assert cache_of(warm) is cache_of(first)
-
-
-def test_a_prompt_that_is_cached_whole_decodes_like_a_cold_one(qwen3):
-    prompt = prompts_of([6])[0]
-    for verification in ("none", "exact"):
-        first, _ = generate(qwen3, [prompt], verification=verification)
-        cache = cache_of(first)
-        cache.crop(6 - cache.lengths[0])
-        _, cold = generate(qwen3, [prompt], verification=verification)
-        _, warm = generate(qwen3, [prompt], verification=verification, **{CACHE: cache})
-        assert warm == cold
 
 
 def test_rows_that_finish_leave_the_batch(qwen3):

@@ -91,18 +91,6 @@ def chain(*chances):
     return [Draft(7, place - 1, place + 1, chance) for place, chance in enumerate(chances)]
 
 
-def test_rows_that_cost_more_than_they_bring_are_not_planned():
-    planner = Planner(StepTimes(1000.0), 5)
-    (plan,) = planner.plan([Outlook(chain(0.9, 0.9), 2, ROOM)])
-    assert plan == ([], [0])
-
-
-def test_flat_costs_take_all_drafts_and_masks_there_are():
-    planner = Planner(StepTimes(0.0), 5)
-    (plan,) = planner.plan([Outlook(chain(0.9, 0.8, 0.7), 3, ROOM)])
-    assert len(plan.drafts) == 3 and plan.masks == [5] * 4
-
-
 def test_nothing_is_planned_beyond_the_limit():
     planner = Planner(StepTimes(0.0), 5)
     for room in (1, 2, 3):
@@ -125,13 +113,6 @@ def test_a_step_has_no_more_rows_than_it_may():
     for drafts in (0, 20, 31, 40):
         (plan,) = planner.plan([Outlook(chain(*[0.99] * drafts), drafts, 100)])
         assert min(drafts, 31) < 1 + len(plan.drafts) + sum(plan.masks) <= 32
-
-
-def test_siblings_are_checked_where_a_first_draft_often_fails():
-    drafts = [Draft(1, -1, 1, 0.4), Draft(2, -1, 1, 0.35, True), Draft(3, 0, 2, 0.2)]
-    planner = Planner(StepTimes(0.05), 5)
-    (plan,) = planner.plan([Outlook(drafts, 2, ROOM)])
-    assert [draft.token for draft in plan.drafts] == [1, 2]
 
 
 def test_parents_stand_before_their_children_and_first_children_right_behind():

@@ -3,7 +3,6 @@
 Other families: test_families.py."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +161,6 @@ def test_the_generation_config_is_carried_over(tmp_path, stated):
         assert (saved["top_k"], saved["eos_token_id"]) == (20, source.generation_config.eos_token_id)
 
 
-def test_a_sharded_source_is_read_and_nothing_is_written_unless_asked(tmp_path):
-    source = write_source(tmp_path / "whole")
-    source.save_pretrained(tmp_path / "source", max_shard_size="40KB")
-    stock_tokenizer().save_pretrained(tmp_path / "source")
-    result = convert(str(tmp_path / "source"))
-    assert torch.equal(result.model.model.norm.weight, source.model.norm.weight)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "whole"]
-
-
 def test_the_working_folder_a_link_to_a_folder_and_a_new_one_can_be_filled(tmp_path, monkeypatch):
     """The first two cannot be replaced by another folder: a shell, a mount or a link would be left with none."""
     write_source(tmp_path / "source")
@@ -280,22 +270,3 @@ def test_a_mask_that_ends_generation_is_refused(tmp_path):
     edit(tmp_path / "source" / "generation_config.json", eos_token_id=[EOS, START])
     refused(tmp_path, ValueError, "must differ from the end token, got 1 for both", mask_token="<|im_start|>")
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
-
-
-def test_a_hub_id_is_a_source_too(tmp_path, monkeypatch):
-    """Read from the Hub's cache, as if downloaded before."""
-    commit = "0" * 40
-    cache = tmp_path / "hub" / "models--someone--tiny"
-    write_source(tmp_path / "source")
-    shutil.copytree(tmp_path / "source", cache / "snapshots" / commit)
-    (cache / "refs").mkdir()
-    (cache / "refs" / "main").write_text(commit)
-    monkeypatch.setattr("transformers.utils.hub.default_cache_path", str(tmp_path / "hub"), raising=False)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    convert("someone/tiny", tmp_path / "out")
-    convert(tmp_path / "source", tmp_path / "expected")
-    out, expected = ({f.name: f.read_bytes() for f in (tmp_path / n).iterdir()} for n in ("out", "expected"))
-    assert b"base_model: someone/tiny\n" in out["README.md"]
-    for name in ("tokenizer_config.json", "README.md"):
-        del out[name], expected[name]
-    assert out == expected

@@ -30,7 +30,7 @@ from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 from wedlm_hf.serving.calls import Answer, Asked
 from wedlm_hf.serving.server import build_app
-from wedlm_hf.serving.text import StopTrimmer, TextDecoder
+from wedlm_hf.serving.text import TextDecoder
 
 
 @pytest.fixture
@@ -136,14 +136,6 @@ def test_an_answer_ends_before_a_stop_string(server):
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "5, 10, 15, 20, 2"
     for nothing in ("", [], [""]):
         assert server.text(stop=nothing) == ANSWER
-
-
-def test_text_that_may_begin_a_stop_string_is_held_back_until_it_is_certain():
-    trimmer = StopTrimmer(["END", "ND!"])
-    assert [trimmer.feed(text) for text in ("a E", "N", "X", " EN")] == ["a ", "", "ENX", " "]
-    assert trimmer.rest() == "EN"
-    assert [trimmer.feed(text) for text in ("x", "EN", "D y", "z")] == ["x", "", "", ""]
-    assert trimmer.rest() == ""
 
 
 def test_a_stop_string_is_looked_for_in_the_answer_alone(server):

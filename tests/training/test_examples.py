@@ -123,13 +123,6 @@ def test_what_a_template_would_leave_out_or_change_is_told_by_its_line(tmp_path,
         taught(tmp_path, Dataset.from_list(data), chat_template)
 
 
-def test_our_own_template_knows_no_tools(tmp_path):
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
-    for example in ({"messages": [USER, ANSWER], "tools": tools}, {"messages": calling(call_of({}))}):
-        with pytest.raises(ValueError, match=r"data.jsonl:1 has `tool(s|_calls)`: the chat template knows none"):
-            trainer_on(tmp_path, rows_of(tmp_path, [example]), chat_template_path="chatml")
-
-
 # Thoughts, and empty turns.
 
 
@@ -163,21 +156,6 @@ def test_the_completion_of_a_chat_begins_where_the_prompt_ends_and_of_text_where
     data = rows_of(tmp_path, [{"prompt": "3 + 4 =", "completion": " 7"}])  # where " = " is one token
     assert taught(tmp_path, data)[0].strip() == "= 7<|im_end|>"
     assert "data.jsonl:1 and perhaps others: a token holds the end of the prompt" in caplog.text
-
-
-def test_a_formatting_function_makes_text_that_is_all_learnt(tmp_path):
-    from test_sft_trainer import settings_of
-    from tiny import tiny_model
-
-    from wedlm_hf.training import WeDLMSFTTrainer
-
-    def made(example):
-        return example["question"] + " 9"
-
-    data = rows_of(tmp_path, [{"question": "Sort 9:"}])
-    rest = {"train_dataset": data, "processing_class": tiny_tokenizer(), "formatting_func": made}
-    trainer = WeDLMSFTTrainer(tiny_model(), settings_of(tmp_path), **rest)
-    assert learnt_text(trainer.train_dataset[0]).endswith(": 9<|im_end|>")
 
 
 # Files.

@@ -20,7 +20,6 @@ from wedlm_hf.training.sft_trainer import COLLATOR_FIELDS
 from wedlm_hf.training.train import DataConfig, main
 
 ROOT = Path(__file__).parents[2]
-NANO = ROOT / "examples" / "wedlm-nano"
 RECIPES = {path.stem: path for path in sorted((ROOT / "examples" / "recipes").glob("*.yaml"))}
 
 CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -127,34 +126,6 @@ def said(*words: str) -> str:
     assert result.exit_code == 2, result.output
     *_, line = result.stderr.splitlines()
     return line
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--model_name_or_path=", "The checkpoint must be a folder or a Hub id, got ''."),
-        ("--dataset no.jsonl --model_name_or_path NANO", "There is no file 'no.jsonl'."),
-        ("--dataset SCRIPT --model_name_or_path NANO", "A file of examples must end in .jsonl, .json, .parquet"),
-        ("--streaming true", "`streaming` needs `max_steps`"),
-        ("--output_dir SCRIPT", "`output_dir` must be a folder"),
-        ("--dataset=", "`dataset` must be a file, a folder or a Hub id, got an empty text."),
-        ("--eval_share 1", "`eval_share` must lie in [0, 1), got 1.0."),
-        ("--streaming true --max_steps 2 --eval_share 0.1", "`eval_share` must be 0 with `streaming`, got 0.1"),
-        ("--block_size -1 --packing true --max_length 1", "`max_length` must be at"),
-        ("--gradient_accumulation_steps 0", "`gradient_accumulation_steps` must be at least 1, got 0."),
-        ("--learning_rate nan", "`learning_rate` must be at least 0, got nan."),
-        ("--learning_rate fast", "argument --learning_rate/--learning-rate: invalid float value: 'fast'."),
-        ("--num_train_epochs 0", "Without `max_steps`, `num_train_epochs` must be more than 0, got 0."),
-        ("--blok_size 8", "Some specified arguments are not used by the HfArgumentParser: ['--blok_size', '8']"),
-    ],
-)
-def test_a_wrong_request_is_told_in_one_line(words, message):
-    words = words.replace("NANO", str(NANO)).replace("SCRIPT", __file__).split()
-    assert said("--dataset", "x.jsonl", "--model_name_or_path", "m", *CPU, *words).startswith(f"Error: {message}")
-
-
-def test_a_model_is_required():
-    assert said("--dataset", "x", *CPU).startswith("Error: `model_name_or_path` is required: a folder or Hub id")
 
 
 @pytest.mark.parametrize(

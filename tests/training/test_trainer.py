@@ -69,18 +69,6 @@ def record_noise(trainer: Trainer) -> tuple[list[Noise], list[Noise]]:
 # Loss, gradient, updates.
 
 
-@pytest.mark.parametrize("column", ["document_ids", "seq_lengths"])
-def test_packed_documents_stay_apart(tmp_path, column):
-    packing = {"document_ids": [0] * 4 + [1] * 3, "seq_lengths": [4, 3]}
-    example = {"input_ids": [11, 12, 13, 14, 21, 22, 23], column: packing[column], "text": "not a tensor"}
-    # Of the two, only `document_ids` is a column that the model names, and survives the trainer's default.
-    settings = {} if column == "document_ids" else {"remove_unused_columns": False}
-    trainer = trainer_on(tmp_path, train_dataset=[example], **settings)
-    (batch,) = trainer.get_train_dataloader()
-    assert batch["document_ids"].unique().tolist() == [0, 1]
-    assert batch["labels"].tolist() == [[IGNORE, 12, 13, 14, IGNORE, 22, 23]]
-
-
 @pytest.mark.parametrize("prediction_loss_only", [True, False])
 def test_evaluation_gives_the_loss_and_never_the_logits(tmp_path, prediction_loss_only):
     trainer = trainer_on(

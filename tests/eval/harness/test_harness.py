@@ -1,6 +1,5 @@
 """lm-evaluation-harness with our model: answers, likelihoods, statistics and errors, on wedlm-nano and tiny models."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,11 +7,10 @@ import sys
 import datasets
 import pandas as pd
 import pytest
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from tiny import EOS, MASK, PUBLISHED, stock_twin, tiny_model, tiny_tokenizer
+from tiny import EOS, stock_twin, tiny_model, tiny_tokenizer
 
 from wedlm_hf.eval.harness import WeDLMHarnessLM, evaluate
 from wedlm_hf.eval.harness.model import block_elbo
@@ -123,32 +121,6 @@ def test_gen_kwargs_go_before_model_args_and_reach_the_stock_model_too(manager):
     assert texts(ours, task) == texts(stock, task) == texts(plain, task)
     with pytest.raises(ValueError, match="stops the sequences of a batch together: pass `--model wedlm` or"):
         run(manager, [task], model="hf", gen_kwargs=gen_kwargs, batch_size=2)
-
-
-def test_few_shot_examples_are_turns_and_no_test_document(manager):
-    results = run(manager, ["wedlm_nano_chat"], {"strategy": "wedlm"}, num_fewshot=2, limit=1)
-    prompt = results["samples"]["wedlm_nano_chat"][0]["arguments"][0][0]
-    assert prompt.count("<|im_start|>user") >= 3 and "\x1e" not in prompt
-    assert results["n-shot"]["wedlm_nano_chat"] == 2
-    run(manager, ["wedlm_nano_chat"], num_fewshot=1, limit=1, apply_chat_template=False)  # and as plain text
-
-
-def test_a_published_checkpoint_loads_into_our_class_without_its_code(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {name: PUBLISHED[name] for name in ("rope_theta", "rope_scaling", "torch_dtype", "transformers_version")}
-    config |= {"auto_map": {"AutoModelForCausalLM": "modeling_other.WeDLMForCausalLM"}, "mask_token_id": MASK}
-    config.pop("rope_parameters")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for file in tmp_path.glob("*.py"):
-        file.unlink()
-    lm = WeDLMHarnessLM(str(tmp_path), strategy="wedlm", device="cpu", dtype="bfloat16")
-    assert type(lm.model).__module__ == "wedlm_hf.modeling_wedlm.modeling_wedlm" and lm.model.dtype == torch.bfloat16
-    (answer,) = lm.generate_until(instances("generate_until", ("Sort 31, 7", {"until": ["x"], "max_gen_toks": 5})))
-    assert isinstance(answer, str)
-    assert lm.get_model_info()["decoding_statistics"]["task"]["new_tokens"] <= 5
 
 
 # --- likelihoods --------------------------------------------------------------------------------

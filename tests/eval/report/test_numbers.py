@@ -147,16 +147,6 @@ def test_tasks_may_have_any_name():
         assert figure.as_uri().startswith("data:image/svg+xml;base64,")
 
 
-def test_a_task_without_timed_prompts_has_no_speed():
-    cells = tables(made(timed="even"), "right answers")["tasks"].set_index("task")["wedlm: speed against AR"]
-    assert (cells["odd"], cells["even"], cells["all tasks"]) == ("–", "1.00×", "1.00×")
-
-
-def test_markup_in_names_is_text():
-    table = as_markdown(pd.DataFrame({"task": ["<b>&|"]}))
-    assert r"| &lt;b&gt;&amp;\| |" in table
-
-
 def test_blocks_are_filled_by_name_and_text_around_them_stays():
     page = "a\n<!-- measured: one -->\nold\n<!-- /measured -->\nb\n<!-- measured: two -->\n<!-- /measured -->\nc\n"
     filled = fill(page, {"one": "| 1 |\n", "two": r"\2" + "\n", "three": "unused"})

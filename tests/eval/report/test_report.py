@@ -361,14 +361,8 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, unread):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--decoders", "ar,beam"], "Unknown decoder 'beam': choose among ar, block, wedlm, wedlm+typical"),
-        (["--windows", "4,wide"], "'--windows': numbers with commas between them are needed, got '4,wide'."),
         (["--save-settings", "--sweep-count", "0"], "`--sweep-count 0` has none."),
-        (["--temperature", "0"], "`--temperature` must be above 0 and finite, got 0.0: greedy is the default."),
-        (["--set", "window_size=4"], "`--set window_size` is decided by the report: leave it out."),
-        (["--set", "repetition_penaltyy=1.0"], "repetition_penaltyy"),
         (["some/model", "--save-settings"], "`--save-settings` needs a checkpoint folder, got 'some/model'."),
-        (["some/model"], "'some/model' brings no prompts (tasks.jsonl) along: name a file of your own (--file)."),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(tmp_path, unread, arguments, message):

@@ -44,22 +44,3 @@ def test_the_command_writes_a_page_and_keeps_the_trace(wedlm, checkpoint):
     assert recording["prompt"] == "\n".join([PROMPT] * 3)
     page = Path("build/trace.html").read_text()
     assert json.loads(page.split('<script id="trace" type="application/json">')[1].split("</script>")[0]) == kept
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--strategy", "ar", "hi"], "`--strategy` must be wedlm or block, got 'ar'."),
-        (["--save", "trace.json", "--output", "./link.json", "hi"], "'trace.json' is named twice"),
-        (["--file", "trace.json", "--save", "trace.json"], "'trace.json' is named twice"),
-        (["--output", ".", "hi"], "'.' is a folder; a file is to be written."),
-        (["--save", "trace.json/x", "hi"], "The folder 'trace.json' cannot be written to"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(wedlm, arguments, message):
-    Path("trace.json").write_text("kept")
-    Path("link.json").symlink_to("trace.json")
-    code, output, errors = wedlm(*arguments)
-    assert (code, output) == (2, "")
-    assert Path("trace.json").read_text() == "kept"
-    assert message in errors and errors.startswith("Error: ") and errors.count("\n") == 1

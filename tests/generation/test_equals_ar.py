@@ -1,0 +1,111 @@
+"""Verified decoding is AR decoding: models × decoders × calls, whatever is drafted."""
+
+from functools import cache
+
+import pytest
+import torch
+from oracle import decode_ar
+from test_branches import COUNTED, FIXED, Bushy, adapted, ar_outputs, foreseeing  # noqa: F401
+from test_generation import generate, prompts_of
+from tiny import tiny_model
+
+from wedlm_hf.eval.options import NANO
+from wedlm_hf.eval.prompts import encode_prompt, read_tasks
+from wedlm_hf.generation import mixin
+
+MODELS = {
+    "qwen3": tiny_model,
+    "qwen2.5": lambda: tiny_model("qwen2.5"),
+    "qwen3, adapter": adapted,
+    "qwen2.5, adapter": lambda: adapted("qwen2.5"),
+    "eager, adapter": lambda: adapted(attn_implementation="eager"),
+}
+DECODERS = {
+    "one mask": {"window_size": 1, "draft_threshold": 2.0},
+    "no drafts": {"draft_threshold": 0.0},
+    "all drafts": {"window_size": 16, "draft_threshold": 100.0},
+    "fixed": FIXED,
+    "counted": COUNTED,  # a slot cost leaves no part to the clock
+    "timed": {},
+    "static": {"cache_implementation": "static", "window_size": 4},
+    "trees": COUNTED,
+}
+# How many of an adapter's drafts are wrong: `None` are its own, which are random.
+CELLS = [
+    (model, decoder, errors)
+    for model in MODELS
+    for decoder in DECODERS
+    for errors in ((0.0, 0.3, None) if "adapter" in model and "drafts" not in decoder else (None,))
+    if model != "eager, adapter" or decoder in ("fixed", "trees")
+]
+make = cache(lambda name: MODELS[name]())
+PROMPTS = prompts_of([5, 1, 12, 3])
+said_by_ar = cache(lambda name: ar_outputs(make(name), PROMPTS))
+COUNTS = ("forwards", "token_instances", "drafted", "accepted")
+
+
+@pytest.fixture
+def decoder(request, monkeypatch):
+    if request.param == "trees":
+        monkeypatch.setattr(mixin, "Planner", Bushy)
+    return request.param
+
+
+@pytest.mark.parametrize(("name", "decoder", "errors"), CELLS, indirect=["decoder"])
+def test_greedy_answers_are_ars_in_batches_and_alone(name, decoder, errors, foreseeing):  # noqa: F811
+    model, expected = make(name), said_by_ar(name)
+    siblings = 2 if decoder == "trees" else 0
+    for chosen in (slice(0, 4), slice(2, 3)):
+        if errors is not None:
+            foreseeing(expected[chosen], errors, siblings=siblings)
+        output, rows = generate(model, PROMPTS[chosen], verification="exact", **DECODERS[decoder])
+        assert rows == expected[chosen]
+        assert (output.stats.forwards <= output.stats.new_tokens).all()
+        assert (output.stats.accepted <= output.stats.drafted).all()
+        if decoder == "no drafts" and "adapter" not in name:
+            assert output.stats.drafted.sum() == 0
+        if errors == 0.0:
+            found = [getattr(output.stats, count)[2 if chosen.start == 0 else 0] for count in COUNTS]
+            if chosen.start == 0:
+                together = found
+                assert decoder in ("timed", "one mask") or output.stats.tokens_per_forward > 1.3
+            elif decoder == "fixed":  # others plan by what the rows of a batch cost together
+                assert found == together
+
+
+SAMPLED = {
+    "plain": {"do_sample": True},
+    "warped": {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    "prefix": {"do_sample": True, "repetition_penalty": 1.3},
+    "greedy with a prefix": {"repetition_penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("sampling", SAMPLED)
+@pytest.mark.parametrize(
+    ("name", "decoder"),
+    [("qwen3", "all drafts"), *(("qwen3, adapter", each) for each in ("fixed", "counted", "trees"))],
+    indirect=["decoder"],
+)
+def test_a_seed_gives_the_text_that_it_gives_without_drafts_whatever_stands_beside(name, decoder, sampling):
+    model = make(name)
+
+    def sample(prompts, seed=5, **options):
+        torch.manual_seed(seed)
+        return generate(model, prompts, verification="exact", **SAMPLED[sampling], **options)
+
+    output, rows = sample(PROMPTS, **DECODERS[decoder])
+    assert output.stats.drafted.sum() > 0 or "adapter" not in name
+    assert rows == sample(PROMPTS, **({"slot_cost": 1000.0} if "adapter" in name else {"draft_threshold": 0.0}))[1]
+    assert rows[:1] == sample(PROMPTS[:1], **DECODERS[decoder])[1]
+    assert rows == sample(PROMPTS + prompts_of([4] * 6, seed=5), **DECODERS[decoder])[1][:4]
+    assert (sample(PROMPTS, seed=6, **DECODERS[decoder])[1] != rows) == ("do_sample" in SAMPLED[sampling])
+
+
+def test_answers_of_trained_weights_are_ars(nano):
+    model, tokenizer = nano
+    tasks = {prompt.task: prompt for prompt in read_tasks(NANO)}
+    for prompt in (encode_prompt(model, tokenizer, each).tokens for each in tasks.values()):
+        ids = {"mask_id": tokenizer.mask_token_id, "eos_ids": [tokenizer.eos_token_id]}
+        output = model.generate(torch.tensor([prompt]), strategy="wedlm", verification="exact", max_new_tokens=32)
+        assert output[0, len(prompt) :].tolist() == decode_ar(model, prompt, limit=32, **ids)
