@@ -27,13 +27,15 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ..checkpoints import NANO
 from ..checkpoints.packed import count_weights
+from ..console.prompts import DEMO_PROMPTS
 from ..console.streaming import AnswerStreamer
 from ..eval.measure import Speed, decode, fingerprint
-from ..eval.options import DEMO_PROMPTS, NANO, LoadingOptions
 from ..eval.prompts import read_prompts
+from ..eval.request import AnswerRequest
 from ..eval.trace.page import Trace, escaped, page, render, to_json
-from ..eval.trace.record import DecodingRequest, record
+from ..eval.trace.record import record
 from ..generation.settings import WeDLMGenerationSettings
 from . import smollm2
 
@@ -88,7 +90,7 @@ class Loaded:
 class Models:
     """Loads what is asked for, and keeps the last few."""
 
-    loading: LoadingOptions  # its dtype counts where a choice names none
+    read: Callable[..., tuple[Any, Any]]  # model and tokenizer of a source; takes `adapter` and `dtype`
     loaded: OrderedDict[Choice, Loaded] = field(default_factory=OrderedDict)
     threads: int = field(default_factory=torch.get_num_threads)
 
@@ -119,7 +121,7 @@ class Models:
         return loaded
 
     def _load(self, choice: Choice, tell: Callable[[dict[str, Any]], None]) -> Loaded:
-        source, adapter, dtype = choice.model, choice.adapter or None, choice.dtype or self.loading.dtype
+        source, adapter = choice.model, choice.adapter
         name = NANO.name if source == str(NANO) else source
         if source == "smollm2":
             if not (smollm2.FOLDER / smollm2.GGUF_FILE).exists():
@@ -127,8 +129,8 @@ class Models:
             name, adapter = "SmolLM2-135M-Instruct", adapter or str(smollm2.ADAPTER)
             source = str(smollm2.fetch(smollm2.FOLDER))
             tell({"at": "loading"})
-        options: dict[str, Any] = {"adapter": adapter, "dtype": dtype}
-        model, tokenizer = replace(self.loading, **options).load(source)
+        named = {"dtype": choice.dtype} if choice.dtype else {}
+        model, tokenizer = self.read(source, adapter=adapter or None, **named)
         threads = torch.get_num_threads()
         for strategy in ("wedlm", "ar"):  # the first call costs more
             decode(model, tokenizer, [tokenizer("1, 2").input_ids], {"strategy": strategy, "max_new_tokens": 4})
@@ -281,7 +283,7 @@ class Demo:
         repeats = int(count_weights(loaded.model) <= SMALL)
 
         def decoded(with_ar: bool, streamer: Callable[[str], AnswerStreamer] | None) -> Trace:
-            asked = DecodingRequest([form.prompt], form.keywords, with_ar, raw, form.seed)
+            asked = AnswerRequest([form.prompt], form.keywords, with_ar, raw, form.seed)
             about: dict[str, Any] = {"model_name": loaded.name, "digests": loaded.digests}
             return record(loaded.model, loaded.tokenizer, asked, repeats=repeats, streamer=streamer, **about)
 
@@ -336,11 +338,13 @@ def application(demo: Demo, hosts: list[str]) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
 
 
-def make_server(loading: LoadingOptions, model: str | None, is_local: bool) -> uvicorn.Server:
-    """The page's server, for this machine alone or for any. It begins with a model, a folder or Hub id (`None`:
-    wedlm-nano). Raises `OSError` or `ValueError` for a model that cannot be loaded."""
-    models = Models(loading)
-    first = Choice(model or models.offers[0].model, loading.adapter or "", "")
+def make_server(
+    read: Callable[..., tuple[Any, Any]], model: str | None, adapter: str | None, is_local: bool
+) -> uvicorn.Server:
+    """The page's server, for this machine alone or for any, where `read` is as in [`Models`]. It begins with a model,
+    a folder or Hub id (`None`: wedlm-nano). Raises `OSError` or `ValueError` for a model that cannot be loaded."""
+    models = Models(read)
+    first = Choice(model or models.offers[0].model, adapter or "")
     models.load(first)  # what is wrong with it is said here, not on the page
     web = application(Demo(models, first), ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"])
     return uvicorn.Server(uvicorn.Config(web, log_level="warning", timeout_graceful_shutdown=1))

@@ -14,7 +14,7 @@ from ..console.streaming import AnswerStreamer, printable, writer_to
 from ..eval.decoders import AR
 from ..eval.measure import MOST_TURNS, Decoding, Speed, decode, in_turn, rates
 from ..eval.prompts import Prompt
-from ..eval.trace.record import DecodingRequest
+from ..eval.request import AnswerRequest
 from ..modeling_wedlm import WeDLMForCausalLM
 
 WARM_UP_TOKENS = 8
@@ -31,7 +31,7 @@ SHOWN = (
 
 
 def compare(
-    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: DecodingRequest, console: Console
+    model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, request: AnswerRequest, console: Console
 ) -> dict[str, list[Decoding]]:
     """Answer prompts, streaming, and print their cost, next to AR decoding. Returns the answers of each decoder; where
     a speed cannot be right, both decoders answered the prompt again, and the seconds are medians. Raises `ValueError`

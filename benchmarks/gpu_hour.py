@@ -35,11 +35,11 @@ from wedlm_hf.adapters.adapt import adapt
 from wedlm_hf.adapters.adapt_config import AdaptConfig
 from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.loading import load_adapted
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.files import write_text
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import AR, DECODERS, EXACT
 from wedlm_hf.eval.measure import ForwardCounter, ar_logits, environment, now, pad_left, take_turns, until_end
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_tasks
 from wedlm_hf.generation.versions import CACHE
 

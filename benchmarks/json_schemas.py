@@ -15,9 +15,9 @@ from typing import Any
 import jsonschema
 import torch
 
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.measure import pad_left
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import uvicorn
 
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 from wedlm_hf.serving.schema import ChatRequest, CompletionRequest

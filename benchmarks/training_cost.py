@@ -15,9 +15,9 @@ import typer
 from random_weights import SHAPES, random_model
 from torch.nn import functional as F
 
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_tokenizer
 from wedlm_hf.eval.measure import now
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 

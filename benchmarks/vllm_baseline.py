@@ -24,10 +24,10 @@ import torch
 import typer
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen3Config
 
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import AR, DECODERS
 from wedlm_hf.eval.measure import Decoding, decode
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode_prompt, read_prompts
 from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..eval.options import NANO, LoadingOptions
+from ..checkpoints import NANO
 from ..eval.report.request import ReportRequest
 from .application import NO, command, console, listen, need, print_json, stopping
 from .options import (
@@ -14,13 +14,14 @@ from .options import (
     CompareOption,
     DecodingOptions,
     JsonOption,
+    LoadingOptions,
     ModelOption,
     PromptOptions,
     has_no_chat_template,
 )
 
 if TYPE_CHECKING:
-    from ..eval.trace.record import DecodingRequest
+    from ..eval.request import AnswerRequest
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")]
@@ -50,14 +51,14 @@ def generate(
 
 def _asked(
     prompts: PromptOptions, decoding: DecodingOptions, loading: LoadingOptions, model: str | None, compare: bool
-) -> tuple[Any, Any, "DecodingRequest"]:
+) -> tuple[Any, Any, "AnswerRequest"]:
     """The model, its tokenizer, and the request."""
     keywords, texts = decoding.keywords(), prompts.read()
-    from ..eval.trace.record import DecodingRequest
+    from ..eval.request import AnswerRequest
 
     loaded, tokenizer = loading.load(model)
     raw = prompts.raw or has_no_chat_template(tokenizer, model)
-    return loaded, tokenizer, DecodingRequest(texts, keywords, compare, raw, decoding.seed)
+    return loaded, tokenizer, AnswerRequest(texts, keywords, compare, raw, decoding.seed)
 
 
 @command(
@@ -166,7 +167,7 @@ def demo(
 
     is_local = host in LOCAL_HOSTS
     with listen(host, port) as (listening, address):
-        server = make_server(loading, model, is_local)
+        server = make_server(loading.load, model, loading.adapter, is_local)
         typer.echo(f"{address}  (Ctrl-C stops it)")
         if not is_local:
             typer.echo("Everyone who reaches this address can load any checkpoint on this machine.", err=True)

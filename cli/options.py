@@ -1,11 +1,11 @@
-"""How options are made of the fields of dataclasses, and those that several commands share: prompts and decoding."""
+"""How options are made of the fields of dataclasses, and those that commands share: prompts, loading, decoding."""
 
 import inspect
 import re
 import sys
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from ..console.prompts import Turns, is_unicode, read_rows, read_text
-from ..eval.options import DEMO_PROMPTS, NANO
+from ..checkpoints import NANO
+from ..console.prompts import DEMO_PROMPTS, Turns, is_unicode, read_rows, read_text
 from .settings import check_settings, parse_settings
 
 MODEL_HELP = "Folder or Hub id of a model; folder of an adapter; with --adapter also a GGUF file. Default: wedlm-nano."
@@ -60,6 +60,53 @@ class PromptOptions:
             if text.strip() or not is_piped:
                 given += [row.prompt for row in read_rows(name, text)]
         return given or list(DEMO_PROMPTS)
+
+
+@dataclass(frozen=True)
+class LoadingOptions:
+    """Model and machine.
+
+    Attributes:
+        adapter: mask adapter or LoRA for the model: folder or Hub id.
+        dtype: of the weights: fastest (on this CPU; elsewhere auto), packed (16-bit weights on a CPU), auto (the
+            checkpoint's), float32, bfloat16 or float16.
+        device: such as cpu or cuda; default: cuda if there is one.
+        threads: CPU threads; default: as many as have work.
+
+    Raises:
+        ValueError: for fewer than one thread.
+    """
+
+    adapter: str | None = None
+    dtype: Literal["fastest", "packed", "auto", "float32", "bfloat16", "float16"] = "fastest"
+    device: str | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"`threads` must be at least 1, got {self.threads}.")
+
+    def load(self, checkpoint: str | None, **instead: Any) -> tuple[Any, Any]:
+        """Model, in evaluation mode, and tokenizer of a folder or Hub id, or of the folder of an adapter (see
+        [`load_adapted`]); of wedlm-nano for None; with other fields `instead`. Raises `OSError` or `ValueError`
+        for what cannot be loaded, and `ValueError` for an unknown device."""
+        import torch
+        from transformers.utils.logging import disable_progress_bar
+
+        from ..adapters.loading import load_adapted
+        from ..checkpoints.loading import find_device
+        from ..eval.measure import default_threads
+
+        own = replace(self, **instead)
+        if own.threads is not None:
+            torch.set_num_threads(own.threads)
+        device = str(find_device(own.device, called="`--device {}`"))
+        disable_progress_bar()
+        source = str(NANO) if checkpoint is None else checkpoint
+        model, tokenizer = load_adapted(source, own.adapter, dtype=own.dtype, device=device)
+        if own.threads is None:
+            torch.set_num_threads(default_threads(model))
+        return model.eval(), tokenizer
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,15 @@ Turns = Sequence[dict[str, str]]
 
 STANDARD_INPUT = "standard input"
 
+DEMO_PROMPTS = (
+    "Count down from 97 to 61 by 4.",
+    "Anna has 347 apples. Ben brings 85 more. Anna sells 218. How many apples does Anna have now?",
+    "Sort from largest to smallest: 31, 7, 86, 12, 54, 23",
+    "Turn this text into JSON: Clara is 34. She works as a pilot. She lives in Lisbon. Clara has a cat and a dog.",
+    "Emma lives in Paris. Jack has a horse. Emma likes soup. Jack is 41 years old. Where does Emma live?",
+    'Complete this Python code:\ndef count_equal(scores, limit):\n    """Count the scores equal to limit."""',
+)
+
 
 @dataclass(frozen=True)
 class PromptRow:

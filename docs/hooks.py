@@ -52,7 +52,7 @@ SHOWN = {
     "Evaluation": (
         "eval.prompts.Prompt", "eval.prompts.encode_prompt", "eval.measure.measure", "eval.measure.decode",
         "eval.measure.Decoding", "eval.measure.ForwardCounter", "eval.trace.record.record",
-        "eval.trace.record.DecodingRequest", "eval.trace.page.page", "eval.harness.model.WeDLMHarnessLM",
+        "eval.request.AnswerRequest", "eval.trace.page.page", "eval.harness.model.WeDLMHarnessLM",
     ),
 }  # fmt: skip
 HOME = {"README.md": "index.md", "CHANGELOG.md": "CHANGELOG.md", "CONTRIBUTING.md": "CONTRIBUTING.md"}

@@ -89,7 +89,7 @@ def opened(browser):
 @pytest.fixture(scope="session")
 def nano():
     """wedlm-nano and its tokenizer."""
+    from wedlm_hf.checkpoints import NANO
     from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
-    from wedlm_hf.eval.options import NANO
 
     return load_model(NANO), load_tokenizer(NANO)

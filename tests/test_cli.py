@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 from wedlm_hf import cli
 from wedlm_hf.apps.generate import compare, comparison_table
+from wedlm_hf.cli import options
 from wedlm_hf.cli.application import console
 from wedlm_hf.cli.options import with_options
 from wedlm_hf.console.streaming import AnswerStreamer, printable
-from wedlm_hf.eval import options
 from wedlm_hf.eval.measure import Decoding, ForwardCounter
 from wedlm_hf.eval.prompts import encode
-from wedlm_hf.eval.trace.record import DecodingRequest
+from wedlm_hf.eval.request import AnswerRequest
 
 LABELS = ["new tokens", "forwards", "tokens per forward", "prefix cacheability", "tokens/s", "speed against AR"]
 
@@ -297,7 +297,7 @@ def test_a_terminal_shows_which_tokens_became_final_together():
     console = Console(file=written, force_terminal=True, color_system="standard", width=80)
     model = tiny_model()
     options = {"strategy": "wedlm", "window_size": 1, "max_new_tokens": 12}
-    compare(model, tiny_tokenizer(), DecodingRequest(["1, 2, 3"], options), console)
+    compare(model, tiny_tokenizer(), AnswerRequest(["1, 2, 3"], options), console)
     assert "Neighbours of one colour became final in the same forward." in written.getvalue()
     assert {"\x1b[36m", "\x1b[35m"} <= {f"\x1b[{part.split('m')[0]}m" for part in written.getvalue().split("\x1b[")}
 
@@ -309,7 +309,7 @@ def test_control_characters_of_prompts_and_answers_do_not_reach_the_terminal():
     others = [token for token in range(model.config.vocab_size) if token not in kept]
     options = {"strategy": "wedlm", "entropy_threshold": 100.0, "max_new_tokens": 24, "suppress_tokens": others}
     console = Console(file=io.StringIO())
-    compare(model, tokenizer, DecodingRequest(["hi\x1b[2J"], options, raw=True), console)
+    compare(model, tokenizer, AnswerRequest(["hi\x1b[2J"], options, raw=True), console)
     output = console.file.getvalue()
     assert "› hi␛[2J\n" in output and "␛" in output.split("its answer:")[1] and "\x1b" not in output
 

@@ -33,9 +33,9 @@ from typer.testing import CliRunner
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import smollm2
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import FIELDS
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import read_tasks
 from wedlm_hf.eval.report.page import blocks_of, fill
 

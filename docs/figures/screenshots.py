@@ -24,9 +24,11 @@ from rich.terminal_theme import MONOKAI
 from wedlm_hf.apps.chat import run
 from wedlm_hf.apps.conversation import Conversation
 from wedlm_hf.apps.demo import Choice, Demo, Models, application
-from wedlm_hf.eval.options import NANO, LoadingOptions
+from wedlm_hf.checkpoints import NANO
+from wedlm_hf.cli.options import LoadingOptions
+from wedlm_hf.eval.request import AnswerRequest
 from wedlm_hf.eval.trace.page import page as trace_page
-from wedlm_hf.eval.trace.record import DecodingRequest, record
+from wedlm_hf.eval.trace.record import record
 
 FOLDER = Path(__file__).parent
 # τ is far below the checkpoint's own, so that there is more to see than forwards that fill their whole window.
@@ -78,7 +80,7 @@ def replay(browser: Browser, name: str, scheme: str) -> None:
     """A page of `wedlm trace`, after some forwards."""
     prompt, options, forward = REPLAYS[name]
     model, tokenizer = LoadingOptions(threads=1).load(None)
-    trace = record(model, tokenizer, DecodingRequest([prompt], {"strategy": "wedlm", **options}), model_name=NANO.name)
+    trace = record(model, tokenizer, AnswerRequest([prompt], {"strategy": "wedlm", **options}), model_name=NANO.name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.html")
         path.write_text(trace_page(trace), encoding="utf-8")
@@ -89,7 +91,7 @@ def replay(browser: Browser, name: str, scheme: str) -> None:
 def race(browser: Browser, name: str) -> None:
     """Both decoders on one clock, as a moving picture."""
     model, tokenizer = LoadingOptions(threads=1).load(None)
-    trace = record(model, tokenizer, DecodingRequest([RACE], {"strategy": "wedlm"}), model_name=NANO.name)
+    trace = record(model, tokenizer, AnswerRequest([RACE], {"strategy": "wedlm"}), model_name=NANO.name)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.html")
         path.write_text(trace_page(trace), encoding="utf-8")
@@ -110,7 +112,7 @@ def race(browser: Browser, name: str) -> None:
 
 def demo(browser: Browser, name: str, scheme: str, width: int = 1280, height: int = 1560) -> None:
     """The page of `wedlm demo`, in the middle of a race, and after a setting was changed."""
-    application_ = application(Demo(Models(LoadingOptions(threads=1)), Choice(str(NANO))), ["127.0.0.1"])
+    application_ = application(Demo(Models(LoadingOptions(threads=1).load), Choice(str(NANO))), ["127.0.0.1"])
     server = uvicorn.Server(uvicorn.Config(application_, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

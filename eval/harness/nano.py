@@ -8,7 +8,7 @@ import datasets
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.api.utils import Message
 
-from ..options import NANO
+from ...checkpoints import NANO
 from ..prompts import Prompt, read_tasks
 
 TURN = "\x1e"  # separates the turns of a conversation in what the harness takes for one text

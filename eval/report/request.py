@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...checkpoints import NANO
 from ...console.prompts import read_text
-from ..options import NANO
 
 if TYPE_CHECKING:
     from ..decoders import Options

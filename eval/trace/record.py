@@ -4,7 +4,6 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.generation import BaseStreamer
 
 from ...console.progress import track
-from ...console.prompts import Turns
 from ...console.streaming import REPLACEMENT
 from ...generation.sampling import token_entropy
 from ...generation.settings import SETTING_NAMES, WeDLMGenerationSettings
@@ -23,7 +21,7 @@ from ...generation.trace import TraceStep, likeliest
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, Options
 from ..measure import MOST_TURNS, Decoding, ForwardCounter, Speed, decode_call, environment, fingerprint, in_turn
-from ..prompts import Prompt, answer_limit, encode_prompt
+from ..request import AnswerRequest
 from .page import COUNTS, FILLED, MASK, PENDING, PROMPT, Prediction, RecordedForward, Recording, Run, Trace
 
 Call = tuple[list[Decoding], Any, ForwardCounter]  # what [`decode_call`] returns
@@ -31,38 +29,10 @@ LEAST_SHARE = 0.001  # tokens of a lower probability are not kept among the like
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}  # byte-level tokenizers write these letters
 
 
-@dataclass(frozen=True)
-class DecodingRequest:
-    """Prompts, and how to decode them."""
-
-    prompts: Sequence[str | Turns]  # at least one; a text is a single turn of the user
-    options: Options  # keywords of `generate`, `strategy` among them
-    with_ar: bool = True  # AR decoding of each prompt too, right after, with the same options where they apply
-    raw: bool = False  # take prompts as they are, without the chat template
-    seed: int = 0  # of sampling, set anew for each prompt and decoder
-
-    def encode(self, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, list[int]]]:
-        """Each prompt and its tokens. Raises `ValueError` as [`encode_prompt`]."""
-        encoded = (encode_prompt(model, tokenizer, Prompt.of(prompt), raw=self.raw) for prompt in self.prompts)
-        return [(prompt.text, list(prompt.tokens)) for prompt in encoded]
-
-    def decoders(self, model: WeDLMForCausalLM, prompt_length: int) -> dict[str, Options]:
-        """Keywords of `generate` by strategy: the one that was asked for, then AR with what applies to it. Where no
-        limit of new tokens is given or stored, it is that of [`answer_limit`]."""
-        config = model.generation_config
-        is_limited = config.max_new_tokens is not None or config.max_length is not None
-        limit = {} if is_limited else {"max_new_tokens": answer_limit(model, prompt_length)}
-        decoders: dict[str, Options] = {self.options["strategy"]: {**limit, **self.options}}
-        if self.with_ar:
-            shared = {name: value for name, value in self.options.items() if name not in SETTING_NAMES}
-            decoders.setdefault(AR, {**limit, **shared, "strategy": AR})
-        return decoders
-
-
 def record(
     model: WeDLMForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    request: DecodingRequest,
+    request: AnswerRequest,
     *,
     model_name: str,
     repeats: int = 5,

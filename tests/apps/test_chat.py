@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from wedlm_hf import cli
 from wedlm_hf.apps.chat import Chat
 from wedlm_hf.apps.conversation import AnswerStopped, Conversation
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import ForwardCounter
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode
 
 QUESTIONS = (

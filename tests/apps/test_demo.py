@@ -16,7 +16,7 @@ from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import demo as server
 from wedlm_hf.apps.demo import IN_MEMORY, Choice, Demo, Form, Models, application
 from wedlm_hf.checkpoints.loading import load_model
-from wedlm_hf.eval.options import LoadingOptions
+from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.trace.page import Trace
 
 PROMPT = "1, 2, 3"
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def demo(checkpoint):
-    return Demo(Models(LoadingOptions()), Choice(checkpoint))
+    return Demo(Models(LoadingOptions().load), Choice(checkpoint))
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_pages_of_other_sites_cannot_use_it(client):
 
 
 def test_only_the_last_models_stay_in_memory(checkpoint):
-    models = Models(LoadingOptions())
+    models = Models(LoadingOptions().load)
     first = models.load(Choice(checkpoint))
     assert models.load(Choice(checkpoint)) is first
     for dtype in ("bfloat16", "float16"):
@@ -179,8 +179,8 @@ def test_only_the_last_models_stay_in_memory(checkpoint):
 def test_the_command_says_where_the_page_is_and_what_is_wrong(monkeypatch):
     opened = []
 
-    def make_server(loading, model, is_local):
-        assert (loading.dtype, model) == ("float32", "my-wedlm")
+    def make_server(read, model, adapter, is_local):
+        assert (read.__self__.dtype, model, adapter) == ("float32", "my-wedlm", None)
         return SimpleNamespace(run=lambda sockets: opened.append((sockets[0].getsockname(), is_local)))
 
     monkeypatch.setattr(server, "make_server", make_server)

@@ -12,7 +12,9 @@ import uvicorn
 from pydantic import TypeAdapter
 
 from wedlm_hf.apps.demo import Choice, Demo, Models, application
-from wedlm_hf.eval.options import DEMO_PROMPTS, NANO, LoadingOptions
+from wedlm_hf.checkpoints import NANO
+from wedlm_hf.cli.options import LoadingOptions
+from wedlm_hf.console.prompts import DEMO_PROMPTS
 from wedlm_hf.eval.prompts import Prompt, encode_prompt
 from wedlm_hf.eval.trace.page import Run, Trace
 
@@ -23,7 +25,7 @@ PATIENCE = 60_000  # milliseconds, on a machine that has other work
 
 @pytest.fixture(scope="module")
 def demo():
-    return Demo(Models(LoadingOptions()), Choice(str(NANO)))
+    return Demo(Models(LoadingOptions().load), Choice(str(NANO)))
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ from wedlm_hf import __main__, __version__, add_mask_adapter, cli
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.checkpoints.loading import load_model
-from wedlm_hf.cli import application
-from wedlm_hf.eval import options
+from wedlm_hf.cli import application, options
 from wedlm_hf.generation.settings import STRATEGIES
 
 COMMANDS = typer.main.get_command(cli.app).commands

@@ -11,8 +11,8 @@ from transformers import CompileConfig, GenerationConfig, WatermarkingConfig
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.cli.settings import REFUSED
-from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.generation.settings import SETTING_NAMES
 from wedlm_hf.serving import server
 

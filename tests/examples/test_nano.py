@@ -10,9 +10,9 @@ import torch
 from nano_tasks import TASKS, generate_samples
 from oracle import decode
 
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.measure import measure
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode, encode_prompt
 
 

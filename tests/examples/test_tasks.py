@@ -7,7 +7,7 @@ import re
 import pytest
 from nano_tasks import MATCHES, TASKS, generate_samples, is_heldout, main
 
-from wedlm_hf.eval.options import NANO
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.eval.prompts import Prompt
 
 ALL = list(TASKS)

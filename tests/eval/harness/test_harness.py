@@ -12,11 +12,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from tiny import EOS, stock_twin, tiny_model, tiny_tokenizer
 
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.eval.harness import WeDLMHarnessLM, evaluate
 from wedlm_hf.eval.harness.model import block_elbo
 from wedlm_hf.eval.harness.run import TASKS_FOLDER
 from wedlm_hf.eval.measure import measure
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import encode_prompt, read_tasks
 
 TASKS = ("counting", "arithmetic", "sorting", "json", "chat", "python")

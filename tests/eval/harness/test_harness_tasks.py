@@ -8,10 +8,10 @@ import pytest
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.eval.harness import nano
 from wedlm_hf.eval.harness import run as harness
 from wedlm_hf.eval.harness.run import TASKS_FOLDER
-from wedlm_hf.eval.options import NANO
 from wedlm_hf.eval.prompts import Prompt, read_tasks
 
 TASKS = ("counting", "arithmetic", "sorting", "json", "chat", "python")

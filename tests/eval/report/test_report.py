@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import decode, fingerprint
-from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.eval.prompts import encode, read_prompts, split_prompts
 from wedlm_hf.eval.report import page as pages
 from wedlm_hf.eval.report import request as requests

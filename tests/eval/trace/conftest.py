@@ -3,7 +3,8 @@
 import pytest
 from tiny import MASK, tiny_model, tiny_tokenizer
 
-from wedlm_hf.eval.trace.record import DecodingRequest, record
+from wedlm_hf.eval.request import AnswerRequest
+from wedlm_hf.eval.trace.record import record
 
 PROMPT = "1, 2, 3"
 
@@ -29,7 +30,7 @@ def recorded(model):
 
     def new(options, prompts=(PROMPT,), tokens=24, repeats=1, with_ar=True):
         options = {"strategy": "wedlm", "window_size": 6, "max_new_tokens": tokens, **options}
-        request = DecodingRequest(list(prompts), options, with_ar, raw=True, seed=5)
+        request = AnswerRequest(list(prompts), options, with_ar, raw=True, seed=5)
         return record(model, tiny_tokenizer(), request, model_name="tiny", repeats=repeats)
 
     return recorded

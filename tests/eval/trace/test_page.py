@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from wedlm_hf.eval.prompts import Prompt, encode_prompt
+from wedlm_hf.eval.request import AnswerRequest
 from wedlm_hf.eval.trace import page as pages
-from wedlm_hf.eval.trace.record import DecodingRequest, record
+from wedlm_hf.eval.trace.record import record
 
 STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"
 HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=alert(1)> & \"<b>€</b>\""
@@ -33,13 +34,13 @@ def test_a_page_holds_the_trace_and_nothing_of_it_as_markup(recorded):
 
 @pytest.fixture(scope="module")
 def trace(nano):
-    return record(*nano, DecodingRequest([STAMPS, HOSTILE], SETTINGS), model_name="wedlm-nano", repeats=1)
+    return record(*nano, AnswerRequest([STAMPS, HOSTILE], SETTINGS), model_name="wedlm-nano", repeats=1)
 
 
 @pytest.fixture(scope="module")
 def drafts(nano):
     options = {**DRAFTS, "do_sample": True, "temperature": 1.5, "max_new_tokens": 24, "adaptive_window": False}
-    return record(*nano, DecodingRequest([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
+    return record(*nano, AnswerRequest([HOSTILE, STAMPS], options), model_name="wedlm-nano", repeats=1)
 
 
 @pytest.fixture

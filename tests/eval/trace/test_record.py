@@ -8,9 +8,9 @@ import torch
 from tiny import tiny_tokenizer
 
 from wedlm_hf.eval.measure import ForwardCounter, decode_call
+from wedlm_hf.eval.request import AnswerRequest
 from wedlm_hf.eval.trace import record as recording_module
 from wedlm_hf.eval.trace.page import COUNTS, FILLED, MASK, PENDING, PROMPT
-from wedlm_hf.eval.trace.record import DecodingRequest
 
 TEXT = "1, 2, 3"
 SETTINGS = {
@@ -132,9 +132,7 @@ def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
         ({"verification": "exact"}, 32, "draft_threshold", 2.0),  # what is stored was chosen for another decoder
         ({"window_size": 3, "verification": "exact"}, 3, "draft_threshold", 2.0),
     ):
-        request = DecodingRequest(
-            [TEXT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True
-        )
+        request = AnswerRequest([TEXT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True)
         trace = recording_module.record(model, tiny_tokenizer(), request, model_name="tiny", repeats=0)
         settings = trace.recordings[0].runs[0].settings
         assert (settings["window_size"], settings[name]) == (window, threshold)
