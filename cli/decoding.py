@@ -8,7 +8,7 @@ import typer
 
 from ..checkpoints import NANO
 from ..eval.report.request import ReportRequest
-from .application import NO, command, console, listen, need, print_json, stopping
+from .application import NO, command, console, listen, need, print_json
 from .options import (
     CheckpointArgument,
     CompareOption,
@@ -132,18 +132,17 @@ def trace(
 
 @command(
     "wedlm report my-wedlm --file data.jsonl",
-    "wedlm report my-wedlm --file data.jsonl --save-settings --fill my-wedlm/README.md",
+    "wedlm report my-wedlm --file data.jsonl --save-settings",
     "wedlm report my-base --adapter my-adapter --file data.jsonl --sweep-count 0 --decoders ar+lookup,wedlm+exact",
 )
 def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption = False) -> None:
-    """One page on speed and quality against AR decoding, by a sweep over the settings; can be stopped and resumed."""
+    """One page on speed and quality against AR decoding, by a sweep over the settings."""
     from ..eval.report.run import run
 
     prompts, source = request.prompts()
     loaded, tokenizer = loading.load(request.model)
     has_no_chat_template(tokenizer, request.model)
-    with stopping(f"Stopped; the measurements are kept in {request.output}. The same command goes on from here."):
-        picked = run(request, loaded, tokenizer, prompts, source, console(stderr=True))
+    picked = run(request, loaded, tokenizer, prompts, source, console(stderr=True))
     if as_json:
         typer.echo((request.output / "report.json").read_text(encoding="utf-8"))
     if request.save_settings and picked is None:

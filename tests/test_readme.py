@@ -37,7 +37,6 @@ from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import FIELDS
 from wedlm_hf.eval.prompts import read_tasks
-from wedlm_hf.eval.report.page import blocks_of, fill
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
@@ -145,8 +144,7 @@ def models(tmp_path_factory) -> Path:
 @pytest.fixture
 def workplace(tmp_path, monkeypatch, models, page, block):
     """A folder with what a block names and does not make itself, as the current one."""
-    ignored = shutil.ignore_patterns("measured.jsonl")  # of another request
-    shutil.copytree(NANO, tmp_path / "examples" / "wedlm-nano", ignore=ignored)
+    shutil.copytree(NANO, tmp_path / "examples" / "wedlm-nano")
     for name in ("README.md", CARD, "docs/measure.md", "examples/recipes", "examples/distributed"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
@@ -155,7 +153,7 @@ def workplace(tmp_path, monkeypatch, models, page, block):
         shutil.copytree(models / name, tmp_path / name)
     for name, source in (("my-adapter", models / "my-adapter"), ("my-wedlm", models / "my-wedlm"), ("my-chat", NANO)):
         if not re.search(rf"(adapt|convert) \S+ {name}|--output_dir {name}", block):
-            shutil.copytree(source, tmp_path / name, ignore=ignored)
+            shutil.copytree(source, tmp_path / name)
     for name in ("my-task-lora", "my-model"):
         shutil.copytree(models / name, tmp_path / name)
     (chat,) = blocks("README.md", "json")
@@ -405,12 +403,15 @@ def test_the_file_tree_names_files_that_exist():
 
 
 def test_measured_numbers_are_those_of_the_stored_report():
-    measured = blocks_of((RESULTS / "report.md").read_text(encoding="utf-8"))
-    text = (ROOT / CARD).read_text(encoding="utf-8")
-    assert fill(text, measured) == text
+    report = (RESULTS / "report.md").read_text(encoding="utf-8")
+    tables = re.findall(
+        r"^\| (?:decoder|task) .*ar.*\n(?:\|.*\n)+", (ROOT / CARD).read_text(encoding="utf-8"), flags=re.M
+    )
+    assert len(tables) == 3 and all(table in report for table in tables)
     stored = json.loads((NANO / "generation_config.json").read_text())
     window, threshold, penalty = (stored[name] for name in FIELDS)
-    assert measured["setup"].startswith(f"Settings: window {window}, τ = {threshold:g}, λ = {penalty:g};")
+    settings = f"Settings: window {window}, τ = {threshold:g}, λ = {penalty:g};"
+    assert settings in report and settings in card
 
 
 def test_the_model_card_shows_every_task_in_its_own_words():
@@ -421,8 +422,8 @@ def test_the_model_card_shows_every_task_in_its_own_words():
 
 def test_the_first_table_repeats_the_measurements_of_the_examples():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    summary = blocks_of((RESULTS / "report.md").read_text(encoding="utf-8"))["summary"]
-    (row,) = re.findall(r"^\| wedlm\+exact +\|(.*)\|$", summary, flags=re.MULTILINE)
+    report = (RESULTS / "report.md").read_text(encoding="utf-8")
+    row = re.findall(r"^\| wedlm\+exact +\|(.*)\|$", report, flags=re.MULTILINE)[0]
     _, per_forward, _, _, speed = (cell.strip() for cell in row.split("|"))
     assert f"| {per_forward} | {speed.split()[0]}× |" in readme
     real = (ROOT / "examples" / "smollm2" / "README.md").read_text(encoding="utf-8")

@@ -1,9 +1,7 @@
-"""What a report writes: one template, as Markdown and as a page without outside resources; JSON, CSV, and measured
-tables in Markdown files of the user's."""
+"""What a report writes: one template, as Markdown and as a page without outside resources; JSON and CSV."""
 
 import html
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,8 @@ from ..table import TITLES, cells
 from .figures import figures
 from .numbers import Numbers
 
-BLOCKS = ("summary", "tasks", "batches", "depths", "setup", "front")
 MOST_DEPTHS = 8
 ALL_TASKS = "all tasks"
-_PLACE = re.compile(r"(<!-- measured: (\w+) -->\n)(.*?)(<!-- /measured -->)", flags=re.DOTALL)
 
 
 class Words:
@@ -61,26 +57,20 @@ class Words:
         return "".join(self._markdown.blocks[name](self._markdown.new_context(self.facts))).strip()
 
 
-def write_report(
-    about: Mapping[str, Any], numbers: Numbers, folder: Path, figure_folder: Path | None, fill_files: Sequence[Path]
-) -> Words:
-    """Write report.json, .md and .html, table.csv, and the figures and blocks that were asked for."""
+def write_report(about: Mapping[str, Any], numbers: Numbers, folder: Path, figure_folder: Path | None) -> Words:
+    """Write report.json, .md and .html, table.csv, and the figures that were asked for."""
     quality = "right answers" if about["data"]["has_answers"] else "agreement with AR"
     report = {**about, **numbers.as_json()}
     words = Words(report, numbers)
     drawn = figures(numbers, about["settings"]["window_size"], quality)
     shown = {name: as_markdown(made) for name, made in tables(numbers, quality).items()}
-    markdown = words.markdown(shown)
     write_text(folder / "report.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     write_text(folder / "table.csv", numbers.table.to_csv(index=False))
     write_text(folder / "report.html", words.page(shown, drawn))
-    write_text(folder / "report.md", markdown)
+    write_text(folder / "report.md", words.markdown(shown))
     if figure_folder is not None:
         for figure in drawn:
             figure.write_png(figure_folder)
-    for path in fill_files:
-        # What this report has not, such as the front of no sweep, leaves an empty block.
-        write_text(path, fill(path.read_text(encoding="utf-8"), dict.fromkeys(BLOCKS, "") | blocks_of(markdown)))
     return words
 
 
@@ -131,19 +121,3 @@ def as_markdown(table: pd.DataFrame) -> str:
 
 def _escaped(cell: object) -> str:
     return html.escape(str(cell), quote=False).replace("|", r"\|")
-
-
-def blocks_of(text: str) -> dict[str, str]:
-    """What stands in the measured blocks of a Markdown text, by name."""
-    return {match[2]: match[3] for match in _PLACE.finditer(text)}
-
-
-def fill(text: str, blocks: Mapping[str, str]) -> str:
-    """Replace what stands between `<!-- measured: NAME -->` and `<!-- /measured -->`, each on a line of its own.
-    Raises `ValueError` for a text without such a place, and for a name that is not in `blocks`."""
-    names = blocks_of(text)
-    unknown = sorted(set(names) - set(blocks))
-    if not names or unknown:
-        form, got = "<!-- measured: NAME --> … <!-- /measured -->", ", ".join(unknown) or "none"
-        raise ValueError(f"expected blocks {form} with a name among {', '.join(blocks)}, got {got}")
-    return _PLACE.sub(lambda match: f"{match[1]}{blocks[match[2]]}{match[4]}", text)

@@ -1,97 +1,28 @@
-"""The measurements of a report as pieces of work that are kept one by one.
+"""The measurements of a report, piece by piece.
 
-Quality is decoded in batches, one setting after the other. Speed is measured in turn (A B A B …); a turn that was cut
-off is repeated as a whole. An adaptive window depends on all sequences of a batch, so its decoders get their prompts
-one at a time where quality is measured; prompt lookup takes one at a time anyway.
+Quality is decoded in batches, one setting after the other. Speed is measured in turn (A B A B …). An
+adaptive window depends on all sequences of a batch, so its decoders get their prompts one at a time where quality is
+measured; prompt lookup takes one at a time anyway.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
-from huggingface_hub.utils import WeakFileLock
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from ...checkpoints.files import write_text
 from ...console.progress import stage
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import AR, EXACT, LOOKUP, Options
 from ..measure import Measured, agreeing_tokens, answer_entropy, batches_of, take_turns
 from ..prompts import Prompt, answer_limit
 from .request import ReportRequest
-
-FILE = "measured.jsonl"
-
-
-class Store:
-    """Rows by the name of the piece of work that they came of, in one file of JSON lines (see [`opened`]).
-
-    The first line says what decides the rows; each other line is a piece, appended when it is done. A last line that
-    was cut off is dropped.
-    """
-
-    def __init__(self, path: Path, request: Mapping[str, Any], restart: bool):
-        self.path = path
-        self.request = json.loads(json.dumps(request))
-        self.pieces: dict[str, list[Measured]] = {} if restart or not path.exists() else self._read()
-        lines = [{"request": self.request}, *({"piece": name, "rows": rows} for name, rows in self.pieces.items())]
-        write_text(path, "".join(map(_line, lines)))  # anew, so that no line is cut off in the middle
-
-    def put(self, piece: str, rows: list[Measured]) -> None:
-        """Keep the rows of a piece."""
-        self.pieces[piece] = rows
-        with open(self.path, "a", encoding="utf-8", newline="\n") as file:
-            file.write(_line({"piece": piece, "rows": rows}))
-
-    def _read(self) -> dict[str, list[Measured]]:
-        otherwise = "choose another `--output`, or begin anew (--restart)."
-        first, *lines = self.path.read_text(encoding="utf-8").split("\n")
-        try:
-            previous = json.loads(first)["request"]
-            # What follows on the last line end is empty, or was cut off.
-            pieces = {piece["piece"]: piece["rows"] for piece in map(json.loads, lines[:-1])}
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{str(self.path)!r} is no file of partial results: {otherwise}") from None
-        differing = [name for name in {**previous, **self.request} if previous.get(name) != self.request.get(name)]
-        if differing:
-            there, here = (json.dumps(one.get(differing[0]), ensure_ascii=False) for one in (previous, self.request))
-            raise ValueError(
-                f"{str(self.path.parent)!r} holds a report with another {', '.join(differing)} "
-                f"({differing[0]}: {there:.60} there, {here:.60} now): ask for the same, {otherwise}"
-            )
-        return pieces
-
-
-@contextmanager
-def opened(folder: Path, request: Mapping[str, Any], *, restart: bool = False) -> Iterator[Store]:
-    """The store of a folder, for one process at a time; `restart` begins anew, whatever the file holds. Raises
-    `ValueError` for a file of another request or of another kind, and while another process writes to it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(WeakFileLock(folder / ".lock", timeout=0.1))
-        except TimeoutError as error:
-            where = f"Another report is being made in {str(folder)!r}"
-            raise ValueError(f"{where}: choose another `--output`.") from error
-        store = Store(folder / FILE, request, restart)
-        try:
-            yield store
-        finally:
-            if not store.pieces:  # a request that was refused leaves nothing that another one could not go on from
-                store.path.unlink()
-
-
-def _line(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, ensure_ascii=False) + "\n"
 
 
 @dataclass(frozen=True)
@@ -116,10 +47,10 @@ class Piece:
     batch: Sequence[int]
     repeat: int = 0
 
-    def key(self, part: Part) -> str:
-        """A name that does not change, but for decoders of the same names with other settings."""
+    def seed(self, part: Part) -> int:
+        """Of what is sampled: another one for other prompts, settings and repeats."""
         what = [{name: dict(part.decoders[name]) for name in self.names}, self.batch, self.repeat]
-        return f"{part.name} {self.kind} {hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]}"
+        return int(hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16], 16)
 
     @property
     def calls(self) -> Sequence[Sequence[int]]:
@@ -135,22 +66,19 @@ class Measurement:
     model: WeDLMForCausalLM
     tokenizer: PreTrainedTokenizerBase
     request: ReportRequest
-    store: Store
     console: Console
 
     def run(self, part: Part) -> pd.DataFrame:
-        """Measure the pieces that the store lacks, with a progress bar; returns all lines of the part."""
-        pieces = {piece.key(part): piece for piece in self._pieces(part)}
-        left = {key: piece for key, piece in pieces.items() if key not in self.store.pieces}
+        """Measure a part, with a progress bar; returns its lines."""
+        pieces, rows = list(self._pieces(part)), []
         with stage(self.console, part.name) as show:
-            if left:
-                self._decode(part, Piece("warm-up", list(part.decoders), [0]))  # refuses what cannot be decoded
-            for count, (key, piece) in enumerate(left.items(), len(pieces) - len(left)):
+            self._decode(part, Piece("warm-up", list(part.decoders), [0]))  # refuses what cannot be decoded
+            for count, piece in enumerate(pieces):
                 show(count / len(pieces), "")
                 about = {"part": part.name, "kind": piece.kind, "repeat": piece.repeat}
-                self.store.put(key, [about | row for row in self._measure(part, piece)])
+                rows += [about | row for row in self._measure(part, piece)]
             show(1.0, "")
-        return pd.DataFrame([row for key in pieces for row in self.store.pieces[key]])
+        return pd.DataFrame(rows)
 
     def _pieces(self, part: Part) -> Iterator[Piece]:
         """Times are compared within a turn: those of other decoders or settings are of another moment. Prompts that
@@ -191,8 +119,7 @@ class Measurement:
 
     def _decode(self, part: Part, piece: Piece) -> list[Measured]:
         decoders = {name: part.decoders[name] for name in piece.names}
-        # What is sampled again is the same, and other prompts draw other numbers.
-        torch.manual_seed(int(piece.key(part)[-16:], 16))
+        torch.manual_seed(piece.seed(part))
         return [
             {name: value for name, value in row.items() if name != "text"}
             for call in piece.calls

@@ -47,13 +47,11 @@ class ReportRequest:
         max_new_tokens: longest answer, in tokens.
         temperature: temperature of sampling; default: greedy.
         settings: any other keyword of `generate`; may be repeated.
-        output: folder for report.html, .md, .json, table.csv and partial results.
-        fill: Markdown file whose measured blocks are replaced; may be repeated.
+        output: folder for report.html, .md, .json and table.csv.
         figures: folder for the figures as PNG.
-        restart: drop what the output folder holds.
 
     Raises:
-        OSError: for a folder that cannot be written to, and for files to fill that cannot be read.
+        OSError: for a folder that cannot be written to.
         ValueError: for anything else.
     """
 
@@ -78,9 +76,7 @@ class ReportRequest:
     temperature: float | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     output: Path = Path("build/report")
-    fill: list[Path] | None = None
     figures: Path | None = None
-    restart: bool = False
 
     def __post_init__(self) -> None:
         for name in ("matplotlib", "pandas", "scipy", "tabulate"):
@@ -102,13 +98,7 @@ class ReportRequest:
             raise ValueError(f"`batch_sizes` must be at least 1, got {min(self.batch_sizes)}.")
         self.candidates()  # checks its values
         from ...checkpoints.files import check_folder
-        from .page import BLOCKS, fill
 
-        for path in self.fill or ():
-            try:
-                fill(path.read_text(encoding="utf-8"), dict.fromkeys(BLOCKS, ""))
-            except ValueError as error:
-                raise ValueError(f"`--fill {path}`: {error}.") from None
         for folder in (self.output, self.figures):
             if folder is not None:
                 check_folder(folder)

@@ -1,10 +1,9 @@
 """The work of `wedlm report`.
 
 Settings are compared on *tuning* prompts (the *sweep*); the *headline* numbers are those of the stored or picked
-settings on other prompts. A run that was stopped goes on where it was.
+settings on other prompts.
 """
 
-import hashlib
 import json
 import shlex
 import sys
@@ -26,8 +25,10 @@ from ..measure import environment, fingerprint
 from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts
 from .numbers import Numbers, pick, settings_table, sweep_numbers
 from .page import write_report
-from .pieces import Measurement, Part, opened
-from .request import MANAGED, ReportRequest
+from .pieces import Measurement, Part
+from .request import ReportRequest
+
+TIMING = ("timed", "sweep_timed", "repeats", "batch_size", "batch_sizes", "max_new_tokens", "temperature")
 
 
 def run(
@@ -38,51 +39,48 @@ def run(
     source: str,
     console: Console,
 ) -> str | None:
-    """Measure, or go on measuring, and write all files; `source` says where the prompts are from. Returns the name of
+    """Measure and write all files; `source` says where the prompts are from. Returns the name of
     the settings that were picked; `None` where none is good enough.
 
     Raises:
-        ValueError: for partial results of another request, for prompts that leave no room for an answer, and whatever
-            `generate` refuses.
+        ValueError: for prompts that leave no room for an answer, and whatever `generate` refuses.
     """
     raw = request.raw or tokenizer.chat_template is None
     encoded = [encode_prompt(model, tokenizer, prompt, raw=raw) for prompt in prompts]
     tuning, others = split_prompts(encoded, request.sweep_count, request.count)
     candidates = request.candidates()
-    decides = _decides(request, model, tokenizer, [tuning, others])
-    with opened(request.output, decides, restart=request.restart) as store:
-        measurement = Measurement(model, tokenizer, request, store, console)
-        tried = settings_table(candidates)
-        sweep, sweep_table, picked = tried.iloc[:0], pd.DataFrame(), None
-        if tuning:
-            swept = Part("sweep", tuning, request.common(candidates), request.sweep_timed, is_compared=True)
-            sweep_table = measurement.run(swept)
-            sweep = sweep_numbers(sweep_table, tried)
-            picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
-        stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
-        chosen = candidates[picked] if request.save_settings and picked else vars(stored)
-        settings = {name: chosen[name] for name in FIELDS}
-        headline = {  # verified decoding needs no settings: the stored ones are for unverified decoding
-            name: configured(name, *settings.values()) if name in (BLOCK, WEDLM) else keywords
-            for name, keywords in COMPARED.items()
-            if name in tried["kind"].unique()
-        }
-        shown = Part("headline", others, request.common(headline), request.timed, sorted({1, *request.batch_sizes}))
-        table = measurement.run(shown)
+    measurement = Measurement(model, tokenizer, request, console)
+    tried = settings_table(candidates)
+    sweep, sweep_table, picked = tried.iloc[:0], pd.DataFrame(), None
+    if tuning:
+        swept = Part("sweep", tuning, request.common(candidates), request.sweep_timed, is_compared=True)
+        sweep_table = measurement.run(swept)
+        sweep = sweep_numbers(sweep_table, tried)
+        picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
+    stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
+    chosen = candidates[picked] if request.save_settings and picked else vars(stored)
+    settings = {name: chosen[name] for name in FIELDS}
+    headline = {  # verified decoding needs no settings: the stored ones are for unverified decoding
+        name: configured(name, *settings.values()) if name in (BLOCK, WEDLM) else keywords
+        for name, keywords in COMPARED.items()
+        if name in tried["kind"].unique()
+    }
+    shown = Part("headline", others, request.common(headline), request.timed, sorted({1, *request.batch_sizes}))
+    table = measurement.run(shown)
     about = {
         "command": shlex.join(["wedlm", *sys.argv[1:]]),
         "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
-        "weights": decides["model"],
-        "environment": decides["machine"],
+        "weights": fingerprint(model, tokenizer),
+        "environment": {"wedlm_hf": version("wedlm-hf"), **environment(model)},
         "common_settings": request.settings,
-        "timing": decides["measuring"],
+        "timing": {name: getattr(request, name) for name in TIMING},
         "max_loss": request.max_loss,
         "settings": settings,
         "picked": picked,
         "data": {"source": source} | _data(request, model, encoded, {"tuning": tuning, "headline": others}),
     }
     numbers = Numbers.of(sweep_table, sweep, table, others, model, request.temperature is None)
-    words = write_report(about, numbers, request.output, request.figures, request.fill or ())
+    words = write_report(about, numbers, request.output, request.figures)
     said = [words.block("summary"), words.block("chosen")]
     if request.save_settings and picked:
         write_settings(path := Path(request.model) / "generation_config.json", settings)
@@ -91,28 +89,6 @@ def run(
         console.print(text, highlight=False, soft_wrap=True)
     console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
     return picked
-
-
-def _decides(
-    request: ReportRequest,
-    model: WeDLMForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    parts: Sequence[Sequence[Prompt]],
-) -> dict[str, Any]:
-    """All that the rows depend on."""
-    rows = [[vars(prompt) for prompt in part] for part in parts]
-    skipped = MANAGED | {"transformers_version", "_from_model_config"}
-    stored = sorted(model.generation_config.to_diff_dict().items())
-    measuring = ("timed", "sweep_timed", "repeats", "batch_size", "batch_sizes", "max_new_tokens", "temperature")
-    return {
-        "model": fingerprint(model, tokenizer),
-        "prompts": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16],
-        "generation config": {name: value for name, value in stored if name not in skipped},
-        "grid": list(request.candidates()),
-        "settings": request.settings,
-        "measuring": {name: getattr(request, name) for name in measuring},
-        "machine": {"wedlm_hf": version("wedlm-hf"), **environment(model)},
-    }
 
 
 def _data(

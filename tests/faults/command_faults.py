@@ -228,9 +228,9 @@ COMMANDS = {
         "trace Sort --model model --output page.html --save trace.json --max-new-tokens 4",
     ),
     "report": Command(
-        REPORT + "--restart --max-new-tokens 8 --max-loss 100 --save-settings",
+        REPORT + "--max-new-tokens 8 --max-loss 100 --save-settings",
         whole_json("out/report.json", "out/report.html", "model/generation_config.json", "model/config.json"),
-        REPORT + "--restart --max-new-tokens 6",
+        REPORT + "--max-new-tokens 6",
     ),
     "convert": Command("convert stock new", lambda folder: whole_model(folder / "new")),
     "push": Command(

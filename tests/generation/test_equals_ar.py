@@ -9,7 +9,7 @@ from test_branches import COUNTED, FIXED, Bushy, adapted, ar_outputs, foreseeing
 from test_generation import generate, prompts_of
 from tiny import tiny_model
 
-from wedlm_hf.eval.options import NANO
+from wedlm_hf.checkpoints import NANO
 from wedlm_hf.eval.prompts import encode_prompt, read_tasks
 from wedlm_hf.generation import mixin
 

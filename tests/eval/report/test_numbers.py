@@ -14,7 +14,7 @@ from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.eval.report.figures import draw_acceptance, figures
 from wedlm_hf.eval.report.numbers import Numbers, find_differences, pick, settings_table, sweep_numbers
-from wedlm_hf.eval.report.page import Words, as_markdown, fill, tables
+from wedlm_hf.eval.report.page import Words, as_markdown, tables
 from wedlm_hf.eval.table import mark_same
 
 PROMPTS = 24
@@ -145,12 +145,6 @@ def test_tasks_may_have_any_name():
     assert r"| a\|b " in text and text.count("\n") == 2 + 4 + 1
     for figure in figures(numbers, 4, "right answers"):
         assert figure.as_uri().startswith("data:image/svg+xml;base64,")
-
-
-def test_blocks_are_filled_by_name_and_text_around_them_stays():
-    page = "a\n<!-- measured: one -->\nold\n<!-- /measured -->\nb\n<!-- measured: two -->\n<!-- /measured -->\nc\n"
-    filled = fill(page, {"one": "| 1 |\n", "two": r"\2" + "\n", "three": "unused"})
-    assert filled == page.replace("old", "| 1 |").replace("two -->\n", "two -->\n\\2\n")
 
 
 def test_the_curve_has_a_row_for_each_evaluation_and_is_drawn(tmp_path):

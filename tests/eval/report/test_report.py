@@ -16,7 +16,7 @@ from wedlm_hf import cli
 from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.decoders import DECODERS
-from wedlm_hf.eval.measure import decode, fingerprint
+from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import encode, read_prompts, split_prompts
 from wedlm_hf.eval.report import page as pages
 from wedlm_hf.eval.report import request as requests
@@ -25,7 +25,7 @@ from wedlm_hf.eval.report import run as running
 SMALL = "--windows 4 --thresholds 0.5,5 --penalties 0,0.5 --draft-thresholds 5 --max-new-tokens 6 --repeats 2".split()
 COUNTS = "--count 2 --sweep-count 1 --timed 1 --sweep-timed 1 --batch-sizes 1,2".split()
 SETTINGS = 1 + 2 + 4 + 1 + 1  # ar, block, wedlm, wedlm+typical, wedlm+exact
-NEW_FILES = {"measured.jsonl", "report.html", "report.json", "report.md", "table.csv"}
+NEW_FILES = {"report.html", "report.json", "report.md", "table.csv"}
 TASKS = ("counting", "sorting", "chat")
 
 
@@ -118,12 +118,9 @@ def visible(folder):
 
 
 def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_compared_alone(checkpoint, tmp_path):
-    folder, page = tmp_path / "out", tmp_path / "page.md"
-    page.write_text(
-        "<!-- measured: depths -->\n<!-- /measured -->\n<!-- measured: front -->\nold\n<!-- /measured -->\n"
-    )
+    folder = tmp_path / "out"
     decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--count", 4]
-    decoders += ["--output", folder, "--fill", page]
+    decoders += ["--output", folder]
     text = succeed(checkpoint, *SMALL, *COUNTS, *decoders)
     report, markdown = read(folder), (folder / "report.md").read_text()
     assert "Verified decoding:" in text and "setting of unverified" not in text
@@ -135,8 +132,7 @@ def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_comp
     assert sizes == [(1, "ar"), (1, "wedlm+exact"), (1, "ar+lookup"), (2, "ar"), (2, "wedlm+exact")]
     depths = [row for row in report["depths"] if row["decoder"] == "wedlm+exact"]
     assert [row["depth"] for row in depths] == [*range(1, len(depths) + 1)] and depths[0]["drafted"] > 0
-    assert depths[0]["accepted"] >= depths[-1]["accepted"] and "wedlm+exact" in page.read_text()
-    assert "<!-- measured: front -->\n<!-- /measured -->" in page.read_text()
+    assert depths[0]["accepted"] >= depths[-1]["accepted"]
 
 
 def test_samples_are_not_compared_with_ars_token_for_token(checkpoint, tmp_path):
@@ -214,19 +210,6 @@ def test_the_page_needs_nothing_from_outside(made):
     assert str(report["environment"]["torch"]) in html
 
 
-def test_pages_are_filled_once_and_for_good(made, checkpoint, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- measured: {name} -->\n<!-- /measured -->\n" for name in pages.BLOCKS))
-    folder = Path(shutil.copytree(made[0], tmp_path / "out"))
-    arguments = [checkpoint, *SMALL, *COUNTS, "--output", folder, "--fill", page]
-    succeed(*arguments)
-    text = page.read_text(encoding="utf-8")
-    assert "| wedlm+exact   |" in text and "Settings: window 16" in text
-    assert pages.blocks_of((folder / "report.md").read_text(encoding="utf-8")) == pages.blocks_of(text)
-    succeed(*arguments)
-    assert page.read_text(encoding="utf-8") == text
-
-
 def test_picked_settings_are_stored_and_are_those_of_the_headline(copied, tmp_path):
     before = json.loads((copied / "generation_config.json").read_text())
     # With this flag, transformers would drop our fields when it loads them.
@@ -255,70 +238,6 @@ def test_where_no_setting_is_good_enough_none_is_stored(copied, tmp_path, monkey
     assert (tmp_path / "out" / "report.html").exists()
 
 
-# --- stopped, and gone on with ------------------------------------------------------------------------------------
-
-
-def counting(monkeypatch, stop_at=None):
-    """The number of calls of `decode` so far, in a list; call number `stop_at` is interrupted."""
-    calls = [0]
-
-    def counted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == stop_at:
-            raise KeyboardInterrupt
-        return decode(*args, **kwargs)
-
-    monkeypatch.setattr(measuring, "decode", counted)
-    return calls
-
-
-def without_times(report):
-    def strip(value):
-        if isinstance(value, dict):
-            timed = ("speed", "tokens_per_second", "own_cost", "first_token", "on_front", "command")
-            return {key: strip(item) for key, item in value.items() if not key.startswith(timed)}
-        return [strip(item) for item in value] if isinstance(value, list) else value
-
-    return strip(report)
-
-
-def test_a_stopped_report_goes_on_and_ends_as_if_it_had_never_stopped(made, checkpoint, tmp_path, monkeypatch):
-    arguments = [checkpoint, *SMALL, *COUNTS, "--output", tmp_path / "out"]
-    for stop_at in (SETTINGS + 20, SETTINGS + 60):
-        calls = counting(monkeypatch, stop_at)
-        result = invoke(*arguments)
-        assert result.exit_code == 130, result.output
-        assert "The same command goes on from here" in result.stderr
-        assert not (tmp_path / "out" / "report.json").exists()
-    with open(tmp_path / "out" / "measured.jsonl", "a", encoding="utf-8") as file:
-        file.write('{"piece": "cut o')  # as by a full disk
-    calls = counting(monkeypatch)
-    succeed(*arguments)
-    assert calls[0] > len(DECODERS)  # more than the warm-up
-    assert without_times(read(tmp_path / "out")) == without_times(read(made[0]))
-    calls = counting(monkeypatch)
-    succeed(*arguments)
-    assert calls[0] == 0  # all is there: only the files are written
-
-
-def test_partial_results_of_another_request_are_refused_unless_dropped(made, checkpoint, copied, tmp_path):
-    folder = Path(shutil.copytree(made[0], tmp_path / "out"))
-    before = (folder / "measured.jsonl").read_bytes()
-    arguments = [*SMALL, *COUNTS, "--output", folder]
-    (tmp_path / "other.jsonl").write_text(DATA.replace("counting 0", "counting 7"))
-    assert "holds a report with another prompts" in refused(checkpoint, *arguments, "--file", tmp_path / "other.jsonl")
-    assert "another grid" in refused(checkpoint, *arguments, "--windows", 5)
-    other = timeless_model(seed=1)
-    other.save_pretrained(copied)
-    message = refused(copied, *arguments)
-    assert "another model" in message and "begin anew (--restart)" in message
-    assert (folder / "measured.jsonl").read_bytes() == before
-    succeed(copied, *arguments, "--decoders", "wedlm", "--restart")
-    assert read(folder)["weights"]["weights"] == fingerprint(other, tiny_tokenizer())["weights"]
-    (folder / "measured.jsonl").write_text("{")
-    assert "is no file of partial results" in refused(copied, *arguments)
-
-
 def test_an_impossible_speed_has_a_reason(checkpoint, tmp_path, monkeypatch):
     def slow(*arguments, **keywords):
         return [replace(one, seconds=one.seconds * 99) if arguments[3]["strategy"] == "ar" else one
@@ -331,23 +250,12 @@ def test_an_impossible_speed_has_a_reason(checkpoint, tmp_path, monkeypatch):
     assert "is impossible: the machine was busy" in text
 
 
-def test_two_reports_cannot_write_to_one_folder(checkpoint, tmp_path):
-    (tmp_path / "out").mkdir()
-    with running.opened(tmp_path / "out", {}):
-        message = refused(checkpoint, *SMALL, *COUNTS, "--output", tmp_path / "out")
-    assert "Another report is being made in" in message
-    assert visible(tmp_path / "out") == set()
-
-
 # --- what is refused before weights are read ----------------------------------------------------------------------
 
 
 def test_files_that_cannot_be_written_to_are_refused(tmp_path, unread):
     page = tmp_path / "page.md"
-    for text in ("no block", "<!-- measured: curve -->\n<!-- /measured -->"):
-        page.write_text(text)
-        message = refused("--output", tmp_path / "out", "--fill", page)
-        assert "with a name among summary, tasks, batches, depths, setup, front, got" in message
+    page.touch()
     for path in (page, page / "out"):
         assert f"The folder {str(path)!r} cannot be written to" in refused("--output", path)
         assert "cannot be written to" in refused("--figures", path, "--output", tmp_path / "out")
