@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from ..console.prompts import Turns, encode, read_rows
+from ..generation.state import keeps_state
 
 # What a drawn prompt begins with. Left to itself a small model asks the same few questions again and again.
 STARTERS = tuple(
@@ -337,6 +338,8 @@ class _Writer:
         ids = pad_sequence(tokens, padding_value=pad, **left)
         # Token by token in our own loop: it costs what AR `generate` does, but rows that have ended cost nothing.
         settings: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "window_size": 1, "do_sample": False}
+        if keeps_state(self.model):  # which takes no batches there
+            settings = {"strategy": "ar", "do_sample": False}
         if temperature is not None:
             settings |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": 1.0}
         output = self.model.generate(

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel,
 from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters import answers, load_mask_adapter
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
+from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.pace import FEW_ROWS, Pace, measure_pace, plan
 from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
 
@@ -190,7 +191,7 @@ def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(
 
 
 def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatch) -> None:
-    machine, base = Machine(0.5, 0.04), write_base(tmp_path / "hybrid")
+    machine, base = Machine(0.5, 0.001), write_base(tmp_path / "hybrid")
     config = Qwen3_5TextConfig(
         vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
@@ -201,9 +202,15 @@ def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatc
     randomize(Qwen3_5ForCausalLM(config)).save_pretrained(base)
     prompts = {"prompts": tmp_path / "prompts.txt"}
     with machine.running(monkeypatch):
-        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=9, tokens=60, **prompts, **SMALL), clock=machine)
+        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=20, tokens=60, **prompts, **SMALL), clock=machine)
     assert made["mask_rows"] > 0
+    written = read_answers(tmp_path / "out" / "work" / "answers.jsonl")
+    assert len([one for one in written if one["batch"] == 0]) > 1  # written together
     model, prompt = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval(), torch.tensor([[5, 6, 7]])
+    for answer in written:
+        ids = torch.tensor([answer["prompt_ids"]])
+        text = model.generate(ids, max_new_tokens=192, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert text == answer["response_ids"]
     expected = model.generate(prompt, max_new_tokens=20, do_sample=False)
     load_mask_adapter(model, tmp_path / "out")
     options = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 20, "do_sample": False}
