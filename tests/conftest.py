@@ -93,3 +93,19 @@ def nano():
     from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 
     return load_model(NANO), load_tokenizer(NANO)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A tiny random model."""
+    from tiny import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Its tokenizer."""
+    from tiny import tiny_tokenizer
+
+    return tiny_tokenizer()

@@ -193,17 +193,6 @@ def test_a_conversation_is_saved_as_training_reads_it_and_replaces_nothing(chat,
     assert len(chat.conversation.all_messages) == 2
 
 
-def test_help_lists_every_command_and_what_is_none_is_said(chat):
-    shown = chat("/help")
-    assert all(f"{name} " in shown for name in chat.program.commands)
-    assert "There is no command /strateg:" in chat("/strateg")
-    assert chat("") == chat("  ") == ""
-    assert "not UTF-8" in chat("\udcff")
-    assert chat.conversation.messages == []
-    chat("/exit")
-    assert chat.program.is_over
-
-
 def test_what_generate_refuses_is_said_and_the_message_is_dropped(chat):
     chat.conversation.options = {"strategy": "wedlm", "repetition_penalty": 1.2}
     assert "Error: RepetitionPenaltyLogitsProcessor needs the tokens before" in chat("Hello")

@@ -25,7 +25,6 @@ from wedlm_hf.checkpoints.packed import (
     count_weights,
     is_packed,
     pack,
-    padded_rows,
     use_fastest,
 )
 from wedlm_hf.eval.measure import environment, fingerprint
@@ -86,30 +85,6 @@ def test_a_row_has_the_same_bits_for_any_number_of_threads():
     finally:
         torch.set_num_threads(threads)
     assert found[0].equal(found[1]) and found[0].equal(found[2])
-
-
-@pytest.mark.parametrize(
-    ("other", "padded", "step"),
-    [
-        (lambda count: count % 3 != 0, {1: 3, 3: 3, 4: 6, 48: 48, 49: 51}, 3),
-        (lambda count: count in (1, 2, 7), {1: 3, 4: 4, 7: 8, 14: 14}, 3),
-        (lambda count: False, {1: 1, 7: 7, 500: 500}, 1),
-        (lambda count: count < 8, {1: 8, 9: 9, 49: 56}, 8),
-    ],
-)
-def test_numbers_of_rows_are_padded_where_the_kernels_give_other_bits(monkeypatch, other, padded, step):
-    monkeypatch.setattr(packed, "_multiply", lambda rows, weight: rows[:, :2] + float(other(len(rows))))
-    found = packed._look_at_rows()
-    assert found[1] == step
-    monkeypatch.setattr(packed, "_fitting_rows", lambda: found)
-    assert {count: padded_rows(count) for count in padded} == padded
-    assert padded_rows(0) == 0
-
-
-def test_where_no_padding_helps_the_log_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(packed, "_multiply", lambda rows, weight: torch.rand(len(rows), 2))
-    assert packed._look_at_rows() == ((), 1)
-    assert "depend on the number of rows" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import MASK, tiny_model, tiny_tokenizer
+from tiny import MASK, tiny_model
 
 from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.measure import (
@@ -25,16 +25,6 @@ AR = {"strategy": "ar", **SHORT}
 FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, **SHORT}
 EXACT = {**FAST, "verification": "exact", "adaptive_window": False}  # rows of a batch adapt together
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return tiny_tokenizer()
 
 
 @pytest.mark.parametrize("options", [AR, FAST, EXACT, {**FAST, "strategy": "block"}])

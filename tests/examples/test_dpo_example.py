@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tiny import EOS, MASK, START, script, tiny_model, tiny_tokenizer
+from tiny import script, tiny_model, tiny_tokenizer
 
 from wedlm_hf.eval.prompts import Prompt
 from wedlm_hf.training import DataCollatorForDualStreamMasking
@@ -43,22 +43,6 @@ def test_the_trainer_starts_at_log_2_and_learns_to_prefer_the_chosen_answers(tmp
     assert float(log[0]["rewards/margins"]) == 0
     assert float(log[-1]["loss"]) < 0.5
     assert float(log[-1]["log_ratios/ar"]) > 0 and float(log[-1]["log_ratios/mask"]) > 0
-
-
-def test_rows_end_with_their_end_token(tmp_path):
-    trainer = trainer_with(tmp_path)
-    (batch,) = trainer.get_train_dataloader()
-    rows = trainer._examples(batch)
-    tokenizer = tiny_tokenizer()
-    assert len(rows) == 4
-    for row in rows:
-        assert len(row["input_ids"]) == len(row["completion_mask"])
-        assert row["input_ids"][0] == START and row["input_ids"][-1] == EOS and MASK not in row["input_ids"]
-    answers = {
-        tokenizer.decode([t for t, mark in zip(row["input_ids"], row["completion_mask"], strict=True) if mark][:-1])
-        for row in rows
-    }
-    assert answers == {"7", "1, 2, 3, 4", "77, 7", "4"}
 
 
 def test_the_loss_is_the_definition(tmp_path):

@@ -11,14 +11,9 @@ from nano_tasks import TASKS, generate_samples
 from oracle import decode
 
 from wedlm_hf.checkpoints import NANO
-from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
+from wedlm_hf.checkpoints.loading import load_tokenizer
 from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.prompts import encode, encode_prompt
-
-
-@pytest.fixture(scope="module")
-def nano():
-    return load_model(NANO).eval(), load_tokenizer(NANO)
 
 
 def prompts(tokenizer, seed=3):

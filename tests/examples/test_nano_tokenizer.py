@@ -42,12 +42,6 @@ def test_any_text_is_decoded_without_loss(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_each_digit_and_each_newline_is_a_token_of_its_own(tokenizer):
-    assert tokenizer.tokenize("37, 40") == ["3", "7", ",Ġ", "4", "0"]
-    assert tokenizer.tokenize("7+5+0=12\n\n") == [*"7+5+0=12", "Ċ", "Ċ"]
-    assert not [token for token in tokenizer.get_vocab() if len(token) > 1 and any(c.isdigit() for c in token)]
-
-
 def test_the_template_is_chatml_without_a_default_system_prompt(tokenizer):
     text = tokenizer.apply_chat_template(CONVERSATION[1:3], tokenize=False)
     assert text == "<|im_start|>user\nCount to 3.<|im_end|>\n<|im_start|>assistant\n1, 2, 3<|im_end|>\n"
@@ -91,16 +85,3 @@ def test_training_twice_gives_the_same_bytes_and_a_loaded_tokenizer_behaves_like
     assert dict(again) == dict(trained)
     assert (loaded.pad_token_id, loaded.eos_token_id, loaded.mask_token_id) == (0, 2, 3)
     assert (loaded.padding_side, loaded.model_max_length) == ("left", 512)
-
-
-@pytest.mark.parametrize(
-    ("texts", "size", "message"),
-    [
-        (["text"], 259, r"`vocab_size` must be at least 260 .* got 259"),
-        ([], 300, "`texts` must hold at least one text that is not empty"),
-        ([""], 300, "`texts` must hold at least one text that is not empty"),
-    ],
-)
-def test_what_makes_no_vocabulary_is_refused(texts, size, message):
-    with pytest.raises(ValueError, match=message):
-        train_tokenizer(texts, size)

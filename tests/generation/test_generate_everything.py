@@ -54,11 +54,6 @@ STRATEGIES = {"unverified": UNVERIFIED, "verified": VERIFIED}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
 def twin(model):
     return stock_twin(model, "sdpa")
 

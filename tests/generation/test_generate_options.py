@@ -32,11 +32,6 @@ FAST = {"strategy": "wedlm", "entropy_threshold": 2.0, "max_new_tokens": 20}
 EXACT = {"strategy": "wedlm", "max_new_tokens": 20, "verification": "exact", "slot_cost": 0.04}
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 def storing(options):
     """A model whose generation config holds these settings."""
     model = tiny_model()

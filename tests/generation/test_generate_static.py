@@ -25,11 +25,6 @@ def threshold_of(strategy):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
 def adapted():
     return with_adapter(tiny_model())
 

@@ -77,9 +77,9 @@ class Recorder:
         self.ended = True
 
 
-@pytest.mark.parametrize("window_size", [1, 4, 16, 32])
-@pytest.mark.parametrize("tau", [0, 0.3, 1.5, 100])
-@pytest.mark.parametrize("lam", [0, 0.02, 0.5])
+@pytest.mark.parametrize("window_size", [1, 4, 32])
+@pytest.mark.parametrize("tau", [0, 0.3, 1.5])
+@pytest.mark.parametrize("lam", [0, 0.5])
 @pytest.mark.parametrize("strategy", ["wedlm", "block"])
 def test_greedy_output_and_counts_equal_the_oracle_that_recomputes_everything(model, strategy, window_size, tau, lam):
     prompts = prompts_of([5, 1, 12], seed=window_size)

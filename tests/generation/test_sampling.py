@@ -60,7 +60,7 @@ def test_noise_does_not_depend_on_what_else_is_asked_for():
     assert alone[0, 1, 0] == beside[1, 0, 0]
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize("spread", [0.0, 3.0])
 @pytest.mark.parametrize("is_on_cpu", [True, False])
 @pytest.mark.parametrize("processors", [[], [TopKLogitsWarper(200)], WARPED], ids=["all", "top 200", "warped"])
 def test_draws_have_the_law_of_the_processed_scores(processors, is_on_cpu, spread):

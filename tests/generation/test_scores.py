@@ -4,13 +4,7 @@ import pytest
 import torch
 from oracle import causal_forward, decode_typical, least_typical
 from test_generation import ENDS, LIMIT, generate, prompts_of
-from tiny import MASK, PAD, tiny_model
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
+from tiny import MASK, PAD
 
 KEEP = {"output_scores": True, "output_logits": True}
 SHORT_AND_LONG = [5, 1, 12]

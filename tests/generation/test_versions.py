@@ -164,7 +164,8 @@ for statement in {statements}:
 
 
 def test_whatever_is_imported_first_names_the_range_to_a_transformers_below_it():
-    statements = [f"from wedlm_hf import {name}" for name in wedlm_hf.__all__]
+    names = ("WeDLMForCausalLM", "load_mask_adapter", "convert")
+    statements = [f"from wedlm_hf import {name}" for name in names]
     statements += ["import wedlm_hf.modeling_wedlm", "from wedlm_hf.adapters import save_mask_adapter"]
     run(TOO_OLD.format(statements=statements))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tiny import edit, tiny_config, tiny_model, tiny_tokenizer
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import wedlm_hf
@@ -149,15 +149,6 @@ def test_checkpoints_travel_to_other_versions_of_the_packages_and_back(tmp_path,
         assert run_clean_process(back, tmp_path / "here") == 2 * [expected]
 
 
-def test_an_installed_class_saves_what_it_was_loaded_from(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "1")
-    for loader, generation in ((AutoModelForCausalLM, 1), (WeDLMForCausalLM, 2)):
-        model = loader.from_pretrained(tmp_path / str(generation))
-        assert type(model) is WeDLMForCausalLM
-        model.save_pretrained(tmp_path / str(generation + 1))
-    assert contents(tmp_path / "1") == contents(tmp_path / "2") == contents(tmp_path / "3")
-
-
 def test_model_backbone_and_config_all_bring_the_whole_bundle(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     tiny_model().model.save_pretrained(tmp_path / "backbone")
@@ -199,10 +190,3 @@ def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, hub):
     # Again into the same folder: what a folder held before is not left out.
     model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
     assert hub_files().keys() <= hub.commits[4].keys()
-
-
-def test_a_published_checkpoint_saved_again_names_our_code(tmp_path):
-    config = tiny_config()
-    config.auto_map = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
-    WeDLMForCausalLM(config).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP

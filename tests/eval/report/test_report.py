@@ -4,7 +4,6 @@ import csv
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,10 @@ from typer.testing import CliRunner
 
 from wedlm_hf import cli
 from wedlm_hf.cli.options import LoadingOptions
-from wedlm_hf.eval import measure as measuring
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import encode, read_prompts, split_prompts
 from wedlm_hf.eval.report import page as pages
-from wedlm_hf.eval.report import request as requests
 from wedlm_hf.eval.report import run as running
 
 SMALL = "--windows 4 --thresholds 0.5,5 --penalties 0,0.5 --draft-thresholds 5 --max-new-tokens 6 --repeats 2".split()
@@ -238,18 +235,6 @@ def test_where_no_setting_is_good_enough_none_is_stored(copied, tmp_path, monkey
     assert (tmp_path / "out" / "report.html").exists()
 
 
-def test_an_impossible_speed_has_a_reason(checkpoint, tmp_path, monkeypatch):
-    def slow(*arguments, **keywords):
-        return [replace(one, seconds=one.seconds * 99) if arguments[3]["strategy"] == "ar" else one
-                for one in decode(*arguments, **keywords)]  # fmt: skip
-
-    monkeypatch.setattr(measuring, "decode", slow)
-    decoders = ["--decoders", "wedlm+exact", "--sweep-count", 0, "--repeats", 1, "--output", tmp_path / "out"]
-    text = succeed(checkpoint, *SMALL, *COUNTS, *decoders)
-    assert re.search(r"Verified decoding: [\d.]+× \(busy machine\) AR’s speed", text)
-    assert "is impossible: the machine was busy" in text
-
-
 # --- what is refused before weights are read ----------------------------------------------------------------------
 
 
@@ -259,11 +244,6 @@ def test_files_that_cannot_be_written_to_are_refused(tmp_path, unread):
     for path in (page, page / "out"):
         assert f"The folder {str(path)!r} cannot be written to" in refused("--output", path)
         assert "cannot be written to" in refused("--figures", path, "--output", tmp_path / "out")
-
-
-def test_missing_packages_are_named(tmp_path, monkeypatch, unread):
-    monkeypatch.setattr(requests, "find_spec", lambda name: None)
-    assert "needs matplotlib: pip install '.[eval]' in the clone" in refused("--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize(
