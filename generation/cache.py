@@ -92,7 +92,8 @@ class WindowLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Committed slots of the longest row in use."""
-        return max(self.cache.lengths[: self.cache._in_use], default=0)
+        lengths = self.cache.lengths[: self.cache._in_use]
+        return max(lengths) if lengths else 0  # torch.compile does not follow `max` with a default
 
 
 class StateWindowLayer(LinearAttentionLayer, WindowLayer):  # type: ignore[misc, override]

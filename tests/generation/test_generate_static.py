@@ -158,3 +158,20 @@ def test_inductor_compiles_whole_steps_once(strategy, dtype):
                 assert all(is_nearly_best(exact, *pair, dtype) for pair in zip(prompts, rows, strict=True))
         counters = torch._dynamo.utils.counters
         assert counters["stats"]["unique_graphs"] == 1 + (calls[0] == [9]) and not counters["graph_break"]
+
+
+def test_a_compiled_forward_without_fixed_shapes_is_followed_as_a_whole_and_warned_of(caplog):
+    torch._dynamo.reset()
+    model, compiles = tiny_model(), []
+    options = {"verification": "exact", "slot_cost": 0.5, "max_new_tokens": 12}
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        return graph.forward
+
+    _, expected = generate(model, prompts_of([6]), **options)
+    assert not caplog.text
+    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    assert generate(model, prompts_of([6]), **options)[1] == expected
+    assert 1 < len(compiles) < 6  # lengths are symbols from their second value on
+    assert "Pass `cache_implementation='static'`" in caplog.text
