@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed
 TYPED := build/typed
 
-.PHONY: demo real test test-lowest test-newest test-vllm slow lint types unit docs dist format clean
+.PHONY: demo real test test-lowest test-newest test-vllm test-peers slow lint types unit docs dist format clean
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
@@ -67,6 +67,16 @@ test-newest: $(INSTALLED)
 	$(UV) pip install --quiet --python $(NEWEST)/bin/python --no-build-isolation --editable '.[$(EXTRAS)]'
 	$(UV) pip freeze --python $(NEWEST)/bin/python
 	$(NEWEST)/bin/python $(OTHER_PYTEST)
+
+# The tests that transformers and PEFT have for models and decoders, put to WeDLM; tests/peers/expected.toml says what fails and why.
+PEERS := build/peers
+
+test-peers: $(PEERS)/installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest -c tests/peers/pytest.ini --numprocesses logical tests/peers/*_suite.py
+
+$(PEERS)/installed: tests/peers/fetch.py $(INSTALLED)
+	rm -rf $(PEERS) && $(BIN)/python tests/peers/fetch.py
+	@touch $@
 
 # On a real vLLM engine, in an environment of its own (3 GB): vLLM wants other versions than the rest.
 VLLM := .venv-vllm

@@ -188,8 +188,8 @@ class WeDLMGenerationMixin(GenerationMixin):
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
         if not is_static and (self._compiled_call_impl or hasattr(self.forward, "_torchdynamo_orig_callable")):
             logger.warning(
-                "The model's forward is compiled, but the rows of a window change from step to step: it may be compiled "
-                "eight times. Pass `cache_implementation='static'`, where shapes are fixed."
+                "The model's forward is compiled, but the rows of a window change from step to step: it may be "
+                "compiled eight times. Pass `cache_implementation='static'`, where shapes are fixed."
             )
         _check_inputs(self, settings, input_ids.shape[0], is_static, logits_processor, model_kwargs)
         request = decoding_request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)

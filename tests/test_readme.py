@@ -403,10 +403,8 @@ def test_the_file_tree_names_files_that_exist():
 
 
 def test_measured_numbers_are_those_of_the_stored_report():
-    report = (RESULTS / "report.md").read_text(encoding="utf-8")
-    tables = re.findall(
-        r"^\| (?:decoder|task) .*ar.*\n(?:\|.*\n)+", (ROOT / CARD).read_text(encoding="utf-8"), flags=re.M
-    )
+    report, card = (RESULTS / "report.md").read_text(encoding="utf-8"), (ROOT / CARD).read_text(encoding="utf-8")
+    tables = re.findall(r"^\| (?:decoder|task) .*ar.*\n(?:\|.*\n)+", card, flags=re.M)
     assert len(tables) == 3 and all(table in report for table in tables)
     stored = json.loads((NANO / "generation_config.json").read_text())
     window, threshold, penalty = (stored[name] for name in FIELDS)

@@ -1,0 +1,19 @@
+"""What is expected to fail, and why: expected.toml. A failure beside it is one, and so is a success in spite of it."""
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+FILE = Path(__file__).with_name("expected.toml")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    expected: dict[str, dict[str, str]] = tomllib.loads(FILE.read_text("utf-8"))
+    for item in items:
+        name = getattr(item, "originalname", None) or item.name
+        own = expected["wedlm"] if "wedlm" in item.nodeid.lower() else expected["qwen3"]
+        if reason := (expected["both"] | own).get(name):
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
