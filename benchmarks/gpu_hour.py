@@ -58,12 +58,14 @@ class Job:
         device: such as cuda.
         tiny: little of everything.
         adapter: folder of a trained mask adapter; without one, that of the piece `adapt`, or else an untrained one.
+        batch_invariant: in the piece `parity`, matrix products give a row the same bits beside any others.
     """
 
     model: str
     device: str
     tiny: bool
     adapter: str | None
+    batch_invariant: bool
 
     def adapter_in(self, out: Path) -> str | None:
         """The trained adapter, if there is one."""
@@ -126,8 +128,19 @@ def gap(model: Any, prompt: list[int], answer: list[int], other: list[int]) -> f
 
 
 def parity(job: Job, out: Path) -> Parts:
-    """200 answers in float32 and in bfloat16."""
-    return answers(job, out, [(dtype, "sdpa", 8, 200, 64) for dtype in ("float32", "bfloat16")])
+    """Answers in float32 and in bfloat16: 200, 8 at a time, or 48 alone, whose rows attend alone, too, where products
+    are batch-invariant."""
+    size, count = (1, 48) if job.batch_invariant else (8, 200)
+    for name, part in answers(job, out, [(dtype, "sdpa", size, count, 64) for dtype in ("float32", "bfloat16")]):
+        yield name, functools.partial(batch_invariant, part) if job.batch_invariant else part
+
+
+def batch_invariant(part: Callable[[], Result]) -> Result:
+    """Does a part with the matrix products of batch_invariant_ops, which take the place of aten's."""
+    from batch_invariant_ops import set_batch_invariant_mode
+
+    with set_batch_invariant_mode():
+        return part()
 
 
 def batches(job: Job, out: Path) -> Parts:
@@ -265,11 +278,14 @@ def main(
     tiny: Annotated[bool, typer.Option("--tiny", help="Little of everything, to see that it runs.")] = False,
     minutes: Annotated[float, typer.Option(help="After which no piece goes on.")] = 25.0,
     pieces: Annotated[str, typer.Option(help="With commas.")] = ",".join(PIECES),
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="`parity` with the products of batch_invariant_ops.")
+    ] = False,
     page: Annotated[Path | None, typer.Option(help="Markdown file to be written with the tables.")] = None,
     one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Do what is missing, or write a page of what there is."""
-    job, deadline = Job(model, device, tiny, adapter), time.monotonic() + 60 * minutes
+    job, deadline = Job(model, device, tiny, adapter, batch_invariant), time.monotonic() + 60 * minutes
     if page is not None:
         made = tables({name: read(out, name) for name in PIECES})
         write_text(page, "\n".join(f"## {name}\n\n{PIECES[name].__doc__}\n\n{table}" for name, table in made.items()))
@@ -280,6 +296,11 @@ def main(
         return
     if not Path(model).is_dir():
         raise typer.BadParameter(f"`--model` takes a folder, got {model!r}: nothing is downloaded.")
+    if batch_invariant and importlib.util.find_spec("batch_invariant_ops") is None:
+        raise typer.BadParameter(
+            "`--batch-invariant` needs the package batch_invariant_ops, which is on no index: "
+            "pip install git+https://github.com/thinking-machines-lab/batch_invariant_ops"
+        )
     for name in pieces.split(","):
         left = min(MOST_SECONDS, deadline - time.monotonic())
         stored = read(out, name)

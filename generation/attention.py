@@ -144,11 +144,14 @@ def attends_by_row(model: Any) -> bool:
 
     A row's last bits depend on how many rows attend together. In bfloat16 answers then part at near-ties, and layers
     that quantize what they read make large differences of small ones. A CPU's bfloat16 and integer products give a row
-    the same bits beside up to [`ROWS_ALIKE`] others: attention is all that differs.
+    the same bits beside up to [`ROWS_ALIKE`] others, and so do a GPU's in the mode of batch_invariant_ops: only
+    attention differs.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
-    is_concerned = dtype == torch.bfloat16 or getattr(model, "is_quantized", False)
-    return model.device.type == "cpu" and is_concerned and StepAttention(model).takes_rows
+    is_alike = dtype == torch.bfloat16 or getattr(model, "is_quantized", False)
+    if (products := sys.modules.get("batch_invariant_ops")) is not None and products.is_batch_invariant_mode_enabled():
+        return StepAttention(model).takes_rows
+    return model.device.type == "cpu" and is_alike and StepAttention(model).takes_rows
 
 
 def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:

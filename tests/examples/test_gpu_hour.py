@@ -1,12 +1,18 @@
 """`benchmarks/gpu_hour.py` on this CPU, tiny: each piece runs, goes on where it was stopped, and has its table."""
 
+import sys
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import gpu_hour
 import gpu_results
 import pytest
 import torch
+import typer
 from gpu_hour import NANO, PIECES
+
+from wedlm_hf.generation import mixin
 
 # What no CPU can do, in the words that the page would show.
 REFUSED = {"flash_attention_2": "the package for FlashAttention2"}
@@ -47,6 +53,37 @@ def test_a_piece_that_is_stopped_goes_on_and_has_its_table(tmp_path, monkeypatch
     table = text.partition(f"## {piece}\n")[2].partition("\n## ")[0]
     assert table.count("\n|") >= 2 and "tiny: no measurement" in table
     assert text.count("Not run yet.") == len(PIECES) - 1
+
+
+@pytest.fixture
+def invariant(monkeypatch):
+    """In the place of batch_invariant_ops, which needs a GPU: in float32 here, products are good enough."""
+    module, is_on = ModuleType("batch_invariant_ops"), []
+
+    @contextmanager
+    def mode():
+        is_on.append(True)
+        yield
+        is_on.clear()
+
+    module.set_batch_invariant_mode, module.is_batch_invariant_mode_enabled = mode, lambda: bool(is_on)
+    monkeypatch.setitem(sys.modules, "batch_invariant_ops", module)
+
+
+def test_parity_with_batch_invariant_products_decodes_rows_that_attend_alone(tmp_path, monkeypatch, invariant):
+    alone, rule = [], mixin.VerifyRule
+    monkeypatch.setattr(mixin, "VerifyRule", lambda *args: alone.append(args[5]) or rule(*args))
+    threads = torch.get_num_threads()
+    main(tmp_path, one="parity", batch_invariant=True)
+    torch.set_num_threads(threads)
+    parts = gpu_results.read(tmp_path, "parity")["parts"]
+    assert [part["gaps"] for part in parts.values()] == [[0.0], [0.0]]
+    assert alone and all(alone)
+
+
+def test_batch_invariant_products_without_their_package_are_refused(tmp_path):
+    with pytest.raises(typer.BadParameter, match="needs the package batch_invariant_ops"):
+        main(tmp_path, batch_invariant=True)
 
 
 def test_a_part_that_fails_is_told_and_tried_again(tmp_path):
