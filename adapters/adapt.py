@@ -279,7 +279,9 @@ class _Run:
             # On a machine with other work, answers may take longer than was measured: few teach little.
             if tokens < plan.answer_tokens / 2:
                 most = max(most, 30 * (self.config.minutes or 0.0))
-            show(max(used / plan.answer_seconds if most else 0.0, written), note)
+            share = max(used / plan.answer_seconds if most else 0.0, written)
+            slow = ", which takes longer than was measured" if share >= 1 and not note else ""
+            show(min(share, 0.99) if slow else share, note or f"the first batch{slow}")
             return most > 0 and used >= most
 
         with stage(self.console, "[1/3] The model's own answers") as show:
@@ -288,7 +290,7 @@ class _Run:
                 self.save_state(answer_seconds=seconds())
                 tokens = count.tokens
                 written = count.tokens / self.config.tokens if self.config.tokens else 0.0
-                note = f"{count.answers:,} answers, {count.tokens:,} tokens"
+                note = f"{count.answers:,} answers, {count.tokens:,} tokens" if count.answers else ""
                 if written >= 1 and count.answers:
                     break
             show(1.0, note)

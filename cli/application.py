@@ -137,6 +137,7 @@ def command(*examples: str) -> Callable[[Callable[..., None]], Callable[..., Non
 def main() -> None:
     """Runs the command line and ends the process with its exit code. SIGTERM ends a command as Ctrl-C does: files stay
     whole, the cursor comes back."""
+    os.environ.setdefault("TQDM_DELAY", "3")  # seconds: what takes less shows no bar
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and it warns of a kernel it may lack
     received: list[int] = []
     for stream in (sys.stdout, sys.stderr):

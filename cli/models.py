@@ -3,6 +3,7 @@
 import re
 import shlex
 import sys
+import warnings
 from contextlib import nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,9 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
     need("Training", "train", "trl")
     from ..training.train import main as run_training
 
+    warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL's default, by its older name
+    warnings.filterwarnings("ignore", "'pin_memory' argument")  # on a machine without a GPU
+
     words = [re.sub(r"^(-m|--model)(?==|$)", "--model_name_or_path", word) for word in context.args]
     found: list[dict[str, Any]] = []
     help_texts = {"description": context.command.help, "epilog": context.command.epilog}
@@ -92,6 +96,7 @@ def adapt(
 
     May be stopped at any moment: the same command goes on. Needs a budget, --minutes or --tokens.
     """
+    need("`wedlm adapt`", "train", "accelerate", "filelock", "matplotlib", "pandas")
     import torch
 
     from ..adapters.adapt import adapt as train_adapter

@@ -311,10 +311,14 @@ def test_control_characters_of_prompts_and_answers_do_not_reach_the_terminal():
 # --- train --------------------------------------------------------------------------------------------------------
 
 
-def test_training_without_trl_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize(
+    ("words", "needs"),
+    [
+        (["train"], "Training needs trl"),
+        (["adapt", "base", "out", "--tokens", "9"], "`wedlm adapt` needs accelerate, filelock, matplotlib, pandas"),
+    ],
+)
+def test_a_command_says_what_to_install(monkeypatch, words, needs):
     monkeypatch.setattr(cli.application, "find_spec", lambda name: None)
-    result = CliRunner().invoke(cli.app, ["train"])
-    assert (result.exit_code, result.stderr) == (
-        2,
-        "Error: Training needs trl: pip install '.[train]' in the clone.\n",
-    )
+    result = CliRunner().invoke(cli.app, words)
+    assert (result.exit_code, result.stderr) == (2, f"Error: {needs}: pip install '.[train]' in the clone.\n")

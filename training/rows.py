@@ -26,6 +26,8 @@ def load(name: str, split: str = "train", *, config_name: str | None = None, str
     builder = _BUILDERS.get(path.suffix.lower())
     if builder is None and path.is_file():
         raise ValueError(f"A file of examples must end in {', '.join(_BUILDERS)}, got {name!r}.")
+    if builder is None and not path.exists() and (path.is_absolute() or (path.suffix and "/" not in name)):
+        raise FileNotFoundError(f"There is no file {name!r}, and files of examples end in {', '.join(_BUILDERS)}.")
     if builder is None:
         return load_dataset(name, config_name, split=split, streaming=streaming)
     if not path.is_file():

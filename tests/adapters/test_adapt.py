@@ -106,6 +106,7 @@ def test_a_base_and_a_budget_make_an_adapter_and_a_card(tmp_path, base, monkeypa
     assert not held_out & trained_on
     assert list(notes) == ["[1/3] The model's own answers", "[2/3] Training the mask adapter"]
     assert all(one[-1][0] == 1 for one in notes.values())
+    assert notes["[1/3] The model's own answers"][0] == (0.0, "the first batch")
     assert any("held-out answer 1 of" in note for _, note in notes["[2/3] Training the mask adapter"])
     assert "[3/3] Measuring" in shown
     log = read_log(out / "work" / "training" / "log.jsonl")
