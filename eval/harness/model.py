@@ -15,7 +15,7 @@ from ...modeling_wedlm import WeDLMForCausalLM
 from ...training.collator import DataCollatorForDualStreamMasking
 from ...training.log_probs import response_log_probs
 from ...training.streams import IGNORE_INDEX
-from ..measure import rates
+from ..measure import default_threads, rates
 
 Likelihood = Literal["ar", "elbo"]
 DECODING = tuple(name for name in SETTING_NAMES if name != "output_trace")
@@ -70,9 +70,12 @@ class WeDLMHarnessLM(HFLM):
         self._elbo_sums: Counter[str] = Counter()
         self._task, self._counts = "", dict[str, Counter[str]]()
         self._in_force: dict[str, dict[str, Any]] = {}
+        self._timed: set[str] = set()  # tasks
         # The parent would choose the backend by a list of transformers' own models, and CUDA without a look for it.
         kwargs = {"backend": "causal", "device": "cuda" if torch.cuda.is_available() else "cpu"} | kwargs
         super().__init__(pretrained, **kwargs)
+        if self.device.type == "cpu":
+            torch.set_num_threads(default_threads(self.model))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The parent's for one task after the other, because `_model_generate` is not told whose prompts it gets."""
@@ -104,11 +107,21 @@ class WeDLMHarnessLM(HFLM):
                 **options,
             )
         self._in_force[self._task] = {name: options[name] for name in DECODING if name in options}
+        if self._is_timed(options):
+            self._timed.add(self._task)
         if (stats := getattr(output, "stats", None)) is not None:  # AR decoding has none
             counts = {name: int(getattr(stats, name).sum()) for name in COUNTS} | {"prompts": len(context)}
             self._counts.setdefault(self._task, Counter()).update(counts)
         sequences: torch.Tensor = output.sequences
         return sequences
+
+    def _is_timed(self, options: dict[str, Any]) -> bool:
+        """Whether a clock decides how many tokens a forward gives, so that equal calls give other numbers."""
+        stored = self.model.generation_config
+        verification, is_adaptive, slot_cost = (
+            options.get(name, getattr(stored, name, None)) for name in ("verification", "adaptive_window", "slot_cost")
+        )
+        return verification == "exact" and is_adaptive is not False and slot_cost is None
 
     def _loglikelihood_tokens(
         self,
@@ -137,7 +150,7 @@ class WeDLMHarnessLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """The parent's, with the statistics since the model was loaded."""
         info: dict[str, Any] = super().get_model_info()
-        info["decoding"] = self._in_force
+        info["decoding"], info["timed_tasks"] = self._in_force, sorted(self._timed)
         info["decoding_statistics"] = {task: counts | rates(counts) for task, counts in self._counts.items()}
         info["likelihood"] = {"kind": self.likelihood}
         if tokens := self._elbo_sums["tokens"]:

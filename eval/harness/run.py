@@ -22,9 +22,9 @@ _simple_evaluate = lm_eval.simple_evaluate
 
 
 def evaluate(**options: Any) -> dict[str, Any] | None:
-    """`lm_eval.simple_evaluate` with our tasks, tokens per forward among the results, and a cache of answers for each
-    set of `model_args`: the harness would hand out those of other settings. Raises `ValueError` for batches of
-    `--model hf` with our decoding."""
+    """`lm_eval.simple_evaluate` with our tasks, tokens per forward among the results where no clock plans, and a cache
+    of answers for each set of `model_args`: the harness would hand out those of other settings. Raises `ValueError`
+    for batches of `--model hf` with our decoding."""
     is_ours, arguments = options.get("model") == "wedlm", options.get("model_args") or {}
     if isinstance(arguments, str):
         arguments = simple_parse_args_string(arguments)
@@ -43,7 +43,8 @@ def evaluate(**options: Any) -> dict[str, Any] | None:
     results: dict[str, Any] | None = _simple_evaluate(**options)
     if results is not None and is_ours:
         for task, counts in results["config"]["decoding_statistics"].items():
-            results["results"][task]["tokens_per_forward,none"] = counts["tokens_per_forward"]
+            if task not in results["config"]["timed_tasks"]:
+                results["results"][task]["tokens_per_forward,none"] = counts["tokens_per_forward"]
     return results
 
 

@@ -114,7 +114,8 @@ def test_gen_kwargs_go_before_model_args_and_reach_the_stock_model_too(manager):
     task = "wedlm_nano_counting"
     gen_kwargs = {"strategy": "wedlm", "verification": "exact", "max_gen_toks": 40, "temperature": 0.0}
     ours = run(manager, [task], {"strategy": "ar"}, gen_kwargs=gen_kwargs, batch_size=2)
-    assert ours["results"][task]["tokens_per_forward,none"] > 1.5
+    assert "tokens_per_forward,none" not in ours["results"][task]  # planned by a clock: another number each time
+    assert ours["config"]["decoding_statistics"][task]["tokens_per_forward"] > 1
     assert ours["config"]["decoding"][task] == {"strategy": "wedlm", "verification": "exact"}
     stock = run(manager, [task], model="hf", gen_kwargs=gen_kwargs)
     plain = run(manager, [task], model="hf", gen_kwargs={"max_gen_toks": 40})
