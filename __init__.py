@@ -15,15 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
+    from .adapters.budget import MaskTrainingConfig
+    from .adapters.trainer import MaskAdapterTrainer
     from .checkpoints.packed import pack
     from .modeling_wedlm import WeDLMConfig, WeDLMForCausalLM, WeDLMModel
     from .modeling_wedlm.convert import convert
-    from .training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
+    from .training import DataCollatorForDualStreamMasking, DynamicMaskingCallback, WeDLMSFTConfig, WeDLMSFTTrainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DataCollatorForDualStreamMasking",
+    "DynamicMaskingCallback",
+    "MaskAdapterTrainer",
+    "MaskTrainingConfig",
     "WeDLMConfig",
     "WeDLMForCausalLM",
     "WeDLMModel",
@@ -39,6 +44,9 @@ __all__ = [
 
 _HOME = {
     "DataCollatorForDualStreamMasking": "training",
+    "DynamicMaskingCallback": "training",
+    "MaskAdapterTrainer": "adapters.trainer",
+    "MaskTrainingConfig": "adapters.budget",
     "WeDLMConfig": "modeling_wedlm",
     "WeDLMForCausalLM": "adapters",  # which makes the method of mask adapters known to PEFT
     "WeDLMModel": "modeling_wedlm",

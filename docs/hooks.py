@@ -39,14 +39,14 @@ SHOWN = {
         "adapters.attach.load_mask_adapter", "adapters.attach.add_mask_adapter", "adapters.attach.save_mask_adapter",
         "adapters.attach.unload_mask_adapter", "adapters.attach.AttachedModel", "adapters.adapt.adapt",
         "adapters.adapt_config.AdaptConfig", "adapters.answers.write_answers", "adapters.answers.AnswerConfig",
-        "adapters.answers.read_prompts", "adapters.trainer.MaskAdapterTrainer", "adapters.budget.MaskTrainingConfig",
+        "adapters.answers.read_prompts", "MaskAdapterTrainer", "MaskTrainingConfig",
     ),
     "Generation": (
         "generation.WeDLMGenerationMixin", "generation.WeDLMGenerationSettings", "generation.WeDLMGenerateOutput",
         "generation.DecodingStats", "generation.TraceStep", "generation.WindowCache",
     ),
     "Training": (
-        "WeDLMSFTTrainer", "WeDLMSFTConfig", "DataCollatorForDualStreamMasking", "training.DynamicMaskingCallback",
+        "WeDLMSFTTrainer", "WeDLMSFTConfig", "DataCollatorForDualStreamMasking", "DynamicMaskingCallback",
         "training.AtomicSaveTrainer", "training.response_log_probs", "training.ResponseLogProbs",
     ),
     "Evaluation": (

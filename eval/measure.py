@@ -223,11 +223,12 @@ def _counts(
 ) -> list[dict[str, Any]]:
     """The counts of a [`Decoding`] of each prompt, as reported; what was seen must be the same."""
     rows: list[dict[str, Any]] = []
-    stats = getattr(output, "stats", None)
+    strategy = options.get("strategy") or getattr(model.generation_config, "strategy", None)
+    stats = None if strategy in (None, "ar") else output.stats
     seen_forwards = sum(count for count, _ in counter.shapes)  # of rows
     seen_tokens = sum(count * length for count, length in counter.shapes)
     for index, answer in enumerate(output.sequences[:, width:].tolist()):
-        if stats is None:  # AR
+        if stats is None:  # AR, whose own statistics know nothing of assisted decoding
             ends = options.get("eos_token_id") or model.generation_config.eos_token_id
             tokens = until_end(answer, ends if isinstance(ends, list) else [ends])
             counts = {"forwards": len(tokens), "token_instances": len(tokens) - 1}  # none for the last token

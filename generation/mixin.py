@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import GenerationMixin
 from transformers.generation import (
+    GenerateDecoderOnlyOutput,
     GenerationConfig,
     GenerationMode,
     LogitsProcessorList,
@@ -27,7 +28,7 @@ from .rules import FillRule, Rule
 from .sampling import TokenSampler
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerationSettings
 from .state import keeps_state
-from .stats import ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
+from .stats import DecodingStats, ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
 from .verify import VerifyRule
@@ -180,7 +181,9 @@ class WeDLMGenerationMixin(GenerationMixin):
                 prompts = prompts_of(input_ids, generation_config, model_kwargs)
                 model_kwargs[CACHE] = cache.as_dynamic(prompts, input_ids.shape[1], self.config)
             inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
-            return super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
+            output = super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
+            return _with_stats(output, input_ids.shape[1], generation_config)
+        _warn_if_untrained(self, settings)
         model_kwargs.pop("cache_params", None)  # that `generate` made for Mamba 2
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
@@ -243,6 +246,26 @@ class WeDLMGenerationMixin(GenerationMixin):
             # With this flag, which a config derived from the model's carries, reloading would drop our fields.
             generation_config._from_model_config = None
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+
+def _warn_if_untrained(model: Any, settings: WeDLMGenerationSettings) -> None:
+    """Says once that what an untrained copy of an AR model puts into masks is no text."""
+    is_trained = getattr(model.config, "masks_trained", True) or hasattr(model, "peft_config")
+    if not is_trained and settings.verification == "none":
+        logger.warning_once(
+            "This checkpoint is an untrained copy of an AR model (`wedlm convert`): it cannot fill masks, and its "
+            "text makes no sense without verification. Train it (`wedlm train`), or pass `verification='exact'`."
+        )
+
+
+def _with_stats(output: Any, prompt_length: int, generation_config: GenerationConfig) -> Any:
+    """What AR decoding returned, with statistics, so that it can be compared."""
+    if not isinstance(output, GenerateDecoderOnlyOutput):
+        return output
+    ends = generation_config.eos_token_id
+    end_tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    stats = DecodingStats.of_ar(output.sequences, prompt_length, end_tokens)
+    return WeDLMGenerateOutput(**output, stats=stats)
 
 
 def _check_options(strategy: str, generation_config: GenerationConfig) -> None:

@@ -35,6 +35,28 @@ class DecodingStats:
     drafted_by_depth: torch.Tensor
     accepted_by_depth: torch.Tensor
 
+    @classmethod
+    def of_ar(cls, sequences: torch.Tensor, prompt_length: int, end_tokens: Collection[int]) -> "DecodingStats":
+        """Of plain decoding, one token per forward: `sequences` are `(B, prompt + new tokens)`."""
+        new = sequences[:, prompt_length:].cpu()
+        is_end = torch.isin(new, torch.tensor(list(end_tokens), dtype=new.dtype))
+        tokens = ((is_end.cumsum(1) - is_end.long()) == 0).sum(1)
+        nothing, no_depth = torch.zeros_like(tokens), tokens.new_zeros(len(tokens), 0)
+        return cls(tokens, tokens.clone(), (tokens - 1).clamp(min=0), nothing, nothing.clone(), no_depth, no_depth)
+
+    def __str__(self) -> str:
+        """A table: a line for each row, and one for their sums where there are several."""
+        columns = (self.new_tokens, self.forwards, self.accepted, self.drafted)
+        counts = torch.stack([column.cpu() for column in columns], dim=1)
+        named = [(str(index), *row) for index, row in enumerate(counts.tolist())]
+        named += [("all", *counts.sum(0).tolist())] if len(named) > 1 else []
+        lines = [("row", "new tokens", "forwards", "tokens per forward", "drafts accepted")]
+        for name, tokens, forwards, accepted, drafted in named:
+            per_forward = f"{tokens / max(1, forwards):.2f}"
+            lines.append((name, str(tokens), str(forwards), per_forward, f"{accepted} of {drafted}"))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+
     @property
     def tokens_per_forward(self) -> float:
         """New tokens / forwards, pooled over rows."""

@@ -20,7 +20,7 @@ PUBLISHED_MASK_TOKEN_ID = 151665
 
 @strict
 class WeDLMConfig(Qwen3Config):
-    r"""Identical to [`Qwen3Config`] except for two fields, one default, and stricter checks.
+    r"""Identical to [`Qwen3Config`] except for three fields, one default, and stricter checks.
 
     Args:
         qk_norm (`bool`, *optional*, defaults to `True`):
@@ -29,6 +29,8 @@ class WeDLMConfig(Qwen3Config):
         mask_token_id (`int`, *optional*):
             Row of the mask token M. `None` means 151665 where the vocabulary is large enough to have that row (the
             convention of the published checkpoints), and "no mask token" otherwise.
+        masks_trained (`bool`, *optional*, defaults to `True`):
+            `False`: a copy of an AR model that has learnt nothing of masks yet. Training sets it.
         head_dim (`int`, *optional*, defaults to `hidden_size // num_attention_heads`):
             Width of an attention head.
 
@@ -45,6 +47,7 @@ class WeDLMConfig(Qwen3Config):
     head_dim: int | None = None  # type: ignore[assignment]  # an `int` from __post_init__ on, as in the parent
     qk_norm: bool = True
     mask_token_id: int | None = None
+    masks_trained: bool = True
 
     # Set where the package is installed (see hub.py); absent in the files that travel with a checkpoint.
     _hub_bundle: ClassVar[Callable[[str | PathLike[str]], dict[str, str]] | None] = None

@@ -174,6 +174,7 @@ def wedlm_config(source_config: PreTrainedConfig, mask_token_id: int) -> WeDLMCo
         "qk_norm": source_config.model_type == "qwen3",
         "attention_bias": source_config.model_type == "qwen2",
         "mask_token_id": mask_token_id,
+        "masks_trained": False,
         "vocab_size": max(source_config.vocab_size, mask_token_id + 1),
     }
     config = WeDLMConfig(**settings)

@@ -202,6 +202,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
         }  # fmt: skip
         inputs = {name: value for name, value in inputs.items() if value is not None} | kwargs
         if targets is not None:
+            self.config.masks_trained |= self.training
             return forward_with_targets(self, inputs, targets, loss_weights, labels, num_items_in_batch)
         if labels is not None:
             inputs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}

@@ -157,7 +157,8 @@ WRONG = {
     "train --dataset x --use_cpu true --bf16 false": "`model_name_or_path` is required: a folder or Hub id",
     TRAIN + "--model_name_or_path=": "The checkpoint must be a folder or a Hub id, got ''.",
     TRAIN + "--dataset no.jsonl --model_name_or_path model": "There is no file 'no.jsonl'.",
-    TRAIN + "--dataset x.yml --model_name_or_path model": "There is no file 'x.yml', and files of examples end in .jso",
+    TRAIN
+    + "--dataset x.yml --model_name_or_path model": "There is no file 'x.yml', and files of examples end in .jso",
     TRAIN + "--dataset prompts.txt --model_name_or_path model": "A file of examples must end in .jsonl, .json, .parq",
     TRAIN + "--streaming true": "`streaming` needs `max_steps`",
     TRAIN + "--output_dir prompts.txt": "`output_dir` must be a folder",

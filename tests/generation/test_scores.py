@@ -96,3 +96,18 @@ def test_typical_acceptance_equals_the_oracle(model, epsilon, delta, window_size
         assert kept == 0
     if delta == 0.0:
         assert kept > 0
+
+
+def test_counts_print_as_a_table_and_ar_decoding_has_them(tmp_path):
+    model = tiny_model("qwen3")
+    inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "do_sample": False, "return_dict_in_generate": True}
+    exact = model.generate(**inputs, max_new_tokens=9, strategy="wedlm", verification="exact")
+    ar = model.generate(**inputs, max_new_tokens=9)
+    assert ar.sequences.tolist() == exact.sequences.tolist()
+    assert ar.stats.new_tokens.tolist() == ar.stats.forwards.tolist() == exact.stats.new_tokens.tolist()
+    assert ar.stats.tokens_per_forward == 1
+    titles, *rows = str(ar.stats).splitlines()
+    assert titles.split("  ")[-2:] == ["tokens per forward", "drafts accepted"]
+    counts = [*ar.stats.new_tokens.tolist(), int(ar.stats.new_tokens.sum())]
+    named = zip(("0", "1", "all"), map(str, counts), strict=True)
+    assert [row.split() for row in rows] == [[name, count, count, *"1.00 0 of 0".split()] for name, count in named]

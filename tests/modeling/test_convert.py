@@ -270,3 +270,19 @@ def test_a_mask_that_ends_generation_is_refused(tmp_path):
     edit(tmp_path / "source" / "generation_config.json", eos_token_id=[EOS, START])
     refused(tmp_path, ValueError, "must differ from the end token, got 1 for both", mask_token="<|im_start|>")
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (PAD, EOS)
+
+
+def test_a_copy_says_that_it_is_untrained_until_it_is_trained(tmp_path, caplog):
+    write_source(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "made")
+    assert "an untrained copy" in (tmp_path / "made" / "README.md").read_text()
+    model = WeDLMForCausalLM.from_pretrained(tmp_path / "made")
+    model.generate(ids(1), strategy="wedlm", verification="exact", max_new_tokens=2, do_sample=False)
+    assert "untrained" not in caplog.text
+    model.generate(ids(1), strategy="wedlm", max_new_tokens=2, do_sample=False)
+    assert "untrained copy of an AR model" in caplog.text
+    slots = torch.full((1, 4), model.config.mask_token_id)
+    model.train()(input_ids=slots, targets=ids(1)[:, :4])
+    model.save_pretrained(tmp_path / "trained")
+    assert WeDLMForCausalLM.from_pretrained(tmp_path / "trained").config.masks_trained
+    assert "untrained" not in (tmp_path / "trained" / "README.md").read_text()
