@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.card import is_hub_id, provenance, render
+from ..checkpoints.gguf import split_source
 
 
 def model_card(
@@ -21,7 +22,8 @@ def model_card(
     Args:
         base: what the adapter was trained for.
         adapter: folder of the adapter.
-        facts: what it was trained on and for how long, and `is_chat`, whether the base has a chat template.
+        facts: what it was trained on and for how long; `is_chat`, whether the base has a chat template; `gguf_file`
+            of the base.
         curve: see [`acceptance_table`].
         table: what was measured: `caption`, `columns` and `rows`; may be empty.
         figure: name of the file with the acceptance curve, if it was drawn.
@@ -34,10 +36,13 @@ def model_card(
         "tags": ["mask-adapter"],
         **stated,
     }
-    name = base if is_hub_id(base) else Path(base).stem
+    folder, gguf_file, _ = split_source(base, facts["gguf_file"])
+    # No path of this machine.
+    name, folder = base if is_hub_id(base) else Path(base).stem, folder if is_hub_id(folder) else Path(folder).name
     template = Path(__file__).with_suffix(".jinja")
-    made: dict[str, Any] = {"curve": curve, "figure": figure, "table": table, **facts}
-    return render(template, metadata, name=name, base=base, adapter=adapter, repr=json.dumps, **made)
+    made: dict[str, Any] = {**facts, "curve": curve, "figure": figure, "table": table, "gguf_file": gguf_file}
+    adapter = Path(adapter).name
+    return render(template, metadata, name=name, folder=folder, adapter=adapter, repr=json.dumps, **made)
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ Clock = Callable[[], float]
 ROWS_PER_TOKEN = 6  # mask rows that are trained for each token of an answer
 EVALUATION_SHARE = 0.05  # of the time, beside it, for all evaluations together
 SAVING_SHARE = 0.02
-TABLE_SHARE = 0.08
+TABLE_SHARE = 0.15
 EVALUATIONS = 4  # that fit into their share
 FEW_ROWS, ENOUGH_ROWS = 30_000, 100_000  # of masks: an adapter gives next to nothing, and clearly something
 
@@ -30,7 +30,8 @@ _STEPS = 300  # optimizer steps that a short training should have
 _LEAST_SLOTS = 120
 _LEAST_POSITIONS, _MOST_POSITIONS = 64, 4000
 _ROWS_OF_POSITION = 2.5  # trained mask rows that take as long as a position, where nothing was measured
-_TABLE_TOKENS, _TABLE_PROMPTS, _DECODERS = 96, 8, 3
+_TABLE_TOKENS, _TABLE_PROMPTS, _DECODERS = 128, 12, 3
+_LEAST_PROMPTS = 6  # fewer give no standard error
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _table(seconds: float, pace: Pace) -> tuple[int, int]:
     """Prompts and tokens of the last table, which has a prompt more to warm up."""
     for tokens in (_TABLE_TOKENS, _TABLE_TOKENS // 2):
         prompts = int(seconds * TABLE_SHARE / (_DECODERS * tokens * min(pace.steps.values()))) - 1
-        if prompts > 1:
+        if prompts >= _LEAST_PROMPTS:
             return min(prompts, _TABLE_PROMPTS), tokens
     return 0, 0
 

@@ -11,10 +11,11 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from ..adapters.adapter_files import PEFT_TYPE
 from ..adapters.loading import load_adapted
-from ..checkpoints.card import CARD_NAME, is_written_by_a_person, model_card, read_card, signed
+from ..checkpoints.card import CARD_NAME, is_hub_id, is_written_by_a_person, model_card, read_card, signed
 from ..checkpoints.find import ADAPTER_FILE, CONFIG_FILE, base_path, is_adapter, is_hub_reachable
 from ..checkpoints.loading import load_model
 from ..modeling_wedlm.convert import require_wedlm
@@ -71,7 +72,7 @@ def check(folder: Path, base: str | None = None) -> str:
 def card(folder: Path, repo: str, license: str | None = None) -> str:
     """The card for the repository: the folder's, with the repository's name in its examples, and with a licence.
     Raises `OSError` for a folder that is not there and an adapter without a card, `ValueError` for a card without a
-    licence."""
+    licence, and for an adapter of a base that is not on the Hub."""
     if not folder.is_dir():
         raise NotADirectoryError(f"There is no folder {str(folder)!r}.")
     text = read_card(folder)
@@ -81,13 +82,36 @@ def card(folder: Path, repo: str, license: str | None = None) -> str:
         require_wedlm(folder)
         text = model_card(load_model(folder), folder, repo_id=repo)
     is_own = is_written_by_a_person(text)
-    places = "|".join(re.escape(place) for place in (".", str(folder), str(folder.absolute())))
-    made: Any = ModelCard(re.sub(rf'(from_pretrained\((?:model, )?)"(?:{places})"', rf'\1"{repo}"', text))
+    names = {".", str(folder), str(folder.absolute()), folder.absolute().name}
+    places = "|".join(map(re.escape, names))
+    made: Any = ModelCard(
+        re.sub(rf'((?:from_pretrained|load_mask_adapter)\((?:model, )?)"(?:{places})"', rf'\1"{repo}"', text)
+    )
+    if is_adapter(folder):
+        _name_base(made, base_path(folder))
     if license:
         made.data.license = license
     if not made.data.license:
         raise ValueError(f"The card states no `license`: pass `--license`, or write it at the top of {CARD_NAME}.")
     return str(made) if is_own else signed(str(made))
+
+
+def _name_base(card: Any, base: str) -> None:
+    """Says in an adapter's card what it belongs to. Raises `ValueError` for a base that only this machine has."""
+    if not is_hub_id(base):
+        raise ValueError(
+            f"{ADAPTER_FILE} names a base of this machine, {base!r}, which nobody else can load: write the Hub id of "
+            "the base there, as `base_model_name_or_path`. `--base FOLDER` still checks the adapter here."
+        )
+    card.data.base_model = base
+    tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
+    card.data.tags = tags or None
+
+
+def files(folder: Path) -> list[str]:
+    """The files of a folder that an upload takes, by their names in the repository."""
+    names = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+    return sorted({*filter_repo_objects(names, ignore_patterns=LEFT_OUT), CARD_NAME})
 
 
 def upload(

@@ -117,6 +117,7 @@ def adapt(
         for row in rows:
             table.add_row(*row)
         out.print(table)
+        out.print(*made["table"].get("notes", ()), sep="\n", highlight=False)
     trial = shlex.join(("wedlm", "generate", "Why is the sky blue?", "--model", str(output_dir)))
     said = f"The adapter and its model card are in {output_dir}; a larger budget goes on from there. To try it:"
     out.print(said, trial, sep="\n", highlight=False, soft_wrap=True)
@@ -168,15 +169,17 @@ def push(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from ..apps.push import card, check, upload
+    from ..apps.push import card, check, files, upload
 
     disable_progress_bar()
     out = console(quiet=as_json)
     text, found = card(folder, repo, license), check(folder, base)
     out.print(f"Checked: {found}", highlight=False, soft_wrap=True)
-    address = None
-    if not dry_run:
+    names, address = files(folder), None
+    if dry_run:
+        out.print("These files would go to", repo, *names, sep="\n  ", highlight=False, soft_wrap=True)
+    else:
         address = upload(folder, repo, text, private=private, revision=revision, create_pr=create_pr, message=message)
         out.print(f"Uploaded: {address}", highlight=False, soft_wrap=True)
     if as_json:
-        print_json({"checked": found, "uploaded_to": address})
+        print_json({"checked": found, "files": names, "uploaded_to": address})

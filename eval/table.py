@@ -155,7 +155,7 @@ def speed_table(
     A temperature samples; greedy is the default. Prompt lookup takes one prompt at a time and is left out of batches.
     Of `others`, models by name such as this one in other dtypes, plain `generate` takes its turn as well. Returns
     `caption`, `columns` and `rows` of a table; `tokens_per_second` of each decoder; `depths`, the share of verified
-    decoding's drafts that passed at each depth; and the measurements as `measured`.
+    decoding's drafts that passed at each depth; the measurements as `measured`; and `notes`, sentences.
     """
     is_greedy = temperature is None
     shared = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": not is_greedy}
@@ -171,16 +171,34 @@ def speed_table(
         found = summarise(mark_same(pd.DataFrame(measured)), SHORT)
         if all(Speed(*pair).is_possible for pair in zip(found["speed"], found["tokens_per_forward"], strict=True)):
             break
-    texts, where = cells(found, SHORT if is_greedy else SHORT[:-1]), environment(model)
+    names = SHORT if is_greedy else SHORT[:-1]
+    texts, where = cells(found, names, with_errors=("tokens_per_forward", "speed")), environment(model)
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
     depths = by_depth(pd.DataFrame([line for line in measured if line["decoder"] == EXACT]))
     return {
         "caption": f"{len(prompts)} prompts, {together}, {'greedy' if is_greedy else f'temperature {temperature:g}'}, "
         f"at most {max_new_tokens} tokens; {where['dtype']} on {where['device']} ({where['processor']}, "
-        f"{where['kernels']}, {where['threads']} threads), torch {where['torch']}.",
+        f"{where['kernels']}, {where['threads']} threads), torch {where['torch']}. ± is the "
+        "standard error over prompts.",
         "columns": ["decoder", *(TITLES[name] for name in texts)],
         "rows": [[str(name), *line] for name, line in zip(texts.index, texts.to_numpy().tolist(), strict=True)],
         "tokens_per_second": found["tokens_per_second"].to_dict(),
         "depths": (depths["accepted"] / depths["drafted"]).tolist(),
         "measured": measured,
+        "notes": _notes(found, pd.DataFrame(measured)),
     }
+
+
+def _notes(found: pd.DataFrame, measured: pd.DataFrame) -> list[str]:
+    """What a [`speed_table`] says, in sentences: against prompt lookup, and how much prompts differ."""
+    notes, speed = [], found["speed"]
+    if LOOKUP in speed:
+        better = "the adapter gains more" if speed[EXACT] > speed[LOOKUP] else "it gains as much as the adapter so far"
+        notes.append(
+            f"Prompt lookup, which needs no adapter: {speed[LOOKUP]:.2f} times the speed of AR on these prompts; "
+            f"verified decoding: {speed[EXACT]:.2f} times. So {better}."
+        )
+    wide = per_prompt(measured)
+    single = wide["new_tokens"][EXACT] / wide["forwards"][EXACT]
+    notes.append(f"Single prompts had {single.min():.2f} to {single.max():.2f} tokens per forward.")
+    return notes

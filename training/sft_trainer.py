@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
-from ..checkpoints.card import is_written_by_a_person, read_card
+from ..checkpoints.card import CARD_NAME, is_written_by_a_person, read_card
+from ..checkpoints.files import write_text
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 from .examples import Preparation, first_example
@@ -272,6 +274,11 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             read_card(str(self.args.output_dir))
         ):
             super().create_model_card(*args, **kwargs)
+            file = Path(str(self.args.output_dir), CARD_NAME)
+            if file.is_file():  # TRL knows only bases of the Hub, and says "None" of others
+                base = f"`{Path(str(model.config.name_or_path)).name}`"
+                text = file.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", base)
+                write_text(file, text)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The parent's; reports what the streams have lost."""

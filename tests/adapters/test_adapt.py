@@ -23,7 +23,7 @@ from wedlm_hf.adapters import adapt as adapt_module
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import load_mask_adapter
-from wedlm_hf.adapters.model_card import read_log
+from wedlm_hf.adapters.model_card import model_card, read_log
 from wedlm_hf.cli import app
 
 SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
@@ -224,11 +224,13 @@ def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
     result = CliRunner().invoke(app, ["adapt", str(base), str(tmp_path / "out"), *words, *prompts])
     assert result.exit_code == 0, result.output
     table, made, example = result.stdout.rsplit("\n", 3)[:3]
-    assert "wedlm+exact" in table
+    assert "wedlm+exact" in table and "Prompt lookup, which needs no adapter: " in table
+    assert "mask rows were trained, and `--tokens 400` trains twice as many." in " ".join(table.split())
     assert made.startswith(f"The adapter and its model card are in {tmp_path / 'out'}; ")
     assert example == f"wedlm generate 'Why is the sky blue?' --model {tmp_path / 'out'}"
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| decoder | tokens per forward |" in card
+    assert "| decoder | tokens per forward |" in card and "trains twice as many" in card
+    assert str(tmp_path) not in card
     assert "](acceptance.png)\n\n| mask rows | 1 draft | 2 drafts |" in card
     assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
@@ -278,3 +280,15 @@ def test_no_other_run_writes_into_the_folder_meanwhile(tmp_path, base, monkeypat
     with pytest.raises(Timeout):
         run(tmp_path, base)
     lock.acquire(blocking=False)
+
+
+def test_the_card_of_an_adapter_for_a_gguf_file_loads_that_file(tmp_path):
+    facts = {"answers": 1, "answer_tokens": 9, "held_out": 1, "mask_rows": 54, "training_seconds": 1.0}
+    facts |= {"answer_seconds": 1.0, "rank": 2, "head_width": 0, "seed": 0, "is_chat": False, "gguf_file": None}
+    file = tmp_path / "models" / "tiny.gguf"
+    file.parent.mkdir()
+    file.touch()
+    card = model_card(str(file), str(tmp_path / "out"), facts, {"columns": [], "rows": []}, {})
+    assert 'source = {"pretrained_model_name_or_path": "models", "gguf_file": "tiny.gguf"}' in card
+    assert card.count(".from_pretrained(**source)") == 2 and 'load_mask_adapter(model, "out")' in card
+    assert str(tmp_path) not in card

@@ -48,7 +48,7 @@ def test_a_dry_run_generates_in_a_process_without_this_package_and_leaves_the_fo
     result = command(folder, "someone/model", "--license", "mit", "--dry-run", "--json")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
-    assert found == {"checked": found["checked"], "uploaded_to": None}
+    assert found == {"checked": found["checked"], "files": sorted(contents(folder)), "uploaded_to": None}
     assert int(found["checked"].split()[0]) > 24 and "in a process without this package" in found["checked"]
     assert contents(folder) == before
 
@@ -113,6 +113,20 @@ def test_an_adapter_without_a_card_is_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"has no README.md: write one, with a `license` at its top"):
         push.card(tmp_path, "someone/adapter")
+
+
+def test_an_adapter_names_a_base_that_others_can_load(tmp_path):
+    config = {"base_model_name_or_path": "/home/me/model", "peft_type": "LORA"}
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(config))
+    text = "---\nlicense: mit\nbase_model: /home/me/model\ntags:\n- base_model:adapter:/home/me/model\n- lora\n---\n\n"
+    (tmp_path / "README.md").write_text(f'{text}load_mask_adapter(model, "{tmp_path.name}")\n')
+    with pytest.raises(ValueError, match="names a base of this machine, '/home/me/model', which nobody else can load"):
+        push.card(tmp_path, "someone/adapter")
+    file.write_text(json.dumps(config | {"base_model_name_or_path": "someone/model"}))
+    made = push.card(tmp_path, "someone/adapter")
+    assert "/home/me" not in made and 'load_mask_adapter(model, "someone/adapter")' in made
+    assert (ModelCard(made).data.base_model, ModelCard(made).data.tags) == ("someone/model", ["lora"])
 
 
 def test_without_a_connection_nothing_goes(folder, monkeypatch):
