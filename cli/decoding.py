@@ -44,6 +44,11 @@ def generate(
     loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare)
     from ..apps import generate as answers
 
+    if model is None and prompts.prompts:
+        from ..apps.smollm2 import how_to_try
+
+        about = "wedlm-nano is a toy: it answers questions as `wedlm generate` without a prompt shows them, no others."
+        typer.echo(f"{about} A real model:\n{how_to_try(prompts.prompts[0])}\n", err=True)
     decodings = answers.compare(loaded, tokenizer, request, console(quiet=as_json))
     if as_json:
         print_json({"answers": answers.records(request.prompts, decodings), "decoders": answers.totals(decodings)})

@@ -308,6 +308,15 @@ def test_control_characters_of_prompts_and_answers_do_not_reach_the_terminal():
     assert "› hi␛[2J\n" in output and "␛" in output.split("its answer:")[1] and "\x1b" not in output
 
 
+def test_the_toy_says_what_it_is_and_how_to_ask_a_real_model(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["generate", "Why is the sky blue?", "--max-new-tokens", "2"])
+    assert "wedlm-nano is a toy" in result.stderr
+    assert "wedlm generate 'Why is the sky blue?' --model build/smollm2/SmolLM2-135M-Inst" in result.stderr
+    assert "after `make real`" in result.stderr
+    assert "toy" not in CliRunner().invoke(cli.app, ["generate", "--max-new-tokens", "2"]).stderr
+
+
 # --- train --------------------------------------------------------------------------------------------------------
 
 
