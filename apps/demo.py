@@ -147,7 +147,7 @@ class Form(BaseModel):
     adapter: str = ""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     # Of these five, None is the model's own.
-    verification: Literal["none", "exact", "typical"] | None = None
+    verification: Literal["none", "exact"] | None = None
     window_size: int | None = None
     entropy_threshold: float | None = None
     distance_penalty: float | None = None

@@ -115,8 +115,8 @@ class DecodingOptions:
 
     Attributes:
         strategy: parallel decoding (wedlm), the same block by block (block), or token by token (ar).
-        verification: accept drafts that are AR decoding's own tokens (exact, default with a mask adapter) or plausible
-            to AR (typical), or all (none).
+        verification: accept drafts that are AR decoding's own tokens (exact, default with a mask adapter), or all
+            (none).
         window_size: W, slots predicted at a time.
         entropy_threshold: τ, nats; masks below it are filled.
         distance_penalty: λ, nats per position.
@@ -128,7 +128,7 @@ class DecodingOptions:
     """
 
     strategy: Literal["wedlm", "block", "ar"] = "wedlm"
-    verification: Literal["none", "exact", "typical"] | None = None
+    verification: Literal["none", "exact"] | None = None
     window_size: int | None = None
     entropy_threshold: float | None = None
     distance_penalty: float | None = None

@@ -8,13 +8,12 @@ from ..generation.settings import WeDLMGenerationSettings
 
 Options = Mapping[str, Any]  # keywords of `generate`
 
-AR, BLOCK, WEDLM, TYPICAL, EXACT = "ar", "block", "wedlm", "wedlm+typical", "wedlm+exact"
+AR, BLOCK, WEDLM, EXACT = "ar", "block", "wedlm", "wedlm+exact"
 
 DECODERS: dict[str, Options] = {
     AR: {"strategy": "ar"},
     BLOCK: {"strategy": "block", "verification": "none"},
     WEDLM: {"strategy": "wedlm", "verification": "none"},
-    TYPICAL: {"strategy": "wedlm", "verification": "typical"},
     EXACT: {"strategy": "wedlm", "verification": "exact"},
 }
 
@@ -57,7 +56,6 @@ def candidates(
     values: dict[str, tuple[Sequence[float], Sequence[float | None]]] = {
         BLOCK: (thresholds, [middle]),
         WEDLM: (thresholds, penalties),
-        TYPICAL: (draft_thresholds, [None]),
         EXACT: (draft_thresholds, [None]),
     }
     named = {name: dict(COMPARED[name]) for name in COMPARED if name == AR or (name == LOOKUP and name in decoders)}
@@ -73,6 +71,6 @@ def candidates(
 def configured(decoder: str, window: int, threshold: float, penalty: float | None = None) -> dict[str, Any]:
     """Keywords of `generate` of a decoder other than AR."""
     window_size, tau, distance = FIELDS
-    tau = DRAFT_THRESHOLD if decoder in (EXACT, TYPICAL) else tau
+    tau = DRAFT_THRESHOLD if decoder == EXACT else tau
     settings = {window_size: window, tau: threshold, distance: penalty}
     return {**DECODERS[decoder], **{name: value for name, value in settings.items() if value is not None}}

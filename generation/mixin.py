@@ -121,13 +121,13 @@ class WeDLMGenerationMixin(GenerationMixin):
         else:
             if ours.get("adaptive_window") and settings.verification == "none":  # a stored one is for other calls
                 raise OptionError(
-                    "`adaptive_window=True` goes with `verification='exact'` or `'typical'`: unverified windows keep "
+                    "`adaptive_window=True` goes with `verification='exact'`: unverified windows keep "
                     "their size, `window_size`.",
                     "adaptive_window",
                 )
             if ours.get("draft_threshold") is not None and settings.verification == "none":
                 raise OptionError(
-                    "`draft_threshold` goes with `verification='exact'` or `'typical'`: without, masks are filled by "
+                    "`draft_threshold` goes with `verification='exact'`: without, masks are filled by "
                     "`entropy_threshold`.",
                     "draft_threshold",
                 )
@@ -334,7 +334,7 @@ def _check_state(model: Any, settings: WeDLMGenerationSettings, batch_size: int,
     if asked:
         raise ValueError(
             f"{type(model).__name__} keeps a recurrent state, which can forget no row that it has read: it decodes "
-            "one sequence at a time, with `verification='exact'` or `'typical'` and a dynamic cache, or with "
+            "one sequence at a time, with `verification='exact'` and a dynamic cache, or with "
             f"`strategy='ar'`; got {asked}."
         )
 
@@ -360,8 +360,7 @@ def _rule(
     if model.has_mask_adapter:
         size = min(size, model.deepest)
         # What the text says is a branch beside what masks say.
-        has_branches = is_planned and settings.verification == "exact" and takes_any_mask
-        drafter = model.make_drafter(sampler, request.end_tokens, has_branches)
+        drafter = model.make_drafter(sampler, request.end_tokens, is_planned and takes_any_mask)
     else:
         drafter = Drafter(sampler, request.end_tokens, settings.draft_threshold)
     # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.
@@ -369,8 +368,7 @@ def _rule(
     planner: Planner = FixedPlan(size, is_chain, drafter.lost)
     if is_planned:
         planner = _planner(model, settings, sampler, size - drafter.lost, is_chain, drafter.lost)
-    is_exact = settings.verification == "exact" and not is_static and len(request.prompts) == 1
-    is_by_row = is_exact and attends_by_row(model)
+    is_by_row = not is_static and len(request.prompts) == 1 and attends_by_row(model)
     planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
     planner.keeps_state = has_state
     return VerifyRule(settings, sampler, drafter, planner, size, is_by_row, has_state)
@@ -380,10 +378,9 @@ def _planner(
     model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, is_chain: bool, lost: int
 ) -> Planner:
     """What was learned of a model stays with it, where times are measured."""
-    # "typical" keeps other drafts if others are checked, and the processes of tensor parallelism must plan alike:
-    # nothing there may depend on a clock.
+    # The processes of tensor parallelism must plan alike: nothing there may depend on a clock.
     is_alone = (getattr(model, "tp_size", None) or 1) == 1
-    is_timed = settings.verification == "exact" and settings.slot_cost is None and is_alone
+    is_timed = settings.slot_cost is None and is_alone
     device = sampler.device.type
     slot_cost = SLOT_COSTS.get(device, SLOT_COSTS["cuda"]) if settings.slot_cost is None else settings.slot_cost
     if not is_timed:

@@ -293,16 +293,3 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
 def _entropy(logits: torch.Tensor) -> torch.Tensor:
     # `entr` is −p log p, and 0 where p is.
     return torch.special.entr(torch.softmax(logits.float(), dim=-1)).sum(-1)
-
-
-def is_typical(scores: torch.Tensor, tokens: torch.Tensor, epsilon: float, delta: float) -> torch.Tensor:
-    """Whether p(token) ≥ min(ε, δ·exp(−H)), p being the softmax of the scores and H its entropy (arXiv 2401.10774).
-
-    Args:
-        scores: `(A, M, V)` float32, processed.
-        tokens: `(A, M)` int64; the result has their shape.
-        epsilon, delta: ε and δ.
-    """
-    p = torch.softmax(scores, dim=-1).gather(-1, tokens[..., None])[..., 0]
-    least = (delta * (-token_entropy(scores)).exp()).clamp(max=epsilon)
-    return (p >= least) & (p > 0)  # never what a processor forbids

@@ -5,13 +5,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 STRATEGIES = ("ar", "wedlm", "block")
-VERIFICATIONS = ("none", "exact", "typical")
+VERIFICATIONS = ("none", "exact")
 ENTROPIES = ("entropy_threshold", "distance_penalty", "draft_threshold")  # settings in nats
 
 # Where the output does not depend on them: W may grow this far, and a mask whose entropy lies below gives a draft;
 # where it does, fewer masks do.
 LARGEST_WINDOW = 32
-DRAFT_THRESHOLDS = {"exact": 2.0, "typical": 0.4}
 
 
 class OptionError(ValueError):
@@ -52,13 +51,9 @@ class WeDLMGenerationSettings:
         entropy_threshold: τ, nats; unverified, masks whose adjusted entropy H + λ·d lies below it are filled (engine:
             0.4).
         distance_penalty: λ, nats per position from the leftmost mask (engine: 0.02).
-        draft_threshold: nats; under verification, masks with H below it become drafts, where no mask adapter drafts
-            (default with `"typical"`: 0.4).
+        draft_threshold: nats; under verification, masks with H below it become drafts, where no mask adapter drafts.
         verification: `"none"`: the paper's decoder. `"exact"`: the output of AR decoding, drafts checked by the AR
-            head. `"typical"`: drafts are kept where the AR head finds them plausible, p ≥ min(ε, δ·exp(−H)) (arXiv
-            2401.10774); the token after them is the AR head's own.
-        acceptance_epsilon: ε.
-        acceptance_delta: δ.
+            head.
         adaptive_window: under verification, each step checks the drafts and has the masks that give most tokens per
             time (see [`Planner`]), down to plain AR steps. Default: with `verification="exact"`, whose output does not
             depend on it. A static cache keeps the window's size, whatever this says.
@@ -75,10 +70,8 @@ class WeDLMGenerationSettings:
     window_size: int = 16
     entropy_threshold: float = 0.4
     distance_penalty: float = 0.02
-    draft_threshold: float = DRAFT_THRESHOLDS["exact"]
+    draft_threshold: float = 2.0
     verification: str = "none"
-    acceptance_epsilon: float = 0.09
-    acceptance_delta: float = 0.3
     adaptive_window: bool | None = None
     slot_cost: float | dict[int, float] | None = None
     mask_token_id: int | None = None
@@ -92,7 +85,7 @@ class WeDLMGenerationSettings:
         if not isinstance(self.window_size, int) or isinstance(self.window_size, bool) or self.window_size < 1:
             message = f"`window_size` must be an integer of at least 1, got {self.window_size!r}."
             raise OptionError(message, "window_size")
-        for name in (*ENTROPIES, "acceptance_epsilon", "acceptance_delta"):
+        for name in ENTROPIES:
             if not _is_cost(value := getattr(self, name)):
                 raise OptionError(f"`{name}` must be a number of at least 0, got {value!r}.", name)
         _check_slot_cost(self.slot_cost)
@@ -113,9 +106,7 @@ class WeDLMGenerationSettings:
     @property
     def is_adaptive(self) -> bool:
         """Whether each step is planned."""
-        if self.adaptive_window is None:
-            return self.verification == "exact"
-        return self.adaptive_window and self.verification != "none"
+        return self.verification != "none" and self.adaptive_window is not False
 
     @classmethod
     def from_generation_config(
@@ -127,9 +118,8 @@ class WeDLMGenerationSettings:
         given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
         settings = cls(**given)
         if settings.verification != "none":
-            given.setdefault("draft_threshold", DRAFT_THRESHOLDS[settings.verification])
             is_static = getattr(generation_config, "cache_implementation", None) == "static"
-            if settings.verification == "exact" and settings.is_adaptive and not is_static:
+            if settings.is_adaptive and not is_static:
                 given.setdefault("window_size", LARGEST_WINDOW)
             settings = cls(**given)
         if settings.strategy != "ar":

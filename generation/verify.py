@@ -10,7 +10,7 @@ AR row 0 chooses what follows c. If that is d₁ or s₁, the row of this draft 
 path that the AR rows follow is final, and so is the token at its end that they choose. The masks behind the last row
 of the path have seen nothing wrong, so what they draft is checked next.
 
-Drafts never influence what an AR row chooses, so with `"exact"` the output is that of AR decoding, greedy or sampled.
+Drafts never influence what an AR row chooses, so the output is that of AR decoding, greedy or sampled.
 
 A [`Drafter`] says what may follow, a [`Planner`] which of it is checked and where masks stand.
 
@@ -26,7 +26,7 @@ from .drafter import Drafter
 from .planner import Outlook, Plan, Planner
 from .rows import Row, SequenceState, Step, lines, mask_runs
 from .rules import Choice, Cut, SequenceOutcome
-from .sampling import TokenSampler, is_typical
+from .sampling import TokenSampler
 from .settings import WeDLMGenerationSettings
 
 
@@ -117,8 +117,6 @@ class VerifyRule:
         tokens, depths = (each[:, -count:].gather(1, columns) for each in (step.input_ids, step.position_ids))
         depths = depths - depths[:, :1]
         passed = chosen.gather(1, parents) == tokens
-        if self.settings.verification == "typical":  # there is one draft behind a row
-            passed |= self._is_typical(scores, tokens.roll(-1, 1)).gather(1, parents)
         passed = (passed & is_there) | (places == 0)
         is_on_path = (passed[:, None] | ~lines(parents)).all(-1)
         end = ((depths + 1) * is_on_path).argmax(1, keepdim=True)
@@ -150,20 +148,12 @@ class VerifyRule:
             return step.sequences[entry].new_tokens + path
 
         def follow(entry: int, row: int, tokens: torch.Tensor, scores: torch.Tensor) -> int | None:
-            behind = [child for child, draft in enumerate(real[entry]) if child and draft.parent == row]
             token = int(tokens[entry, row])
-            same = [child for child in behind if real[entry][child].token == token]
-            if not same and behind and self.settings.verification == "typical":
-                draft = tokens.new_tensor([[real[entry][behind[0]].token]])
-                same = behind[:1] if bool(self._is_typical(scores[entry : entry + 1, row : row + 1], draft)) else []
-            return next(iter(same), None)
+            behind = (child for child, draft in enumerate(real[entry]) if child and draft.parent == row)
+            return next((child for child in behind if real[entry][child].token == token), None)
 
         indices = [one.index for one in step.sequences]
         return self.sampler.choose_in_order(logits, offsets, indices, prefix, follow)
-
-    def _is_typical(self, scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        settings = self.settings
-        return is_typical(scores, tokens.clamp(min=0), settings.acceptance_epsilon, settings.acceptance_delta)
 
     def _runs(self, step: Step, size: int) -> list[list[tuple[int, int]]]:
         """The column of the first mask behind each AR row that drafts something, and how many do."""

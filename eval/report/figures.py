@@ -14,11 +14,11 @@ from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import MaxNLocator
 
 from ...checkpoints.files import written_whole
-from ..decoders import AR, BLOCK, EXACT, LOOKUP, TYPICAL, WEDLM
+from ..decoders import AR, BLOCK, EXACT, LOOKUP, WEDLM
 from ..table import TITLES
 from .numbers import Numbers
 
-COLORS = {AR: "#6b7280", LOOKUP: "#b3593f", BLOCK: "#c7922e", WEDLM: "#2f7fc8", TYPICAL: "#a855a0", EXACT: "#17966e"}
+COLORS = {AR: "#6b7280", LOOKUP: "#b3593f", BLOCK: "#c7922e", WEDLM: "#2f7fc8", EXACT: "#17966e"}
 MARKERS = "osD^vP*X"
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,

@@ -62,7 +62,7 @@ class ReportRequest:
     thresholds: tuple[float, ...] = (0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
     penalties: tuple[float, ...] = (0, 0.02, 0.1)
     draft_thresholds: tuple[float, ...] = (0.4, 0.8)
-    decoders: tuple[str, ...] = ("block", "wedlm", "wedlm+typical", "wedlm+exact")
+    decoders: tuple[str, ...] = ("block", "wedlm", "wedlm+exact")
     max_loss: float = 1.0
     save_settings: bool = False
     count: int = 100

@@ -211,16 +211,6 @@ def test_what_a_state_forbids_is_refused_with_the_reason(how: dict[str, Any], go
         model.generate(prompt(5), max_new_tokens=8, **how)
 
 
-def test_typical_drafts_pass_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted("Qwen3_5")
-    whole = model.generate(prompt(9), **GREEDY)
-    know(monkeypatch, whole[0].tolist(), 1.0, 0)
-    how = {"strategy": "wedlm", "verification": "typical", "return_dict_in_generate": True}
-    found = model.generate(prompt(9), **GREEDY, **how)
-    assert torch.equal(found.sequences, whole)
-    assert found.stats.forwards < 40
-
-
 K = 3
 
 

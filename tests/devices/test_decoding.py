@@ -17,7 +17,7 @@ DECODERS = {
     "wedlm": {"entropy_threshold": 2.0},
     "block": {"strategy": "block", "entropy_threshold": 2.0},
     "verified": EXACT | {"draft_threshold": 2.5},
-    "typical": {"verification": "typical", "adaptive_window": False, "draft_threshold": 2.5},
+    "fixed": {"verification": "exact", "adaptive_window": False, "draft_threshold": 2.5},
     "static": {"cache_implementation": "static", "entropy_threshold": 2.0},
     "static verified": {"cache_implementation": "static", "verification": "exact", "draft_threshold": 2.5},
     "static adapter": {"cache_implementation": "static", "verification": "exact", "window_size": 4},

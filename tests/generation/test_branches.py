@@ -244,16 +244,6 @@ def test_unverified_windows_are_filled_by_the_adapter(qwen3):
     assert output.stats.forwards.tolist() == [forwards for _, forwards, _ in expected]
 
 
-def test_typical_acceptance_depends_on_no_clock(qwen3, monkeypatch):
-    prompts = prompts_of([5, 9])
-    outputs = []
-    for factor in (1.0, 1000.0):
-        moments = iter(factor * index**2 for index in range(10_000))
-        monkeypatch.setattr(mixin, "step_clock", lambda _, moments=moments: lambda: next(moments))
-        outputs.append(generate(qwen3, prompts, verification="typical", acceptance_epsilon=0.01)[1])
-    assert outputs[0] == outputs[1]
-
-
 def test_streams_scores_and_traces_work_as_without_branches(qwen3, foreseeing):
     prompt = prompts_of([6])
     (expected,) = ar_outputs(qwen3, prompt)

@@ -45,11 +45,7 @@ WIDTH = PROMPTS.shape[1]
 DRAFTS = {"strategy": "wedlm", "entropy_threshold": 2.0}
 CHECKED = {"strategy": "wedlm", "draft_threshold": 2.0}
 UNVERIFIED = [DRAFTS, DRAFTS | {"strategy": "block"}]
-VERIFIED = [
-    CHECKED | {"verification": "exact"},
-    # Of a draft that is not the AR head's choice this asks for all of the probability.
-    CHECKED | {"verification": "typical", "acceptance_epsilon": 1.0, "acceptance_delta": 1e9},
-]
+VERIFIED = [CHECKED | {"verification": "exact"}, CHECKED | {"verification": "exact", "adaptive_window": False}]
 STRATEGIES = {"unverified": UNVERIFIED, "verified": VERIFIED}
 
 

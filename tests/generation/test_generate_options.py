@@ -51,7 +51,7 @@ def tail(sequences):
     ("options", "message"),
     [
         ({"strategy": "diffusion"}, "`strategy` must be one of 'ar', 'wedlm', 'block', got 'diffusion'"),
-        ({"verification": "maybe"}, "`verification` must be one of 'none', 'exact', 'typical', got 'maybe'"),
+        ({"verification": "maybe"}, "`verification` must be one of 'none', 'exact', got 'maybe'"),
         ({"window_size": 0}, "`window_size` must be an integer of at least 1, got 0"),
         ({"window_size": 2.5}, "`window_size` must be an integer of at least 1, got 2.5"),
         ({"window_size": True}, "`window_size` must be an integer of at least 1, got True"),
@@ -60,9 +60,9 @@ def tail(sequences):
         ({"entropy_threshold": "0.4"}, "`entropy_threshold` must be a number of at least 0, got '0.4'"),
         ({"distance_penalty": -1}, "`distance_penalty` must be a number of at least 0, got -1"),
         ({"output_trace": 1}, "`output_trace` must be True or False, got 1"),
-        ({"adaptive_window": True}, "`adaptive_window=True` goes with `verification='exact'` or `'typical'`"),
+        ({"adaptive_window": True}, "`adaptive_window=True` goes with `verification='exact'`"),
         ({"draft_threshold": -1}, "`draft_threshold` must be a number of at least 0, got -1"),
-        ({"draft_threshold": 1.0}, "`draft_threshold` goes with `verification='exact'` or `'typical'`"),
+        ({"draft_threshold": 1.0}, "`draft_threshold` goes with `verification='exact'`"),
         ({"slot_cost": "low"}, "`slot_cost` must be a number of at least 0, or times by numbers of rows, got 'low'"),
         ({"slot_cost": {1: 2.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers of rows"),
         ({"slot_cost": {1: 2.0, "x": 3.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers"),
@@ -383,12 +383,6 @@ def test_a_forward_that_gives_nan_does_not_spoil_a_static_cache():
             model.generate(turn, **EXACT, **{CACHE: cache})
         model.model.embed_tokens.weight[51] = kept
     assert model.generate(turn, **EXACT, **{CACHE: cache}).tolist() == cold.tolist()
-
-
-def test_typical_acceptance_never_keeps_what_a_processor_forbids(model):
-    options = EXACT | {"verification": "typical", "acceptance_epsilon": 0.0, "draft_threshold": 100.0}
-    free = set(tail(model.generate(PROMPT, **options)))
-    assert not free & set(tail(model.generate(PROMPT, **options, suppress_tokens=list(free))))
 
 
 def test_no_empty_drafts_are_streamed(model):

@@ -58,10 +58,10 @@ def made(make=lambda *setting: {}, timed="even|odd|.*", **options):
 def test_all_combinations_are_tried_and_block_with_the_middle_penalty():
     penalties = (0.0, 0.02, 0.1)
     found = candidates(windows=(4, 8), thresholds=(0.1, 0.2), penalties=penalties, draft_thresholds=(0.4,))
-    assert len(found) == len({json.dumps(options) for options in found.values()}) == 1 + 4 + 12 + 2 + 2
+    assert len(found) == len({json.dumps(options) for options in found.values()}) == 1 + 4 + 12 + 2
     assert {options["distance_penalty"] for options in found.values() if options["strategy"] == "block"} == {0.02}
     table = settings_table(found)
-    assert list(table["kind"].unique()) == ["ar", "block", "wedlm", "wedlm+typical", "wedlm+exact"]
+    assert list(table["kind"].unique()) == ["ar", "block", "wedlm", "wedlm+exact"]
     assert table.loc["wedlm W=8 τ=0.1 λ=0.02", ["window_size", "entropy_threshold"]].tolist() == [8, 0.1]
     assert pd.isna(table.loc["wedlm+exact W=4 τ=0.4", "distance_penalty"])
 
