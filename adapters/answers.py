@@ -146,9 +146,15 @@ def read_answers(file: Path) -> list[Answer]:
     Raises:
         DamagedAnswersError: for a line that is no answer, with its number.
     """
+    return [answer for _, answer in _lines(file)]
+
+
+def _lines(file: Path) -> Iterator[tuple[int, Answer]]:
+    """As [`read_answers`], with the byte at which each line begins."""
     lines = file.read_bytes().split(b"\n") if file.exists() else []
-    answers: list[Answer] = []
+    end = 0
     for number, line in enumerate(lines, start=1):
+        start, end = end, end + len(line) + 1
         if not line.strip():
             continue
         try:
@@ -158,8 +164,7 @@ def read_answers(file: Path) -> list[Answer]:
             if number == len(lines):  # not written to its end
                 break
             raise DamagedAnswersError(file, number) from None
-        answers.append(answer)
-    return answers
+        yield start, answer
 
 
 def write_answers(
@@ -216,13 +221,16 @@ def write_answers(
 
 def _mend(file: Path) -> list[Answer]:
     """The answers of a file that a stop may have cut off: then its last batch is removed, to be answered again."""
-    answers = read_answers(file)
+    starts, answers = [], []
+    for start, answer in _lines(file):
+        starts.append(start)
+        answers.append(answer)
     if not file.exists() or file.read_bytes().endswith(b"\n") or not file.stat().st_size:
         return answers
-    answers = [answer for answer in answers if answer["batch"] < answers[-1]["batch"]]
+    kept = [answer for answer in answers if answer["batch"] < answers[-1]["batch"]]
     with file.open("r+b") as stream:
-        stream.truncate(sum(len(json.dumps(answer)) + 1 for answer in answers))
-    return answers
+        stream.truncate(starts[len(kept)] if answers else 0)
+    return kept
 
 
 @contextmanager
