@@ -1,18 +1,14 @@
 """The command `wedlm`: what it prints, where prompts come from, and one line for what is wrong."""
 
-import dataclasses
 import io
 import json
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Annotated, Any
 
 import pytest
 import torch
-import typer
 from nano_tasks import TASKS
 from rich.console import Console
 from tiny import MASK, tiny_model, tiny_tokenizer, write_checkpoint
@@ -21,7 +17,6 @@ from typer.testing import CliRunner
 from wedlm_hf import cli
 from wedlm_hf.apps.generate import compare
 from wedlm_hf.cli import options
-from wedlm_hf.cli.options import with_options
 from wedlm_hf.console.streaming import AnswerStreamer, printable
 from wedlm_hf.eval.measure import ForwardCounter
 from wedlm_hf.eval.prompts import encode
@@ -182,73 +177,6 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
     # Otherwise a second signal would start the timer again, which kills the process while Python shuts down.
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Range.
-
-    Attributes:
-        model: what is counted.
-        numbers: numbers to count, with a help text
-            of two lines.
-        loud: aloud.
-        settings: others.
-        last: where it ends.
-    """
-
-    model: str = "x"
-    numbers: tuple[int, ...] = (3, 1)
-    loud: bool = False
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    last: Annotated[int, typer.Option("--to", help="End.")] = 9
-
-
-@pytest.fixture
-def ranges():
-    """The output of a command with the options of [`Range`], and what it got."""
-    app, taken = typer.Typer(), []
-
-    @app.command()
-    @with_options
-    def show(span: Range, output_dir: Annotated[Path, typer.Argument()] = Path("out")) -> None:
-        taken.append((span, output_dir))
-
-    def run(*words):
-        taken.clear()
-        result = CliRunner().invoke(app, list(words), env={"COLUMNS": "100"})
-        return result, taken[0] if taken else None
-
-    return run
-
-
-@pytest.mark.parametrize(
-    ("words", "span", "folder"),
-    [
-        ("", Range(), "out"),
-        ("y", Range("y"), "out"),
-        ("y z", Range("y"), "z"),
-        ("--model y", Range("y"), "out"),
-        ("z --model=y", Range("y"), "z"),
-        ("-m y z --to 4 --loud", Range("y", loud=True, last=4), "z"),
-        ("--numbers 4,2,4 --set top_k=1", Range(numbers=(2, 4), settings={"top_k": 1}), "out"),
-    ],
-)
-def test_a_command_gets_the_dataclasses_that_its_options_fill(ranges, words, span, folder):
-    result, taken = ranges(*words.split())
-    assert result.exit_code == 0, result.output
-    numbers = span.numbers if "--numbers" in words else (1, 3)
-    assert taken == (dataclasses.replace(span, numbers=numbers), Path(folder))
-
-
-def test_a_model_that_is_named_twice_and_a_list_that_is_none_are_refused(ranges):
-    assert "The model is named twice" in ranges("y", "z", "--model", "x")[0].output
-    assert "numbers with commas between them are needed, got 'x'" in ranges("--numbers", "x")[0].output
-
-
-def test_help_comes_from_the_docstring_of_a_dataclass(ranges):
-    text = " ".join(ranges("--help")[0].output.split())
-    assert "─ Range ─" in text and "Numbers to count, with a help text of two lines. [default: 3,1]" in text
 
 
 def test_without_prompts_there_is_one_built_in_prompt_for_each_task(wedlm):

@@ -44,6 +44,11 @@ def tail(sequences):
     return sequences[0, PROMPT.shape[1] :].tolist()
 
 
+def prompts(*rows):
+    ids = torch.tensor(rows, dtype=torch.long)
+    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -75,16 +80,20 @@ def tail(sequences):
         ({"mask_token_id": PAD}, "`mask_token_id` must differ from the padding token, got 0"),
         ({"windw_size": 4}, "The following `model_kwargs` are not used by the model: \\['windw_size'\\]"),
         ({CACHE: DynamicCache()}, "Parallel decoding needs a `WindowCache`.* got DynamicCache"),
+        (prompts([5, 6, 7], [5, 6, 0]), "left-padded, but row 1 has padding after a token"),
+        (prompts([5, 6, 7], [0, 0, 0]), "The prompt of row 1 is empty"),
+        (prompts([]), "The prompt of row 0 is empty"),
+        (prompts([5, 6, 7]) | {"attention_mask": torch.tensor([[0, 1]])}, "must have the shape of `input_ids`, got "),
     ],
 )
-def test_settings_that_mean_nothing_are_refused_before_any_forward(model, options, message):
+def test_settings_and_prompts_that_mean_nothing_are_refused_before_any_forward(model, options, message):
     def forbidden(*args, **kwargs):
         raise AssertionError("the model ran")
 
     handle = model.register_forward_pre_hook(forbidden)
     try:
         with pytest.raises(ValueError, match=message):
-            model.generate(PROMPT, **(FAST | options))
+            model.generate(**{"input_ids": PROMPT} | FAST | options)
     finally:
         handle.remove()
 
@@ -94,22 +103,6 @@ def test_a_model_without_a_mask_token_is_told_how_to_get_one():
     with pytest.raises(ValueError, match="needs a mask token, but neither the model config nor the generation config"):
         model.generate(PROMPT, **FAST)
     assert model.generate(PROMPT, **FAST, mask_token_id=MASK).shape == (1, 25)
-
-
-@pytest.mark.parametrize(
-    ("input_ids", "mask", "message"),
-    [
-        ([[5, 6, 7], [5, 6, 0]], [[1, 1, 1], [1, 1, 0]], "left-padded, but row 1 has padding after a token"),
-        ([[5, 6, 7], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]], "The prompt of row 1 is empty"),
-        ([[]], [[]], "The prompt of row 0 is empty"),
-        ([[5, 6, 7]], [[0, 1]], "`attention_mask` must have the shape of `input_ids`, got \\(1, 2\\) and \\(1, 3\\)"),
-    ],
-)
-def test_prompts_that_cannot_be_decoded_are_refused(model, input_ids, mask, message):
-    with pytest.raises(ValueError, match=message):
-        model.generate(
-            torch.tensor(input_ids, dtype=torch.long), attention_mask=torch.tensor(mask, dtype=torch.long), **FAST
-        )
 
 
 def test_a_prompt_beyond_the_context_is_taken_with_a_warning_as_ar_takes_it(caplog):
@@ -206,12 +199,6 @@ def test_lengths_are_exact(model, options, limit):
         PROMPT, **(options | {"max_new_tokens": None, "max_length": 5 + limit, "window_size": 4})
     )
     assert tail(by_length) == tokens
-
-
-@pytest.mark.parametrize("options", [FAST, EXACT, FAST | {"strategy": "block"}])
-def test_a_window_beyond_the_limit_is_one_of_the_limits_size(model, options):
-    expected = model.generate(PROMPT, **options, window_size=20)
-    assert model.generate(PROMPT, **options, window_size=10**12).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("options", [{}, EXACT])
@@ -500,7 +487,9 @@ def test_an_exception_while_rows_are_swapped_mixes_no_rows(model, options, monke
 
 
 @pytest.mark.parametrize("options", [FAST, FAST | {"strategy": "block"}, EXACT])
-def test_an_answer_may_be_allowed_to_be_longer_than_memory(model, options):
+def test_limit_and_window_may_be_larger_than_memory(model, options):
+    expected = model.generate(PROMPT, **options, window_size=20)
+    assert model.generate(PROMPT, **options, window_size=10**12).tolist() == expected.tolist()
     free = tail(model.generate(PROMPT, **options))
     ends = [free[9]]
     expected = model.generate(PROMPT, **(options | {"max_new_tokens": 200}), eos_token_id=ends)

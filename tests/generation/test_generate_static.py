@@ -4,7 +4,6 @@ import pytest
 import torch
 from test_generation import generate, prompts_of
 from test_half_decoding import is_nearly_best, pair_of
-from test_mask_adapter import with_adapter
 from test_mask_trainer import FAMILIES, stock_model
 from tiny import tiny_model
 from transformers import CompileConfig
@@ -21,11 +20,6 @@ STRATEGIES = [
 
 def threshold_of(strategy):
     return "draft_threshold" if "verification" in strategy else "entropy_threshold"
-
-
-@pytest.fixture(scope="module")
-def adapted():
-    return with_adapter(tiny_model())
 
 
 def compiled(backend):
@@ -84,21 +78,6 @@ def test_steps_compile_once_and_not_again(model, strategy, calls, sampling):
         assert rows == expected
         longest = max(longest, int(output.stats.forwards.max()))
     assert len(compiles) == 1 and longest > 3
-
-
-@pytest.mark.parametrize("lengths", [[6], [5, 1, 12, 7]])
-def test_a_mask_adapter_decodes_in_fixed_shapes(adapted, lengths):
-    options = {"verification": "exact", "window_size": 3}
-    _, expected = generate(tiny_model(), prompts_of(lengths), verification="exact")
-    shapes = []
-    handle = adapted.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
-    output, rows = generate(adapted, prompts_of(lengths), **options, **STATIC)
-    handle.remove()
-    assert rows == expected
-    assert set(shapes[1:]) == {(len(lengths), 1 + 3 + 3)}
-    assert output.stats.drafted.sum() > 0
 
 
 SLIDING = [each for each in FAMILIES if each != "Llama4"]  # whose layers are chunked, and which torch runs uncompiled

@@ -272,6 +272,22 @@ def test_sampled_fills_follow_the_processed_distribution(qwen3):
     assert ((observed - 2000 * expected) ** 2 / (2000 * expected)).sum() < 23.5  # 4 degrees of freedom, p = 1e-4
 
 
+def test_the_returned_cache_continues_a_conversation_as_a_cold_start_would(qwen3):
+    for verification in ("none", "exact"):
+        options = {THRESHOLD[verification]: 2.0, "verification": verification}
+        first, rows = generate(qwen3, prompts_of([5, 9]), **options)
+        turns = [
+            prompt + row + more
+            for prompt, row, more in zip(prompts_of([5, 9]), rows, prompts_of([4, 3], seed=7), strict=True)
+        ]
+        _, cold = generate(qwen3, turns, **options)
+        lengths = list(cache_of(first).lengths)
+        warm, warm_rows = generate(qwen3, turns, **{CACHE: cache_of(first)}, **options)
+        assert warm_rows == cold
+        assert all(length > 5 for length in lengths)
+        assert cache_of(warm) is cache_of(first)
+
+
 def test_rows_that_finish_leave_the_batch(qwen3):
     prompts = prompts_of([5, 1, 12, 7, 3])
     output, rows = generate(qwen3, prompts, entropy_threshold=2.0, output_trace=True)

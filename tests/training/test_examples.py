@@ -173,32 +173,51 @@ def test_files_of_windows_are_read_as_they_were_meant(tmp_path, encoding, stream
     assert [place for _, place, _ in read] == [f"{path}:{number}" for number in (2, 3, 4)]
 
 
+OBJECT = "each line must be a JSON object: "
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        (
-            TEXT.replace("\u2028", "").encode("cp1252"),
-            ":1: each line must be a JSON object: the text is not UTF-8. Save",
-        ),
-        (TEXT.encode("utf-16-le"), ":1: each line must be a JSON object: "),
-        (
-            TEXT.encode("utf-16")[:-1],
-            ": the text is not UTF-16. Save the file as UTF-8.",
-        ),
-        (b'{"text": "a"}\n{"text": "\\ud83d"}\n', None),
+        ("data.jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', f":3: {OBJECT}Expecting ',' del"),
+        ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', f":2: {OBJECT}not an object."),
+        ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', f":2: {OBJECT}the text is not UTF-8. Save"),
+        ("data.jsonl", TEXT.replace("\u2028", "").encode("cp1252"), f":1: {OBJECT}the text is not UTF-8. Save"),
+        ("data.jsonl", TEXT.encode("utf-16-le"), f":1: {OBJECT}"),  # without a mark
+        ("data.jsonl", TEXT.encode("utf-16")[:-1], ": the text is not UTF-16. Save the file as UTF-8."),
+        ("data.jsonl", b"", ": there is no example in this file."),
+        ("data.json", b"[]", ": there is no example in this file."),
+        ("data.json", b'[{"text": "a"}, 7]', f", example 2: {OBJECT}"),
+        ("data.parquet", b"PAR1 no more", ": cannot be read as parquet"),
     ],
-    ids=["cp1252", "UTF-16 without a mark", "cut off", "half a pair"],
 )
-def test_files_of_other_encodings_are_refused_by_file_and_line(tmp_path, content, message):
-    path = tmp_path / "data.jsonl"
+def test_a_file_that_cannot_be_read_is_told_by_name_and_line(tmp_path, name, content, message, streaming):
+    path = tmp_path / name
     path.write_bytes(content)
-    if message is None:
-        with pytest.raises(ValueError, match=re.escape(f"{path}:2 holds half of a surrogate pair")):
-            trainer_on(tmp_path, load(str(path)))
-        return
-    for streaming in (False, True):
-        with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
-            load(str(path), streaming=streaming)
+    with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
+        list(load(str(path), streaming=streaming))
+
+
+def test_half_a_surrogate_pair_is_told_by_its_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\\ud83d"}\n')
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2 holds half of a surrogate pair")):
+        trainer_on(tmp_path, load(str(path)))
+
+
+def test_files_of_each_kind_hold_the_same_examples(tmp_path):
+    examples = [{"text": "a"}, {"text": "b"}]
+    for kind in ("jsonl", "json", "parquet"):
+        path = tmp_path / f"data.{kind}"
+        data = Dataset.from_list(examples)
+        data.to_parquet(path) if kind == "parquet" else data.to_json(path)
+        for streaming in (False, True):
+            read = load(str(path), streaming=streaming)
+            assert [row_of(row, 0, "train")[0] for row in read] == examples
+            assert next(iter(read)) == next(iter(load(str(path), "any[:1]")))
+        with pytest.raises(ValueError, match="A configuration belongs to a dataset of the Hub, not to the file"):
+            load(str(path), config_name="main")
 
 
 def test_an_example_of_a_json_array_is_told_by_its_number_and_slices_keep_the_places(tmp_path):
@@ -206,9 +225,6 @@ def test_an_example_of_a_json_array_is_told_by_its_number_and_slices_keep_the_pl
     path.write_text(json.dumps([{"text": str(number)} for number in range(9)], indent=1))
     part = load(str(path), "anything[4:6]")
     assert [row_of(row, 0, "train")[1] for row in part] == [f"{path}, example {number}" for number in (5, 6)]
-    path.write_text('[{"text": "a"}, 7]')
-    with pytest.raises(ValueError, match=re.escape(f"{path}, example 2: each line must be a JSON object")):
-        load(str(path))
     with pytest.raises(ValueError, match=r"A stream is read from its beginning: .* got 'train\[:1\]'"):
         load(str(path), "train[:1]", streaming=True)
 

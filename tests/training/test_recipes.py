@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 from wedlm_hf import WeDLMForCausalLM, cli
 from wedlm_hf.training import train
-from wedlm_hf.training.rows import load, row_of
 from wedlm_hf.training.sft_config import WeDLMSFTConfig
 from wedlm_hf.training.sft_trainer import COLLATOR_FIELDS
 from wedlm_hf.training.train import DataConfig, main
@@ -176,49 +175,3 @@ def test_each_setting_and_default_of_the_documentation_is_the_configs():
                 assert value == getattr(actual, "value", actual) or float(value) == actual, name
                 documented.add(name)
     assert set(COLLATOR_FIELDS) - {"seed"} <= documented
-
-
-# Files.
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "data.jsonl",
-            b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n',
-            ":3: each line must be a JSON object: Expecting ',' del",
-        ),
-        ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', ":2: each line must be a JSON object: not an object."),
-        (
-            "data.jsonl",
-            b'{"text": "a"}\n{"text": "\xff"}\n',
-            ":2: each line must be a JSON object: the text is not UTF-8. Save",
-        ),
-        ("data.jsonl", b"", ": there is no example in this file."),
-        ("data.parquet", b"PAR1 no more", ": cannot be read as parquet"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_told_by_name_and_line(tmp_path, name, content, message, streaming):
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
-        list(load(str(path), streaming=streaming))
-
-
-def test_files_of_each_kind_hold_the_same_examples(tmp_path):
-    examples = [{"text": "a"}, {"text": "b"}]
-    for kind in ("jsonl", "json", "parquet"):
-        path = tmp_path / f"data.{kind}"
-        data = Dataset.from_list(examples)
-        data.to_parquet(path) if kind == "parquet" else data.to_json(path)
-        for streaming in (False, True):
-            read = load(str(path), streaming=streaming)
-            assert [row_of(row, 0, "train")[0] for row in read] == examples
-            assert next(iter(read)) == next(iter(load(str(path), "any[:1]")))
-        with pytest.raises(ValueError, match="A configuration belongs to a dataset of the Hub, not to the file"):
-            load(str(path), config_name="main")
-    (tmp_path / "data.json").write_text("[]")
-    with pytest.raises(ValueError, match="there is no example in this file"):
-        load(str(tmp_path / "data.json"))
