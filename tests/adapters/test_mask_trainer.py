@@ -186,14 +186,17 @@ def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them() -> None
     some = answers(20)
     collator = DataCollatorForMaskRuns(0, K, 3)
     batch = collator([some])
+    firsts = set()
     for row, answer in enumerate(some):
         tokens = answer["prompt_ids"] + answer["response_ids"]
         cuts = [cut for cut in batch["cuts"][row].tolist() if cut >= 0]
+        firsts.add(cuts[0] - len(answer["prompt_ids"]))
         assert cuts == sorted(cuts) and len(set(cuts)) == len(cuts)
         assert len(answer["prompt_ids"]) - 1 <= cuts[0] and cuts[-1] < len(tokens) - 2
         for run, cut in enumerate(cuts):
             expected = (tokens[cut + 2 : cut + 2 + K] + [-100] * K)[:K]
             assert batch["labels"][row, run].tolist() == expected
+    assert firsts == {-1, 0, 1}  # the last token of the prompt is the first place
 
 
 def config(folder: Path, **settings: Any) -> MaskTrainingConfig:
