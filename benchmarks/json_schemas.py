@@ -18,8 +18,8 @@ import jsonschema
 import torch
 
 from wedlm_hf.checkpoints import NANO
+from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.measure import pad_left
-from wedlm_hf.eval.options import LoadingOptions
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 
