@@ -101,7 +101,7 @@ def _name_base(card: Any, base: str) -> None:
     if not is_hub_id(base):
         raise ValueError(
             f"{ADAPTER_FILE} names a base of this machine, {base!r}, which nobody else can load: write the Hub id of "
-            "the base there, as `base_model_name_or_path`. `--base FOLDER` still checks the adapter here."
+            "the base there, as `base_model_name_or_path`; `--base FOLDER` then checks the adapter on the one here."
         )
     card.data.base_model = base
     tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]

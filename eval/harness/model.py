@@ -109,7 +109,7 @@ class WeDLMHarnessLM(HFLM):
         self._in_force[self._task] = {name: options[name] for name in DECODING if name in options}
         if self._is_timed(options):
             self._timed.add(self._task)
-        if (stats := getattr(output, "stats", None)) is not None:  # AR decoding has none
+        if (stats := getattr(output, "stats", None)) is not None:  # none of assisted decoding and of beams
             counts = {name: int(getattr(stats, name).sum()) for name in COUNTS} | {"prompts": len(context)}
             self._counts.setdefault(self._task, Counter()).update(counts)
         sequences: torch.Tensor = output.sequences
