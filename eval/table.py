@@ -193,7 +193,9 @@ def _notes(found: pd.DataFrame, measured: pd.DataFrame) -> list[str]:
     """What a [`speed_table`] says, in sentences: against prompt lookup, and how much prompts differ."""
     notes, speed = [], found["speed"]
     if LOOKUP in speed:
-        better = "the adapter gains more" if speed[EXACT] > speed[LOOKUP] else "prompt lookup gains as much or more so far"
+        better = (
+            "the adapter gains more" if speed[EXACT] > speed[LOOKUP] else "prompt lookup gains as much or more so far"
+        )
         notes.append(
             f"Prompt lookup, which needs no adapter: {speed[LOOKUP]:.2f} times the speed of AR on these prompts; "
             f"verified decoding: {speed[EXACT]:.2f} times. So {better}."
