@@ -17,8 +17,8 @@ from typing import Any
 import jsonschema
 import torch
 
+from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.checkpoints import NANO
-from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.measure import pad_left
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
@@ -129,7 +129,9 @@ def main() -> None:
     parser.add_argument("--adapter")
     parser.add_argument("--limit", type=int, default=300)
     options = parser.parse_args()
-    model, tokenizer = LoadingOptions(options.adapter, threads=1).load(options.model)
+    torch.set_num_threads(1)
+    model, tokenizer = load_adapted(options.model, options.adapter)
+    model.eval()
     wrong = records(model, tokenizer, options.records, options.limit) if options.records else []
     cut, faults, other, new_tokens, forwards = 0, [], [], 0, 0
     for number in range(options.schemas):

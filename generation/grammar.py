@@ -47,6 +47,10 @@ class Grammar:
         self.text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
         if problem := LLMatcher.validate_grammar(self.text, self.tokenizer):
             raise ValueError(f"The JSON schema cannot be followed: {' '.join(problem.split())}")
+        state = self.begin()
+        state.compute_bitmask()
+        if state.is_error():  # endless at its beginning, say
+            raise ValueError(f"The JSON schema cannot be followed: {_told(state)}")
 
     def begin(self) -> Any:
         """The state in front of the first token."""
@@ -63,6 +67,11 @@ def _prepared(tokenizer: Any) -> Any:
         if tokenizer not in _TOKENIZERS:
             _TOKENIZERS[tokenizer] = from_tokenizer(tokenizer)
         return _TOKENIZERS[tokenizer]
+
+
+def _told(state: Any) -> str:
+    """What went wrong, without what the parser then was at."""
+    return " ".join(str(state.get_error()).partition("<state>")[0].split())
 
 
 class JSONConstraint(LogitsProcessor):
@@ -116,7 +125,7 @@ class JSONConstraint(LogitsProcessor):
             raise ValueError(f"Token {done} of the answer, {answer[done]}, does not follow the grammar: {ONE_CALL}")
         bits = torch.frombuffer(bytearray(state.compute_bitmask()), dtype=torch.uint8)
         if state.is_error():
-            raise ValueError(f"The JSON schema is too complex: {' '.join(state.get_error().split())[:200]}")
+            raise ValueError(f"The JSON schema is too complex: {_told(state)}")
         mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[:vocab_size]
         mask = torch.nn.functional.pad(mask, (0, vocab_size - len(mask)))  # rows that are no tokens
         mask[[self.grammar.tokenizer.eos_token, *self.end_tokens]] = False

@@ -49,7 +49,7 @@ def _nothing(*harmless: Any) -> Any:
 class _GenerationFields(BaseModel):
     """Settings of transformers' generation config."""
 
-    min_new_tokens: _Count = None
+    min_new_tokens: Annotated[int | None, Field(ge=0)] = None
     max_time: Annotated[float | None, Field(gt=0)] = None
     do_sample: bool | None = None
     top_k: Annotated[int | None, Field(ge=0)] = None

@@ -67,7 +67,8 @@ def test_a_constraint_is_for_one_call_and_its_schema_is_checked_before():
             model.generate(other, strategy="ar", max_new_tokens=2, logits_processor=[constraint])
     with pytest.raises(ValueError, match="JSONConstraint needs the tokens before each position"):
         model.generate(prompt, strategy="wedlm", logits_processor=[JSONConstraint(Grammar(tokenizer, NUMBERS))])
-    refused = [({"type": "x"}, "type"), ({"uniqueItems": True}, r'keys: \["uniqueItems"\]'), ({"enum": []}, "empty")]
+    refused = [({"type": "x"}, "type"), ({"uniqueItems": True}, r'keys: \["uniqueItems"\]'), ({"enum": []}, "empty"),
+               ({"$ref": "#"}, "NoExtensionBias$")]  # fmt: skip
     for schema, said in refused:
         with pytest.raises(ValueError, match=f"The JSON schema cannot be followed: .*{said}"):
             Grammar(tokenizer, schema)

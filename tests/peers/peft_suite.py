@@ -6,14 +6,17 @@ import types
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from wedlm_hf.checkpoints import NANO
+from wedlm_hf.checkpoints.loading import load_tokenizer
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 
 sys.modules.setdefault("diffusers", types.SimpleNamespace(StableDiffusionPipeline=type(None)))  # asked for types alone
 from peft_tests import test_decoder_models as tests  # noqa: E402
 
+TOKENIZER = load_tokenizer(NANO)
 SIZES = {
-    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 8, "intermediate_size": 64, "pad_token_id": 0, "eos_token_id": 2,
+    "vocab_size": len(TOKENIZER), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64, "pad_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
 MODELS = {
     "tiny-wedlm": lambda: WeDLMForCausalLM(WeDLMConfig(**SIZES, mask_token_id=3)),
@@ -28,6 +31,7 @@ def _models(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("models")
     for name, make in MODELS.items():
         make().save_pretrained(folder / name)
+        TOKENIZER.save_pretrained(folder / name)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield

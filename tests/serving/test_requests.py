@@ -147,6 +147,7 @@ def test_a_field_is_read_or_refused_by_its_name_whatever_it_holds_and_null_asks_
     {"logit_bias": {}}, {"logprobs": 0},
     {"stream_options": {}}, {"stream_options": {"include_usage": False}}, {"tools": []}, {"modalities": ["text"]},
     {"response_format": {"type": "text"}}, {"top_p": 0}, {"seed": 0}, {"top_k": 0}, {"presence_penalty": 0},
+    {"min_new_tokens": 0},
     {"messages": [{"role": "tool", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}], "name": None, "tool_calls": []}]},
 ], ids=str)  # fmt: skip
