@@ -105,10 +105,12 @@ def adapt(
     run.check()
     try:
         with only_writer(run.work):
-            for name in ("answer", "train"):
-                run.once(name)
+            if any(run.is_left(name) for name in ("answer", "train", "measure")):
+                run.measure_machine()
+            run.once("answer", run.answer)
+            run.once("train", run.train)
             run.publish()
-            run.once("measure", measure)
+            run.once("measure", lambda: run.measure(measure))
             return run.finish(draw)
     except DamagedAnswersError as error:  # in a file of its own
         raise ValueError(f"{error} {str(error.file)!r} is damaged: delete it, or choose a new folder.") from None
@@ -174,7 +176,7 @@ class _Run:
                 f"About {ROOM / 1e9:.1f} GB are needed, and {str(place)!r} has {free / 1e9:.1f} GB free: make "
                 "room, or choose a folder on another disk."
             )
-        if self.state["done"].get("train") != self.budget:
+        if self.is_left("train"):
             MaskDistillation(self.model)  # it may be one that cannot carry an adapter, or not train one
 
     def _check_earlier(self, before: dict[str, Any]) -> None:
@@ -189,12 +191,14 @@ class _Run:
         write_text(self.plan_file, json.dumps(self.identity, indent=2) + "\n")
         write_text(self.state_file, json.dumps(self.state, indent=2) + "\n")
 
-    def once(self, name: str, *arguments: Any) -> None:
-        """Runs a stage unless it is done for this budget, and keeps what it returns; None: it did nothing."""
-        if self.state["done"].get(name) != self.budget:
-            made = getattr(self, name)(*arguments)
-            if made is not None:
-                self.save_state(**made, done={**self.state["done"], name: self.budget})
+    def is_left(self, name: str) -> bool:
+        """Whether a stage is not done for this budget."""
+        return bool(self.state["done"].get(name) != self.budget)
+
+    def once(self, name: str, run: Callable[[], dict[str, Any] | None]) -> None:
+        """Runs a stage that is left, and keeps what it returns; None: it did nothing."""
+        if self.is_left(name) and (made := run()) is not None:
+            self.save_state(**made, done={**self.state["done"], name: self.budget})
 
     # What the stages share.
 
@@ -223,32 +227,35 @@ class _Run:
         add_mask_adapter(model, MaskAdapterSettings(rank=1, head_width=0))
         return model
 
+    @property
+    def mask_rows(self) -> int | None:
+        """That a budget of tokens trains."""
+        return None if self.config.tokens is None else ROWS_PER_TOKEN * self.config.tokens
+
     @cached_property
     def plan(self) -> Plan:
-        """What becomes of the budget. Measures the machine, unless an earlier call has done so."""
-        minutes, tokens = self.config.minutes, self.config.tokens
-        rows = None if tokens is None else ROWS_PER_TOKEN * tokens
+        """What becomes of the budget, at the pace of [`measure_machine`]."""
+        if (minutes := self.config.minutes) is None:
+            return default_plan(self.is_gpu, self.mask_rows or 0)
+        seconds = max(60 * minutes - self.state["measuring_seconds"], 30 * minutes)
+        return plan_for(seconds, Pace.read(self.state["pace"]), self.is_gpu, self.config.answers is not None)
+
+    # The stages.
+
+    def measure_machine(self) -> None:
+        """Measures what the base costs here, unless an earlier call has done so, and says what the budget gives."""
+        minutes = self.config.minutes
         if minutes is None:
-            return default_plan(self.is_gpu, rows or 0)
+            return
         machine = f"{self.device}, {torch.get_num_threads()} threads, {self.state['dtype']}"
         if self.state.get("machine") != machine:
             self.say("Measuring this machine …")
-            began = self.clock()
-            pace = measure_pace(
-                MaskDistillation(self.model), self.decoder, self.clock, self.is_gpu, patience=0.6 * minutes
-            )
+            began, distillation = self.clock(), MaskDistillation(self.model)
+            pace = measure_pace(distillation, self.decoder, self.clock, self.is_gpu, patience=0.6 * minutes)
             seconds = self.state["measuring_seconds"] + self.clock() - began
             self.save_state(machine=machine, pace=asdict(pace), measuring_seconds=seconds)
-        found = Pace.read(self.state["pace"])
-        seconds = max(60 * minutes - self.state["measuring_seconds"], 30 * minutes)
-        made = plan_for(seconds, found, self.is_gpu, self.config.answers is not None)
-        self._announce(made, made.mask_rows if rows is None else min(rows, made.mask_rows))
-        return made
-
-    def _announce(self, made: Plan, rows: int) -> None:
-        """Says what the budget gives, before any of it is spent."""
-        minutes = self.config.minutes or 0.0
-        writing = made.answer_seconds / 60
+        made, writing = self.plan, self.plan.answer_seconds / 60
+        rows = made.mask_rows if self.mask_rows is None else min(self.mask_rows, made.mask_rows)
         self.say(
             f"{minutes:g} minutes on this machine: {writing:.1f} for answers, the others for training, about {rows:,} "
             "mask rows."
@@ -259,8 +266,6 @@ class _Run:
                 "That gives next to nothing: 13,000 rows brought SmolLM2-135M to 1.1 tokens per forward, 85,000 to "
                 f"1.5. `--minutes {enough}` trains {ENOUGH_ROWS:,} here."
             )
-
-    # The stages.
 
     def answer(self) -> dict[str, Any]:
         """The model's own answers, and a few of them held out; a larger budget adds to what there is."""
@@ -327,14 +332,14 @@ class _Run:
 
     def train(self) -> dict[str, Any]:
         """The adapter, from the newest checkpoint on."""
-        plan, minutes, tokens = self.plan, self.config.minutes, self.config.tokens
+        plan, minutes = self.plan, self.config.minutes
         # Answers may have taken longer than their share: an adapter without training is of no use.
         used = (self.state["measuring_seconds"] + self.state["answer_seconds"]) / 60
         left = None if minutes is None else max(minutes / 2, minutes - used)
         args = MaskTrainingConfig(
             output_dir=str(self.work / "training"),
             minutes=left,
-            mask_rows=None if tokens is None else ROWS_PER_TOKEN * tokens,
+            mask_rows=self.mask_rows,
             batch_slots=plan.batch_slots,
             warmup_steps=plan.warmup_steps,
             seed=self.config.seed,
