@@ -34,7 +34,7 @@ from .answers import (
     DamagedAnswersError,
     check_conversations,
     read_answers,
-    read_prompts,
+    read_user_prompts,
     write_answers,
 )
 from .attach import add_mask_adapter, load_mask_adapter, unload_mask_adapter
@@ -47,13 +47,13 @@ from .pace import (
     ROWS_PER_TOKEN,
     Clock,
     Pace,
-    Plan,
-    default_plan,
+    Schedule,
+    default_schedule,
     faster_dtype,
     least_minutes,
     measure_pace,
 )
-from .pace import plan as plan_for
+from .pace import schedule as scheduled
 from .trainer import MaskAdapterTrainer
 
 FORMAT = 2  # of the folder `work`
@@ -128,7 +128,7 @@ class _Run:
     def __init__(self, base: str, out: Path, config: AdaptConfig, console: Console, clock: Clock):
         self.base, self.out, self.work, self.config = base, out, out / "work", config
         self.console, self.clock = console, clock
-        self.plan_file, self.state_file = self.work / "adapt.json", self.work / "state.json"
+        self.identity_file, self.state_file = self.work / "adapt.json", self.work / "state.json"
         self.answers, self.trained_on = self.work / "answers.jsonl", self.work / "training.jsonl"
         self.held_out = self.work / "heldout.jsonl"
         self.device = find_device(config.device)
@@ -149,7 +149,7 @@ class _Run:
                 f"`wedlm adapt` is one process, got WORLD_SIZE={processes}: call it without a launcher. "
                 "`MaskAdapterTrainer` trains on several."
             )
-        self.prompts = None if config.prompts is None else read_prompts(config.prompts)
+        self.prompts = None if config.prompts is None else read_user_prompts(config.prompts)
         self.budget: dict[str, Any] = {"minutes": config.minutes, "tokens": config.tokens}
         if config.answers is not None:
             self.budget["answers"] = hashlib.sha256(config.answers.read_bytes()).hexdigest()
@@ -158,8 +158,8 @@ class _Run:
         self.identity = {"format": FORMAT} | config.identity(self.base)
         if self.out.exists() and not self.out.is_dir():
             raise FileExistsError(f"The output must be a folder, got the file {str(self.out)!r}.")
-        if self.plan_file.exists():
-            self._check_earlier(_read(self.plan_file))
+        if self.identity_file.exists():
+            self._check_earlier(_read(self.identity_file))
         elif self.out.exists() and {path.name for path in self.out.iterdir()} - {"work"}:
             raise FileExistsError(
                 f"The output folder must be new, empty, or of an earlier run, got {str(self.out)!r}."
@@ -188,7 +188,7 @@ class _Run:
     def save_state(self, **changes: Any) -> None:
         """Keeps what the stages cannot see on the disk."""
         self.state |= changes
-        write_text(self.plan_file, json.dumps(self.identity, indent=2) + "\n")
+        write_text(self.identity_file, json.dumps(self.identity, indent=2) + "\n")
         write_text(self.state_file, json.dumps(self.state, indent=2) + "\n")
 
     def is_left(self, name: str) -> bool:
@@ -233,12 +233,12 @@ class _Run:
         return None if self.config.tokens is None else ROWS_PER_TOKEN * self.config.tokens
 
     @cached_property
-    def plan(self) -> Plan:
+    def schedule(self) -> Schedule:
         """What becomes of the budget, at the pace of [`measure_machine`]."""
         if (minutes := self.config.minutes) is None:
-            return default_plan(self.is_gpu, self.mask_rows or 0)
+            return default_schedule(self.is_gpu, self.mask_rows or 0)
         seconds = max(60 * minutes - self.state["measuring_seconds"], 30 * minutes)
-        return plan_for(seconds, Pace.read(self.state["pace"]), self.is_gpu, self.config.answers is not None)
+        return scheduled(seconds, Pace.read(self.state["pace"]), self.is_gpu, self.config.answers is not None)
 
     # The stages.
 
@@ -254,7 +254,7 @@ class _Run:
             pace = measure_pace(distillation, self.decoder, self.clock, self.is_gpu, patience=0.6 * minutes)
             seconds = self.state["measuring_seconds"] + self.clock() - began
             self.save_state(machine=machine, pace=asdict(pace), measuring_seconds=seconds)
-        made, writing = self.plan, self.plan.answer_seconds / 60
+        made, writing = self.schedule, self.schedule.answer_seconds / 60
         rows = made.mask_rows if self.mask_rows is None else min(self.mask_rows, made.mask_rows)
         self.say(
             f"{minutes:g} minutes on this machine: {writing:.1f} for answers, the others for training, about {rows:,} "
@@ -272,19 +272,19 @@ class _Run:
         if self.config.answers is not None:
             self._split(read_answers(self.config.answers))
             return {}
-        plan, before = self.plan, self.state["answer_seconds"]
-        size = self.state.setdefault("batch_size", plan.batch_size)
+        schedule, before = self.schedule, self.state["answer_seconds"]
+        size = self.state.setdefault("batch_size", schedule.batch_size)
         began, note, written, tokens = self.clock(), "", 0.0, 0
 
         def seconds() -> float:
             return float(before + self.clock() - began)
 
         def is_over() -> bool:
-            used, most = seconds(), plan.answer_seconds
+            used, most = seconds(), schedule.answer_seconds
             # On a machine with other work, answers may take longer than was measured: few teach little.
-            if tokens < plan.answer_tokens / 2:
+            if tokens < schedule.answer_tokens / 2:
                 most = max(most, 30 * (self.config.minutes or 0.0))
-            share = max(used / plan.answer_seconds if most else 0.0, written)
+            share = max(used / schedule.answer_seconds if most else 0.0, written)
             slow = ", which takes longer than was measured" if share >= 1 and not note else ""
             show(min(share, 0.99) if slow else share, note or f"the first batch{slow}")
             return most > 0 and used >= most
@@ -332,7 +332,7 @@ class _Run:
 
     def train(self) -> dict[str, Any]:
         """The adapter, from the newest checkpoint on."""
-        plan, minutes = self.plan, self.config.minutes
+        schedule, minutes = self.schedule, self.config.minutes
         # Answers may have taken longer than their share: an adapter without training is of no use.
         used = (self.state["measuring_seconds"] + self.state["answer_seconds"]) / 60
         left = None if minutes is None else max(minutes / 2, minutes - used)
@@ -340,17 +340,17 @@ class _Run:
             output_dir=str(self.work / "training"),
             minutes=left,
             mask_rows=self.mask_rows,
-            batch_slots=plan.batch_slots,
-            warmup_steps=plan.warmup_steps,
+            batch_slots=schedule.batch_slots,
+            warmup_steps=schedule.warmup_steps,
             seed=self.config.seed,
             disable_tqdm=True,
             use_cpu=not self.is_gpu,
         )
-        held_out = _beginnings(read_answers(self.held_out), plan.positions)
+        held_out = _beginnings(read_answers(self.held_out), schedule.positions)
         trainer = MaskAdapterTrainer(self.model, args, read_answers(self.trained_on), held_out, clock=self.clock)
         trainer.remove_callback(PrinterCallback)  # the progress line says what it would, and log.jsonl keeps it
-        if plan.evaluation_seconds:
-            trainer.budget.last["evaluation"] = plan.evaluation_seconds
+        if schedule.evaluation_seconds:
+            trainer.budget.last["evaluation"] = schedule.evaluation_seconds
         has_checkpoint = any(Path(str(args.output_dir)).glob("checkpoint-*"))
         with stage(self.console, "[2/3] Training the mask adapter") as show:
             trainer.add_callback(_ShowProgress(trainer, show))
@@ -367,7 +367,7 @@ class _Run:
 
     def measure(self, measure: Measure | None) -> dict[str, Any] | None:
         """The table of the model card."""
-        held_out, (count, tokens) = read_answers(self.held_out), self.plan.table
+        held_out, (count, tokens) = read_answers(self.held_out), self.schedule.table
         if measure is None or not held_out:
             return None
         if not count:

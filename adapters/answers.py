@@ -104,7 +104,7 @@ class AnswerCount:
         return AnswerCount(self.answers + len(answers), self.tokens + tokens, self.ended + ended)
 
 
-def read_prompts(file: Path) -> list[str | Turns]:
+def read_user_prompts(file: Path) -> list[str | Turns]:
     """The user's prompts: texts, and conversations of several turns (docs/reference.md says what files hold).
 
     Raises:

@@ -1,4 +1,4 @@
-"""How the minutes of `wedlm adapt` are spent: what a model costs on this machine, and the plan that follows."""
+"""How the minutes of `wedlm adapt` are spent: what a model costs on this machine, and the schedule that follows."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Schedule:
     """What becomes of a budget."""
 
     batch_size: int  # answers that are written together
@@ -63,15 +63,15 @@ class Plan:
     evaluation_seconds: float = 0.0  # that this takes, about; 0 where that is not known
 
 
-def default_plan(is_gpu: bool, mask_rows: int) -> Plan:
+def default_schedule(is_gpu: bool, mask_rows: int) -> Schedule:
     """For a budget without minutes: nothing depends on a clock."""
     positions = int(mask_rows * EVALUATION_SHARE / EVALUATIONS / _ROWS_OF_POSITION)
     positions = min(max(positions, _LEAST_POSITIONS), _MOST_POSITIONS)
     sizes = (256, 8192) if is_gpu else (48, 640)
-    return Plan(*sizes, 30, mask_rows, positions, (_TABLE_PROMPTS, _TABLE_TOKENS))
+    return Schedule(*sizes, 30, mask_rows, positions, (_TABLE_PROMPTS, _TABLE_TOKENS))
 
 
-def plan(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Plan:
+def schedule(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Schedule:
     """What becomes of some seconds at a pace.
 
     Each token of an answer gets [`ROWS_PER_TOKEN`] mask rows; a tenth to a half of the time goes into answers.
@@ -90,10 +90,10 @@ def plan(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Plan:
         share = 1 / (1 + ROWS_PER_TOKEN * pace.mask_row * tokens_per_second)
         share = min(max(share, 0.1, 2 * _ANSWER_STEPS * pace.steps[size] / seconds), 0.5)
     rows = int(seconds * (1 - share) / pace.mask_row)
-    slots = min(max(rows // _STEPS, _LEAST_SLOTS), default_plan(is_gpu, 0).batch_slots)
+    slots = min(max(rows // _STEPS, _LEAST_SLOTS), default_schedule(is_gpu, 0).batch_slots)
     positions = min(int(seconds * EVALUATION_SHARE / EVALUATIONS / pace.position), _MOST_POSITIONS)
     positions = positions if positions >= _LEAST_POSITIONS else 0
-    return Plan(
+    return Schedule(
         batch_size=size,
         batch_slots=slots,
         warmup_steps=min(30, max(1, rows // slots // 10)),

@@ -56,7 +56,7 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class Choice:
+class ModelChoice:
     """A model that is asked for."""
 
     model: str  # "smollm2", or a folder or Hub id; a folder named so is "./smollm2"
@@ -68,7 +68,7 @@ class Choice:
 class Offer:
     """A model that the page names."""
 
-    model: str  # as in [`Choice`]
+    model: str  # as in [`ModelChoice`]
     title: str
     note: str  # what to know before it is picked
     prompts: list[str]  # to try it on
@@ -91,7 +91,7 @@ class Models:
     """Loads what is asked for, and keeps the last few."""
 
     read: Callable[..., tuple[Any, Any]]  # model and tokenizer of a source; takes `adapter` and `dtype`
-    loaded: OrderedDict[Choice, Loaded] = field(default_factory=OrderedDict)
+    loaded: OrderedDict[ModelChoice, Loaded] = field(default_factory=OrderedDict)
     threads: int = field(default_factory=torch.get_num_threads)
 
     @property
@@ -107,7 +107,7 @@ class Models:
             found.append(Offer("smollm2", "SmolLM2-135M-Instruct + adapter", note, prompts, "exact"))
         return found
 
-    def load(self, choice: Choice, tell: Callable[[dict[str, Any]], None] = lambda event: None) -> Loaded:
+    def load(self, choice: ModelChoice, tell: Callable[[dict[str, Any]], None] = lambda event: None) -> Loaded:
         """The model, from memory if it is there; CPU threads are set to what it needs. `tell` is called with what is
         going on, where it takes long. Raises `OSError` or `ValueError` for what cannot be loaded."""
         loaded = self.loaded.pop(choice, None)
@@ -120,7 +120,7 @@ class Models:
         torch.set_num_threads(loaded.threads)
         return loaded
 
-    def _load(self, choice: Choice, tell: Callable[[dict[str, Any]], None]) -> Loaded:
+    def _load(self, choice: ModelChoice, tell: Callable[[dict[str, Any]], None]) -> Loaded:
         source, adapter = choice.model, choice.adapter
         name = NANO.name if source == str(NANO) else source
         if source == "smollm2":
@@ -166,9 +166,9 @@ class Form(BaseModel):
         WeDLMGenerationSettings(strategy="wedlm", **self._window())
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ModelChoice:
         """The model."""
-        return Choice(self.model.strip(), self.adapter.strip(), self.dtype)
+        return ModelChoice(self.model.strip(), self.adapter.strip(), self.dtype)
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Demo:
     """The server's state: loaded models, the `first` of which the page begins with, the last replays, and the one
     thread that decodes."""
 
-    def __init__(self, models: Models, first: Choice):
+    def __init__(self, models: Models, first: ModelChoice):
         self.models, self.first = models, first
         self.kept: OrderedDict[str, tuple[Trace, tuple[Any, ...]]] = OrderedDict()  # and what its form says of AR
         self.worker = ThreadPoolExecutor(1, "decoding")
@@ -344,7 +344,7 @@ def make_server(
     """The page's server, for this machine alone or for any, where `read` is as in [`Models`]. It begins with a model,
     a folder or Hub id (`None`: wedlm-nano). Raises `OSError` or `ValueError` for a model that cannot be loaded."""
     models = Models(read)
-    first = Choice(model or models.offers[0].model, adapter or "")
+    first = ModelChoice(model or models.offers[0].model, adapter or "")
     models.load(first)  # what is wrong with it is said here, not on the page
     web = application(Demo(models, first), ["127.0.0.1", "localhost", "[::1]"] if is_local else ["*"])
     return uvicorn.Server(uvicorn.Config(web, log_level="warning", timeout_graceful_shutdown=1))

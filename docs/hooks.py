@@ -39,7 +39,7 @@ SHOWN = {
         "adapters.attach.load_mask_adapter", "adapters.attach.add_mask_adapter", "adapters.attach.save_mask_adapter",
         "adapters.attach.unload_mask_adapter", "adapters.attach.AttachedModel", "adapters.adapt.adapt",
         "adapters.adapt_config.AdaptConfig", "adapters.answers.write_answers", "adapters.answers.AnswerConfig",
-        "adapters.answers.read_prompts", "MaskAdapterTrainer", "MaskTrainingConfig",
+        "adapters.answers.read_user_prompts", "MaskAdapterTrainer", "MaskTrainingConfig",
     ),
     "Generation": (
         "generation.WeDLMGenerationMixin", "generation.WeDLMGenerationSettings", "generation.WeDLMGenerateOutput",

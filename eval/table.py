@@ -171,8 +171,8 @@ def speed_table(
         found = summarise(mark_same(pd.DataFrame(measured)), SHORT)
         if all(Speed(*pair).is_possible for pair in zip(found["speed"], found["tokens_per_forward"], strict=True)):
             break
-    names = SHORT if is_greedy else SHORT[:-1]
-    texts, where = cells(found, names, with_errors=("tokens_per_forward", "speed")), environment(model)
+    shown = SHORT if is_greedy else SHORT[:-1]
+    texts, where = cells(found, shown, with_errors=("tokens_per_forward", "speed")), environment(model)
     together = "one at a time" if batch_size == 1 else f"{batch_size} at a time"
     depths = by_depth(pd.DataFrame([line for line in measured if line["decoder"] == EXACT]))
     return {

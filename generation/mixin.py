@@ -252,7 +252,7 @@ def _warn_if_untrained(model: Any, settings: WeDLMGenerationSettings) -> None:
     """Says once that what an untrained copy of an AR model puts into masks is no text."""
     is_trained = getattr(model.config, "masks_trained", True) or hasattr(model, "peft_config")
     if not is_trained and settings.verification == "none":
-        logger.warning_once(
+        logger.warning_once(  # type: ignore[attr-defined]  # which transformers gives to all loggers
             "This checkpoint is an untrained copy of an AR model (`wedlm convert`): it cannot fill masks, and its "
             "text makes no sense without verification. Train it (`wedlm train`), or pass `verification='exact'`."
         )

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import get_training_chat_template
 from trl.chat_template_utils import has_generation_markers
 
-from ..checkpoints.loading import load_model as load_wedlm
-from ..checkpoints.loading import load_tokenizer
+from ..checkpoints.loading import load_model, load_tokenizer
 from ..modeling_wedlm import WeDLMForCausalLM
 from ..modeling_wedlm.convert import convert, read_source_config
 from . import peft_targets as peft_targets
@@ -53,7 +52,7 @@ def prepare_model(
     if isinstance(model, str):
         init_kwargs: Any = args.model_init_kwargs or {}
         check_source(model, init_kwargs.get("revision"), is_base=peft_config is not None)
-        model, tokenizer = load_model(model, args, tokenizer, init_kwargs, quantization)
+        model, tokenizer = load_or_convert(model, args, tokenizer, init_kwargs, quantization)
     else:
         if peft_config is not None and model.config.name_or_path:
             check_source(model.config.name_or_path, None, is_base=True)
@@ -82,7 +81,7 @@ def check_method(model: Any, peft_config: Any) -> None:
             )
 
 
-def load_model(
+def load_or_convert(
     name: str, args: WeDLMSFTConfig, tokenizer: Any, init_kwargs: dict[str, Any] | None, quantization_config: Any
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """The model and its tokenizer; a Qwen checkpoint is converted."""
@@ -106,7 +105,7 @@ def load_model(
     if quantization_config is not None:
         settings |= {"quantization_config": quantization_config, "device_map": {"": PartialState().device}}
     consent: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
-    model = load_wedlm(name, dtype=dtype, model_class=WeDLMForCausalLM, **consent | settings)
+    model = load_model(name, dtype=dtype, model_class=WeDLMForCausalLM, **consent | settings)
     return model, tokenizer or load_tokenizer(name, revision=revision, **consent)
 
 

@@ -23,7 +23,7 @@ from rich.terminal_theme import MONOKAI
 
 from wedlm_hf.apps.chat import run
 from wedlm_hf.apps.conversation import Conversation
-from wedlm_hf.apps.demo import Choice, Demo, Models, application
+from wedlm_hf.apps.demo import Demo, ModelChoice, Models, application
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.request import AnswerRequest
@@ -112,7 +112,7 @@ def race(browser: Browser, name: str) -> None:
 
 def demo(browser: Browser, name: str, scheme: str, width: int = 1280, height: int = 1560) -> None:
     """The page of `wedlm demo`, in the middle of a race, and after a setting was changed."""
-    application_ = application(Demo(Models(LoadingOptions(threads=1).load), Choice(str(NANO))), ["127.0.0.1"])
+    application_ = application(Demo(Models(LoadingOptions(threads=1).load), ModelChoice(str(NANO))), ["127.0.0.1"])
     server = uvicorn.Server(uvicorn.Config(application_, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

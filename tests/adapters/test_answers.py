@@ -15,7 +15,7 @@ from wedlm_hf.adapters.answers import (
     AnswerConfig,
     check_conversations,
     read_answers,
-    read_prompts,
+    read_user_prompts,
     write_answers,
 )
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
@@ -141,9 +141,9 @@ def test_a_single_turn_of_the_users_gives_the_answers_of_its_text(tmp_path):
     texts.write_text("\n".join(turn["content"] for turn in turns))
     reply = [{"role": "assistant", "content": "left out"}]
     chats.write_text("".join(json.dumps({"messages": [turn, *reply]}) + "\n" for turn in turns))
-    collect(tmp_path / "whole.jsonl", 4, prompts=read_prompts(texts))
-    collect(tmp_path / "stopped.jsonl", 1, prompts=read_prompts(texts))
-    collect(tmp_path / "stopped.jsonl", 3, prompts=read_prompts(chats))
+    collect(tmp_path / "whole.jsonl", 4, prompts=read_user_prompts(texts))
+    collect(tmp_path / "stopped.jsonl", 1, prompts=read_user_prompts(texts))
+    collect(tmp_path / "stopped.jsonl", 3, prompts=read_user_prompts(chats))
     assert (tmp_path / "stopped.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 

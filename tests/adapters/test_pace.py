@@ -24,7 +24,7 @@ from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters import answers, load_mask_adapter
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
-from wedlm_hf.adapters.pace import FEW_ROWS, Pace, measure_pace, plan
+from wedlm_hf.adapters.pace import FEW_ROWS, Pace, measure_pace, schedule
 from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
 
 
@@ -129,13 +129,13 @@ def test_a_plan_follows_from_the_pace() -> None:
     here = Pace(steps, 0.011, 0.03)
     slow = Pace({size: 10 * step for size, step in steps.items()}, 0.11, 0.3)
     for minutes in (5, 30, 300):
-        plans = [plan(60 * minutes, pace, False, False) for pace in (here, slow)]
+        plans = [schedule(60 * minutes, pace, False, False) for pace in (here, slow)]
         assert plans[0].mask_rows > 9 * plans[1].mask_rows
         assert all(0.1 <= one.answer_seconds / 60 / minutes <= 0.5 for one in plans)
         assert plans[0].batch_size >= plans[1].batch_size and plans[0].batch_slots >= plans[1].batch_slots
-    assert plan(18_000, here, False, False).batch_size == 48
-    assert plan(600, here, False, True).answer_seconds == 0
-    assert plan(60, slow, False, False).positions == 0 == plan(60, slow, False, False).table[0]
+    assert schedule(18_000, here, False, False).batch_size == 48
+    assert schedule(600, here, False, True).answer_seconds == 0
+    assert schedule(60, slow, False, False).positions == 0 == schedule(60, slow, False, False).table[0]
     assert Pace.read(json.loads(json.dumps(vars(here)))) == here
 
 

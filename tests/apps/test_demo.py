@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from wedlm_hf import add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import demo as server
-from wedlm_hf.apps.demo import IN_MEMORY, Choice, Demo, Form, Models, application
+from wedlm_hf.apps.demo import IN_MEMORY, Demo, Form, ModelChoice, Models, application
 from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.trace.page import Trace
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def demo(checkpoint):
-    return Demo(Models(LoadingOptions().load), Choice(checkpoint))
+    return Demo(Models(LoadingOptions().load), ModelChoice(checkpoint))
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_a_run_holds_what_both_decoders_answer_and_tells_how_it_goes(run, demo, 
     status, events = run(window_size=4, entropy_threshold=1.5)
     assert status == 200
     (recording,) = trace_of(events).recordings
-    loaded = demo.models.load(Choice(checkpoint))
+    loaded = demo.models.load(ModelChoice(checkpoint))
     prompt = torch.tensor([recording.prompt_tokens])
     for answer, options in zip(
         recording.runs,
@@ -168,12 +168,12 @@ def test_pages_of_other_sites_cannot_use_it(client):
 
 def test_only_the_last_models_stay_in_memory(checkpoint):
     models = Models(LoadingOptions().load)
-    first = models.load(Choice(checkpoint))
-    assert models.load(Choice(checkpoint)) is first
+    first = models.load(ModelChoice(checkpoint))
+    assert models.load(ModelChoice(checkpoint)) is first
     for dtype in ("bfloat16", "float16"):
-        assert str(models.load(Choice(checkpoint, dtype=dtype)).model.dtype) == f"torch.{dtype}"
+        assert str(models.load(ModelChoice(checkpoint, dtype=dtype)).model.dtype) == f"torch.{dtype}"
     assert len(models.loaded) == IN_MEMORY
-    assert models.load(Choice(checkpoint)) is not first
+    assert models.load(ModelChoice(checkpoint)) is not first
 
 
 def test_the_command_says_where_the_page_is_and_what_is_wrong(monkeypatch):

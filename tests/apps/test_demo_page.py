@@ -11,7 +11,7 @@ import torch
 import uvicorn
 from pydantic import TypeAdapter
 
-from wedlm_hf.apps.demo import Choice, Demo, Models, application
+from wedlm_hf.apps.demo import Demo, ModelChoice, Models, application
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.console.prompts import DEMO_PROMPTS
@@ -25,7 +25,7 @@ PATIENCE = 60_000  # milliseconds, on a machine that has other work
 
 @pytest.fixture(scope="module")
 def demo():
-    return Demo(Models(LoadingOptions().load), Choice(str(NANO)))
+    return Demo(Models(LoadingOptions().load), ModelChoice(str(NANO)))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def text_of(page, run):
 
 
 def answer(demo, prompt, **options):
-    loaded = demo.models.load(Choice(str(NANO)))
+    loaded = demo.models.load(ModelChoice(str(NANO)))
     tokens = encode_prompt(loaded.model, loaded.tokenizer, Prompt.of(prompt)).tokens
     output = loaded.model.generate(torch.tensor([tokens]), max_new_tokens=128, **options)
     return loaded.tokenizer.decode(output[0, len(tokens) :], skip_special_tokens=True)

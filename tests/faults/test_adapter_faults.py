@@ -14,7 +14,7 @@ from tiny import edit, tiny_model
 from wedlm_hf import load_mask_adapter
 from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
-from wedlm_hf.adapters.answers import read_answers, read_prompts
+from wedlm_hf.adapters.answers import read_answers, read_user_prompts
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_prompts_that_can_be_read_only_once_are_refused(tmp_path):
     os.mkfifo(tmp_path / "prompts")
     for path in (tmp_path / "prompts", Path("/dev/null")):
         with pytest.raises(ValueError, match="The prompts must be a file, since a run that goes on reads it again"):
-            read_prompts(path)
+            read_user_prompts(path)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"null", b""])
