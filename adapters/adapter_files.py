@@ -218,7 +218,7 @@ def _is_rounded(own: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
         return True
     try:
         ours, theirs = (
-            torch.frombuffer(bytearray(b64decode(one["sample"])), dtype=torch.float32) for one in (own, base)
+            torch.frombuffer(bytearray(b64decode(stated["sample"])), dtype=torch.float32) for stated in (own, base)
         )
     except (TypeError, ValueError):
         return False

@@ -443,10 +443,13 @@ def _check_states(model: Any) -> None:
 
 def _read(model: Any, cache: WindowCache, tokens: list[int], known: int, masks: int) -> torch.Tensor:
     """Logits of tokens behind the first `known` ones, `(1, T, V)`; with masks behind, the forward is forgotten."""
-    one = SequenceState(0, tokens, len(tokens), known, 1)
-    count = one.pending
-    one.rows = [*one.pending_rows, *(Row(None, len(tokens) + place, count - 1 + place) for place in range(masks))]
-    step = lay_out([one], [0], 0, model.device)
+    sequence = SequenceState(0, tokens, len(tokens), known, 1)
+    count = sequence.pending
+    sequence.rows = [
+        *sequence.pending_rows,
+        *(Row(None, len(tokens) + place, count - 1 + place) for place in range(masks)),
+    ]
+    step = lay_out([sequence], [0], 0, model.device)
     cache.plan(step)
     inputs = {"input_ids": step.input_ids, "position_ids": step.position_ids, cache_name(model): cache}
     with cache.forgetting() if masks else nullcontext():
@@ -461,11 +464,11 @@ def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None
     With a number of `slots`, the last rows are slots, and what is known of them is returned too.
     """
     cache, attention = WindowCache(), StepAttention(model)
-    one = SequenceState(0, known, len(known), 0, 1)
+    sequence = SequenceState(0, known, len(known), 0, 1)
     cache.open([[*known, 0]], model.device, model.config)
-    for part, count in ((one.pending_rows, None), (rows, slots)):
-        one.rows = part
-        step = lay_out([one], [0], 0, model.device)
+    for part, count in ((sequence.pending_rows, None), (rows, slots)):
+        sequence.rows = part
+        step = lay_out([sequence], [0], 0, model.device)
         cache.plan(step)
         masks = attention.masks(step, step.position_ids)
         with nullcontext() if count is None else model.predicting(count) as found, attention.reading():
@@ -473,7 +476,7 @@ def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None
                 input_ids=step.input_ids, attention_mask=masks, position_ids=step.position_ids,
                 use_cache=True, **{cache_name(model): cache},
             ).logits  # fmt: skip
-        one.committed = len(known)
+        sequence.committed = len(known)
         cache.commit([[*range(len(known))]])
     return logits, found
 

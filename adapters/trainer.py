@@ -113,7 +113,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def _load_callback_state(self) -> None:
         super()._load_callback_state()
-        self._connect(next(one for one in self.callback_handler.callbacks if isinstance(one, Budget)))
+        self._connect(next(callback for callback in self.callback_handler.callbacks if isinstance(callback, Budget)))
 
     def _init_training_state(
         self,

@@ -280,8 +280,8 @@ def _groups(places: Mapping[int, list[tuple[nn.Module, str]]]) -> list[list[list
     for parent, first in [found[0] for found in alone.values()]:
         for names in _TOGETHER:
             group = [alone.get((id(parent), name)) for name in names] if first == names[0] else [None]
-            found = [one for one in group if one is not None]
-            layers = [getattr(*one[0]) for one in found]
+            found = [pair for pair in group if pair is not None]
+            layers = [getattr(*pair[0]) for pair in found]
             if len(found) == len(group) and len({layer.in_features for layer in layers}) == 1:
                 groups.append(found)
                 grouped.update(map(id, layers))

@@ -186,12 +186,17 @@ def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Call
     says of a field is the help of its option; a field may be `Annotated[type, typer.Option(…)]` instead.
     """
     own = inspect.signature(command, eval_str=True).parameters
-    groups: dict[str, Any] = {name: one.annotation for name, one in own.items() if is_dataclass(one.annotation)}
+    groups: dict[str, Any] = {
+        name: parameter.annotation for name, parameter in own.items() if is_dataclass(parameter.annotation)
+    }
     parameters: list[inspect.Parameter] = []
-    for name, one in own.items():
-        parameters += _panel(groups[name]) if name in groups else [one]
-    arguments = [one for one in parameters if _is_argument(one)]
-    shown = [one.replace(default=None, annotation=_optional(one)) if one in arguments else one for one in parameters]
+    for name, parameter in own.items():
+        parameters += _panel(groups[name]) if name in groups else [parameter]
+    arguments = [parameter for parameter in parameters if _is_argument(parameter)]
+    shown = [
+        parameter.replace(default=None, annotation=_optional(parameter)) if parameter in arguments else parameter
+        for parameter in parameters
+    ]
     if arguments:
         option = typer.Option("--model", "-m", help="The first argument as an option.", show_default=False)
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -199,7 +204,7 @@ def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Call
 
     @wraps(command)
     def run(**values: Any) -> None:
-        given = [values.pop(_MODEL, None), *(values[one.name] for one in arguments)]
+        given = [values.pop(_MODEL, None), *(values[parameter.name] for parameter in arguments)]
         values |= _assigned(arguments, [value for value in given if value is not None])
         for name, group in groups.items():
             given_fields = {field.name: values[field.name] for field in fields(group)}
@@ -208,7 +213,7 @@ def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Call
             values[name] = group(**given_fields)
         command(**{name: values[name] for name in own})
 
-    keyword_only = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*shown, *more)]
+    keyword_only = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*shown, *more)]
     run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]  # where typer looks
     return run
 
@@ -216,7 +221,7 @@ def with_options(command: Callable[..., None], *more: inspect.Parameter) -> Call
 def _is_argument(parameter: inspect.Parameter) -> bool:
     """Whether it is an argument of one word."""
     kind, *info = get_args(parameter.annotation) or (None,)
-    return any(isinstance(one, ArgumentInfo) for one in info) and "list" not in str(kind)
+    return any(isinstance(each, ArgumentInfo) for each in info) and "list" not in str(kind)
 
 
 def _optional(argument: inspect.Parameter) -> Any:
@@ -231,11 +236,15 @@ def _assigned(arguments: Sequence[inspect.Parameter], given: Sequence[str]) -> d
     if len(given) > len(arguments):
         raise UsageError("The model is named twice, by `--model` and as an argument.")
     found: dict[str, Any] = {}
-    for place, one in enumerate(arguments):
-        if place >= len(given) and one.default is one.empty:
-            raise UsageError(f"Missing argument '{get_args(one.annotation)[1].metavar or one.name.upper()}'.")
-        is_path = get_args(one.annotation)[0] is Path
-        found[one.name] = one.default if place >= len(given) else Path(given[place]) if is_path else given[place]
+    for place, parameter in enumerate(arguments):
+        if place >= len(given) and parameter.default is parameter.empty:
+            raise UsageError(
+                f"Missing argument '{get_args(parameter.annotation)[1].metavar or parameter.name.upper()}'."
+            )
+        is_path = get_args(parameter.annotation)[0] is Path
+        found[parameter.name] = (
+            parameter.default if place >= len(given) else Path(given[place]) if is_path else given[place]
+        )
     return found
 
 
@@ -243,25 +252,25 @@ def _panel(group: type) -> list[inspect.Parameter]:
     """The fields of a dataclass, their options in a panel of their own."""
     hints, helps, found = get_type_hints(group, include_extras=True), _helps(group), []
     title = (group.__doc__ or "").partition("\n")[0].rstrip(".")
-    for one in inspect.signature(group).parameters.values():
-        kind, default = hints[one.name], one.default
+    for parameter in inspect.signature(group).parameters.values():
+        kind, default = hints[parameter.name], parameter.default
         if get_origin(kind) is Annotated:
             kind, info = get_args(kind)
             info = copy(info)
         else:
-            names, extra = _SPECIAL.get(one.name, ((), {}))
+            names, extra = _SPECIAL.get(parameter.name, ((), {}))
             if default is False:
-                names = (f"--{one.name.replace('_', '-')}",)
+                names = (f"--{parameter.name.replace('_', '-')}",)
             if get_origin(kind) is dict:
                 kind, default = list[str] | None, None
             if get_origin(kind) is tuple:
                 extra = {"metavar": "LIST", "parser": _list_parser(get_args(kind)[0])}
                 kind, default = str, ",".join(map(str, default))
-            helped = {"help": helps.get(one.name), **extra}
-            info = typer.Argument(**helped) if one.name == "model" else typer.Option(*names, **helped)
+            helped = {"help": helps.get(parameter.name), **extra}
+            info = typer.Argument(**helped) if parameter.name == "model" else typer.Option(*names, **helped)
         if isinstance(info, OptionInfo):
             info.rich_help_panel = title
-        found.append(one.replace(default=default, annotation=Annotated[kind, info]))
+        found.append(parameter.replace(default=default, annotation=Annotated[kind, info]))
     return found
 
 

@@ -143,8 +143,8 @@ class Speed:
         has."""
         pairs = list(zip(ar, own, strict=True))
         seconds = sum(its.seconds * len(mine.tokens) / len(its.tokens) for its, mine in pairs)
-        tokens, forwards = sum(len(one.tokens) for one in own), sum(one.forwards for one in own)
-        return cls(seconds / sum(one.seconds for one in own), tokens / forwards)
+        tokens, forwards = sum(len(decoding.tokens) for decoding in own), sum(decoding.forwards for decoding in own)
+        return cls(seconds / sum(decoding.seconds for decoding in own), tokens / forwards)
 
     @property
     def is_possible(self) -> bool:
@@ -157,7 +157,7 @@ class Speed:
 
 def in_turn(turns: Sequence[Decoding]) -> Decoding:
     """The first of several equal answers, with the median of their times."""
-    return replace(turns[0], seconds=median(one.seconds for one in turns))
+    return replace(turns[0], seconds=median(turn.seconds for turn in turns))
 
 
 def pad_left(prompts: Sequence[list[int]], pad_token: int, device: Any = "cpu") -> dict[str, torch.Tensor]:

@@ -163,7 +163,7 @@ def speed_table(
     names = (AR, *[LOOKUP] * (batch_size == 1), EXACT)
     decoders = {name: {"model": other, **shared} for name, other in (others or {}).items()}
     decoders |= {name: {**COMPARED[name], **shared} for name in names}
-    encoded = [one if isinstance(one, Prompt) else Prompt.of("", tokens=one) for one in prompts]
+    encoded = [prompt if isinstance(prompt, Prompt) else Prompt.of("", tokens=prompt) for prompt in prompts]
     measured: list[Measured] = []
     for repeat in range(MOST_TURNS):
         turn = measure(model, tokenizer, encoded, decoders, batch_size=batch_size, title=title)
