@@ -171,14 +171,14 @@ class TokenSampler:
         offsets: list[list[int]],
         rows: list[int],
         prefix: Callable[[int, int], list[int]],
-        follow: Callable[[int, int, torch.Tensor, torch.Tensor], int | None],
+        follow: Callable[[int, int, int], int | None],
     ) -> Chosen:
         """Tokens of AR rows, each after its own, true prefix.
 
         Args:
             logits, offsets, rows: see [`choose`].
             prefix: gives the new tokens in front of what a row of an entry chooses, its own included.
-            follow: tells from an entry, a row of it, and the tokens and scores so far which row comes next; `None`
+            follow: tells from an entry, a row of it and the token that this row chooses which row comes next; `None`
                 where no other prefix is true.
         """
         if not self.need_prefix:
@@ -203,7 +203,7 @@ class TokenSampler:
                 if all_paths:
                     column = column + 1 if column + 1 < count else None
                 else:
-                    column = follow(entry, column, chosen, processed)
+                    column = follow(entry, column, int(chosen[cell]))
         return chosen, processed
 
     def draft(

@@ -147,8 +147,7 @@ class VerifyRule:
                 row = real[entry][row].parent
             return step.sequences[entry].new_tokens + path
 
-        def follow(entry: int, row: int, tokens: torch.Tensor, scores: torch.Tensor) -> int | None:
-            token = int(tokens[entry, row])
+        def follow(entry: int, row: int, token: int) -> int | None:
             behind = (child for child, draft in enumerate(real[entry]) if child and draft.parent == row)
             return next((child for child in behind if real[entry][child].token == token), None)
 
