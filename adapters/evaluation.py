@@ -9,14 +9,14 @@ from collections.abc import Iterable
 import torch
 
 from .distillation import MaskDistillation
-from .layout import Answer
+from .layout import AnswerTokens
 
 DRAFTS = (1, 2, 3, 4, 6)
 KINDS = ("chain", "branch")
 Replay = tuple[str, int]  # kind and number of drafts
 
 
-def measure_acceptance(distillation: MaskDistillation, answers: Iterable[Answer]) -> tuple[int, Counter[Replay]]:
+def measure_acceptance(distillation: MaskDistillation, answers: Iterable[AnswerTokens]) -> tuple[int, Counter[Replay]]:
     """Replays greedy verified decoding (ALGORITHM.md §4) of answers that the base itself chose greedily.
 
     Branches give each accepted token drafts; a chain has none after a rejection.
@@ -38,7 +38,7 @@ def measure_acceptance(distillation: MaskDistillation, answers: Iterable[Answer]
 
 
 @torch.no_grad()
-def accepted_runs(distillation: MaskDistillation, answer: Answer) -> torch.Tensor:
+def accepted_runs(distillation: MaskDistillation, answer: AnswerTokens) -> torch.Tensor:
     """How many drafts behind each token of an answer are what follows it, `(T,)` int64, at most K.
 
     The masks behind a token see the answer up to there. Each draft is chosen given the true tokens before it: behind

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from ..training.streams import IGNORE_INDEX
 
-Answer = Mapping[str, Any]
+AnswerTokens = Mapping[str, Any]
 """`prompt_ids` and `response_ids`, lists of tokens; more about it in [`answers.Answer`]."""
 
 
@@ -38,7 +38,7 @@ class AnswerBatches(Dataset):
         ValueError: for answers none of which count.
     """
 
-    def __init__(self, answers: Sequence[Answer], batch_slots: int, cut_stride: int, num_masks: int, seed: int):
+    def __init__(self, answers: Sequence[AnswerTokens], batch_slots: int, cut_stride: int, num_masks: int, seed: int):
         self.answers = [answer for answer in answers if answer["prompt_ids"] and len(answer["response_ids"]) > 1]
         if not self.answers:
             raise ValueError(f"None of the {len(answers)} answers has at least two tokens behind a prompt.")
@@ -55,7 +55,7 @@ class AnswerBatches(Dataset):
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, index: int) -> list[Answer]:
+    def __getitem__(self, index: int) -> list[AnswerTokens]:
         return [self.answers[member] for member in self.batches[index]]
 
     def digest(self) -> str:
@@ -67,7 +67,7 @@ class AnswerBatches(Dataset):
         return digest.hexdigest()
 
 
-def count_cuts(answer: Answer, cut_stride: int) -> int:
+def count_cuts(answer: AnswerTokens, cut_stride: int) -> int:
     """How many cuts an answer gets: one for every `cut_stride` tokens that a mask can predict."""
     return -(-(len(answer["response_ids"]) - 1) // cut_stride)
 
@@ -98,7 +98,7 @@ class DataCollatorForMaskRuns:
         """Draws other cuts from now on."""
         self._epoch.fill_(epoch)
 
-    def __call__(self, batches: Sequence[Sequence[Answer]]) -> dict[str, torch.Tensor]:
+    def __call__(self, batches: Sequence[Sequence[AnswerTokens]]) -> dict[str, torch.Tensor]:
         """Lays out answers.
 
         Returns:

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from ..generation.versions import CACHE
 from .distillation import MaskDistillation
 from .evaluation import accepted_runs
-from .layout import Answer, DataCollatorForMaskRuns
+from .layout import AnswerTokens, DataCollatorForMaskRuns
 
 Clock = Callable[[], float]
 """Seconds since some moment, as `time.monotonic`."""
@@ -132,7 +132,7 @@ def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_
     """
     model = distillation.model
     generator = torch.Generator().manual_seed(0)
-    answers: list[Answer] = [
+    answers: list[AnswerTokens] = [
         {name: torch.randint(model.config.vocab_size, (count,), generator=generator).tolist()
          for name, count in (("prompt_ids", 32), ("response_ids", 96))}
         for _ in range(4)

@@ -22,7 +22,7 @@ from .adapter_files import StoredMaskAdapter, check_base
 from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
-from .layout import Answer, AnswerBatches, DataCollatorForMaskRuns
+from .layout import AnswerBatches, AnswerTokens, DataCollatorForMaskRuns
 from .pace import Clock
 
 
@@ -60,8 +60,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self,
         model: Any,
         args: MaskTrainingConfig,
-        answers: Sequence[Answer],
-        eval_answers: Sequence[Answer] | None = None,
+        answers: Sequence[AnswerTokens],
+        eval_answers: Sequence[AnswerTokens] | None = None,
         *,
         clock: Clock = time.monotonic,
     ):
@@ -212,7 +212,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def _announced(self, answers: Sequence[Answer]) -> Iterator[Answer]:
+    def _announced(self, answers: Sequence[AnswerTokens]) -> Iterator[AnswerTokens]:
         """The answers one by one, each told to the callbacks first."""
         for answer in answers:
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -25,7 +25,7 @@ from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import add_mask_adapter
 from wedlm_hf.adapters.budget import MaskTrainingConfig
 from wedlm_hf.adapters.distillation import MaskDistillation, Predicted, soft_cross_entropy
-from wedlm_hf.adapters.layout import Answer
+from wedlm_hf.adapters.layout import AnswerTokens
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings, PreviousTokenHead
 from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.checkpoints.files import write_text
@@ -176,7 +176,7 @@ def train(
     table([out])
 
 
-def with_trees(model: Any, answers: list[Answer]) -> float:
+def with_trees(model: Any, answers: list[AnswerTokens]) -> float:
     """Tokens per forward of verified decoding where rows cost nothing, so that each step checks up to 12 drafts."""
     verified = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0, "do_sample": False}
     forwards = 0
