@@ -15,10 +15,11 @@ from tiny import MASK, tiny_model, tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
-from wedlm_hf.apps.generate import compare
+from wedlm_hf.apps.generate import compare, comparison_table
 from wedlm_hf.cli import options
+from wedlm_hf.cli.application import console
 from wedlm_hf.console.streaming import AnswerStreamer, printable
-from wedlm_hf.eval.measure import ForwardCounter
+from wedlm_hf.eval.measure import Decoding, ForwardCounter
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.eval.request import AnswerRequest
 
@@ -179,6 +180,11 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
+def test_what_looks_like_markup_is_printed_as_it_is(capsys):
+    console().print("build/[/b]/report.html", style="dim")
+    assert capsys.readouterr().out == "build/[/b]/report.html\n"
+
+
 def test_without_prompts_there_is_one_built_in_prompt_for_each_task(wedlm):
     _, output, _ = wedlm("generate", "--max-new-tokens", 1, "--no-compare")
     first_lines = [prompt.splitlines()[0] for prompt in options.DEMO_PROMPTS]
@@ -234,6 +240,13 @@ def test_control_characters_of_prompts_and_answers_do_not_reach_the_terminal():
     compare(model, tokenizer, AnswerRequest(["hi\x1b[2J"], options, raw=True), console)
     output = console.file.getvalue()
     assert "› hi␛[2J\n" in output and "␛" in output.split("its answer:")[1] and "\x1b" not in output
+
+
+def test_the_table_fits_a_narrow_terminal():
+    console = Console(file=io.StringIO(), width=60)
+    console.print(comparison_table({name: [Decoding([0] * 10**6, "", 10**5, 10**7, 1.0)] for name in ("wedlm", "ar")}))
+    assert "…" not in console.file.getvalue()
+    assert table_of(console.file.getvalue())["speed against AR"] == ["1.00×", "1.00×"]
 
 
 def test_the_toy_says_what_it_is_and_how_to_ask_a_real_model(monkeypatch, tmp_path):

@@ -256,6 +256,14 @@ def test_other_settings_do_not_go_on_with_a_run(whole):
     refused(folder, other, ValueError, r"holds a run with other settings \(base: '.*llama', not '.*other'\)")
 
 
+def test_answers_that_never_end_are_learned_and_said(tmp_path, base):
+    config = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": 319}))
+    out, shown = run(tmp_path, base, tokens=200)
+    count = len(read_answers(out / "work" / "answers.jsonl"))
+    assert f"None of the {count} answers ended within 192 tokens" in shown
+
+
 def test_a_full_disk_is_named_and_the_same_call_goes_on(tmp_path, base, whole, monkeypatch):
     def opened(path: Path, *args: Any, **options: Any) -> Any:
         file = open_file(path, *args, **options)

@@ -87,6 +87,15 @@ def test_a_saved_adapter_is_loaded_by_our_function_and_by_peft(tmp_path: Path, l
     assert torch.equal(model.generate(input_ids=PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
 
 
+def test_transformers_own_loading_says_which_call_to_use(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    model = llama()
+    with pytest.raises(ValueError, match=r"call `wedlm_hf\.load_mask_adapter\(model, folder\)` or `PeftModel"):
+        model.load_adapter(str(tmp_path))
+    load_mask_adapter(model, tmp_path)
+    assert torch.equal(model.generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
+
+
 def test_loading_leaves_what_trains_in_training(tmp_path: Path) -> None:
     attached(llama()).save_mask_adapter(tmp_path)
     model = get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -274,6 +283,11 @@ def test_a_model_in_training_mode_decodes_after_a_hint() -> None:
     with pytest.raises(ValueError, match=r"call `model.eval\(\)`"):
         model.generate(PROMPT, **VERIFIED)
     assert torch.equal(model.eval().generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
+
+
+def test_an_unverified_call_needs_no_mask_token_either() -> None:
+    out = attached(llama()).generate(PROMPT, strategy="wedlm", **GREEDY, return_dict_in_generate=True, window_size=4)
+    assert out.sequences.shape == (1, 25)
 
 
 def test_a_lora_below_keeps_its_table_whether_the_mask_adapter_is_refused_or_unloaded(tmp_path: Path) -> None:

@@ -199,6 +199,14 @@ def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them() -> None
     assert firsts == {-1, 0, 1}  # the last token of the prompt is the first place
 
 
+def test_batches_hold_every_answer_once() -> None:
+    some = answers(30)
+    batches = AnswerBatches(some, batch_slots=48, cut_stride=3, num_masks=K, seed=0)
+    members = sorted(index for batch in batches.batches for index in batch)
+    assert members == list(range(30))
+    assert len(batches) > 5
+
+
 def config(folder: Path, **settings: Any) -> MaskTrainingConfig:
     defaults: dict[str, Any] = {
         "output_dir": str(folder), "mask_rows": 600, "num_masks": K, "cut_stride": 3, "batch_slots": 40,
@@ -306,6 +314,17 @@ def test_the_budget_of_mask_rows_is_kept_and_the_learning_rate_follows_it(tmp_pa
     assert len(lines[0]["accuracy"]) == K
 
 
+def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path) -> None:
+    some = answers(6)
+    batches = [batch_of(some[:2]), batch_of(some[2:])]
+    model = adapted_model()
+    distillation = MaskDistillation(model, num_masks=K, top_tokens=320, sampled_tokens=1)
+    weights = [float(((batch["labels"] != -100) * distillation.depth_weights).sum()) for batch in batches]
+    parts = sum(distillation(**batch, num_items_in_batch=sum(weights))["loss"] for batch in batches)
+    whole = distillation(**batch_of(some))["loss"]
+    assert float(parts.detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
+
+
 def test_a_trained_adapter_drafts_what_the_model_says(tmp_path: Path) -> None:
     """Greedy answers of the model itself; what it learns by heart must be accepted, and real decoding agree."""
     model = tiny_model()
@@ -340,3 +359,10 @@ def test_a_trained_adapter_drafts_what_the_model_says(tmp_path: Path) -> None:
 def test_impossible_settings_are_refused(tmp_path: Path, make: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(*([tmp_path] if make is config else []), **settings)
+
+
+def test_answers_that_teach_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="None of the 2 answers has at least two tokens behind a prompt"):
+        AnswerBatches(
+            [{"prompt_ids": [1], "response_ids": [2]}, {"prompt_ids": [], "response_ids": [2, 3]}], 9, 3, K, 0
+        )

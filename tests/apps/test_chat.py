@@ -81,6 +81,16 @@ def test_the_cache_is_kept_where_the_decoder_or_the_system_message_changes(nano)
     assert turn.text == cold(nano, messages, **DECODERS["wedlm"])
 
 
+def test_an_answer_that_the_template_writes_in_other_tokens_is_read_anew_from_there(nano):
+    talk = Conversation(*nano, DECODERS["wedlm"])
+    first = talk.ask(QUESTIONS[0], nothing)
+    talk.messages[-1]["content"] = "5, 10, 99"
+    messages = [*talk.messages, {"role": "user", "content": QUESTIONS[1]}]
+    turn = talk.ask(QUESTIONS[1], nothing)
+    assert first.prompt_tokens < turn.cached_tokens < first.prompt_tokens + first.new_tokens
+    assert turn.text == cold(nano, messages, **DECODERS["wedlm"])
+
+
 # --- answers that end early -----------------------------------------------------------------------------------------
 
 
@@ -191,6 +201,17 @@ def test_a_conversation_is_saved_as_training_reads_it_and_replaces_nothing(chat,
     assert chat(f"/save {tmp_path}/no\0name").startswith("Error: ")
     assert "no system message" in chat("/system")
     assert len(chat.conversation.all_messages) == 2
+
+
+def test_help_lists_every_command_and_what_is_none_is_said(chat):
+    shown = chat("/help")
+    assert all(f"{name} " in shown for name in chat.program.commands)
+    assert "There is no command /strateg:" in chat("/strateg")
+    assert chat("") == chat("  ") == ""
+    assert "not UTF-8" in chat("\udcff")
+    assert chat.conversation.messages == []
+    chat("/exit")
+    assert chat.program.is_over
 
 
 def test_what_generate_refuses_is_said_and_the_message_is_dropped(chat):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -156,6 +157,21 @@ def test_a_request_that_nobody_waits_for_stops(demo, checkpoint, run):
     assert demo._answer(Form(prompt=PROMPT, model=checkpoint, max_new_tokens=500), tell) == ""
     assert len([event for event in heard if event.get("tokens")]) == 1
     assert "trace" in run()[1][-1]
+
+
+def test_requests_at_the_same_time_get_their_own_answers(run):
+    prompts = ["1, 2, 3", "Sort 31, 7", "3 + 4 =", '{"name"']
+    answers = {}
+    threads = [threading.Thread(target=lambda p=prompt: answers.update({p: run(prompt=p)[1]})) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt in prompts:
+        alone = trace_of(run(prompt=prompt)[1]).recordings[0]
+        together = trace_of(answers[prompt]).recordings[0]
+        assert (together.prompt, together.prompt_tokens) == (prompt, alone.prompt_tokens)
+        assert [answer.tokens for answer in together.runs] == [answer.tokens for answer in alone.runs]
 
 
 def test_pages_of_other_sites_cannot_use_it(client):

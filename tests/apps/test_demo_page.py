@@ -183,6 +183,18 @@ def test_the_likeliest_tokens_of_a_slot_are_told_on_hover(tab):
     assert page.locator("#tip").inner_text() == tip and f"position {position}" in tip
 
 
+def test_acceptance_by_depth_is_what_generate_counted(tab):
+    page = tab()
+    page.locator("#verification label", has_text="exact").click()
+    finished(page, 2)
+    is_kept = page.evaluate("() => asked.current.kept_ar")  # not where the machine was busy
+    assert ("AR's run was kept" in page.locator("#status").inner_text()) == is_kept
+    bars = page.locator("#bars span").evaluate_all("all => all.map(bar => [+bar.dataset.tried, +bar.dataset.passed])")
+    stats = trace_of(page).recordings[0].runs[0].stats
+    assert [sum(counts) for counts in zip(*bars, strict=True)] == [stats["drafted"], stats["accepted"]]
+    assert "✓ identical to AR" in page.locator("#panes .outcome").first.inner_text()
+
+
 def test_a_replay_is_saved_as_a_page_of_its_own(tab, tmp_path):
     page = tab()
     with page.expect_download() as download:

@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -19,6 +20,7 @@ from wedlm_hf import add_mask_adapter
 from wedlm_hf.checkpoints import packed
 from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.checkpoints.packed import (
+    PackedEmbedding,
     PackedLinear,
     PackedNorm,
     can_pack,
@@ -257,6 +259,20 @@ def test_without_the_kernels_a_model_stays_as_it_is(monkeypatch, caplog):
         packed.can_pack.cache_clear()
 
 
+def test_threads_that_start_while_kernels_are_timed_keep_their_number_of_torch_threads():
+    threads, seen = torch.get_num_threads(), []
+
+    def look():
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        return torch.get_num_threads()
+
+    alone = packed._in_one_thread(look)
+    assert seen == [threads] and torch.get_num_threads() == threads
+    assert alone in (1, threads)  # 1 where torch's threads are OpenMP's
+
+
 @pytest.mark.parametrize(
     ("times", "chosen"),
     [
@@ -312,3 +328,15 @@ class _Tokenizer:
 
     def get_vocab(self):
         return {}
+
+
+def test_embeddings_of_their_own_kind_stay():
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
+    model = stock_model(dtype=torch.bfloat16)
+    model.model.embed_tokens = Scaled(97, 32).bfloat16()
+    pack(model)
+    assert type(model.model.embed_tokens) is Scaled and model.model.embed_tokens.weight.dtype == torch.float32
+    assert not isinstance(model.model.embed_tokens, PackedEmbedding)

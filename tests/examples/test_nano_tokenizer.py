@@ -42,6 +42,12 @@ def test_any_text_is_decoded_without_loss(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+def test_each_digit_and_each_newline_is_a_token_of_its_own(tokenizer):
+    assert tokenizer.tokenize("37, 40") == ["3", "7", ",Ġ", "4", "0"]
+    assert tokenizer.tokenize("7+5+0=12\n\n") == [*"7+5+0=12", "Ċ", "Ċ"]
+    assert not [token for token in tokenizer.get_vocab() if len(token) > 1 and any(c.isdigit() for c in token)]
+
+
 def test_the_template_is_chatml_without_a_default_system_prompt(tokenizer):
     text = tokenizer.apply_chat_template(CONVERSATION[1:3], tokenize=False)
     assert text == "<|im_start|>user\nCount to 3.<|im_end|>\n<|im_start|>assistant\n1, 2, 3<|im_end|>\n"

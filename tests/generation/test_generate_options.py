@@ -395,6 +395,8 @@ def test_a_cache_of_another_prompt_is_refused(model):
     for prompt in (other, PROMPT[:, :3]):
         with pytest.raises(ValueError, match="The cache does not belong to the prompt: row 0"):
             model.generate(prompt, **FAST, **{CACHE: cache})
+    with pytest.raises(ValueError, match="`crop` takes the negative number"):
+        cache.crop(1)
     with pytest.raises(ValueError, match="The cache holds 1 rows, but the prompt has 2"):
         model.generate(PROMPT.expand(2, -1), **FAST, **{CACHE: cache})
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import decode
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model
-from transformers import DynamicCache
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from wedlm_hf.generation import WindowCache
+from wedlm_hf.generation import WeDLMGenerationMixin, WindowCache
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 LIMIT = 24
@@ -112,6 +112,20 @@ def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, li
     )
     arguments = {"window_size": window_size, "tau": tau, "lam": lam, "limit": limit, "mask_id": MASK, "eos_ids": ENDS}
     assert rows == [decode(qwen3, prompt, **arguments)[0] for prompt in prompts]
+
+
+def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights(qwen3):
+    class StockQwen3(WeDLMGenerationMixin, Qwen3ForCausalLM):
+        pass
+
+    names = set(Qwen3Config().to_dict()) - {"model_type", "architectures", "auto_map"}
+    config = Qwen3Config(**{name: value for name, value in qwen3.config.to_dict().items() if name in names})
+    stock = StockQwen3(config).eval()
+    stock.load_state_dict(qwen3.state_dict())
+    prompts = prompts_of([4, 11])
+    _, expected = generate(qwen3, prompts, entropy_threshold=1.5)
+    _, rows = generate(stock, prompts, entropy_threshold=1.5, mask_token_id=MASK)
+    assert rows == expected
 
 
 def check_every_commit(model, prompts, rows, monkeypatch, **options):

@@ -97,6 +97,11 @@ def test_what_a_wedlm_cannot_have_is_refused(settings, message):
         tiny_config(**settings)
 
 
+def test_a_sliding_window_that_no_layer_uses_changes_nothing():
+    config = tiny_config(use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    assert config.layer_types == ["full_attention", "full_attention"]
+
+
 def test_overrides_at_loading_and_changes_before_saving_are_checked_too(tmp_path):
     config = tiny_config()
     config.save_pretrained(tmp_path)
@@ -116,3 +121,9 @@ def test_a_config_of_another_model_type_is_refused(tmp_path):
     message = r"type 'qwen3', not a WeDLM checkpoint: .*--adapter.*wedlm adapt.*wedlm convert"
     with pytest.raises(ValueError, match=message):
         WeDLMConfig.from_pretrained(tmp_path)
+
+
+def test_the_default_config_is_qwen3s(tmp_path):
+    config = WeDLMConfig()
+    assert (config.qk_norm, config.attention_bias, config.rope_parameters["rope_theta"]) == (True, False, 10_000.0)
+    assert AutoConfig.for_model("wedlm").to_dict() == config.to_dict()

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,8 @@ from tiny import EOS, PAD, VOCAB_SIZE, assert_equal_but_rounding, edit, randomiz
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM, convert
-from wedlm_hf.checkpoints.gguf import end_token_ids
+from wedlm_hf.checkpoints.gguf import end_token_ids, parsed_once
+from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -239,6 +241,24 @@ def test_a_gguf_file_becomes_the_stock_models_twin(tmp_path, kind, quantized):
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     for other in (convert(file.parent, gguf_file=file.name), convert(str(file))):
         assert torch.equal(other.model.lm_head.weight, loaded.lm_head.weight)
+
+
+def test_a_gguf_file_is_parsed_once_for_a_model_and_its_tokenizer(tmp_path, monkeypatch):
+    file, _ = gguf_source(tmp_path)
+    parsed, find = [], gguf.get_tensor_name_map
+
+    class Reader(gguf.GGUFReader):
+        def __init__(self, path):
+            super().__init__(path)
+            parsed.append(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Reader)
+    with parsed_once():
+        model, tokenizer = load_model(str(file), dtype=torch.float32), load_tokenizer(file)
+    assert len(parsed) == 1
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (Reader, find)
+    assert torch.equal(model.lm_head.weight, convert(str(file)).model.lm_head.weight)
+    assert tokenizer.get_vocab() == convert(str(file)).tokenizer.get_vocab()
 
 
 def test_the_tokenizer_of_a_gguf_file_knows_its_template_its_ends_and_a_padding_of_its_own(tmp_path):

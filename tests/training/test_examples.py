@@ -158,6 +158,21 @@ def test_the_completion_of_a_chat_begins_where_the_prompt_ends_and_of_text_where
     assert "data.jsonl:1 and perhaps others: a token holds the end of the prompt" in caplog.text
 
 
+def test_a_formatting_function_makes_text_that_is_all_learnt(tmp_path):
+    from test_sft_trainer import settings_of
+    from tiny import tiny_model
+
+    from wedlm_hf.training import WeDLMSFTTrainer
+
+    def made(example):
+        return example["question"] + " 9"
+
+    data = rows_of(tmp_path, [{"question": "Sort 9:"}])
+    rest = {"train_dataset": data, "processing_class": tiny_tokenizer(), "formatting_func": made}
+    trainer = WeDLMSFTTrainer(tiny_model(), settings_of(tmp_path), **rest)
+    assert learnt_text(trainer.train_dataset[0]).endswith(": 9<|im_end|>")
+
+
 # Files.
 
 TEXT = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\r\n" for text in ("Café", "naïve", "x\u2028y"))

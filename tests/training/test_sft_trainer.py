@@ -89,6 +89,15 @@ def test_each_kind_of_data_supervises_what_it_should(tmp_path, kind, streamed):
     assert labels[0].tolist()[-3:] == [EOS] * 3  # the response's own end token and its copies
 
 
+def test_every_assistant_turn_is_learnt_and_nothing_else(tmp_path):
+    turns = [*TURNS, {"role": "user", "content": "Go on"}, {"role": "assistant", "content": "5, 6"}]
+    data = Dataset.from_dict({"messages": [turns]})
+    assert learnt_text(trainer_on(tmp_path, data).train_dataset[0]) == f"{LEARNT}5, 6<|im_end|>"
+    everything = trainer_on(tmp_path, data, assistant_only_loss=False)
+    whole = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n{LEARNT}"
+    assert learnt_text(everything.train_dataset[0]).startswith(whole)
+
+
 def test_packed_rows_hold_whole_documents_and_isolate_them(tmp_path):
     plain, packed = (trainer_on(tmp_path, packing=packing, max_length=60) for packing in (False, True))
     assert len(packed.train_dataset) < len(plain.train_dataset)
@@ -101,6 +110,17 @@ def test_packed_rows_hold_whole_documents_and_isolate_them(tmp_path):
     assert sorted(pieces) == sorted(map(tuple, plain.train_dataset["input_ids"]))
     batch = next(iter(packed.get_train_dataloader()))
     assert int(batch["document_ids"].max()) > 0
+
+
+def test_text_longer_than_the_limit_can_be_split_instead_of_cut(tmp_path):
+    data = Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 6]})
+    cut = trainer_on(tmp_path, data, max_length=20)
+    assert cut.data_reports["train"].outcomes.total() == 1 and "1 shortened" in str(cut.data_reports["train"])
+    split = trainer_on(tmp_path, data, max_length=20, packing=True, packing_strategy="bfd_split")
+    whole = trainer_on(tmp_path, data)
+    tokens = [token for row in split.train_dataset["input_ids"] for token in row]
+    assert sorted(tokens) == sorted(whole.train_dataset["input_ids"][0])
+    assert "shortened" not in str(split.data_reports["train"])
 
 
 # Shortened, dropped, counted.

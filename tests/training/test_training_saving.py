@@ -138,6 +138,22 @@ def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_f
     assert_resumes(tmp_path, whole)
 
 
+def test_a_full_disk_in_the_final_save_leaves_the_older_model_as_it_was(tmp_path):
+    trainer = trainer_on(tmp_path)
+    trainer.save_model()
+    before = contents(tmp_path)
+    trainer.train()
+    with disk_with_room_for(weights_size() // 2), pytest.raises(OSError, match=CUT_OFF):
+        trainer.save_model()
+    after = contents(tmp_path)
+    for files in (before, after):
+        del files["README.md"]  # says how far training has come
+    assert after == before
+    trainer.save_model()
+    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), trainer.model)
+    assert not list(tmp_path.glob("_sav*"))
+
+
 def test_a_run_into_a_folder_of_another_leaves_the_others_checkpoint_whole_until_its_own_is(tmp_path):
     """Written in place, the new weights would lie beside the old optimizer under a complete-looking state."""
     trainer_on(tmp_path, **SETTINGS | {"max_steps": 3}).train()

@@ -124,6 +124,14 @@ def test_gen_kwargs_go_before_model_args_and_reach_the_stock_model_too(manager):
         run(manager, [task], model="hf", gen_kwargs=gen_kwargs, batch_size=2)
 
 
+def test_few_shot_examples_are_turns_and_no_test_document(manager):
+    results = run(manager, ["wedlm_nano_chat"], {"strategy": "wedlm"}, num_fewshot=2, limit=1)
+    prompt = results["samples"]["wedlm_nano_chat"][0]["arguments"][0][0]
+    assert prompt.count("<|im_start|>user") >= 3 and "\x1e" not in prompt
+    assert results["n-shot"]["wedlm_nano_chat"] == 2
+    run(manager, ["wedlm_nano_chat"], num_fewshot=1, limit=1, apply_chat_template=False)  # and as plain text
+
+
 # --- likelihoods --------------------------------------------------------------------------------
 
 TEXTS = [("Count from 1 to 9:", " 1, 2, 3"), ("Sort 31, 7, 12, 5:", " 5"), ("", "3 + 4 = 7"), ("Count", " from")]

@@ -147,6 +147,16 @@ def test_tasks_may_have_any_name():
         assert figure.as_uri().startswith("data:image/svg+xml;base64,")
 
 
+def test_a_task_without_timed_prompts_has_no_speed():
+    cells = tables(made(timed="even"), "right answers")["tasks"].set_index("task")["wedlm: speed against AR"]
+    assert (cells["odd"], cells["even"], cells["all tasks"]) == ("–", "1.00×", "1.00×")
+
+
+def test_markup_in_names_is_text():
+    table = as_markdown(pd.DataFrame({"task": ["<b>&|"]}))
+    assert r"| &lt;b&gt;&amp;\| |" in table
+
+
 def test_the_curve_has_a_row_for_each_evaluation_and_is_drawn(tmp_path):
     lines = [{"step": 1, "loss": 3.0, "mask_rows": 10}]
     for rows in (1000, 5000):

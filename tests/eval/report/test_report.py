@@ -17,6 +17,7 @@ from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import encode, read_prompts, split_prompts
 from wedlm_hf.eval.report import page as pages
+from wedlm_hf.eval.report import request as requests
 from wedlm_hf.eval.report import run as running
 
 SMALL = "--windows 4 --thresholds 0.5,5 --penalties 0,0.5 --draft-thresholds 5 --max-new-tokens 6 --repeats 2".split()
@@ -244,6 +245,11 @@ def test_files_that_cannot_be_written_to_are_refused(tmp_path, unread):
     for path in (page, page / "out"):
         assert f"The folder {str(path)!r} cannot be written to" in refused("--output", path)
         assert "cannot be written to" in refused("--figures", path, "--output", tmp_path / "out")
+
+
+def test_missing_packages_are_named(tmp_path, monkeypatch, unread):
+    monkeypatch.setattr(requests, "find_spec", lambda name: None)
+    assert "needs matplotlib: pip install '.[eval]' in the clone" in refused("--output", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,20 @@ def test_fills_and_commits_rebuild_exactly_what_generate_answers(model, recorded
     assert ar.stats["forwards"] == len(ar.steps) == len(ar.tokens)
 
 
+def test_a_trace_shows_slots_that_are_filled_before_their_left_neighbours(recorded):
+    run = recorded(SETTINGS["one at a time"]).recordings[0].runs[0]
+    reordered = [step for step in run.steps if step.positions != sorted(step.positions)]
+    assert reordered
+    for step in run.steps:
+        kinds = step.kinds.lstrip("c").lstrip("p").lstrip("f")
+        assert set(kinds) <= {"m"}  # pending, filled, masks: the physical order
+        for kind in "cpfm":
+            positions = [
+                position for position, letter in zip(step.positions, step.kinds, strict=True) if letter == kind
+            ]
+            assert positions == sorted(positions)
+
+
 def test_rejected_drafts_are_those_that_generate_counted_and_are_not_what_became_final(recorded):
     seen = 0
     for name in ("exact", "exact, sampled"):
