@@ -113,7 +113,7 @@ async function* events(response) {
 
 /* The answers as they come, where that takes long enough to be seen. */
 function startLive(fields, again) {
-  const label = fields.verification === "none" ? "wedlm" : `wedlm+${fields.verification}`, panes = {};
+  const label = verification() === "none" ? "wedlm" : `wedlm+${verification()}`, panes = {};
   for (const [name, title] of [["wedlm", label], ["ar", "ar"]]) {
     const count = el("dd", {}, "0"), text = el("div", {class: "text"}), note = el("span", {class: "chip"}, "waits: one at a time");
     const pane = el("section", {class: `card pane waiting ${name === "ar" ? "" : "parallel"}`, "data-live": name},
@@ -212,13 +212,14 @@ function pick() {
   Object.assign(asked, {touched: {}, hasVerification: false, current: null, hasAdapter: offer == null && $("adapter").value.trim() !== ""});
   setVerification(offer?.verification ?? (asked.hasAdapter ? "exact" : "none"));
   say(offer?.note ?? "The folder of a checkpoint, or its Hub id; with a mask adapter, of any model. Python files in it are not run.");
-  const prompts = offer?.prompts ?? [];
+  const prompts = offer?.prompts ?? ["Why is the sky blue?", "Write a Python function that reverses a string.", "List three facts about the moon."];
   $("examples").replaceChildren(...prompts.map(text => {
     const button = el("button", {type: "button", class: "chip", title: text}, text);
     button.onclick = () => { $("ask-prompt").value = text; press(); };
     return button;
   }));
-  const isExample = DEMO.models.some(other => other.prompts.includes($("ask-prompt").value));
+  const isExample = asked.examples?.includes($("ask-prompt").value);
+  asked.examples = prompts;
   if (prompts.length && (isExample || !$("ask-prompt").value.trim())) $("ask-prompt").value = prompts[0];
   showKnobs();
 }

@@ -97,7 +97,7 @@ class Models:
     @property
     def offers(self) -> list[Offer]:
         """wedlm-nano, and the real one where its adapter is."""
-        note = "Trained from scratch, in this repository, on six kinds of prompts such as these."
+        note = "Trained from scratch, in this repository, on six kinds of prompts such as these. Others get nonsense."
         found = [Offer(str(NANO), "wedlm-nano, 1.9M parameters", note, list(DEMO_PROMPTS))]
         if (smollm2.ADAPTER / "adapter_config.json").is_file():
             note = "A real model with a mask adapter. The first time, 93 MB are fetched from the package index."

@@ -102,6 +102,8 @@ def _with_answers(row: PromptRow) -> Prompt:
 def read_tasks(folder: Path) -> list[Prompt]:
     """The prompts that a checkpoint folder brings along. Raises `ValueError` if it brings none."""
     path = folder / TASKS_FILE
+    if not folder.exists():
+        raise ValueError(f"There is no folder {str(folder)!r} that could bring prompts: name a file (--file).")
     if not path.is_file():
         raise ValueError(f"{str(folder)!r} brings no prompts ({TASKS_FILE}) along: name a file of your own (--file).")
     return read_prompts(path.name, path.read_text(encoding="utf-8"))

@@ -92,6 +92,7 @@ def _front(sweep: pd.DataFrame, labels: dict[str, str]) -> Figure:
     for kind, own in sweep.groupby("kind", sort=False):
         axis.plot(own["speed"], own["quality"], "o", color=COLORS[str(kind)], alpha=0.7, markersize=5, label=kind)
     axis.set(xlabel=labels["speed"], ylabel=labels["quality"])
+    _end_at_all(axis)
     _legend(axis)
     caption = "Each dot is one setting. No setting beats those on the line in both; bars are standard errors."
     return Figure("front", "Quality against speed", caption, drawing)
@@ -134,11 +135,18 @@ def _lines(
             color = COLORS.get(label, shades(place))
             axis.errorbar(own[x], own[panel], errors, marker=MARKERS[place % 8], ms=5, color=color, label=label)
         axis.set_ylabel(labels[panel])
-        if panel != "quality":
+        if panel == "quality":
+            _end_at_all(axis)
+        else:
             axis.set_ylim(bottom=0)
     axes[-1].set_xlabel(labels[x])
     _legend(axes[0])
     return drawing
+
+
+def _end_at_all(axis: Axes) -> None:
+    """No axis of a share goes past 100 %, but for half a marker."""
+    axis.set_ylim(top=min(axis.get_ylim()[1], 101))
 
 
 def _canvas(panels: int = 1) -> tuple[Drawing, Sequence[Axes]]:
@@ -168,7 +176,7 @@ def draw_acceptance(log: Sequence[Mapping[str, Any]], folder: Path) -> None:
                 color = shades(place) if kind == "branch" else "#6b7280"
                 label = f"{name}, {count} draft{'s' * (count != '1')}"
                 axis.plot(table[kind, count], style, marker="o", markersize=3, color=color, label=label)
-        axis.set(xlabel="mask rows trained", ylabel="tokens per forward", xlim=(0, None))
+        axis.set(xlabel="mask rows trained", ylabel="tokens per forward", xlim=(0, None), ylim=(1, None))
         axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))

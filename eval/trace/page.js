@@ -328,7 +328,8 @@ function render() {
 function range(main, other) {
   if (other.seconds / main.seconds <= main.tokens.length / main.steps.length + 0.005) return null;
   const between = (low, high) => (low(...other.turns, other.seconds) / high(...main.turns, main.seconds)).toFixed(1);
-  return `${between(Math.min, Math.max)} to ${between(Math.max, Math.min)}×`;
+  const low = between(Math.min, Math.max), high = between(Math.max, Math.min);
+  return low === high ? `${low}×` : `${low} to ${high}×`;
 }
 
 function outcome(run, index, done) {

@@ -150,7 +150,7 @@ WRONG = {
     "report --output out --temperature 0": "`--temperature` must be above 0 and finite, got 0.0: greedy is the defaul",
     "report --output out --set window_size=4": "`--set window_size` is decided by the report: leave it out.",
     "report --output out --set repetition_penaltyy=1.0": "repetition_penaltyy",
-    "report --output out some/model": "'some/model' brings no prompts (tasks.jsonl) along: name a file of your own",
+    "report --output out some/model": "There is no folder 'some/model' that could bring prompts: name a file (--file)",
     "adapt stock out": "A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers.",
     "adapt stock out --tokens 0": "`tokens` must be greater than 0, got 0.",
     "adapt stock out --minutes 1 --prompts no.txt": "No such file or directory",
