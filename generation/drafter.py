@@ -3,14 +3,35 @@
 `A` sequences, `K` masks of each, `V` vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 
-from .planner import Draft
 from .rows import SequenceState
 from .sampling import TokenSampler, token_entropy
 
 # Chances go to the host beside tokens, in units of this.
 UNIT = 2.0**-30
+# The chance of a draft of a mask, and of the text, before anything is known.
+CHANCE = 0.7
+
+
+class Draft(NamedTuple):
+    """A guess behind a sequence's root."""
+
+    token: int
+    parent: int  # the place of the draft that it follows in the list of drafts; -1 for the root
+    depth: int  # 1 behind the root
+    chance: float | None  # the drafter's own probability; `None` for drafts from the text
+    is_sibling: bool = False  # a likelier token is drafted behind the same parent
+
+
+class Outlook(NamedTuple):
+    """What may follow a sequence."""
+
+    drafts: list[Draft]  # parents first
+    foreseen: int  # depths of them that masks drafted
+    room: int  # new tokens allowed
 
 
 class Drafter:

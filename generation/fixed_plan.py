@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from .planner import Outlook, Plan, Planner
+from .drafter import Outlook
+from .planner import Plan, Planner
 from .step_times import StepTimes
 
 
@@ -10,12 +11,12 @@ class FixedPlan(Planner):
     """Every step checks the first run of drafts, and has `size` masks behind each real row, or behind the last one.
     Where a state is kept, a step without both commits the pending tokens once they are more than those masks."""
 
-    def __init__(self, size: int, is_chain: bool, lost: int):
-        super().__init__(StepTimes(0.0), size, is_chain, lost)
+    def __init__(self, size: int, is_chain: bool, lost: int, keeps_state: bool = False):
+        super().__init__(StepTimes(0.0), size, is_chain, lost, keeps_state)
 
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
         """See [`Planner.plan`]."""
-        if self.keeps_state and before >= self.depth:
+        if self.commits and before >= self.depth:
             return [Plan([], [0]) for _ in outlooks]
         plans = []
         for outlook in outlooks:

@@ -365,18 +365,16 @@ def _rule(
         drafter = Drafter(sampler, request.end_tokens, settings.draft_threshold)
     # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.
     is_chain = is_static or not (model.has_mask_adapter and takes_any_mask)
-    planner: Planner = FixedPlan(size, is_chain, drafter.lost)
+    how = is_chain, drafter.lost, has_state
+    planner: Planner = FixedPlan(size, *how)
     if is_planned:
-        planner = _planner(model, settings, sampler, size - drafter.lost, is_chain, drafter.lost)
+        planner = _planner(model, settings, sampler, size - drafter.lost, *how)
     is_by_row = not is_static and len(request.prompts) == 1 and attends_by_row(model)
     planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
-    planner.keeps_state = has_state
     return VerifyRule(settings, sampler, drafter, planner, size, is_by_row, has_state)
 
 
-def _planner(
-    model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, is_chain: bool, lost: int
-) -> Planner:
+def _planner(model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, *how: Any) -> Planner:
     """What was learned of a model stays with it, where times are measured."""
     # The processes of tensor parallelism must plan alike: nothing there may depend on a clock.
     is_alone = (getattr(model, "tp_size", None) or 1) == 1
@@ -384,12 +382,12 @@ def _planner(
     device = sampler.device.type
     slot_cost = SLOT_COSTS.get(device, SLOT_COSTS["cuda"]) if settings.slot_cost is None else settings.slot_cost
     if not is_timed:
-        return Planner(StepTimes(slot_cost), depth, is_chain, lost)
-    key = str(sampler.device), model.dtype, sampler.do_sample, depth, is_chain, lost
+        return Planner(StepTimes(slot_cost), depth, *how)
+    key = str(sampler.device), model.dtype, sampler.do_sample, depth, *how
     # Taken while it is used: other threads decode with one of their own.
     planner: Planner | None = model.__dict__.setdefault("_planners", {}).pop(key, None)
     if planner is None:
-        planner = Planner(StepTimes(slot_cost, step_clock(device)), depth, is_chain, lost)
+        planner = Planner(StepTimes(slot_cost, step_clock(device)), depth, *how)
     planner.key = key
     return planner
 

@@ -28,14 +28,12 @@ from math import isfinite
 from sys import maxsize
 from typing import Any, NamedTuple
 
-from .step_times import ENOUGH, StepTimes
+from .commits import Commits
+from .drafter import CHANCE, Draft, Outlook
+from .step_times import ENOUGH, MEMORY, StepTimes
 
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
-# What an observation still counts one step later: memory reaches about 50 steps back.
-MEMORY = 0.98
-# The chance of a draft of a mask, and of the text, before anything is known.
-CHANCE = 0.7
 # Share of the tokens that looking may cost; those of the first hundred steps at once.
 LOOK_SHARE = 0.01
 # Numbers of drafts that are compared, beside all there are.
@@ -43,24 +41,6 @@ DRAFT_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12)
 
 Tree = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
 Option = tuple[float, int, int]  # tokens beyond an AR step's; drafts and masks of each sequence
-
-
-class Draft(NamedTuple):
-    """A guess behind a sequence's root."""
-
-    token: int
-    parent: int  # the place of the draft that it follows in the list of drafts; -1 for the root
-    depth: int  # 1 behind the root
-    chance: float | None  # the drafter's own probability; `None` for drafts from the text
-    is_sibling: bool = False  # a likelier token is drafted behind the same parent
-
-
-class Outlook(NamedTuple):
-    """What a sequence can do next."""
-
-    drafts: list[Draft]  # parents first
-    foreseen: int  # depths of them that masks drafted
-    room: int  # new tokens allowed
 
 
 class Plan(NamedTuple):
@@ -78,15 +58,13 @@ class Planner:
         depth: masks behind one row that draft something, at most.
         is_chain: masks stand behind the last draft alone.
         lost: masks behind a row that draft nothing, since the AR head decides their position.
+        keeps_state: so does the model, see [`Commits`].
     """
 
-    def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0):
+    def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0, keeps_state: bool = False):
         self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
         self.most_rows = maxsize  # of one sequence's step
-        self.keeps_state = False  # final tokens are read again until a step without drafts and masks commits them
-        self._cycle = 0.0, 0.0  # tokens since the last one, and the time that they took
-        self._drafted = 0.0, 0.0, 0.0  # tokens of steps with drafts, rows behind their roots, and how many
-        self._chosen = 0, 0  # drafts of the last plan, and rows in front of its root
+        self.commits = Commits(times) if keeps_state else None
         self.key: Any = None  # of what it learned about, where that is kept
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
         # Of each bin, drafts that passed, and those that should have.
@@ -114,38 +92,13 @@ class Planner:
         if is_prompt:
             self.times.record_prompt(rows, seconds)
             return
-        self._note(tokens, rows, has_masks)
+        if self.commits:
+            self.commits.note(tokens, rows, has_masks)
         if self.times.clock:
             self.times.record(rows, has_masks, seconds)
         time = self.times.of(rows, has_masks) / self.times.of(sequences, False)
         self._reached, self._took = MEMORY * self._reached + tokens / sequences, MEMORY * self._took + time
         self._credit, self._steps = self._credit + LOOK_SHARE * tokens / sequences, self._steps + 1
-
-    def _note(self, tokens: int, rows: int, has_masks: bool) -> None:
-        """Takes in a step for [`_commits`]."""
-        drafts, before = self._chosen
-        self._cycle = self._cycle[0] + tokens, self._cycle[1] + self.times.of(rows, has_masks)
-        if drafts:
-            given, width, count = self._drafted
-            width = MEMORY * width + rows - before - 1
-            self._drafted = MEMORY * given + tokens, width, MEMORY * count + 1
-
-    def _commits(self, outlook: Outlook, tree: Tree, drafts: int, masks: int, pending: int) -> bool:
-        """Whether to commit the pending tokens before a plan: whether tokens come at a higher rate, from the last
-        commit to the next one, if that is now than if it follows on this plan, and on any number of steps like those
-        with drafts so far."""
-        (tokens, time), (given, width, count) = self._cycle, self._drafted
-        now = (tokens + 1) / (time + self.times.of(pending, False))
-        gain, rows, rate = 1 + sum(reach for reach, _ in tree[:drafts]), drafts + masks, 0.0
-        later = (given + ENOUGH * (1 + CHANCE)) / (count + ENOUGH), (width + ENOUGH * rows) / (count + ENOUGH)
-        read = float(pending)
-        for _ in range(outlook.room if masks else 1):
-            tokens, time, read = tokens + gain, time + self.times.of(round(read + rows), masks > 0), read + gain
-            before, rate = rate, (tokens + 1) / (time + self.times.of(round(read), False))
-            if rate > now or rate < before:
-                return rate <= now
-            gain, rows = later[0], round(later[1])
-        return True
 
     def reaches(self, drafts: Sequence[Draft]) -> list[float]:
         """The chance of each draft that it and all before it pass."""
@@ -160,13 +113,11 @@ class Planner:
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
         """The rows of the next forward of these sequences, with so many rows in front of their roots: the prompts', or
         where a state is kept, the pending tokens'."""
-        if not before:
-            self._cycle = 0.0, 0.0
-        is_prompt = before > 0 and not self.keeps_state
+        is_prompt = before > 0 and self.commits is None
         count, of, trees, worth = len(outlooks), self.times.of, [self._tree(each) for each in outlooks], self._worths()
         base, alone = count * (1 + before), of(count, False)
         rate = max(1.0, self._reached / self._took) * count / alone
-        most = max(0, self.most_rows - 1 - before * self.keeps_state)
+        most = max(0, self.most_rows - 1 - before * (self.commits is not None))
         options = [each for each in self._options(outlooks, trees, worth) if each[1] + each[2] <= most]
         rows = range(1 + max(drafts + masks for _, drafts, masks in options))
         beyond = [alone + of(base, kind) - of(count, kind) for kind in (False, True)]
@@ -206,9 +157,10 @@ class Planner:
         if loss <= self._credit and min(each.room for each in outlooks) > 2 * self.depth:  # there is use for it
             self._credit, best = self._credit - loss, look
         _, drafts, masks = options[best]
-        if self.keeps_state and drafts + masks and self._commits(outlooks[0], trees[0], drafts, masks, 1 + before):
+        if self.commits and self.commits.is_due(
+            outlooks[0].room, sum([reach for reach, _ in trees[0][:drafts]]), drafts, masks, before
+        ):
             drafts = masks = 0
-        self._chosen = drafts, before
         return [self._spend(each, tree[:drafts], worth, masks) for each, tree in zip(outlooks, trees, strict=True)]
 
     def _tree(self, outlook: Outlook) -> Tree:

@@ -12,6 +12,8 @@ ENOUGH = 5
 # How much longer than believed the first steps of a width may take, and be believed, since they may prepare kernels;
 # and how much wider than all before a step may be. All steps slower or faster by its square: it is another machine.
 DOUBT = 2.0
+# What an observation still counts one step later: memory reaches about 50 steps back.
+MEMORY = 0.98
 # Steps after which a time that was measured may be another one.
 FRESH = 200
 

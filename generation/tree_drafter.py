@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from .drafter import UNIT, Drafter
+from .drafter import UNIT, Draft, Drafter
 from .lookup import TextLookup
-from .planner import DRAFT_COUNTS, Draft
+from .planner import DRAFT_COUNTS
 from .rows import SequenceState
 from .sampling import SHORTLIST, TokenSampler
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from .drafter import Drafter
-from .planner import Outlook, Plan, Planner
+from .drafter import Drafter, Outlook
+from .planner import Plan, Planner
 from .rows import Row, SequenceState, Step, lines, mask_runs
 from .rules import Choice, Cut, SequenceOutcome
 from .sampling import TokenSampler

@@ -23,9 +23,10 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from ...generation.drafter import Draft, Outlook
 from ...generation.fixed_plan import FixedPlan
 from ...generation.mixin import SLOT_COSTS
-from ...generation.planner import Draft, Outlook, Plan, Planner
+from ...generation.planner import Plan, Planner
 from ...generation.step_times import StepTimes, step_clock
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
 

@@ -17,7 +17,7 @@ from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
-from wedlm_hf.generation.planner import Draft
+from wedlm_hf.generation.drafter import Draft
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 from wedlm_hf.generation.versions import CACHE, cache_of
 

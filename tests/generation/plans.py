@@ -10,7 +10,8 @@ from functools import cache
 from math import ceil
 from random import Random
 
-from wedlm_hf.generation.planner import Draft, Outlook, Plan, Planner
+from wedlm_hf.generation.drafter import Draft, Outlook
+from wedlm_hf.generation.planner import Plan, Planner
 from wedlm_hf.generation.step_times import StepTimes
 
 Curve = Callable[[int], float]

@@ -13,8 +13,9 @@ from tiny import MASK, tiny_model
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
+from wedlm_hf.generation.drafter import Draft
 from wedlm_hf.generation.lookup import TextLookup
-from wedlm_hf.generation.planner import Draft, Plan, Planner
+from wedlm_hf.generation.planner import Plan, Planner
 from wedlm_hf.generation.sampling import SHORTLIST
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 

@@ -7,8 +7,9 @@ from random import Random
 import plans
 import pytest
 
+from wedlm_hf.generation.drafter import Draft, Outlook
 from wedlm_hf.generation.fixed_plan import FixedPlan
-from wedlm_hf.generation.planner import Draft, Outlook, Planner
+from wedlm_hf.generation.planner import Planner
 from wedlm_hf.generation.step_times import StepTimes
 
 ROOM = 1000
