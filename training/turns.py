@@ -67,7 +67,7 @@ def _unpacked(value: Any, name: str, where: str) -> list[Any]:
 
 def _tool_call(call: Turn, where: str, keeps_nulls: bool) -> Turn:
     function = call["function"] if isinstance(call.get("function"), dict) else call
-    arguments = _from_json(function.get("arguments"))
+    arguments = _from_json(function.get("arguments")) if function.get("arguments") != "" else {}  # none, as served
     if not isinstance(arguments, dict):
         got = f"{function.get('arguments')!r:.80}"
         raise ValueError(f"{where}: `arguments` of a tool call must be a JSON object, got {got}.")

@@ -54,6 +54,8 @@ def test_tool_calls_are_learnt_as_objects_whether_they_were_text_or_not(tmp_path
     for arguments in ({"city": "Paris"}, '{"city": "Paris"}'):
         data = rows_of(tmp_path, [{"messages": calling(call_of(arguments), content=content)}])
         assert taught(tmp_path, data) == ['[weather{"city": "Paris"}]<|im_end|>']
+    nothing = rows_of(tmp_path, [{"messages": calling(call_of(""), content=content)}])  # as the server reads it
+    assert taught(tmp_path, nothing) == ["[weather{}]<|im_end|>"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
