@@ -30,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
 from wedlm_hf.adapters import adapter_files
 from wedlm_hf.adapters.adapter_files import base_of, check_base
+from wedlm_hf.adapters.attach import is_close
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -288,6 +289,18 @@ def test_a_model_in_training_mode_decodes_after_a_hint() -> None:
 def test_an_unverified_call_needs_no_mask_token_either() -> None:
     out = attached(llama()).generate(PROMPT, strategy="wedlm", **GREEDY, return_dict_in_generate=True, window_size=4)
     assert out.sequences.shape == (1, 25)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "wrong", "is_same"),
+    [("bfloat16", 4, 1, True), ("bfloat16", 4, 2, False), ("bfloat16", 2, 1, False), ("float32", 4, 1, False)],
+)
+def test_in_sixteen_bits_single_rows_may_differ(dtype: str, rows: int, wrong: int, is_same: bool) -> None:
+    model = llama().to(getattr(torch, dtype))
+    expected = torch.randn(rows, 32, dtype=model.dtype)
+    found = expected.clone()
+    found[:wrong] = -found[:wrong]
+    assert is_close(found, expected, model) == is_same
 
 
 def test_a_lora_below_keeps_its_table_whether_the_mask_adapter_is_refused_or_unloaded(tmp_path: Path) -> None:

@@ -83,6 +83,12 @@ def test_tools_may_be_json_text_and_null_keys_of_a_table_are_no_part_of_them(tmp
         ]
 
 
+def test_tools_need_a_template_that_knows_them(tmp_path):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    with pytest.raises(ValueError, match=r"data.jsonl:1 has `tools`: the chat template knows none"):
+        taught(tmp_path, rows_of(tmp_path, [{"messages": [USER, ANSWER], "tools": tools}]), template("", begin=""))
+
+
 ODD = "{% if m.content == 'odd' %}"
 PARIS, ROME = call_of({"city": "Paris"}), call_of({"city": "Rome"})
 LEFT_OUT = "the chat template leaves it"

@@ -11,6 +11,7 @@ from wedlm_hf.eval.measure import ForwardCounter, decode_call
 from wedlm_hf.eval.request import AnswerRequest
 from wedlm_hf.eval.trace import record as recording_module
 from wedlm_hf.eval.trace.page import COUNTS, FILLED, MASK, PENDING, PROMPT
+from wedlm_hf.eval.trace.record import pieces_of, token_text
 
 TEXT = "1, 2, 3"
 SETTINGS = {
@@ -179,3 +180,10 @@ def test_more_turns_are_taken_while_the_speed_is_impossible(recorded, monkeypatc
         monkeypatch.setattr(recording_module, "decode_call", times(iter(ar)))
         runs = recorded(SETTINGS["greedy"], tokens=8, repeats=2).recordings[0].runs
         assert [len(run.turns) for run in runs] == [turns, turns], ar
+
+
+def test_characters_of_several_tokens_come_with_their_last_one():
+    tokenizer = tiny_tokenizer()
+    euro = tokenizer("€").input_ids
+    assert pieces_of(tokenizer, [*tokenizer("a").input_ids, *euro, *euro[:1]]) == ["a", "", "", "€", "\ufffd"]
+    assert [token_text(tokenizer, token) for token in euro] == ["⟨E2⟩", "⟨82⟩", "⟨AC⟩"]
