@@ -38,10 +38,11 @@ def model_card(
     }
     folder, gguf_file, _ = split_source(base, facts["gguf_file"])
     # No path of this machine.
-    name, folder = base if is_hub_id(base) else Path(base).stem, folder if is_hub_id(folder) else Path(folder).name
+    name = base if is_hub_id(base) else Path(base).absolute().stem
+    folder = folder if is_hub_id(folder) else Path(folder).absolute().name
     template = Path(__file__).with_suffix(".jinja")
     made: dict[str, Any] = {**facts, "curve": curve, "figure": figure, "table": table, "gguf_file": gguf_file}
-    adapter = Path(adapter).name
+    adapter = Path(adapter).absolute().name
     return render(template, metadata, name=name, folder=folder, adapter=adapter, repr=json.dumps, **made)
 
 

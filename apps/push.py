@@ -84,11 +84,8 @@ def card(folder: Path, repo: str, license: str | None = None) -> str:
     is_own = is_written_by_a_person(text)
     names = {".", str(folder), str(folder.absolute()), folder.absolute().name}
     places = "|".join(map(re.escape, names))
-    made: Any = ModelCard(
-        re.sub(rf'((?:from_pretrained|load_mask_adapter)\((?:model, )?)"(?:{places})"', rf'\1"{repo}"', text)
-    )
-    if is_adapter(folder):
-        _name_base(made, base_path(folder))
+    text = re.sub(rf'((?:from_pretrained|load_mask_adapter)\((?:model, )?)"(?:{places})"', rf'\1"{repo}"', text)
+    made: Any = _naming_base(text, base_path(folder)) if is_adapter(folder) else ModelCard(text)
     if license:
         made.data.license = license
     if not made.data.license:
@@ -96,16 +93,21 @@ def card(folder: Path, repo: str, license: str | None = None) -> str:
     return str(made) if is_own else signed(str(made))
 
 
-def _name_base(card: Any, base: str) -> None:
-    """Says in an adapter's card what it belongs to. Raises `ValueError` for a base that only this machine has."""
+def _naming_base(text: str, base: str) -> ModelCard:
+    """An adapter's card that says what it belongs to. Raises `ValueError` for a base that only this machine has."""
     if not is_hub_id(base):
         raise ValueError(
             f"{ADAPTER_FILE} names a base of this machine, {base!r}, which nobody else can load: write the Hub id of "
             "the base there, as `base_model_name_or_path`; `--base FOLDER` then checks the adapter on the one here."
         )
+    for name in set(re.findall(r'Auto\w+\.from_pretrained\("([^"]*)"', text)):
+        if not is_hub_id(name):
+            text = text.replace(f'.from_pretrained("{name}"', f'.from_pretrained("{base}"')
+    card: Any = ModelCard(text)
     card.data.base_model = base
     tags = [tag for tag in card.data.tags or () if not tag.startswith("base_model:")]
     card.data.tags = tags or None
+    return card
 
 
 def files(folder: Path) -> list[str]:

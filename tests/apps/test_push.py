@@ -120,12 +120,14 @@ def test_an_adapter_names_a_base_that_others_can_load(tmp_path):
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(config))
     text = "---\nlicense: mit\nbase_model: /home/me/model\ntags:\n- base_model:adapter:/home/me/model\n- lora\n---\n\n"
-    (tmp_path / "README.md").write_text(f'{text}load_mask_adapter(model, "{tmp_path.name}")\n')
+    code = f'AutoModel.from_pretrained("model")\nload_mask_adapter(model, "{tmp_path.name}")\n'
+    (tmp_path / "README.md").write_text(text + code)
     with pytest.raises(ValueError, match="names a base of this machine, '/home/me/model', which nobody else can load"):
         push.card(tmp_path, "someone/adapter")
     file.write_text(json.dumps(config | {"base_model_name_or_path": "someone/model"}))
     made = push.card(tmp_path, "someone/adapter")
     assert "/home/me" not in made and 'load_mask_adapter(model, "someone/adapter")' in made
+    assert 'AutoModel.from_pretrained("someone/model")' in made
     assert (ModelCard(made).data.base_model, ModelCard(made).data.tags) == ("someone/model", ["lora"])
 
 
