@@ -22,6 +22,9 @@ _TENSOR = re.compile(
     r"|blk\.\d+\.(attn_(q|k|v|output)|ffn_(gate|up|down)|(attn|ffn)_norm)\.weight"
 )
 _TENSORS_OF = {
+    "lfm2": re.compile(
+        r"token_embd_norm\.weight|blk\.\d+\.(attn_(q|k)_norm|shortconv\.(conv|in_proj|out_proj))\.weight"
+    ),
     "qwen2": re.compile(r"blk\.\d+\.attn_(q|k|v)\.bias"),
     "qwen3": re.compile(r"blk\.\d+\.attn_(q|k)_norm\.weight"),
 }

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
+from ..generation.state import keeps_state
 from ..modeling_wedlm import WeDLMForCausalLM
 from .decoders import AR, COMPARED, EXACT, LOOKUP
 from .measure import MOST_TURNS, Measured, Speed, environment, measure, rates
@@ -152,7 +153,7 @@ def speed_table(
     """Decodes the prompts (with their tokens, or these alone) with each decoder in turn, and again while a speed is
     impossible, at most five times.
 
-    A temperature samples; greedy is the default. Prompt lookup takes one prompt at a time and is left out of batches.
+    A temperature samples; greedy is the default. Prompt lookup is left out of batches, and if a model keeps a state.
     Of `others`, models by name such as this one in other dtypes, plain `generate` takes its turn as well. Returns
     `caption`, `columns` and `rows` of a table; `tokens_per_second` of each decoder; `depths`, the share of verified
     decoding's drafts that passed at each depth; the measurements as `measured`; and `notes`, sentences.
@@ -160,7 +161,7 @@ def speed_table(
     is_greedy = temperature is None
     shared = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0, "do_sample": not is_greedy}
     shared |= {} if temperature is None else {"temperature": temperature}
-    names = (AR, *[LOOKUP] * (batch_size == 1), EXACT)
+    names = (AR, *[LOOKUP] * (batch_size == 1 and not keeps_state(model)), EXACT)
     decoders = {name: {"model": other, **shared} for name, other in (others or {}).items()}
     decoders |= {name: {**COMPARED[name], **shared} for name in names}
     encoded = [prompt if isinstance(prompt, Prompt) else Prompt.of("", tokens=prompt) for prompt in prompts]

@@ -5,18 +5,25 @@ STATE_TEXTS=200 pytest tests/adapters/test_states.py -k plain_generate      200 
 
 import os
 import random
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from peft import PeftModel
 from test_families import EXPERTS, PAGE, build, prompt
 from test_mask_adapter import with_adapter
+from test_quantized import QUANTIZED
+from tiny import VOCAB_SIZE, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
-from wedlm_hf import add_mask_adapter
+from wedlm_hf import add_mask_adapter, load_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
+from wedlm_hf.eval.table import speed_table
 from wedlm_hf.generation.drafter import Draft
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 from wedlm_hf.generation.versions import CACHE, cache_of
@@ -196,6 +203,63 @@ def test_a_failure_in_a_forgotten_forward_leaves_an_empty_cache(monkeypatch: pyt
     assert torch.equal(found, model.generate(longer, **GREEDY))
 
 
+PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "bad_words_ids": [[9], [11]]}
+
+
+@pytest.mark.parametrize("name", ["FalconH1", "Lfm2", "Qwen3_5"])
+def test_processors_stop_strings_and_streamers_are_those_of_plain_generate(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = with_adapter(build(name, STATEFUL[name] | {"vocab_size": VOCAB_SIZE})), tiny_tokenizer()
+    whole = model.generate(prompt(9), **GREEDY)[0].tolist()
+    words = [word for token in whole[20:] if (word := tokenizer.decode([token])).isascii() and word.strip()]
+    stop = {"stop_strings": words[0], "tokenizer": tokenizer}
+    for options in (PROCESSORS, PROCESSORS | {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}, stop):
+
+        def streamed(options: dict[str, Any] = options, **how: Any) -> tuple[list[int], list[int], Any]:
+            torch.manual_seed(5)
+            streamer, how = Mock(), GREEDY | options | how | {"return_dict_in_generate": True}
+            output = model.generate(prompt(9), **how, streamer=streamer)
+            told = [int(token) for call in streamer.put.call_args_list for token in call.args[0].flatten()]
+            streamer.end.assert_called_once()
+            return output.sequences[0].tolist(), told, output
+
+        # A seed gives the same sample, whatever is drafted.
+        expected = streamed(**(EXACT | {"slot_cost": 1e9} if "temperature" in options else {}))
+        know(monkeypatch, expected[0], 0.8, 0)
+        found = streamed(**EXACT, **FIXED)
+        monkeypatch.undo()
+        assert found[:2] == expected[:2] and found[0] == found[1]
+        assert options is stop or found[2].stats.forwards < 0.8 * (len(found[0]) - 9)
+    assert len(found[0]) < len(whole)
+
+
+@pytest.mark.parametrize("name", ["FalconH1", "Qwen3_5"])
+def test_an_adapter_is_saved_and_loaded_by_our_function_and_by_peft(tmp_path: Path, name: str) -> None:
+    adapted(name).save_mask_adapter(tmp_path)
+    expected = build(name, STATEFUL[name]).generate(prompt(9), **GREEDY)
+    for load in ("ours", "peft"):
+        model = build(name, STATEFUL[name])
+        if load == "ours":
+            load_mask_adapter(model, tmp_path)
+        else:
+            model = PeftModel.from_pretrained(model, str(tmp_path))
+        for key, weight in adapted(name).mask_adapter.state_dict().items():
+            assert torch.equal(model.mask_adapter.state_dict()[key], weight)
+        assert torch.equal(model.generate(input_ids=prompt(9), **GREEDY, **EXACT, **FIXED), expected)
+
+
+@pytest.mark.parametrize("kind", ["bitsandbytes int8", "bitsandbytes nf4"])
+@pytest.mark.parametrize("name", ["FalconH1", "Qwen3_5"])
+def test_a_quantized_base_keeps_its_own_text(tmp_path: Path, name: str, kind: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "mamba_d_ssm": 128, "mamba_d_head": 16}
+    build(name, STATEFUL[name] | sizes).save_pretrained(tmp_path)
+    how = {"quantization_config": QUANTIZED[kind](), "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **how).eval()
+    expected = model.generate(prompt(9), **GREEDY)
+    assert torch.equal(with_adapter(model).generate(prompt(9), **GREEDY, **EXACT, **FIXED), expected)
+
+
 @pytest.mark.parametrize(
     ("how", "got"),
     [
@@ -209,6 +273,12 @@ def test_what_a_state_forbids_is_refused_with_the_reason(how: dict[str, Any], go
     model.config.mask_token_id = 95
     with pytest.raises(ValueError, match=f"keeps a recurrent state.*one sequence at a time.*got {got}"):
         model.generate(prompt(5), max_new_tokens=8, **how)
+
+
+def test_the_table_of_an_adapter_leaves_out_prompt_lookup_which_takes_no_states() -> None:
+    model = with_adapter(build("Lfm2", CONV | {"vocab_size": VOCAB_SIZE}))
+    table = speed_table(model, tiny_tokenizer(), [prompt(5)[0].tolist(), prompt(7)[0].tolist()], 8)
+    assert [row[0] for row in table["rows"]] == ["ar", "wedlm+exact"]
 
 
 K = 3

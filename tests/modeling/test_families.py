@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tiny import EOS, PAD, VOCAB_SIZE, assert_equal_but_rounding, edit, randomize, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from wedlm_hf import WeDLMForCausalLM, convert
+from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, convert
+from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.checkpoints.gguf import end_token_ids, parsed_once
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 
@@ -154,25 +155,18 @@ def test_another_family_is_refused_and_told_why(tmp_path, model_type, changes, m
 
 # -------------------------------------------------------------------------------------------------------------- GGUF
 
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}  # fmt: skip
 CHAT = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
 
 
 def gguf_tensor(model: Any, name: str, weight: torch.Tensor) -> tuple[str, np.ndarray]:
     """A weight under its GGUF name; llama.cpp keeps the halves of Llama's query and key heads interleaved."""
-    stem, _, suffix = name.rpartition(".")
-    layer, _, rest = stem.removeprefix("model.layers.").partition(".")
-    gguf_name = f"blk.{layer}.{GGUF_NAMES[rest]}" if layer.isdigit() else GGUF_NAMES[stem]
-    if model.config.model_type == "llama" and gguf_name.endswith(("attn_q", "attn_k")):
-        heads = weight.shape[0] // model.config.head_dim
+    config, (stem, _, suffix) = model.config, name.rpartition(".")
+    (kind,) = (kind for kind, known in gguf.MODEL_ARCH_NAMES.items() if known == config.model_type)
+    gguf_name = gguf.get_tensor_name_map(kind, config.num_hidden_layers).get_name(stem)
+    if config.model_type == "llama" and gguf_name.endswith(("attn_q", "attn_k")):
+        heads = weight.shape[0] // config.head_dim
         weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-    return f"{gguf_name}.{suffix}", weight.detach().contiguous().numpy()
+    return f"{gguf_name}.{suffix}", weight.detach().squeeze().contiguous().numpy()  # of convolutions
 
 
 def write_gguf(file: Path, model: Any, quantized: bool = False, **fields: Any) -> None:
@@ -181,14 +175,18 @@ def write_gguf(file: Path, model: Any, quantized: bool = False, **fields: Any) -
     state = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     tokens += [f"<|unused{row}|>" for row in range(len(tokens), VOCAB_SIZE)]
-    writer = GGUFWriter(file, config.model_type)
+    writer, kv_heads = GGUFWriter(file, config.model_type), config.num_key_value_heads
+    if config.model_type == "lfm2":
+        kv_heads = [kv_heads * (kind == "full_attention") for kind in config.layer_types]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in state["merges"]] or ["a b"]
     for field, value in {
         "context_length": config.max_position_embeddings, "block_count": config.num_hidden_layers,
         "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
-        "head_count": config.num_attention_heads, "head_count_kv": config.num_key_value_heads,
-        "layer_norm_rms_eps": config.rms_norm_eps, "rope_freq_base": config.rope_parameters["rope_theta"],
-        "rope_dimension_count": config.hidden_size // config.num_attention_heads, "key_length": config.head_dim,
+        "head_count": config.num_attention_heads, "head_count_kv": kv_heads,
+        "layer_norm_rms_eps": getattr(config, "rms_norm_eps", 1e-5),
+        "rope_freq_base": config.rope_parameters["rope_theta"],
+        "rope_dimension_count": config.hidden_size // config.num_attention_heads,
+        "key_length": getattr(config, "head_dim", 8),
         "vocab_size": VOCAB_SIZE, "tokenizer_model": "gpt2", "token_list": tokens, "token_merges": merges,
         "token_types": [3 if token in tokenizer.all_special_tokens else 1 for token in tokens],
         "eos_token_id": EOS, "pad_token_id": EOS, "chat_template": CHAT,
@@ -241,6 +239,23 @@ def test_a_gguf_file_becomes_the_stock_models_twin(tmp_path, kind, quantized):
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     for other in (convert(file.parent, gguf_file=file.name), convert(str(file))):
         assert torch.equal(other.model.lm_head.weight, loaded.lm_head.weight)
+
+
+def test_a_gguf_file_of_a_hybrid_carries_a_mask_adapter(tmp_path):
+    own = {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4, "block_auto_adjust_ff_dim": False}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("lfm2", **SIZES | own)
+        model = randomize(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    write_gguf(tmp_path / "tiny.gguf", model, **{"lfm2.shortconv.l_cache": config.conv_L_cache})
+    found = load_model(tmp_path / "tiny.gguf", dtype="float32")
+    prompt, options = ids(1, 9), {"max_new_tokens": 24, "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
+    expected = model.generate(prompt, **options)
+    assert torch.equal(found.generate(prompt, **options), expected)
+    for parameter in add_mask_adapter(found, MaskAdapterSettings(rank=2, head_width=8)).parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    how = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 3}
+    assert torch.equal(found.generate(prompt, **options, **how), expected)
 
 
 def test_a_gguf_file_is_parsed_once_for_a_model_and_its_tokenizer(tmp_path, monkeypatch):
