@@ -106,7 +106,6 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(given, message):
         ["report", "stock", "--file", "data.jsonl"],
         ["merge", "stock", "stock-lora", "out"],
         ["push", "stock", "you/it", "--dry-run", "--license", "mit"],
-        ["push", "stock-lora", "you/it", "--dry-run", "--license", "mit"],
     ],
     ids=" ".join,
 )
