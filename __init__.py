@@ -5,7 +5,7 @@ The four sub-packages are the library: `modeling_wedlm` (model, conversion, Hub 
 `import wedlm_hf` itself loads neither torch nor transformers.
 
 It makes the model known to the Auto classes of transformers and mask adapters to PEFT: at once where those are loaded,
-else as soon as they are.
+else as soon as they are. Where other programs run, threads of a torch that loads after it wait without spinning.
 """
 
 import sys
@@ -98,6 +98,8 @@ class _Registration:
 
 
 if __name__ == "wedlm_hf":  # not where pytest imports this file by another name
+    if "torch" not in sys.modules:  # which reads it as it loads
+        import_module(".threads", __name__).wait_without_spinning()
     sys.meta_path.insert(0, _Registration)
     for _theirs, _ours in _REGISTERED.items():
         if _theirs in sys.modules:

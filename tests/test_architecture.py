@@ -30,7 +30,7 @@ from wedlm_hf.modeling_wedlm import hub
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    "checkpoints generation modeling_wedlm console training adapters eval serving apps cli __main__".split()
+    "threads checkpoints generation modeling_wedlm console training adapters eval serving apps cli __main__".split()
 )  # lowest first
 OUTSIDE_PACKAGE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
 
@@ -168,7 +168,8 @@ def test_the_package_imports_itself_only_by_relative_imports():
 
 def test_every_outside_package_is_declared_in_setup_cfg():
     allowed = {
-        "": set(), "__main__": set(), "checkpoints": declared("gguf"), "generation": declared("grammar"),
+        "": set(), "__main__": set(), "threads": set(),
+        "checkpoints": declared("gguf"), "generation": declared("grammar"),
         "modeling_wedlm": declared(), "console": declared("cli"), "training": declared("train"),
         "adapters": declared("train"), "eval": declared("eval"), "serving": declared("serve", "vllm"),
         "apps": declared("demo", "chat"), "cli": declared("cli"),

@@ -13,23 +13,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from wedlm_hf.__main__ import wait_without_spinning
+from wedlm_hf import load_mask_adapter  # isort: skip  # before torch, so that its threads wait without spinning
+import torch
 
-wait_without_spinning()  # before torch loads, as the command `wedlm` does
-
-import torch  # noqa: E402
-
-from wedlm_hf import load_mask_adapter  # noqa: E402
-from wedlm_hf.apps.smollm2 import FOLDER, fetch  # noqa: E402
-from wedlm_hf.checkpoints.loading import (  # noqa: E402
+from wedlm_hf.apps.smollm2 import FOLDER, fetch
+from wedlm_hf.checkpoints.loading import (
     load_model,
     load_tokenizer,
     set_format,
 )
-from wedlm_hf.eval.decoders import AR, EXACT  # noqa: E402
-from wedlm_hf.eval.measure import default_threads  # noqa: E402
-from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_prompts  # noqa: E402
-from wedlm_hf.eval.table import speed_table  # noqa: E402
+from wedlm_hf.eval.decoders import AR, EXACT
+from wedlm_hf.eval.measure import default_threads
+from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_prompts
+from wedlm_hf.eval.table import speed_table
 
 HERE = Path(__file__).parent
 PLAIN = ("float32", "bfloat16")

@@ -17,7 +17,7 @@ from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
-from wedlm_hf import __main__, __version__, add_mask_adapter, cli
+from wedlm_hf import __version__, add_mask_adapter, cli, threads
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.checkpoints.loading import load_model
@@ -362,16 +362,32 @@ def test_numbers_that_are_not_finite_are_null(capsys):
 def test_waiting_threads_sleep_beside_other_programs_unless_the_environment_says_otherwise(
     monkeypatch, given, is_busy, expected
 ):
-    monkeypatch.setattr(__main__, "is_busy", lambda: is_busy)
+    monkeypatch.setattr(threads, "is_busy", lambda: is_busy)
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "0")  # so that what the command sets is undone
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    seen = []
-    monkeypatch.setattr(__main__.signal, "signal", lambda *_: None)
-    monkeypatch.setattr("wedlm_hf.cli.main", lambda: seen.append(os.environ.get("GOMP_SPINCOUNT")))
-    __main__.main()
-    assert seen == [expected]
-    code = "import sys, wedlm_hf.__main__; sys.exit('torch' in sys.modules)"  # which would not see it any more
+    threads.wait_without_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
+def test_how_threads_wait_is_said_when_the_package_is_imported_before_torch():
+    code = """
+import importlib.abc, os, sys
+read = []
+class Torch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "torch":
+            read.append(os.environ.get("GOMP_SPINCOUNT"))
+sys.meta_path.insert(0, Torch())
+os.environ.pop("GOMP_SPINCOUNT", None), os.environ.pop("OMP_WAIT_POLICY", None)
+import pathlib
+read_text, pathlib.Path.read_text = pathlib.Path.read_text, lambda *_, **__: "0 0 0 2/9 1"
+import wedlm_hf.__main__
+pathlib.Path.read_text = read_text
+assert "torch" not in sys.modules
+import torch
+sys.exit(read != ["1000"])
+"""
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
