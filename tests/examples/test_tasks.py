@@ -22,13 +22,6 @@ def samples(task: str, count: int = 400, seed: int = 0, split: str = "heldout") 
 
 
 @pytest.mark.parametrize("task", ALL)
-@pytest.mark.parametrize("split", ["train", "heldout"])
-def test_samples_are_a_function_of_the_arguments_and_a_longer_set_starts_with_the_shorter_one(task, split):
-    assert samples(task, 50, 3, split)[:20] == samples(task, 20, 3, split)
-    assert samples(task, 20, 3, split) != samples(task, 20, 4, split)
-
-
-@pytest.mark.parametrize("task", ALL)
 def test_train_and_heldout_prompts_are_disjoint_and_heldout_prompts_are_unique(task):
     train = {sample.text for sample in samples(task, 2000, 0, "train")}
     heldout = [sample.text for sample in samples(task, 1000)]
@@ -38,9 +31,8 @@ def test_train_and_heldout_prompts_are_disjoint_and_heldout_prompts_are_unique(t
 
 
 @pytest.mark.parametrize("task", ALL)
-@pytest.mark.parametrize("split", ["train", "heldout"])
-def test_every_sample_is_a_conversation_that_ends_with_the_user_and_its_answer_is_correct(task, split):
-    for sample in samples(task, split=split):
+def test_every_sample_is_a_conversation_that_ends_with_the_user_and_its_answer_is_correct(task):
+    for sample in samples(task):
         roles = [message["role"] for message in sample.messages]
         assert roles == ["user", "assistant", "user"][-len(roles) :]
         assert len(roles) in (1, 3)
