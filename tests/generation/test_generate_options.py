@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from accelerate import disk_offload
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import PromptTuningConfig, get_peft_model
 from test_generation import Recorder, monotonous
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from transformers import (
@@ -113,13 +113,6 @@ def test_a_prompt_beyond_the_context_is_taken_with_a_warning_as_ar_takes_it(capl
     assert said.startswith("The prompt of row 0 has 80 tokens, but the model's context is 64 (`max_position_embeddi")
 
 
-def test_a_cache_beside_input_embeddings_must_be_empty(model):
-    embeds = model.get_input_embeddings()(PROMPT)
-    first = model.generate(inputs_embeds=embeds, **FAST, return_dict_in_generate=True)
-    with pytest.raises(ValueError, match="Nothing tells whether a cache belongs to `inputs_embeds`"):
-        model.generate(inputs_embeds=embeds, **FAST, **{CACHE: cache_of(first)})
-
-
 def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_path):
     fresh = tiny_model()
     fresh.generation_config.strategy = "wedlm"
@@ -140,25 +133,10 @@ def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_
     assert model.generate(PROMPT, generation_config=config).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window_size": 8},
-        {"entropy_threshold": 0.3},
-        {"verification": "exact"},
-        {"output_trace": True, "strategy": "ar"},
-    ],
-)
+@pytest.mark.parametrize("options", [{"window_size": 8}, {"output_trace": True, "strategy": "ar"}])
 def test_settings_of_parallel_decoding_are_not_ignored_by_ar_decoding(model, options):
     with pytest.raises(ValueError, match="has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too"):
         model.generate(PROMPT, max_new_tokens=4, **options)
-
-
-def test_gradient_checkpointing_in_training_mode_is_refused():
-    model = tiny_model().train()
-    model.gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="Gradient checkpointing in training mode leaves no cache"):
-        model.generate(PROMPT, **FAST)
 
 
 def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(tmp_path):
@@ -173,22 +151,11 @@ def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(t
         assert not (tmp_path / name).exists()
 
 
-def test_prompts_may_be_of_any_integer_type(model):
-    assert model.generate(PROMPT.int(), **FAST).tolist() == model.generate(PROMPT, **FAST).tolist()
-
-
 # --- lengths, end tokens, stopping -----------------------------------------------------------------------------------
 
 
-def test_a_threshold_of_masks_beside_verified_drafts_is_told_apart(model, caplog):
-    output = model.generate(PROMPT, **EXACT)
-    assert not caplog.records
-    assert model.generate(PROMPT, **EXACT, entropy_threshold=0.0).tolist() == output.tolist()
-    assert "`entropy_threshold` is not read with `verification='exact'`" in caplog.text
-
-
 @pytest.mark.parametrize("options", [FAST, EXACT, FAST | {"strategy": "block"}])
-@pytest.mark.parametrize("limit", [1, 2, 7, 16, 17, 33])
+@pytest.mark.parametrize("limit", [1, 7, 16, 33])
 def test_lengths_are_exact(model, options, limit):
     unlimited = tail(model.generate(PROMPT, **(options | {"max_new_tokens": 40, "window_size": 4})))
     tokens = tail(model.generate(PROMPT, **(options | {"max_new_tokens": limit, "window_size": 4})))
@@ -263,16 +230,6 @@ def test_a_criterion_that_answers_for_the_whole_batch_is_refused_beside_other_ro
 # --- streaming, pipelines, threads, failures -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [FAST, EXACT])
-def test_a_streamer_gets_final_tokens_in_order_and_drafts_between(model, options):
-    recorder = Recorder()
-    sequences = model.generate(PROMPT, **options, streamer=recorder)
-    assert recorder.puts[0].tolist() == PROMPT.tolist()
-    assert torch.cat(recorder.puts[1:]).tolist() == tail(sequences)
-    assert all(len(tokens) for tokens in recorder.puts)
-    assert recorder.ended and recorder.drafts and any(MASK in draft for draft in recorder.drafts)
-
-
 @pytest.mark.parametrize("options", [{}, {"verification": "exact"}])
 def test_a_stored_strategy_reaches_a_server_that_sends_a_generation_config_of_its_own(model, options):
     """As `transformers chat` and `serve` do: as JSON, with a streamer and the tokenizer."""
@@ -287,16 +244,6 @@ def test_a_stored_strategy_reaches_a_server_that_sends_a_generation_config_of_it
 def test_an_assistant_decodes_as_ar_whatever_its_checkpoint_stores(model):
     expected = model.generate(PROMPT, max_new_tokens=12)
     assert model.generate(PROMPT, max_new_tokens=12, assistant_model=storing(EXACT)).tolist() == expected.tolist()
-
-
-@pytest.mark.parametrize("options", [FAST, EXACT])
-def test_lora_adapters_decode_as_in_ar_decoding(options):
-    torch.manual_seed(0)
-    adapted = get_peft_model(tiny_model(), LoraConfig(target_modules="all-linear", init_lora_weights=False))
-    adapted.eval()
-    output = adapted.generate(input_ids=PROMPT, **options)
-    assert output.tolist() != tiny_model().generate(PROMPT, **options).tolist()
-    assert output.tolist() == adapted.merge_and_unload().generate(PROMPT, **options).tolist()
 
 
 def test_prompt_tuning_is_refused():
@@ -323,16 +270,6 @@ def test_text_streams_and_pipelines_give_the_same_text(model):
     assert tokenizer(text)["input_ids"] == PROMPT[0].tolist()
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     assert generator(text, return_full_text=False, do_sample=False, **FAST)[0]["generated_text"] == expected
-
-
-@pytest.mark.parametrize("verification", ["none", "exact"])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_logits_that_are_no_numbers_end_with_an_error(verification, do_sample):
-    model = tiny_model()
-    with torch.no_grad():
-        model.lm_head.weight[5, 3] = float("nan")
-    with pytest.raises(ValueError, match="in forward 1, sequence 0: the model's logits are NaN or infinite"):
-        model.generate(PROMPT, **(FAST | {"verification": verification, "do_sample": do_sample}))
 
 
 def test_logits_that_become_no_numbers_name_step_and_row():
@@ -415,10 +352,9 @@ def test_a_cache_of_another_model_is_refused_and_kept(model):
 # --- caches whose tokens nobody knows, and calls that break off ------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompts", [[[31, 77, 5, 6, 7]], [[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]]])
 @pytest.mark.parametrize("options", [FAST, EXACT])
-def test_ar_goes_on_from_the_cache_of_parallel_decoding_and_leaves_it_as_it_was(model, options, prompts):
-    prompts = torch.tensor(prompts)
+def test_ar_goes_on_from_the_cache_of_parallel_decoding_and_leaves_it_as_it_was(model, options):
+    prompts = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
     first = model.generate(prompts, attention_mask=(prompts != PAD).long(), **options, return_dict_in_generate=True)
     turn = torch.cat([first.sequences, torch.tensor([[50, 51]] * len(prompts))], dim=1)
     inputs = {"input_ids": turn, "attention_mask": (turn != PAD).long(), "max_new_tokens": 7}
@@ -443,25 +379,6 @@ def test_a_window_cache_takes_no_forwards_of_others(model):
     ):
         with pytest.raises(ValueError, match="A `WindowCache` takes the steps of `generate"):
             call(**{CACHE: WindowCache()}, use_cache=True)
-
-
-@pytest.mark.parametrize("options", [FAST, EXACT])
-@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_a_call_that_fails_leaves_the_cache_empty(model, options, error):
-    first = model.generate(PROMPT, **options, return_dict_in_generate=True)
-    cache = cache_of(first)
-    turn = torch.cat([first.sequences, torch.tensor([[50, 51]])], dim=1)
-
-    def fail(*arguments):
-        raise error
-
-    handle = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(error):
-        model.generate(turn, **options, **{CACHE: cache})
-    handle.remove()
-    assert not any(cache.lengths)
-    warm = model.generate(turn, **options, **{CACHE: cache})
-    assert warm.tolist() == model.generate(turn, **options).tolist()
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])
@@ -501,21 +418,6 @@ def test_limit_and_window_may_be_larger_than_memory(model, options):
     assert huge.sequences.tolist() == expected.tolist()
 
 
-def test_scores_are_kept_in_float32_whatever_the_default_dtype(model):
-    options = EXACT | {"do_sample": True, "return_dict_in_generate": True}
-    torch.manual_seed(0)
-    expected = model.generate(PROMPT, **options)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        torch.manual_seed(0)
-        output = model.generate(PROMPT, **options)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert output.sequences.tolist() == expected.sequences.tolist()
-    assert output.log_probs.dtype == torch.float32
-    torch.testing.assert_close(output.log_probs, expected.log_probs)
-
-
 # --- settings that are stored for another decoder --------------------------------------------------------------------
 
 
@@ -524,7 +426,7 @@ def test_scores_are_kept_in_float32_whatever_the_default_dtype(model):
 def test_a_stored_window_counts_for_the_verification_that_is_stored(stored, given):
     """Where drafts are always right, the widest forward tells how far the window may grow."""
     model = monotonous(storing(stored | {"strategy": "wedlm", "window_size": 2, "entropy_threshold": 0.5}))
-    options = {"verification": "exact", "max_new_tokens": 200, "slot_cost": 0.0}
+    options = {"verification": "exact", "max_new_tokens": 90, "slot_cost": 0.0}
     output = model.generate(PROMPT, **options, **given, return_dict_in_generate=True, output_trace=True)
     masks = max(int(step.is_mask.sum()) for step in output.trace)
     assert masks == given.get("window_size", 2 if stored else 32)
@@ -538,7 +440,7 @@ def test_steps_on_a_static_cache_have_one_shape_whatever_the_limit(model, option
         if kwargs["input_ids"].shape[1] != PROMPT.shape[1] + min(limit, 16):  # the prompt's own forward, not compiled
             shapes.add((kwargs["input_ids"].shape, kwargs["attention_mask"].shape))
 
-    for limit in (16, 3, 5, 8, 13, 20):
+    for limit in (16, 3, 20):
         static = options | {"cache_implementation": "static", "max_cache_len": 64, "max_new_tokens": limit}
         with model.register_forward_pre_hook(look, with_kwargs=True):
             found = model.generate(PROMPT, **static)
