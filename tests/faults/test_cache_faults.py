@@ -22,11 +22,3 @@ def test_slots_of_an_interrupted_forward_touch_no_other_forward():
             model(TEXT)
         hook.remove()
         assert torch.equal(model(TEXT).logits, expected)
-
-
-@pytest.mark.parametrize("verification", ["none", "exact"])
-def test_embeddings_can_be_decoded_with_a_mask_adapter(verification):
-    model = adapted()
-    options = AR | {"strategy": "wedlm", "verification": verification}
-    given = model.generate(inputs_embeds=model.get_input_embeddings()(TEXT), **options)
-    assert given.tolist() == model.generate(TEXT, **options)[:, 4:].tolist()

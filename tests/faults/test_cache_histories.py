@@ -27,7 +27,7 @@ from wedlm_hf.generation.versions import CACHE
 from wedlm_hf.modeling_wedlm import modeling_wedlm
 
 PHASES = [Phase.generate] + [Phase.shrink] * ("SHRINK" in os.environ)
-HISTORIES = int(os.environ.get("CACHE_HISTORIES", "40"))
+HISTORIES = int(os.environ.get("CACHE_HISTORIES", "25"))
 OUR_FOLDERS = tuple(str(Path(module.__file__).parent) + os.sep for module in (cache, modeling_wedlm))
 NEW_TOKENS = 6
 ENDS = [107, 151, 166, 227, 40, 77, 9]

@@ -34,8 +34,3 @@ def recorded(model):
         return record(model, tiny_tokenizer(), request, model_name="tiny", repeats=repeats)
 
     return recorded
-
-
-@pytest.fixture(scope="session")
-def trace(recorded):
-    return recorded({"entropy_threshold": 1.5}, prompts=[PROMPT, "Sort 31, 7"])

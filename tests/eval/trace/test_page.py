@@ -70,10 +70,21 @@ def number_of(page, run, name):
     return page.locator(f'[data-run="{run}"] [data-number="{name}"]').inner_text()
 
 
-def states_of(page, run):
-    """`{position: state}` of all slots."""
-    slots = page.locator(f'[data-run="{run}"] .slot')
-    return dict(slots.evaluate_all("nodes => nodes.map(node => [+node.dataset.position, node.dataset.state])"))
+# Everything at once: each question costs the browser some milliseconds.
+SHOWN = """run => {
+    const all = selector => [...document.querySelectorAll(selector)], one = selector => all(selector)[0];
+    const number = name => one(`[data-run="${run}"] [data-number="${name}"]`).innerText;
+    return {
+        states: all(`[data-run="${run}"] .slot`).map(slot => [+slot.dataset.position, slot.dataset.state]),
+        text: one(`[data-run="${run}"] .text`).textContent,
+        forwards: +number("forwards"),
+        tokens: +number("tokens"),
+        order: one("#drawing .caption[data-order]")?.dataset.order.split(" ").map(Number),
+        boxes: all("#drawing g.physical .number").map(node => +node.textContent),
+        struck: all("#drawing g.physical.rejected .number").map(node => +node.textContent),
+        story: one("#story").innerText,
+    };
+}"""
 
 
 def expected_states(recording, run, forwards):
@@ -87,6 +98,9 @@ def expected_states(recording, run, forwards):
         rows = zip(step.positions, step.kinds, strict=True)
         states |= {position: {"f": "filled", "m": "mask"}[kind] for position, kind in rows if kind in "fm"}
     return states
+
+
+BOTH = f"() => ['wedlm', 'ar'].map({SHOWN})"
 
 
 def final_text(run, forwards):
@@ -105,24 +119,19 @@ def test_each_forward_is_shown_as_it_was(shown, trace, nano):
     run, ar = recording.runs
     filled_out_of_order = 0
     for forwards in range(len(run.steps) + 1):
-        states = expected_states(recording, run, forwards)
-        assert states_of(page, "wedlm") == states
+        states, seen, beside = (expected_states(recording, run, forwards), *page.evaluate(BOTH))
+        assert dict(map(tuple, seen["states"])) == states
         filled_out_of_order += list(states.values()).count("filled")
-        assert text_of(page, "wedlm").startswith(final_text(run, forwards))
-        assert number_of(page, "wedlm", "forwards") == str(forwards)
-        assert number_of(page, "wedlm", "tokens") == str(run.steps[forwards - 1].final if forwards else 0)
+        assert seen["text"].startswith(final_text(run, forwards)) and seen["forwards"] == forwards
+        assert seen["tokens"] == (run.steps[forwards - 1].final if forwards else 0)
         time = ends(run)[forwards - 1] if forwards else 0.0
         known = sum(end <= time for end in ends(ar))
-        assert number_of(page, "ar", "forwards") == str(known)
-        assert text_of(page, "ar") == final_text(ar, known)
+        assert (beside["forwards"], beside["text"]) == (known, final_text(ar, known))
         if forwards:
             step = run.steps[forwards - 1]
             order = [position for position, kind in zip(step.positions, step.kinds, strict=True) if kind != "c"]
-            drawn = page.locator("#drawing .caption[data-order]").get_attribute("data-order")
-            assert drawn.split() == [str(position) for position in order]
-            boxes = page.locator("#drawing g.physical .number").all_text_contents()
-            assert boxes == drawn.split()
-        page.locator("#step").click()
+            assert seen["order"] == seen["boxes"] == order
+        page.keyboard.press("ArrowRight")
     assert filled_out_of_order > 20
     page.keyboard.press("End")
     model, tokenizer = nano
@@ -161,43 +170,6 @@ def test_buttons_keys_and_slider_lead_to_the_same_places(shown, trace):
     assert page.locator("#chooser").input_value() == "1"
     page.locator("#chooser").select_option("0")
 
-    # Dragged to the middle: both decoders stand where that moment of the clock finds them.
-    for clock in ("forwards", "seconds"):
-        page.locator("#clock").select_option(clock)
-        page.locator("#first").click()
-        box = page.locator("#slider").bounding_box()
-        page.mouse.move(box["x"] + 9, box["y"] + box["height"] / 2)
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + box["height"] / 2, steps=3)
-        page.mouse.up()
-        time = float(page.locator("#slider").input_value())
-        longest = len(ar.steps) if clock == "forwards" else max(run.seconds, ar.seconds)
-        assert time == pytest.approx(0.4 * longest, rel=0.1)
-        if clock == "forwards":
-            assert forwards() == (min(int(time), len(run.steps)), int(time))
-        else:
-            assert forwards() == tuple(sum(end <= time for end in ends(answer)) for answer in (run, ar))
-
-
-def test_it_plays_to_the_end_and_pauses(shown, trace):
-    page = shown(trace)
-    run, ar = trace.recordings[0].runs
-    page.locator("#clock").select_option("forwards")
-    page.locator("#speed").select_option("4")
-    page.keyboard.press("Space")
-    assert page.locator("#play").get_attribute("aria-label") == "Pause"
-    wait_for(page, "#panes [data-run=ar]", "data-forwards", re.compile(r"[3-9]|\d\d"))
-    page.locator("#play").click()
-    assert page.locator("#play").get_attribute("aria-label") == "Play"
-    stopped = number_of(page, "ar", "forwards")
-    page.wait_for_timeout(200)
-    assert number_of(page, "ar", "forwards") == stopped != str(len(ar.steps))
-    page.locator("#speed").select_option("32")
-    page.locator("#play").click()
-    wait_for(page, "#panes [data-run=ar]", "data-forwards", str(len(ar.steps)))
-    assert page.locator("#play").get_attribute("aria-label") == "Play"
-    assert text_of(page, "wedlm") == run.text
-
 
 def test_rejected_drafts_are_shown_as_such(shown, drafts):
     page = shown(drafts)
@@ -207,13 +179,12 @@ def test_rejected_drafts_are_shown_as_such(shown, drafts):
         page.locator("#chooser").select_option(str(number))
         for forwards in range(1, len(run.steps) + 1):
             page.keyboard.press("ArrowRight")
-            assert states_of(page, "wedlm") == expected_states(recording, run, forwards)
-            struck = page.locator("#drawing g.physical.rejected .number").all_text_contents()
-            assert struck == [str(position) for position in run.steps[forwards - 1].rejected]
-            rejections += len(struck)
-            if run.steps[forwards - 1].kinds.count("f"):
-                accepted = run.steps[forwards - 1].kinds.count("f") - len(struck)
-                assert f"accepted {accepted} of " in page.locator("#story").inner_text()
+            seen, step = page.evaluate(SHOWN, "wedlm"), run.steps[forwards - 1]
+            assert dict(map(tuple, seen["states"])) == expected_states(recording, run, forwards)
+            assert seen["struck"] == step.rejected
+            rejections += len(step.rejected)
+            if drafted := step.kinds.count("f"):
+                assert f"accepted {drafted - len(step.rejected)} of " in seen["story"]
         assert text_of(page, "wedlm") == run.text
     assert rejections > 0
     assert page.title() == "See it decode" and page.locator("img").count() == 0  # what looks like markup is text
