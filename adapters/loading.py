@@ -100,5 +100,6 @@ def _merged(model: Any, adapter: str | os.PathLike[str]) -> Any:
     peft_model = get_peft_model(model, PeftConfig.from_pretrained(name))
     if unknown := peft_model.load_adapter(name, "default").unexpected_keys:
         raise ValueError(f"The adapter {name!r} belongs to another model: this one has no {unknown[0]!r}.")
-    model.config.masks_trained = True
+    if hasattr(model.config, "masks_trained"):  # WeDLM's own
+        model.config.masks_trained = True
     return peft_model.merge_and_unload().requires_grad_(True)  # PEFT had frozen the weights

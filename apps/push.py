@@ -96,9 +96,11 @@ def card(folder: Path, repo: str, license: str | None = None) -> str:
 def _naming_base(text: str, base: str) -> ModelCard:
     """An adapter's card that says what it belongs to. Raises `ValueError` for a base that only this machine has."""
     if not is_hub_id(base):
+        is_word = not os.path.exists(base) and "/" not in base and "\\" not in base
+        found = f"its base {base!r}, without an owner" if is_word else f"a base of this machine, {base!r}"
         raise ValueError(
-            f"{ADAPTER_FILE} names a base of this machine, {base!r}, which nobody else can load: write the Hub id of "
-            "the base there, as `base_model_name_or_path`; `--base FOLDER` then checks the adapter on the one here."
+            f"{ADAPTER_FILE} names {found}, which nobody else can load: write the Hub id of the base there, "
+            "OWNER/NAME, as `base_model_name_or_path`; `--base FOLDER` then checks the adapter on the one here."
         )
     for name in set(re.findall(r'Auto\w+\.from_pretrained\("([^"]*)"', text)):
         if not is_hub_id(name):

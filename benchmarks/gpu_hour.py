@@ -140,7 +140,7 @@ def batch_invariant(part: Callable[[], Result]) -> Result:
     from batch_invariant_ops import set_batch_invariant_mode
 
     with set_batch_invariant_mode():
-        return part()
+        return {**part(), "batch_invariant": True}
 
 
 def batches(job: Job, out: Path) -> Parts:

@@ -62,6 +62,7 @@ def _table(stored: Result, lines_of: Callable[[Result], Lines]) -> str:
     where = next((part["environment"] for part in parts.values() if "environment" in part), {})
     words = [Path(job["model"]).name, where.get("device", job["device"]), f"torch {where['torch']}" if where else ""]
     words += ["adapter not trained"] * any(part.get("adapter") == "untrained" for part in parts.values())
+    words += ["batch-invariant products"] * any(part.get("batch_invariant") for part in parts.values())
     words += ["tiny: no measurement"] * job["tiny"] + ["**not whole**"] * (not stored["is_complete"])
     failed = [f"- {name}: {_short(part['error'])}" for name, part in stored["parts"].items() if "error" in part]
     made = as_markdown(pd.DataFrame(lines_of(parts)).fillna("–").astype(str)) if parts else ""

@@ -121,14 +121,12 @@ class WeDLMGenerationMixin(GenerationMixin):
         else:
             if ours.get("adaptive_window") and settings.verification == "none":  # a stored one is for other calls
                 raise OptionError(
-                    "`adaptive_window=True` goes with `verification='exact'`: unverified windows keep "
-                    "their size, `window_size`.",
+                    "`adaptive_window=True` goes with `verification='exact'`: unverified windows keep their size.",
                     "adaptive_window",
                 )
             if ours.get("draft_threshold") is not None and settings.verification == "none":
                 raise OptionError(
-                    "`draft_threshold` goes with `verification='exact'`: without, masks are filled by "
-                    "`entropy_threshold`.",
+                    "`draft_threshold` goes with `verification='exact'`; without, `entropy_threshold` fills masks.",
                     "draft_threshold",
                 )
             if ours.get("entropy_threshold") is not None and settings.verification != "none":
@@ -143,8 +141,8 @@ class WeDLMGenerationMixin(GenerationMixin):
                 )
             if cache is not None and not isinstance(cache, WindowCache):
                 raise ValueError(
-                    f"Parallel decoding needs a `WindowCache`: pass the `{CACHE}` that an earlier call "
-                    f"returned, or `WindowCache()`; got {type(cache).__name__}."
+                    f"Parallel decoding needs a `WindowCache`, got {type(cache).__name__}: pass the `{CACHE}` that an "
+                    "earlier call returned, or `WindowCache()`."
                 )
         return generation_config, model_kwargs
 
@@ -334,8 +332,8 @@ def _check_state(model: Any, settings: WeDLMGenerationSettings, batch_size: int,
     if asked:
         raise ValueError(
             f"{type(model).__name__} keeps a recurrent state, which can forget no row that it has read: it decodes "
-            "one sequence at a time, with `verification='exact'` and a dynamic cache, or with "
-            f"`strategy='ar'`; got {asked}."
+            "one sequence at a time, with `verification='exact'` and a dynamic cache, or with `strategy='ar'`; "
+            f"got {asked}."
         )
 
 

@@ -118,10 +118,12 @@ class WeDLMHarnessLM(HFLM):
     def _is_timed(self, options: dict[str, Any]) -> bool:
         """Whether a clock decides how many tokens a forward gives, so that equal calls give other numbers."""
         stored = self.model.generation_config
-        verification, is_adaptive, slot_cost = (
-            options.get(name, getattr(stored, name, None)) for name in ("verification", "adaptive_window", "slot_cost")
+        strategy, verification, is_adaptive, slot_cost = (
+            options.get(name, getattr(stored, name, None))
+            for name in ("strategy", "verification", "adaptive_window", "slot_cost")
         )
-        return verification == "exact" and is_adaptive is not False and slot_cost is None
+        is_verified = strategy not in (None, "ar") and verification == "exact"
+        return is_verified and is_adaptive is not False and slot_cost is None
 
     def _loglikelihood_tokens(
         self,

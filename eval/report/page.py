@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Words:
 
     def markdown(self, tables: Mapping[str, str], drawn: Sequence[Any] = ()) -> str:
         """All of it, with these tables and figures."""
-        return self._markdown.render(self.facts, tables=tables, figures=drawn)
+        text = self._markdown.render(self.facts, tables=tables, figures=drawn)
+        return re.sub("\n{3,}", "\n\n", text)
 
     def page(self, tables: Mapping[str, str], drawn: Sequence[Any]) -> str:
         """The same as HTML."""

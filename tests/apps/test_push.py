@@ -124,6 +124,11 @@ def test_an_adapter_names_a_base_that_others_can_load(tmp_path):
     (tmp_path / "README.md").write_text(text + code)
     with pytest.raises(ValueError, match="names a base of this machine, '/home/me/model', which nobody else can load"):
         push.card(tmp_path, "someone/adapter")
+    file.write_text(json.dumps(config | {"base_model_name_or_path": "gpt2"}))
+    with pytest.raises(
+        ValueError, match=r"names its base 'gpt2', without an owner, .* write the Hub id .* OWNER/NAME"
+    ):
+        push.card(tmp_path, "someone/adapter")
     file.write_text(json.dumps(config | {"base_model_name_or_path": "someone/model"}))
     made = push.card(tmp_path, "someone/adapter")
     assert "/home/me" not in made and 'load_mask_adapter(model, "someone/adapter")' in made

@@ -157,6 +157,15 @@ def test_what_asks_for_nothing_is_taken(endpoints, asked):
             endpoint.read(json.dumps(body | asked).encode())
 
 
+def test_a_request_may_ask_for_no_least_length_where_the_checkpoint_stores_one(endpoints, nano, monkeypatch):
+    monkeypatch.setattr(nano[0].generation_config, "min_new_tokens", 9)
+    for endpoint, body in endpoints.values():
+        with pytest.raises(RequestError, match="`min_new_tokens` is 9, but the answer may have 2 tokens"):
+            endpoint.read(json.dumps(body).encode())
+        _, (asked,) = endpoint.read(json.dumps(body | {"min_new_tokens": 0}).encode())
+        assert asked.config.min_new_tokens == 0
+
+
 def test_a_message_reaches_the_template_whole():
     call = {"type": "function", "function": {"name": "f", "arguments": '{"n": 3}'}}
     turns = [{"role": "assistant", "content": "Hi", "tool_calls": [call], "reasoning_content": "so"}, *CHAT]

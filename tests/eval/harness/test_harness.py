@@ -193,6 +193,14 @@ def test_choices_and_texts_are_scored_either_way(manager):
     assert bound["elbo_standard_error_per_token"] > 0 and bound["elbo_per_token"] < bound["ar_per_token"] < 0
 
 
+@pytest.mark.parametrize(("strategy", "timed"), [("ar", []), ("wedlm", ["task"])])
+def test_only_verified_decoding_is_timed_where_the_checkpoint_stores_a_verification(strategy, timed):
+    lm = tiny_lm(strategy=strategy, batch_size=1)
+    lm.model.generation_config.verification = "exact"
+    lm.generate_until(instances("generate_until", ("Count", {"until": [], "max_gen_toks": 2})), disable_tqdm=True)
+    assert lm.get_model_info()["timed_tasks"] == timed
+
+
 # --- what cannot be honoured --------------------------------------------------------------------
 
 

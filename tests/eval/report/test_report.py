@@ -122,6 +122,7 @@ def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_comp
     text = succeed(checkpoint, *SMALL, *COUNTS, *decoders)
     report, markdown = read(folder), (folder / "report.md").read_text()
     assert "Verified decoding:" in text and "setting of unverified" not in text
+    assert "\n\n\n" not in markdown
     assert list(by_decoder(report)) == ["ar", "wedlm+exact", "ar+lookup"]
     assert report["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 4)}
     assert report["sweep"] == [] and "## Settings" not in markdown and "tuning" not in markdown
