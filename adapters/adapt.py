@@ -285,8 +285,8 @@ class _Run:
             if tokens < schedule.answer_tokens / 2:
                 most = max(most, 30 * (self.config.minutes or 0.0))
             share = max(used / schedule.answer_seconds if most else 0.0, written)
-            slow = ", which takes longer than was measured" if share >= 1 and not note else ""
-            show(min(share, 0.99) if slow else share, note or f"the first batch{slow}")
+            slow = ", which takes longer than was measured" if schedule.answer_seconds <= used < most else ""
+            show(min(share, 0.99) if slow else share, (note or "the first batch") + slow)
             return most > 0 and used >= most
 
         with stage(self.console, "[1/3] The model's own answers") as show:
