@@ -61,6 +61,7 @@ def folder(tmp_path_factory):
     chat = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "7"}]
     (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     (folder / "empty").mkdir()
+    (folder / "empty" / "README.md").write_text("---\nlicense: mit\n---\n")
     weights = shutil.copytree(folder / "model", folder / "damaged") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder / "gpt2")
@@ -71,6 +72,15 @@ def folder(tmp_path_factory):
     tiny_model(seed=1).save_pretrained(folder / "base of adapter")
     tokenizer.save_pretrained(folder / "base of adapter")
     save_lora(folder / "model", folder / "lora")
+    for name, base in {"mask": stock_twin(tiny_model()), "wide": stock_twin(tiny_model(hidden_size=64))}.items():
+        base.config.name_or_path = str(folder / "stock")
+        add_mask_adapter(base, MaskAdapterSettings(rank=2))
+        base.save_mask_adapter(folder / name)
+    config = shutil.copytree(folder / "mask", folder / "moved") / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(folder / "stock"), "gone.gguf"))
+    config = shutil.copytree(folder / "lora", folder / "stock-lora") / "adapter_config.json"
+    config.write_text(config.read_text().replace(str(folder / "model"), "stock"))
+    shutil.copy(folder / "prompts.txt", folder / "model.gguf")
     return folder
 
 
@@ -119,6 +129,9 @@ def test_the_shell_completes_commands_options_and_values(begun, offered):
 # --- what is wrong ------------------------------------------------------------------------------------------------
 
 
+STOCK = "'stock' is a model of type 'qwen3', not a WeDLM checkpoint: pass its mask adapter (`--adapter`, in Python "
+NO_MODEL = "it holds an adapter, not a model."
+OTHER_BASE = "The mask adapter belongs to another base than this model ("
 TRAIN = "train --dataset x.jsonl --model_name_or_path m --use_cpu true --bf16 false "
 WRONG = {
     "--nope": "No such option",
@@ -132,6 +145,21 @@ WRONG = {
     "generate hi --temperature 0": "`temperature` (=0.0) has to be a strictly positive float",
     f"generate '{'3 ' * 600}'": "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 ",
     "generate ' '": "A prompt must not be empty.",
+    "generate hi --model none.gguf": "There is no GGUF file 'none.gguf'.",
+    "generate hi --model prompts.txt": "The checkpoint must be a folder or a Hub id, got the file 'prompts.txt'.",
+    "generate hi --model model.gguf": "'model.gguf' is a GGUF file, not a WeDLM checkpoint: pass its mask adapter",
+    "generate hi --model stock": STOCK,
+    "generate hi --model stock-lora": STOCK,
+    "generate hi --model moved": "The base of the adapter 'moved': There is no GGUF file 'gone.gguf'; `--model BASE",
+    "generate hi --model stock --adapter stock-lora": STOCK,
+    "generate hi --model stock --adapter stock": "There is no adapter in 'stock': it has no adapter_config.json.",
+    "generate hi --model stock --adapter prompts.txt": "The adapter must be a folder or a Hub id, got the file",
+    "generate hi --model stock --adapter wide": f"{OTHER_BASE}hidden_size: 64, not 32",
+    "report stock --file prompts.txt --output out": STOCK,
+    "merge stock stock-lora out": STOCK,
+    "push stock you/it --dry-run --license mit": STOCK,
+    "convert lora out": NO_MODEL,
+    "adapt mask out --tokens 9": NO_MODEL,
     "generate hi --set window": "`--set` takes NAME=VALUE, got 'window'.",
     "generate hi --set windw_size=3": "`--set windw_size=…`: `generate` has no setting of this name.",
     "generate hi --set top_k=3 --set top-k=4": "`--set top_k=…` was given twice.",
@@ -150,11 +178,16 @@ WRONG = {
     "report --output out --temperature 0": "`--temperature` must be above 0 and finite, got 0.0: greedy is the defaul",
     "report --output out --set window_size=4": "`--set window_size` is decided by the report: leave it out.",
     "report --output out --set repetition_penaltyy=1.0": "repetition_penaltyy",
+    "report --output prompts.txt": "The folder 'prompts.txt' cannot be written to",
+    "report --output out --figures prompts.txt/x": "cannot be written to",
+    "report --output out --save-settings --sweep-count 0": "`--sweep-count 0` has none.",
+    "report --output out --save-settings some/model": "`--save-settings` needs a checkpoint folder, got 'some/model'.",
     "report --output out some/model": "There is no folder 'some/model' that could bring prompts: name a file (--file)",
     "adapt stock out": "A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers.",
     "adapt stock out --tokens 0": "`tokens` must be greater than 0, got 0.",
     "adapt stock out --minutes 1 --prompts no.txt": "No such file or directory",
     "push ./missing someone/model": "There is no folder 'missing'",
+    "push empty someone/model": "holds neither a model (config.json) nor an adapter",
     "train --dataset x --use_cpu true --bf16 false": "`model_name_or_path` is required: a folder or Hub id",
     TRAIN + "--model_name_or_path=": "The checkpoint must be a folder or a Hub id, got ''.",
     TRAIN + "--dataset no.jsonl --model_name_or_path model": "There is no file 'no.jsonl'.",
@@ -185,7 +218,7 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(folder, monkey
     if not Path("link.txt").exists():
         Path("link.txt").symlink_to("prompts.txt")
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
-    model = ["--model", "model"] if words.startswith("generate") else []
+    model = ["--model", "model"] if words.startswith("generate") and "--model" not in words else []
     result = invoke(*shlex.split(words), *model, input="")
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     *progress, error = result.stderr.splitlines()
@@ -228,25 +261,39 @@ def refusal(out, command, checkpoint, *options):
     return error
 
 
-@pytest.mark.parametrize("command", LOADING)
-@pytest.mark.parametrize("checkpoint", ["./missing", "empty", "damaged", "gpt2", "truncated.gguf"])
+@pytest.mark.parametrize(
+    ("command", "checkpoint"),
+    [
+        *((command, "damaged") for command in LOADING),
+        *(("generate", checkpoint) for checkpoint in ("./missing", "empty", "gpt2", "truncated.gguf")),
+    ],
+)
 def test_a_checkpoint_that_cannot_be_used_is_one_error_of_every_command(refused, command, checkpoint):
     assert checkpoint in refused(command, checkpoint)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "demo", "serve", "trace", "report"])
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("command", "option", "message"),
     [
-        ("--adapter ./missing", "'./missing'"),
-        ("--adapter adapter", "was trained for another model of this shape"),
-        ("--device abacus", "`--device abacus` is not available"),
-        ("--dtype int8", "Invalid value for '--dtype'"),
-        ("--threads 0", "`threads` must be at least 1, got 0."),
+        *(
+            (command, "--adapter adapter", "was trained for another model of this shape")
+            for command in ("generate", "chat", "demo", "serve", "trace", "report")
+        ),
+        ("generate", "--adapter ./missing", "'./missing'"),
+        ("generate", "--device abacus", "`--device abacus` is not available"),
+        ("generate", "--dtype int8", "Invalid value for '--dtype'"),
+        ("generate", "--threads 0", "`threads` must be at least 1, got 0."),
     ],
 )
 def test_an_option_of_loading_that_is_wrong_is_one_error_of_every_command(refused, command, option, message):
     assert message in refused(command, "model", *option.split())
+
+
+@pytest.mark.parametrize("given", ["model", "lora", "mask", "model --adapter lora", "stock --adapter mask"])
+def test_models_adapters_and_both_are_served(folder, monkeypatch, given):
+    monkeypatch.chdir(folder)
+    result = invoke("generate", "1, 2", "--model", *given.split(), "--max-new-tokens", 3, "--raw", "--no-compare")
+    assert (result.exit_code, "Error" in result.stderr) == (0, False), result.stderr
 
 
 def test_a_lora_is_written_into_a_checkpoint(folder, tmp_path):
