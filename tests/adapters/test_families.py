@@ -179,8 +179,9 @@ def equal_parts(model: Any) -> Iterator[str]:
 
 
 RARE = set(
-    "DeepseekV2 Dots1 ExaoneMoe GraniteMoeShared HunYuanMoEV1 HyperCLOVAX Jais2 JetMoe MiniCPM3 "
-    "ModernBertDecoder NanoChat Phimoe".split()
+    "Afmoe Apertus Arcee Cwm DeepseekV2 Dots1 Ernie4_5 Ernie4_5_Moe ExaoneMoe FlexOlmo Glm Glm4Moe GraniteMoe "
+    "GraniteMoeShared Helium HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Jais2 JetMoe MiniCPM3 MiniMaxM2 Ministral "
+    "ModernBertDecoder NanoChat Nemotron Olmo Olmoe Persimmon Phimoe Qwen2Moe SeedOss SmolLM3".split()
 )
 
 

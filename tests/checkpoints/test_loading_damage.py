@@ -95,7 +95,7 @@ def attempt(folder: Path, *, is_stock: bool) -> str:
     return ""
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(st.integers(0, 2), st.sampled_from(["cut", "empty", "flip", "swap", "field", "field"]), st.data())
 def test_a_damaged_file_is_a_clear_error_and_runs_no_code(folders, which, kind, data):
     *sources, damaged, ran = folders
@@ -154,10 +154,3 @@ def test_weights_that_do_not_fit_are_an_error_of_one_line(folders, harm, message
     whole, _, _, damaged, _ = folders
     harm(copied(whole, damaged) / "model.safetensors")
     assert message in attempt(damaged, is_stock=False)
-
-
-def test_a_template_that_refuses_a_chat_of_its_own_accord_is_not_damaged(folders):
-    whole, _, _, damaged, _ = folders
-    copied(whole, damaged)
-    (damaged / "chat_template.jinja").write_text("{{ raise_exception('Begin with a system message.') }}")
-    assert load_tokenizer(damaged).chat_template

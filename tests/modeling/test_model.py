@@ -85,8 +85,9 @@ def stated_mask(kind: str, padding: int, first_query: int, length: int = LENGTH)
 
 @pytest.mark.parametrize("cached", [False, True], ids=["no cache", "cache"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    ("style", "implementation"), [*(("qwen3", each) for each in IMPLEMENTATIONS), ("qwen2.5", "sdpa")]
+)
 @torch.no_grad()
 def test_reordered_input_is_causal_in_physical_order(style, implementation, mask, cached):
     model = tiny_model(style, attn_implementation=implementation, **CALM)
@@ -174,25 +175,6 @@ def test_labels_alone_give_the_parents_loss_and_gradients(style):
     gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
     pairs = [(parameter.grad.flatten(), gradients[name].flatten()) for name, parameter in model.named_parameters()]
     assert_equal_but_rounding(*map(torch.cat, zip(*pairs, strict=True)))
-
-
-@torch.no_grad()
-def test_hidden_states_attentions_and_tuples_come_out_as_from_the_parent():
-    model = tiny_model(attn_implementation="eager")
-    options = {"output_hidden_states": True, "output_attentions": True}
-    ours, theirs = model(tokens(), **options), stock_twin(model)(tokens(), **options)
-    assert ours.keys() == theirs.keys()
-    for name in ("hidden_states", "attentions"):
-        for one, other in zip(ours[name], theirs[name], strict=True):
-            assert_equal_but_rounding(one, other)
-    assert_equal_but_rounding(model(tokens(), return_dict=False)[0], theirs.logits)
-
-
-def test_input_ids_and_inputs_embeds_exclude_each_other():
-    model = tiny_model()
-    for inputs in ({}, {"input_ids": tokens(), "inputs_embeds": torch.zeros(2, LENGTH, 32)}):
-        with pytest.raises(ValueError, match="Pass exactly one of `input_ids` and `inputs_embeds`"):
-            model(**inputs)
 
 
 # ---------------------------------------------------------------------------------------------------------- loading
