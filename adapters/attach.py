@@ -27,7 +27,7 @@ from ..generation.cache import WindowCache
 from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.rows import Row, SequenceState, lay_out
 from ..generation.sampling import TokenSampler
-from ..generation.state import keeps_state
+from ..generation.state import keeps_state, prepare_chunks, short_chunks
 from ..generation.tree_drafter import TreeDrafter
 from ..generation.versions import cache_name, explained, is_checkpointing, warn_if_untested
 from .adapter_files import (
@@ -425,6 +425,7 @@ def _check_states(model: Any) -> None:
     try:
         with torch.no_grad(), evaluating(model):
             expected = model(input_ids=torch.tensor([tokens], device=model.device), use_cache=False).logits
+            prepare_chunks(model)
             cache = WindowCache()
             cache.open([tokens], model.device, model.config)
             found = [_read(model, cache, tokens[:known], 0, 0)]
@@ -452,7 +453,7 @@ def _read(model: Any, cache: WindowCache, tokens: list[int], known: int, masks: 
     step = lay_out([sequence], [0], 0, model.device)
     cache.plan(step)
     inputs = {"input_ids": step.input_ids, "position_ids": step.position_ids, cache_name(model): cache}
-    with cache.forgetting() if masks else nullcontext():
+    with cache.forgetting() if masks else nullcontext(), short_chunks() if known else nullcontext():
         logits: torch.Tensor = model(**inputs, use_cache=True).logits
     cache.commit([[] if masks else [*range(count)]])
     return logits[:, :count]

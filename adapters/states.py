@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, DynamicLayer
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
-from ..generation.state import cache_layers, has_state, is_attending
+from ..generation.state import cache_layers, has_state, is_attending, short_chunks
 from ..generation.versions import cache_name
 
 
@@ -53,7 +53,9 @@ class StateMemory(Cache):
             if end > self.length:
                 places = torch.arange(self.length, end, device=cuts.device)[None]
                 inputs = {"input_ids": input_ids[:, self.length : end], "position_ids": places}
-                hidden.append(decoder(**inputs, use_cache=True, **{cache_name(decoder): self}).last_hidden_state)
+                with short_chunks():
+                    read = decoder(**inputs, use_cache=True, **{cache_name(decoder): self})
+                hidden.append(read.last_hidden_state)
                 self.length = end
             self._keep(cuts == end - 1)
         return torch.cat(hidden, dim=1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 
 from .rows import Step, lines
-from .state import keeps_state
+from .state import keeps_state, prepare_chunks
 
 # Attention implementations that take any mask as a tensor.
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
@@ -69,6 +69,8 @@ class StepAttention:
         self.config = model.config.get_text_config(decoder=True)
         self.dtype = model.dtype
         self.has_state = keeps_state(model)
+        if self.has_state:
+            prepare_chunks(model)
         self.implementation = implementation_of(model)
         self.kinds = sorted(set(layer_types(model.config)))
         layers = [module for module in model.modules() if getattr(module, "num_key_value_groups", None)]

@@ -30,6 +30,7 @@ from .cache import WindowCache
 from .request import DecodingRequest
 from .rows import SequenceState, Step, lay_out
 from .rules import Choice, Rule, SequenceOutcome
+from .state import short_chunks
 from .versions import cache_name
 
 # Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
@@ -150,7 +151,8 @@ class ParallelDecoder:
         forward = self.compiled if self.compiled is not None and is_compiled else self.model
         is_guessing = any(len(one.rows) > one.pending for one in step.sequences)
         remembering = self.cache.forgetting() if is_guessing else nullcontext()
-        with predicting as states, self.attention.reading(), remembering:
+        chunks = short_chunks() if self.steps > 0 else nullcontext()  # a prompt is read as AR decoding reads it
+        with predicting as states, self.attention.reading(), remembering, chunks:
             inputs: dict[str, Any] = {"input_ids": step.input_ids}
             if self.steps == 0 and self.request.prompt_embeds is not None:
                 inputs = {"inputs_embeds": self._embeds(step)}

@@ -6,8 +6,13 @@ front of the next forwards until one without drafts and masks commits it. The ke
 overwritten as ever: nothing but states is copied.
 """
 
-from collections.abc import Iterator, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +21,19 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 # What a layer of transformers' caches knows of its states: by their numbers, tensors and what is said about them.
 FIELDS = tuple(name for name, value in vars(LinearAttentionLayer()).items() if isinstance(value, dict))
+
+# Functions of transformers that read rows in chunks, which they fill up: two rows cost what a chunk of 64 to 256 does.
+# Beside each, the package whose kernels take its place where it is installed; these are left alone.
+CHUNKED = {"torch_chunk_gated_delta_rule": "fla", "mamba2_chunk_scan": "mamba_ssm"}
+
+
+class _UnderWay(threading.local):
+    """How this thread's forwards read rows."""
+
+    is_short = False
+
+
+_UNDER_WAY = _UnderWay()
 
 
 def keeps_state(model: Any) -> bool:
@@ -64,3 +82,40 @@ def forgetting(layers: Sequence[Any]) -> Iterator[None]:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def prepare_chunks(model: Any) -> None:
+    """Lets [`short_chunks`] reach the layers of a model: the files of models that they are from call these functions by
+    name."""
+    if getattr(model, "use_kernels", False):  # from the Hub
+        return
+    homes = {sys.modules[kind.__module__] for module in model.modules() for kind in type(module).__mro__}
+    for name, package in CHUNKED.items():
+        for home in homes if find_spec(package) is None else ():
+            function = vars(home).get(name)
+            if function is not None and not hasattr(function, "takes_short_chunks"):
+                setattr(home, name, _fitting(function))
+
+
+@contextmanager
+def short_chunks() -> Iterator[None]:
+    """Within this context, this thread's forwards read no chunk that is longer than their rows."""
+    before, _UNDER_WAY.is_short = _UNDER_WAY.is_short, True
+    try:
+        yield
+    finally:
+        _UNDER_WAY.is_short = before
+
+
+def _fitting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but for chunks that are no longer than the rows where that is asked for."""
+    usual = signature(function).parameters["chunk_size"].default
+
+    @wraps(function)
+    def read(rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _UNDER_WAY.is_short:
+            kwargs["chunk_size"] = min(rows.shape[1], kwargs.get("chunk_size", usual))
+        return function(rows, *args, **kwargs)
+
+    read.takes_short_chunks = True  # type: ignore[attr-defined]
+    return read
