@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..generation.state import keeps_state
 from .distillation import MaskDistillation
 from .layout import AnswerTokens
 
@@ -19,20 +20,22 @@ Replay = tuple[str, int]  # kind and number of drafts
 def measure_acceptance(distillation: MaskDistillation, answers: Iterable[AnswerTokens]) -> tuple[int, Counter[Replay]]:
     """Replays greedy verified decoding (ALGORITHM.md §4) of answers that the base itself chose greedily.
 
-    Branches give each accepted token drafts; a chain has none after a rejection.
+    Branches give each accepted token drafts; a chain has none after a rejection. A model that keeps a state decodes
+    chains alone.
 
     Returns:
         The tokens of all answers, and the forwards that decoding them takes, the prompts' included, by kind (`chain`,
         `branch`) and number of drafts.
     """
     limits = [limit for limit in DRAFTS if limit <= distillation.num_masks]
-    tokens, forwards = 0, Counter({(kind, limit): 0 for kind in KINDS for limit in limits})
+    kinds = KINDS[:1] if keeps_state(distillation.model) else KINDS
+    tokens, forwards = 0, Counter({(kind, limit): 0 for kind in kinds for limit in limits})
     for answer in answers:
         tokens += len(answer["response_ids"])
         accepted = accepted_runs(distillation, answer)
         for limit in limits:
             runs = accepted.clamp(max=limit).tolist()
-            for kind in KINDS:
+            for kind in kinds:
                 forwards[kind, limit] += _forwards(runs, limit, is_chain=kind == "chain")
     return tokens, forwards
 

@@ -58,8 +58,10 @@ def read_log(log: Path) -> list[dict[str, Any]]:
 
 
 def acceptance_table(log: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Tokens per forward against trained mask rows: `columns` and `rows` of a table, of the log's evaluations."""
-    prefix = "eval_tokens_per_forward_branch_"
+    """Tokens per forward against trained mask rows: `columns` and `rows` of a table, of the log's evaluations; those
+    of chains where the model decodes no branches."""
+    has_branches = any("eval_tokens_per_forward_branch_1" in entry for entry in log)
+    prefix = f"eval_tokens_per_forward_{'branch' if has_branches else 'chain'}_"
     entries = {entry["mask_rows"]: entry for entry in log if f"{prefix}1" in entry}.values()
     names = {name.removeprefix(prefix) for entry in entries for name in entry if name.startswith(prefix)}
     drafts = sorted(int(name) for name in names if name.isdigit())

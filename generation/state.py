@@ -85,8 +85,8 @@ def _copy(value: Any) -> Any:
 
 
 def prepare_chunks(model: Any) -> None:
-    """Lets [`short_chunks`] reach the layers of a model: the files of models that they are from call these functions by
-    name."""
+    """Lets [`short_chunks`] reach the layers of a model: the file of models that a layer is from calls these functions
+    by name."""
     if getattr(model, "use_kernels", False):  # from the Hub
         return
     homes = {sys.modules[kind.__module__] for module in model.modules() for kind in type(module).__mro__}

@@ -5,6 +5,7 @@ STATE_TEXTS=200 pytest tests/adapters/test_states.py -k plain_generate      200 
 
 import os
 import random
+import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,6 +26,7 @@ from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
 from wedlm_hf.eval.table import speed_table
 from wedlm_hf.generation.drafter import Draft
+from wedlm_hf.generation.state import CHUNKED
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 from wedlm_hf.generation.versions import CACHE, cache_of
 
@@ -132,6 +134,29 @@ def test_verified_decoding_is_plain_generate(name: str, monkeypatch: pytest.Monk
     tokens, often, seldom = map(sum, zip(*found, strict=True))
     print(f"{name}: {TEXTS} texts of {tokens} tokens; {often} forwards with drafts right by 90 %, {seldom} by 30 %")
     assert often < 0.7 * tokens and often < seldom
+
+
+@pytest.mark.parametrize(("name", "usual"), [("FalconH1", 8), ("Mamba2", 8), ("Qwen3_5", 64)])
+def test_steps_read_chunks_no_longer_than_their_rows_and_prompts_those_of_plain_generate(
+    name: str, usual: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(name, STATEFUL[name])
+    home = sys.modules[type(model).__module__]
+    (function,) = (each for each in CHUNKED if hasattr(home, each))
+    read, found = getattr(home, function), []
+
+    def noting(rows: torch.Tensor, *args: Any, chunk_size: int = 64, **kwargs: Any) -> Any:
+        found.append((rows.shape[1], chunk_size))
+        return read(rows, *args, chunk_size=chunk_size, **kwargs)
+
+    monkeypatch.setattr(home, function, noting)
+    plain = model.generate(prompt(5), **GREEDY)
+    assert set(found) == {(5, usual)}
+    with_adapter(model)
+    found.clear()
+    assert torch.equal(model.generate(prompt(5), **GREEDY, **EXACT, **FIXED), plain)
+    prompts, steps = ([each for each in found if (each[0] == 5) == is_prompt] for is_prompt in (True, False))
+    assert (5, usual) in prompts and all(chunk == min(rows, usual) for rows, chunk in steps) and steps
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -142,3 +142,5 @@ def test_the_curve_has_a_row_for_each_evaluation_and_is_drawn(tmp_path):
     assert table["rows"] == [["1,000", "1.11", "1.12"], ["5,000", "1.51", "1.52"]]
     draw_acceptance(read_log(path), tmp_path)
     assert (tmp_path / "acceptance.png").read_bytes().startswith(b"\x89PNG")
+    chains = [{"mask_rows": 7, "eval_tokens_per_forward_chain_1": 1.25}]  # of a model that keeps a state
+    assert acceptance_table(chains) == {"columns": ["mask rows", "1 draft"], "rows": [["7", "1.25"]]}
