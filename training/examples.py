@@ -154,7 +154,9 @@ def read_example(
         raise ValueError(f"{where} has the columns {columns}. It needs {wanted}.")
     if kind_of(example, reading.text_field) != kind:
         first = f"the first one has `{kind}`: all must be of one kind"
-        raise ValueError(f"{where} has the columns {columns}, and {first}.")
+        empty = sorted(example.keys() - set(columns))
+        nulls = f" ({', '.join(empty)}: null)" if empty else ""
+        raise ValueError(f"{where} has the columns {columns}{nulls}, and {first}.")
     if kind == "input_ids":
         return _marked(example, where)
     names = ("prompt", "completion") if kind == "prompt" else (kind,)

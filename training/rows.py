@@ -14,6 +14,7 @@ from ..console.prompts import encoding_of, is_unicode
 # A row of a JSON file stays the text that it is until it is read: a table would give the tool calls of one row the
 # arguments of all others, as nulls.
 _TEXT, _PLACE = "json_text", "json_place"
+_WANTED = "each line must be a JSON object: "
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -83,28 +84,33 @@ def _rows(path: str, version: Any = None) -> Iterator[dict[str, str]]:
         try:
             for number, line in enumerate(lines, start=1):
                 if path.lower().endswith(".json") and line.lstrip().startswith("["):
-                    items = _parsed(line + lines.read(), path)
+                    items = _parsed(line + lines.read(), path, number)
                     for index, item in enumerate(items, start=1):
                         yield _row(item, json.dumps(item), f"{path}, example {index}")
                 elif line.strip():
-                    place = f"{path}:{number}"
-                    yield _row(_parsed(line, place), line.strip(), place)
+                    yield _row(_parsed(line.strip(), path, number), line.strip(), f"{path}:{number}")
         except UnicodeDecodeError:
             raise ValueError(f"{path}: the text is not {encoding.upper()}. Save the file as UTF-8.") from None
 
 
-def _parsed(text: str, place: str) -> Any:
+def _parsed(text: str, path: str, first: int) -> Any:
+    """The value of a line, or of the array that begins at line `first`."""
     try:
         if not is_unicode(text):
             raise ValueError("the text is not UTF-8. Save the file as UTF-8")
         return json.loads(text)
+    except json.JSONDecodeError as error:
+        place, line = f"{path}:{first + error.lineno - 1}", text.split("\n")[error.lineno - 1][:40]
+        is_told = text.startswith("[") or not path.lower().endswith(".json")
+        hint = "" if is_told else " A .json file may also hold one array of objects."
+        raise ValueError(f"{place}: {_WANTED}{error.msg} at column {error.colno} of {line!r}.{hint}") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: each line must be a JSON object: {error}.") from None
+        raise ValueError(f"{path}:{first}: {_WANTED}{error}.") from None
 
 
 def _row(value: Any, text: str, place: str) -> dict[str, str]:
     if not isinstance(value, dict):
-        raise ValueError(f"{place}: each line must be a JSON object: not an object.")
+        raise ValueError(f"{place}: {_WANTED}not an object, got {text[:40]!r}.")
     return {_PLACE: place, _TEXT: text}
 
 

@@ -174,7 +174,22 @@ OBJECT = "each line must be a JSON object: "
     ("name", "content", "message"),
     [
         ("data.jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', f":3: {OBJECT}Expecting ',' del"),
-        ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', f":2: {OBJECT}not an object."),
+        (
+            "data.jsonl",
+            b"prompt;answer\r\nPet?;goat\r\n",
+            f":1: {OBJECT}Expecting value at column 1 of 'prompt;answer'.",
+        ),
+        (
+            "data.json",
+            b'\n[{"text": "a"},\n {"text": }]',
+            f":3: {OBJECT}Expecting value at column 11 of ' {{\"text\": }}]'.",
+        ),
+        (
+            "data.json",
+            b'{\n "text": "a"}',
+            f":1: {OBJECT}Expecting property name enclosed in double quotes at column 2",
+        ),
+        ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', f":2: {OBJECT}not an object, got '[1, 2]'."),
         ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', f":2: {OBJECT}the text is not UTF-8. Save"),
         ("data.jsonl", TEXT.replace("\u2028", "").encode("cp1252"), f":1: {OBJECT}the text is not UTF-8. Save"),
         ("data.jsonl", TEXT.encode("utf-16-le"), f":1: {OBJECT}"),  # without a mark

@@ -201,7 +201,7 @@ GOOD = {"messages": CHATS[0]}
         ([GOOD, {"messages": [{"content": "a"}]}], "Example 2 of the train dataset: each turn of `messages` needs"),
         ([GOOD, {"messages": [USER, {"role": "assistant", "content": None}]}], "needs `role` and `content`: {"),
         ([{"conversations": [{"from": "human"}]}], "each turn of `conversations` needs `from` and `value`: {"),
-        ([{"text": "abc"}, {"text": None}], "has the columns [], and the first one has `text`"),
+        ([{"text": "abc"}, {"text": None}], "has the columns [] (text: null), and the first one has `text`"),
         ([{"text": "abc"}, {"prompt": "a", "completion": "b"}], "has `text`: all must be of one kind."),
         ([{"text": 3}], "Example 1 of the train dataset: `text` must be a string, got 3."),
         ([{"messages": [{"role": "user", "content": 3}]}], "`content` of each turn must be text, got 3."),
