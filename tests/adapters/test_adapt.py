@@ -56,7 +56,7 @@ def whole(tmp_path_factory) -> Path:
 
 def run(tmp_path: Path, base: Any, name: str = "out", measure: Any = None, **settings: Any) -> tuple[Path, str]:
     console = Console(file=io.StringIO(), width=200)
-    config = AdaptConfig(**{"tokens": 300, "prompts": tmp_path / "prompts.txt"} | SMALL | settings)
+    config = AdaptConfig(**{"tokens": 150, "prompts": tmp_path / "prompts.txt"} | SMALL | settings)
     adapt(base, tmp_path / name, config, measure=measure, console=console)
     return tmp_path / name, console.file.getvalue()
 

@@ -374,10 +374,17 @@ def test_answers_and_what_they_took_are_printed_as_json(folder):
 
 
 def test_a_trace_names_its_files_and_a_conversion_its_keys_as_json(folder, tmp_path):
-    short = ("--model", folder / "model", "--max-new-tokens", 4, "--repeats", 1)
-    results = results_of("trace", "1, 2", *short, "--output", tmp_path / "a.html")
-    assert results["files"] == [str(tmp_path / "a.html")]
+    short = ("--model", folder / "model", "--max-new-tokens", 4, "--repeats", 1, "--file", tmp_path / "chats.jsonl")
+    turns = [{"role": role, "content": "1, 2"} for role in ("user", "assistant", "user")]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
+    files = [str(tmp_path / name) for name in ("[b]/trace.json", "a.html")]
+    results = results_of("trace", *short, "--save", files[0], "--output", files[1])
+    assert results["files"] == files
     assert results["decoders"]["wedlm"]["new_tokens"] == 4
+    kept, page = (Path(file).read_text() for file in files)
+    assert json.loads(kept)["recordings"][0]["prompt"] == "1, 2\n1, 2\n1, 2"
+    shown = page.split('<script id="trace" type="application/json">')[1].split("</script>")[0]
+    assert json.loads(shown) == json.loads(kept)
     results = results_of("convert", folder / "stock", tmp_path / "out")
     assert results["output_dir"] == str(tmp_path / "out")
     assert isinstance(results["mask_token_id"], int)

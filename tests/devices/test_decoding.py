@@ -47,12 +47,11 @@ def generate(model, prompts, **options):
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLING], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("lengths", [pytest.param([6], marks=pytest.mark.slow), [5, 1, 12]], ids=["one", "batch"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_answers_are_the_cpus(pretend, models, name, lengths, sampling):
+def test_answers_are_the_cpus(pretend, models, name, sampling):
     options = DECODERS[name] | sampling
-    _, expected = generate(models[name], prompts_of(lengths), **options)
-    _, rows = generate(on(pretend.device, models[name]), prompts_of(lengths), **options)
+    _, expected = generate(models[name], prompts_of([5, 1, 12]), **options)
+    _, rows = generate(on(pretend.device, models[name]), prompts_of([5, 1, 12]), **options)
     assert rows == expected
 
 

@@ -55,12 +55,11 @@ def is_nearly_best(exact, prompt, answer, dtype):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("lengths", [pytest.param([6], marks=SLOW), [5, 1, 12]], ids=["one", "batch"])
-def test_each_token_is_that_of_float64_or_nearly_tied_with_it(name, dtype, attention, lengths):
+def test_each_token_is_that_of_float64_or_nearly_tied_with_it(name, dtype, attention):
     model, exact = pair_of(dtype, attention, has_adapter=name in ("trees", "branches", "static adapter"))
     drafted = 0
     for seed in range(3):
-        prompts = prompts_of(lengths, seed)
+        prompts = prompts_of([5, 1, 12], seed)
         output, rows = generate(model, prompts, **DECODERS[name])
         for prompt, row in zip(prompts, rows, strict=True):
             assert is_nearly_best(exact, prompt, row, dtype)

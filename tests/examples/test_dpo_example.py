@@ -61,11 +61,6 @@ def test_the_loss_is_the_definition(tmp_path):
     assert loss.item() == pytest.approx(torch.log1p(torch.exp(-margins)).mean().item(), rel=1e-4)
 
 
-def test_another_loss_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"needs `loss_type='sigmoid'` and a `ref_model`, got \['hinge'\] and one"):
-        trainer_with(tmp_path, loss_type="hinge")
-
-
 def test_pairs_are_made_of_a_right_and_a_wrong_answer():
     samples = [
         Prompt.of(f"Count from 1 to {last} by 1.", task="counting", answers=(answer,))

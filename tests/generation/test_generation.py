@@ -187,6 +187,9 @@ def test_verified_decoding_uses_good_drafts():
     assert rows == [[50] * 32]
     assert torch.equal(output.stats.accepted, output.stats.drafted)
     assert output.stats.forwards.item() <= 6
+    cut = [lambda ids, scores, **_: torch.tensor([ids.shape[1] >= 18])]  # in the middle of a path
+    output, rows = generate(model, prompts, verification="exact", max_new_tokens=32, **fixed, stopping_criteria=cut)
+    assert rows == [[50] * 13] and cache_of(output).lengths[0] < 18
 
 
 def test_verified_sampling_is_distributed_as_ar_sampling(qwen3):

@@ -146,6 +146,7 @@ def test_tokens_one_by_one_are_decoded_as_all_of_them(tokens, text):
 def test_n_answers_are_those_to_the_seeds_that_follow(server):
     asked = {"temperature": 6, "max_tokens": 12, "extra_body": {"verification": "exact"}}
     alone = [server.text(**asked, seed=seed) for seed in (3, 4, 5)]
+    assert len(set(alone)) == 3
     whole = server.chat(**asked, seed=3, n=3)
     assert [choice.message.content for choice in whole.choices] == alone
     texts = ["", "", ""]
@@ -153,6 +154,15 @@ def test_n_answers_are_those_to_the_seeds_that_follow(server):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert (texts, chunk.usage) == (alone, whole.usage)
     assert whole.usage.completion_tokens > whole.usage.prompt_tokens
+
+
+def test_a_seed_leaves_nothing_behind_for_the_next_request(server):
+    for settings in ({"strategy": "ar"}, {"verification": "exact"}):
+        server.app.state.desk.calls.wait()  # for those of the test before
+        state = torch.get_rng_state()
+        server.text(temperature=1, seed=3, max_tokens=2, extra_body=settings)
+        server.app.state.desk.calls.wait()  # the answer is there before its call is over
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def log_probs(server, count, **options):
