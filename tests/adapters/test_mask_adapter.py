@@ -98,12 +98,18 @@ def test_a_new_adapter_predicts_as_the_base_does() -> None:
 
 def test_after_an_error_the_next_forward_is_the_bases() -> None:
     model = with_adapter(tiny_model())
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     with torch.no_grad():
         expected = model(IDS).logits
         with pytest.raises(ValueError, match="more slots"):
             predict(model, IDS, 8)
         with pytest.raises(RuntimeError):
             predict(model, IDS, 2, position_ids=torch.zeros(3, 5, dtype=torch.long))
+        with pytest.raises(KeyboardInterrupt), model.model.layers[1].register_forward_hook(interrupt):
+            predict(model, IDS, 2)
         assert torch.equal(model(IDS).logits, expected)
 
 

@@ -125,6 +125,7 @@ def test_inductor_compiles_whole_steps_once(strategy, dtype):
         assert counters["stats"]["unique_graphs"] == 1 + (calls[0] == [9]) and not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_without_fixed_shapes_is_followed_as_a_whole_and_warned_of(caplog):
     torch._dynamo.reset()
     model, compiles = tiny_model(), []
