@@ -10,7 +10,7 @@ import torch
 
 from .drafter import UNIT, Draft, Drafter
 from .lookup import TextLookup
-from .planner import DRAFT_COUNTS
+from .planner import MOST_DRAFTS
 from .rows import SequenceState
 from .sampling import SHORTLIST, TokenSampler
 
@@ -78,7 +78,7 @@ class TreeDrafter(Drafter):
             return drafts
         lookup, parent = self._lookups.setdefault(one.index, TextLookup()), -1
         known = [draft.token for draft in drafts[:1]]
-        for depth, token in enumerate(lookup.drafts(one.tokens, known, DRAFT_COUNTS[-1]), 1):
+        for depth, token in enumerate(lookup.drafts(one.tokens, known, MOST_DRAFTS), 1):
             siblings = [place for place, draft in enumerate(drafts) if draft.parent == parent]
             same = [place for place in siblings if drafts[place].token == token]
             if not same:
