@@ -58,7 +58,8 @@ def compare(
         for name, taken in turns.items():
             decodings.setdefault(name, []).append(in_turn(taken))
         answer, *rest = (answers[-1] for answers in decodings.values())
-        costs = f"{len(answer.tokens)} tokens in {answer.forwards} forwards, {answer.seconds:.3f} s"
+        forwards = f"{answer.forwards} forward{'s' * (answer.forwards != 1)}"
+        costs = f"{len(answer.tokens)} tokens in {forwards}, {answer.seconds:.3f} s"
         for ar in rest:
             same = "same answer" if ar.tokens == answer.tokens else f"its answer:\n{printable(ar.text)}"
             costs += f"; ar: {len(ar.tokens)} in {ar.forwards}, {ar.seconds:.3f} s, {same}"

@@ -317,8 +317,8 @@ def _check_inputs(
             )
     if batch_size > 1 and any(isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in processors):
         raise ValueError(
-            "SynthID watermarking keeps a state that all rows advance together, but here rows advance at paces of "
-            "their own: generate one sequence at a time or use `strategy='ar'`."
+            "SynthID watermarking keeps one state for the whole batch, but parallel decoding advances each sequence "
+            "at its own pace: generate one sequence at a time or use `strategy='ar'`."
         )
 
 

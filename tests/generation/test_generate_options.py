@@ -322,7 +322,7 @@ def test_synthid_watermarks_one_sequence_and_refuses_several(model):
     ar = model.generate(PROMPT, **options)
     assert ar.tolist() != model.generate(PROMPT, max_new_tokens=20, suppress_tokens=[MASK]).tolist()
     assert model.generate(PROMPT, **(EXACT | options)).tolist() == ar.tolist()
-    with pytest.raises(ValueError, match="SynthID watermarking keeps a state that all rows advance together"):
+    with pytest.raises(ValueError, match="SynthID watermarking keeps one state for the whole batch"):
         model.generate(PROMPT.expand(2, -1), **(EXACT | options))
 
 
