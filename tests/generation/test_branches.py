@@ -235,6 +235,14 @@ def test_unverified_windows_are_filled_by_the_adapter(qwen3):
     assert output.stats.forwards.tolist() == [forwards for _, forwards, _ in expected]
 
 
+@pytest.mark.parametrize("verification", ["none", "exact"])
+def test_embeddings_are_decoded_as_their_tokens(qwen3, verification):
+    prompt = torch.tensor([[20, 31, 9, 111]])
+    options = {"max_new_tokens": 6, "strategy": "wedlm", "verification": verification}
+    given = qwen3.generate(inputs_embeds=qwen3.get_input_embeddings()(prompt), **options)
+    assert given.tolist() == qwen3.generate(prompt, **options)[:, 4:].tolist()
+
+
 def test_streams_scores_and_traces_work_as_without_branches(qwen3, foreseeing):
     prompt = prompts_of([6])
     (expected,) = ar_outputs(qwen3, prompt)

@@ -113,6 +113,13 @@ def test_a_prompt_beyond_the_context_is_taken_with_a_warning_as_ar_takes_it(capl
     assert said.startswith("The prompt of row 0 has 80 tokens, but the model's context is 64 (`max_position_embeddi")
 
 
+def test_a_cache_beside_input_embeddings_must_be_empty(model):
+    embeds = model.get_input_embeddings()(PROMPT)
+    first = model.generate(inputs_embeds=embeds, **FAST, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="Nothing tells whether a cache belongs to `inputs_embeds`"):
+        model.generate(inputs_embeds=embeds, **FAST, **{CACHE: cache_of(first)})
+
+
 def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_path):
     fresh = tiny_model()
     fresh.generation_config.strategy = "wedlm"
@@ -139,6 +146,13 @@ def test_settings_of_parallel_decoding_are_not_ignored_by_ar_decoding(model, opt
         model.generate(PROMPT, max_new_tokens=4, **options)
 
 
+def test_gradient_checkpointing_in_training_mode_is_refused():
+    model = tiny_model().train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="Gradient checkpointing in training mode leaves no cache"):
+        model.generate(PROMPT, **FAST)
+
+
 def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(tmp_path):
     for name, value, message in (
         ("window_size", 0, "`window_size` must be an integer of at least 1, got 0"),
@@ -149,6 +163,13 @@ def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(t
         with pytest.raises(ValueError, match=message):
             model.save_pretrained(tmp_path / name)
         assert not (tmp_path / name).exists()
+
+
+def test_a_threshold_of_masks_beside_verified_drafts_is_told_apart(model, caplog):
+    output = model.generate(PROMPT, **EXACT)
+    assert not caplog.records
+    assert model.generate(PROMPT, **EXACT, entropy_threshold=0.0).tolist() == output.tolist()
+    assert "`entropy_threshold` is not read with `verification='exact'`" in caplog.text
 
 
 # --- lengths, end tokens, stopping -----------------------------------------------------------------------------------
@@ -227,6 +248,16 @@ def test_a_criterion_that_answers_for_the_whole_batch_is_refused_beside_other_ro
         model.generate(PROMPT.repeat(2, 1), **FAST, stopping_criteria=criteria)
 
 
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_a_streamer_gets_final_tokens_in_order_and_drafts_between(model, options):
+    recorder = Recorder()
+    sequences = model.generate(PROMPT, **options, streamer=recorder)
+    assert recorder.puts[0].tolist() == PROMPT.tolist()
+    assert torch.cat(recorder.puts[1:]).tolist() == tail(sequences)
+    assert all(len(tokens) for tokens in recorder.puts)
+    assert recorder.ended and recorder.drafts and any(MASK in draft for draft in recorder.drafts)
+
+
 # --- streaming, pipelines, threads, failures -------------------------------------------------------------------------
 
 
@@ -270,6 +301,16 @@ def test_text_streams_and_pipelines_give_the_same_text(model):
     assert tokenizer(text)["input_ids"] == PROMPT[0].tolist()
     generator = pipeline("text-generation", model=model, tokenizer=tokenizer)
     assert generator(text, return_full_text=False, do_sample=False, **FAST)[0]["generated_text"] == expected
+
+
+@pytest.mark.parametrize("verification", ["none", "exact"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_logits_that_are_no_numbers_end_with_an_error(verification, do_sample):
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight[5, 3] = float("nan")
+    with pytest.raises(ValueError, match="in forward 1, sequence 0: the model's logits are NaN or infinite"):
+        model.generate(PROMPT, **(FAST | {"verification": verification, "do_sample": do_sample}))
 
 
 def test_logits_that_become_no_numbers_name_step_and_row():
@@ -382,6 +423,25 @@ def test_a_window_cache_takes_no_forwards_of_others(model):
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_call_that_fails_leaves_the_cache_empty(model, options, error):
+    first = model.generate(PROMPT, **options, return_dict_in_generate=True)
+    cache = cache_of(first)
+    turn = torch.cat([first.sequences, torch.tensor([[50, 51]])], dim=1)
+
+    def fail(*arguments):
+        raise error
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model.generate(turn, **options, **{CACHE: cache})
+    handle.remove()
+    assert not any(cache.lengths)
+    warm = model.generate(turn, **options, **{CACHE: cache})
+    assert warm.tolist() == model.generate(turn, **options).tolist()
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
 def test_an_exception_while_rows_are_swapped_mixes_no_rows(model, options, monkeypatch):
     prompts = torch.tensor([[20, 40, 9], [31, 77, 5], [86, 54, 31]])
     first = model.generate(prompts, **(options | {"max_new_tokens": 4}), return_dict_in_generate=True)
@@ -416,6 +476,21 @@ def test_limit_and_window_may_be_larger_than_memory(model, options):
         PROMPT, **(options | {"max_new_tokens": 10**10}), eos_token_id=ends, return_dict_in_generate=True
     )
     assert huge.sequences.tolist() == expected.tolist()
+
+
+def test_scores_are_kept_in_float32_whatever_the_default_dtype(model):
+    options = EXACT | {"do_sample": True, "return_dict_in_generate": True}
+    torch.manual_seed(0)
+    expected = model.generate(PROMPT, **options)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        torch.manual_seed(0)
+        output = model.generate(PROMPT, **options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert output.sequences.tolist() == expected.sequences.tolist()
+    assert output.log_probs.dtype == torch.float32
+    torch.testing.assert_close(output.log_probs, expected.log_probs)
 
 
 # --- settings that are stored for another decoder --------------------------------------------------------------------

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import decode
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model
-from transformers import DynamicCache
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from wedlm_hf.generation import WindowCache
+from wedlm_hf.generation import WeDLMGenerationMixin, WindowCache
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 LIMIT = 24
@@ -117,6 +117,20 @@ def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, li
     assert rows == [decode(qwen3, prompt, **arguments)[0] for prompt in prompts]
 
 
+def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights(qwen3):
+    class StockQwen3(WeDLMGenerationMixin, Qwen3ForCausalLM):
+        pass
+
+    names = set(Qwen3Config().to_dict()) - {"model_type", "architectures", "auto_map"}
+    config = Qwen3Config(**{name: value for name, value in qwen3.config.to_dict().items() if name in names})
+    stock = StockQwen3(config).eval()
+    stock.load_state_dict(qwen3.state_dict())
+    prompts = prompts_of([4, 11])
+    _, expected = generate(qwen3, prompts, entropy_threshold=1.5)
+    _, rows = generate(stock, prompts, entropy_threshold=1.5, mask_token_id=MASK)
+    assert rows == expected
+
+
 def check_every_commit(model, prompts, rows, monkeypatch, **options):
     """After every step, the cache is that of a fresh prefill. Returns how many rows were compared."""
     seen = 0
@@ -166,6 +180,49 @@ def test_the_first_window_rides_on_the_prefill_and_no_forward_only_caches(qwen3)
     output, _ = generate(qwen3, prompts, entropy_threshold=100, distance_penalty=0, window_size=32, eos_token_id=EOS)
     assert output.stats.forwards.item() == 1
     assert cache_of(output).lengths == [6]
+
+
+@pytest.mark.parametrize("verification", ["none", "exact"])
+def test_statistics_equal_what_a_hook_on_the_model_counts(qwen3, verification):
+    prompts = prompts_of([5, 9, 2])
+    calls = []
+    handle = qwen3.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
+    output, rows = generate(
+        qwen3, prompts, verification=verification, output_trace=True, **{THRESHOLD[verification]: 2.0}
+    )
+    handle.remove()
+    assert len(calls) == output.stats.forwards.max().item() == len(output.trace)
+    for step, shape in zip(output.trace, calls, strict=True):
+        assert shape == step.input_ids.shape == (len(step.rows), max(step.counts))
+    instances = [sum(s.counts[s.rows.index(row)] for s in output.trace if row in s.rows) for row in range(3)]
+    assert output.stats.token_instances.tolist() == [n - len(p) for n, p in zip(instances, prompts, strict=True)]
+    assert output.stats.new_tokens.tolist() == [len(row) for row in rows]
+    assert output.stats.tokens_per_forward == pytest.approx(sum(map(len, rows)) / output.stats.forwards.sum().item())
+    assert 0 < output.stats.prefix_cacheability <= 1
+
+
+def test_trace_and_step_map_tell_the_whole_generation(qwen3):
+    prompts = prompts_of([5, 9])
+    output, rows = generate(qwen3, prompts, entropy_threshold=2.0, output_trace=True)
+    for row, prompt in enumerate(prompts):
+        tokens = {}
+        for index, step in enumerate(output.trace):
+            if row not in step.rows:
+                continue
+            entry = step.rows.index(row)
+            for position, token in zip(
+                step.logit_positions[entry][step.filled[entry]].tolist(),
+                step.tokens[entry][step.filled[entry]].tolist(),
+                strict=True,
+            ):
+                offset = position - len(prompt)
+                tokens[offset] = token
+                if offset < len(rows[row]):
+                    assert output.step_map[row, offset] == index
+        assert [tokens[offset] for offset in range(len(rows[row]))] == rows[row]
+        assert (output.step_map[row, len(rows[row]) :] == -1).all()
 
 
 def monotonous(model):

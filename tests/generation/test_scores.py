@@ -63,6 +63,14 @@ def test_unverified_logits_are_those_of_the_masks_in_the_steps_that_filled_them(
             torch.testing.assert_close(output.scores[offset][row], sequence[offset], atol=1e-4, rtol=1e-4)
 
 
+def test_nothing_is_kept_that_nobody_asked_for(model):
+    output, _ = generate(model, prompts_of([5]))
+    assert output.scores is output.logits is output.log_probs is None
+    output, _ = generate(model, prompts_of([5]), verification="exact")
+    assert output.scores is output.logits is None
+    assert output.log_probs is not None
+
+
 def test_counts_print_as_a_table_and_ar_decoding_has_them(tmp_path):
     model = tiny_model("qwen3")
     inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "do_sample": False, "return_dict_in_generate": True}

@@ -1,6 +1,7 @@
 """What differs between versions of transformers: both names of the cache (`past_key_values` up to 5.23, `cache` since
 5.24), versions outside the tested range, and later formats of ours."""
 
+import inspect
 import json
 import re
 import subprocess
@@ -85,6 +86,12 @@ def test_both_names_at_once_are_refused():
             model.generate(IDS, **EXACT, **{CACHE: WindowCache(), OTHER_NAME: WindowCache()})
 
 
+def test_the_signature_shows_the_installed_transformers_name():
+    for function in (tiny_model().forward, tiny_model().model.forward):
+        names = list(inspect.signature(function).parameters)
+        assert names[3] == CACHE and OTHER_NAME not in names
+
+
 def test_decoding_warns_of_nothing(recwarn):
     for model in (tiny_model(), attached()):
         for more in ({}, {"do_sample": True}, {"num_return_sequences": 2, "do_sample": True}):
@@ -115,6 +122,13 @@ def test_the_tested_versions_are_those_that_setup_cfg_and_the_pins_name():
 def test_a_transformers_below_the_range_is_an_import_error_that_says_the_range(monkeypatch):
     with pytest.raises(ImportError, match=r"needs transformers 5\.19 to 5\.\d+, got 5\.16\.3: pip install 'transf"):
         versions_with(monkeypatch, "5.16.3")
+
+
+@pytest.mark.parametrize("version", ["5.19.0", "5.24.9"])
+def test_a_tested_transformers_is_nothing_to_speak_of(monkeypatch, caplog, version):
+    within = versions_with(monkeypatch, version)
+    within.warn_if_untested()
+    assert (caplog.text, within.explained(int)) == ("", int)
 
 
 def test_a_transformers_beyond_the_range_is_one_warning_and_a_note_on_what_fails(monkeypatch, caplog):

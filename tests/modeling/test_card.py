@@ -1,12 +1,18 @@
 """Model cards: what they say, where it comes from, and that a person's own stays."""
 
-from huggingface_hub import ModelCard
+import pytest
+from huggingface_hub import ModelCard, ModelCardData
 from tiny import stock_twin, tiny_model, tiny_tokenizer
 
 from wedlm_hf import WeDLMForCausalLM, convert
-from wedlm_hf.checkpoints.card import is_written_by_a_person, model_card, read_card, write_card
+from wedlm_hf.checkpoints import card
+from wedlm_hf.checkpoints.card import is_written_by_a_person, model_card, provenance, read_card, write_card
 
 OWN = "---\nlicense: mit\nlanguage: fr\nbase_model: some/base\n---\n\n# Mine\n"
+
+
+SAID = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
+SAID += "This model card has been automatically generated."
 
 
 def test_the_card_of_a_saved_model_states_its_metadata_and_shows_code_that_runs(tmp_path, monkeypatch, capsys):
@@ -38,6 +44,14 @@ def test_a_card_names_the_base_and_its_licence_over_conversion_and_training(tmp_
         assert (data.base_model, data.license, data.language) == ("some/base", "mit", "fr")
 
 
+def test_a_model_of_the_hub_is_the_base_of_what_is_saved(monkeypatch, tmp_path):
+    (tmp_path / "README.md").write_text(OWN)
+    monkeypatch.setattr(card, "try_to_load_from_cache", lambda *_: str(tmp_path / "README.md"))
+    assert provenance("some/model") == ("some/model", {"license": "mit", "language": "fr"})
+    for name in ("", "a/b/c", "./folder", "model"):
+        assert provenance(name) == (None, {})
+
+
 def test_a_card_that_was_written_here_is_replaced_and_an_edited_one_is_not(tmp_path):
     model = tiny_model()
     model.save_pretrained(tmp_path)
@@ -49,6 +63,20 @@ def test_a_card_that_was_written_here_is_replaced_and_an_edited_one_is_not(tmp_p
         (tmp_path / "README.md").write_text(own)
         model.save_pretrained(tmp_path)
         assert read_card(tmp_path) == own and not write_card(tmp_path, ours)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        str(ModelCard.from_template(ModelCardData(tags=["x"]), model_description=SAID)),
+        str(ModelCard.from_template(ModelCardData())) + "\n### Framework versions\n\n- PEFT 0.21.0\n",
+    ],
+    ids=["transformers", "peft"],
+)
+def test_an_empty_form_is_no_persons_own_and_a_filled_one_is(form):
+    assert not is_written_by_a_person(form)
+    assert is_written_by_a_person(form.replace("[More Information Needed]", "Me", 1))
+    assert not is_written_by_a_person(None) and not is_written_by_a_person(" \n")
 
 
 def test_a_push_brings_a_card_with_the_name_in_it_and_keeps_a_persons_own(hub, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import EOS, LINES, PAD, START, VOCAB_SIZE, edit, stock_twin, tiny_model, tiny_tokenizer
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
@@ -132,6 +133,19 @@ def test_the_tokenizer_changes_in_nothing_else(tmp_path, make):
     assert before.get_vocab() == {
         token: row for token, row in after.get_vocab().items() if token in before.get_vocab()
     }
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_config_keeps_what_the_source_states(tmp_path, style):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 128}
+    source = write_source(tmp_path / "source", style, rope_parameters=yarn, tie_word_embeddings=True)
+    config = convert(tmp_path / "source", tmp_path / "out").model.config
+    written = AutoConfig.from_pretrained(tmp_path / "out")
+    for each in (config, written):
+        assert each.rope_parameters == source.config.rope_parameters
+        assert (each.qk_norm, each.attention_bias) == ((True, False) if style == "qwen3" else (False, True))
+        for name in ("tie_word_embeddings", "eos_token_id", "max_position_embeddings", "rms_norm_eps", "hidden_size"):
+            assert getattr(each, name) == getattr(source.config, name)
 
 
 @pytest.mark.parametrize("stated", [True, False], ids=["stated", "derived"])

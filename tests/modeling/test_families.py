@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, quantize
+from safetensors.torch import load_file, save_file
 from tiny import EOS, PAD, VOCAB_SIZE, assert_equal_but_rounding, edit, randomize, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, convert
 from wedlm_hf.adapters import MaskAdapterSettings
-from wedlm_hf.checkpoints.gguf import parsed_once
+from wedlm_hf.checkpoints.gguf import end_token_ids, parsed_once
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 
 SIZES: dict[str, Any] = {
@@ -89,6 +90,16 @@ def test_logits_and_verified_answers_are_the_stock_classs(tmp_path, kind):
     expected = stock.generate(prompts, suppress_tokens=[result.mask_token_id], **settings)
     for strategy in ({"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}):
         assert torch.equal(loaded.generate(prompts, **settings, **strategy), expected)
+
+
+@torch.no_grad()
+def test_rope_frequencies_that_older_llama_checkpoints_store_are_left_out(tmp_path):
+    stock = write_source(tmp_path / "source", "Llama 2")
+    file = tmp_path / "source" / "model.safetensors"
+    save_file(
+        load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file, {"format": "pt"}
+    )
+    assert torch.equal(convert(tmp_path / "source").model(ids()).logits, stock(ids()).logits)
 
 
 @torch.no_grad()
@@ -280,6 +291,14 @@ def test_the_tokenizer_of_a_gguf_file_knows_its_template_its_ends_and_a_padding_
     assert tokenizer.encode("Sort 31") == tiny_tokenizer().encode("Sort 31")
 
 
+def test_the_end_of_a_chat_turn_ends_answers_beside_the_tokenizers_own_end(tmp_path):
+    template = CHAT.replace("<|im_end|>", "<|im_start|>")
+    file, _ = gguf_source(tmp_path)
+    tokenizer = convert(file).tokenizer
+    tokenizer.chat_template = template
+    assert end_token_ids(tokenizer) == [EOS, tokenizer.convert_tokens_to_ids("<|im_start|>")]
+
+
 def test_a_gguf_file_that_is_truncated_is_refused(tmp_path):
     file, _ = gguf_source(tmp_path)
     content = file.read_bytes()
@@ -288,6 +307,14 @@ def test_a_gguf_file_that_is_truncated_is_refused(tmp_path):
         with pytest.raises(OSError, match=r"'.*tiny\.gguf' is not a GGUF file, or damaged or truncated: "):
             convert(file, tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+
+def test_a_gguf_file_of_a_kind_that_transformers_cannot_read_is_refused(tmp_path):
+    file, _ = gguf_source(tmp_path)
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"llama", b"rwkv7"))
+    with pytest.raises(OSError, match=r"transformers cannot read the GGUF file 'tiny\.gguf' of '.*source': .*rwkv7"):
+        convert(file)
 
 
 @pytest.mark.parametrize(
@@ -311,3 +338,10 @@ def test_a_gguf_file_that_is_not_there_is_refused_and_one_in_a_folder_is_named(t
         convert(file.with_name("other.gguf"))
     with pytest.raises(FileNotFoundError, match=r"has no config\.json: pass a GGUF file of it, tiny\.gguf\."):
         convert(file.parent)
+
+
+def test_without_the_package_gguf_its_name_is_given(tmp_path, monkeypatch):
+    file, _ = gguf_source(tmp_path)
+    monkeypatch.setattr("wedlm_hf.checkpoints.gguf.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"needs the package `gguf`: pip install '\.\[gguf\]'"):
+        convert(file)

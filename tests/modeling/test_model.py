@@ -177,6 +177,25 @@ def test_labels_alone_give_the_parents_loss_and_gradients(style):
     assert_equal_but_rounding(*map(torch.cat, zip(*pairs, strict=True)))
 
 
+@torch.no_grad()
+def test_hidden_states_attentions_and_tuples_come_out_as_from_the_parent():
+    model = tiny_model(attn_implementation="eager")
+    options = {"output_hidden_states": True, "output_attentions": True}
+    ours, theirs = model(tokens(), **options), stock_twin(model)(tokens(), **options)
+    assert ours.keys() == theirs.keys()
+    for name in ("hidden_states", "attentions"):
+        for one, other in zip(ours[name], theirs[name], strict=True):
+            assert_equal_but_rounding(one, other)
+    assert_equal_but_rounding(model(tokens(), return_dict=False)[0], theirs.logits)
+
+
+def test_input_ids_and_inputs_embeds_exclude_each_other():
+    model = tiny_model()
+    for inputs in ({}, {"input_ids": tokens(), "inputs_embeds": torch.zeros(2, LENGTH, 32)}):
+        with pytest.raises(ValueError, match="Pass exactly one of `input_ids` and `inputs_embeds`"):
+            model(**inputs)
+
+
 # ---------------------------------------------------------------------------------------------------------- loading
 
 

@@ -248,3 +248,14 @@ def test_a_key_is_asked_for_and_a_page_of_another_origin_may_ask_if_it_is_named(
         assert server.client.with_options(api_key="secret").models.list().data
         with pytest.raises(openai.AuthenticationError):
             server.client.models.list()
+
+
+def test_a_response_says_the_id_of_its_request_the_clients_own_if_it_is_plain(server):
+    answer = server.chat(max_tokens=1)
+    assert answer._request_id and answer.id == f"chatcmpl-{answer._request_id}"
+    assert server.chat(max_tokens=1, extra_headers={"x-request-id": "mine-1"})._request_id == "mine-1"
+    for wrong in ("a b", "x" * 200, ""):
+        assert server.chat(max_tokens=1, extra_headers={"x-request-id": wrong})._request_id != wrong
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.chat(max_tokens=0)
+    assert caught.value.request_id

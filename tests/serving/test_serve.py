@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from served import ANSWER, CHAT, ENDLESS, NAME, Server
+from served import ANSWER, CHAT, ENDLESS, NAME, Server, post
 from tiny import tiny_model, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -96,6 +96,37 @@ def test_text_is_completed_streaming_or_not(server):
         extra_body={"strategy": "ar"},
     )  # fmt: skip
     assert biased.choices[0].text == "777"
+
+
+def test_usage_comes_with_the_last_chunk_or_alone_and_a_stream_ends_as_openais(server):
+    plain = list(server.chat(stream=True))
+    alone = list(server.chat(stream=True, stream_options={"include_usage": True}))
+    assert plain[-1].usage and plain[-1].choices
+    assert (alone[-1].choices, alone[-1].usage) == ([], plain[-1].usage)
+    assert not any(chunk.usage for chunk in alone[:-1])
+    with post(server, {"messages": CHAT, "stream": True}) as response:
+        assert response.read().decode().endswith("\n\ndata: [DONE]\n\n")
+
+
+def test_the_log_says_what_an_answer_took(server, log):
+    server.chat(extra_body={"verification": "exact"})
+    server.chat(extra_body={"strategy": "ar"})
+    server.app.state.desk.calls.wait()  # an answer is there before its line
+    pattern = r"(\d+) new in (\d+) forwards \((\d+\.\d\d) tokens per forward\)(.*) \(\d+ tokens/s\)"
+    exact, ar = log(pattern, count=2)[-2:]  # an answer whose client left an earlier test may come first
+    assert (exact[0], ar[:3]) == ("29", ("29", "29", "1.00"))
+    assert float(exact[2]) > 2
+    assert re.match(r", \d+ of \d+ drafts accepted, ", exact[3])
+
+
+def test_a_limit_ends_an_answer_for_its_length(server):
+    for option in ("max_tokens", "max_completion_tokens"):
+        answer = server.chat(**{option: 4})
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 4)
+    late = {"extra_body": {**ENDLESS, "max_time": 0.05}}
+    assert server.chat(**late).choices[0].finish_reason == "length"
+    assert list(server.chat(stream=True, **late))[-1].choices[0].finish_reason == "length"
+    assert server.chat(max_tokens=29).choices[0].finish_reason == "stop"  # the last token is the end
 
 
 def test_an_answer_ends_before_a_stop_string(server):
@@ -237,6 +268,20 @@ def test_a_tool_call_is_one_and_what_is_none_is_text(text, one, expected):
     assert answer.finish_reason == ("tool_calls" if calls else "stop")
 
 
+def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for(server):
+    asked = {"temperature": 6, "seed": 3, "max_tokens": 20, "extra_body": {"verification": "exact"}}
+    first = server.text(**asked)
+    others = [threading.Thread(target=server.text, kwargs={**asked, "seed": seed}) for seed in (1, 2)]
+    for other in others:
+        other.start()
+    assert server.text(**asked) == first
+    for other in others:
+        other.join()
+    samples = {server.text(**{**asked, "seed": seed}) for seed in range(4, 8)}
+    assert samples - {first}
+    assert server.text(temperature=0, seed=3) == server.text(temperature=1e-300) == ANSWER
+
+
 def test_concurrent_requests_share_calls_and_are_all_answered(server, log):
     answers = {}
 
@@ -361,6 +406,11 @@ def test_an_address_that_others_reach_without_a_key_is_warned_of(monkeypatch, wo
     monkeypatch.setattr("wedlm_hf.serving.server.run", lambda *_: None)
     result = CliRunner().invoke(cli.app, ["serve", "--port", "0", *words.split()])
     assert (result.exit_code, "Everyone who reaches this address may ask" in result.stderr) == (0, warns)
+
+
+def test_a_key_that_is_empty_is_refused():
+    with pytest.raises(ValueError, match="The API key must not be empty"):
+        build_app("tiny", tiny_model(), tiny_tokenizer(), {"strategy": "ar"}, api_key="")
 
 
 def test_the_command_serves_until_ctrl_c():
