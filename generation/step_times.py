@@ -37,7 +37,8 @@ class StepTimes:
         self._forget(0.0)
 
     def _forget(self, load: float) -> None:
-        self._load, self._loads = load, [load] if load else []
+        self._load = load
+        self._loads = [(load, (0, False))] if load else []  # with the widths that told it
         self._prompt_row = 1e9  # seconds of a row of a prompt, at least: unknown
         self._samples: tuple[dict[int, list[tuple[int, float]]], ...] = {}, {}  # by width: steps, and their times
         self._medians: tuple[dict[int, float], ...] = {}, {}
@@ -48,21 +49,26 @@ class StepTimes:
         self._prompt_row = min(self._prompt_row, seconds / rows)
 
     def record(self, rows: int, has_masks: bool, seconds: float) -> None:
-        """Takes in a step. The machine's load is the median of what the last ones took, of what they usually do."""
+        """Takes in a step. The machine's load is the median of what the last ones took, of what they usually do. Where
+        these were all of one width, the load is all that they tell: or its time would drift away from others."""
         seconds = max(seconds, 1e-9)  # a coarse clock may stand still
-        ratio = seconds / float(self.of(rows, has_masks))
+        usual, width = float(self.of(rows, has_masks)), (rows, has_masks)
+        ratio = seconds / usual
         self._load = self._load or ratio
         if rows in self._samples[has_masks] or not self._loads:
-            self._loads = [*self._loads[1 - ENOUGH :], ratio]
-        load = median_low(self._loads)
+            self._loads = [*self._loads[1 - ENOUGH :], (ratio, width)]
+        load = median_low([each for each, _ in self._loads])
         if not self._load / DOUBT**2 < load < self._load * DOUBT**2:
             self._forget(load)
         self._steps, samples = self._steps + 1, self._samples[has_masks]
         kept = [each for each in samples.get(rows, [])[1 - ENOUGH :] if each[0] > self._steps - FRESH]
-        most = np.inf if len(kept) > 1 else DOUBT * float(self.of(rows, has_masks))
-        samples[rows] = [*kept, (self._steps, min(seconds / load, most))]
+        time = seconds / load if len(kept) > 1 else min(seconds / load, DOUBT * float(self.of(rows, has_masks)))
+        if len(kept) > 1 and {each for _, each in self._loads} == {width}:
+            time = usual
+        samples[rows] = [*kept, (self._steps, time)]
         # Without its first step, if there are others.
-        self._medians[has_masks][rows] = median_low([time for _, time in samples[rows][1:] or samples[rows]])
+        counted = samples[rows] if len(samples[rows]) == ENOUGH else samples[rows][1:] or samples[rows]
+        self._medians[has_masks][rows] = median_low([time for _, time in counted])
         for kind in [True] if has_masks and self._medians[False] else [False, True]:
             self._tables[kind] = self._table(len(self._tables[kind]), kind)
 

@@ -160,6 +160,18 @@ def test_a_busy_moment_of_the_machine_is_forgotten():
         assert times.of(rows, True) / times.of(1, False) == pytest.approx(1 + 0.035 * (rows - 1), rel=0.15)
 
 
+@pytest.mark.parametrize("others", [[], [(3, True, 1.3), (3, True, 1.3)]])
+def test_a_width_is_not_dearer_for_not_having_been_met_lately(others):
+    random, found = Random(0), []
+    for _ in range(9):
+        times = StepTimes(0.035, plans.Clock())
+        met = [(1, False, 1.0)] * 6 + [(5, True, 1.4)] * 6 + [*others, (1, False, 1.0)] * 150
+        for rows, has_masks, time in met:
+            times.record(rows, has_masks, 0.01 * time * random.lognormvariate(0, 0.05))
+        found.append(times.of(5, True) / times.of(1, False))
+    assert sorted(found)[4] == pytest.approx(1.4, rel=0.15)
+
+
 def test_a_prompts_time_tells_whether_wide_steps_are_worth_it_at_once():
     for row_cost, is_wide in ((0.02, True), (0.7, False)):
         planner, clock = new_planner(), plans.Clock()
