@@ -6,6 +6,7 @@ import json
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,7 +23,7 @@ from wedlm_hf.adapters import adapt as adapt_module
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import load_mask_adapter
-from wedlm_hf.adapters.model_card import read_log
+from wedlm_hf.adapters.model_card import model_card, read_log
 from wedlm_hf.cli import app
 
 SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
@@ -140,6 +141,20 @@ def test_a_finished_run_has_nothing_left_to_do(whole, monkeypatch):
     assert weights(whole) == before
 
 
+def test_what_was_measured_is_measured_again_only_for_another_budget(whole, tmp_path):
+    shutil.copytree(whole.parent, tmp_path, dirs_exist_ok=True)
+    base, calls = whole.parent / "llama", []
+
+    def measure(*_: Any) -> dict[str, Any]:
+        calls.append(1)
+        return {"caption": "On a test machine.", "columns": ["decoder"], "rows": [["AR"]], "measured": []}
+
+    for tokens, count in ((150, 1), (150, 1), (200, 2)):
+        out, _ = run(tmp_path, base, measure=measure, tokens=tokens)
+        assert len(calls) == count
+        assert "On a test machine." in (out / "README.md").read_text()
+
+
 def test_a_larger_budget_writes_more_answers_and_trains_on(tmp_path, whole, monkeypatch):
     stopped, went_on = tmp_path / "stopped", tmp_path / "went_on"
     for folder in (stopped, went_on):
@@ -220,6 +235,11 @@ def test_the_command_makes_an_adapter_with_its_table(tmp_path, base):
     assert (tmp_path / "out" / "acceptance.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_disk_without_room_is_refused(tmp_path, base, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    refused(tmp_path, base, OSError, r"About 1\.0 GB are needed, and '.*' has 0\.0 GB free: make room, or choose a")
+
+
 def test_a_folder_with_something_else_in_it_is_refused(tmp_path, base):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").touch()
@@ -234,6 +254,14 @@ def test_other_settings_do_not_go_on_with_a_run(whole):
     base, other = folder / "llama", write_base(folder / "other")
     refused(folder, base, ValueError, r"holds a run with other settings \(seed: 0, not 1\): choose a new", seed=1)
     refused(folder, other, ValueError, r"holds a run with other settings \(base: '.*llama', not '.*other'\)")
+
+
+def test_answers_that_never_end_are_learned_and_said(tmp_path, base):
+    config = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": 319}))
+    out, shown = run(tmp_path, base, tokens=200)
+    count = len(read_answers(out / "work" / "answers.jsonl"))
+    assert f"None of the {count} answers ended within 192 tokens" in shown
 
 
 def test_a_full_disk_is_named_and_the_same_call_goes_on(tmp_path, base, whole, monkeypatch):
@@ -260,3 +288,15 @@ def test_no_other_run_writes_into_the_folder_meanwhile(tmp_path, base, monkeypat
     with pytest.raises(Timeout):
         run(tmp_path, base)
     lock.acquire(blocking=False)
+
+
+def test_the_card_of_an_adapter_for_a_gguf_file_loads_that_file(tmp_path):
+    facts = {"answers": 1, "answer_tokens": 9, "held_out": 1, "mask_rows": 54, "training_seconds": 1.0}
+    facts |= {"answer_seconds": 1.0, "rank": 2, "head_width": 0, "seed": 0, "is_chat": False, "gguf_file": None}
+    file = tmp_path / "models" / "tiny.gguf"
+    file.parent.mkdir()
+    file.touch()
+    card = model_card(str(file), str(tmp_path / "out"), facts, {"columns": [], "rows": []}, {})
+    assert 'source = {"pretrained_model_name_or_path": "models", "gguf_file": "tiny.gguf"}' in card
+    assert card.count(".from_pretrained(**source)") == 2 and 'load_mask_adapter(model, "out")' in card
+    assert str(tmp_path) not in card

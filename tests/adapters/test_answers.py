@@ -11,6 +11,7 @@ from tiny import LINES, MASK, tiny_model, tiny_tokenizer
 
 from wedlm_hf import WeDLMForCausalLM
 from wedlm_hf.adapters.answers import (
+    STARTERS,
     AnswerConfig,
     check_conversations,
     read_answers,
@@ -78,6 +79,18 @@ def test_a_run_that_was_killed_at_any_byte_goes_on_as_if_it_had_not_been(tmp_pat
     assert cut.read_bytes() == content
 
 
+def test_noise_depends_on_the_seed_and_leaves_the_global_one_alone(tmp_path):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "two", "other")}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    for name, file in files.items():
+        collect(file, 4, config=AnswerConfig(batch_size=3, max_new_tokens=24, seed=int(name == "other")))
+        assert torch.equal(torch.get_rng_state(), state)
+        torch.rand(3)
+        state = torch.get_rng_state()
+    assert files["one"].read_bytes() == files["two"].read_bytes() != files["other"].read_bytes()
+
+
 def test_a_model_writes_prompts_of_its_own(tmp_path):
     """The chat template up to the user's turn, continued until the turn's end; no prompt twice."""
     model: WeDLMForCausalLM = load_model(NANO).eval()
@@ -98,6 +111,15 @@ def test_a_model_writes_prompts_of_its_own(tmp_path):
         assert text.endswith(tail)
         assert len(answer["prompt_ids"]) <= 96
         assert answer["greedy"] is (answer["batch"] == 0)
+
+
+def test_a_model_without_template_and_bos_writes_prompts_too(tmp_path):
+    tokenizer = load_tokenizer(NANO)
+    tokenizer.chat_template = tokenizer.bos_token = None
+    config = AnswerConfig(batch_size=8, max_new_tokens=16)
+    counts = [*islice(write_answers(load_model(NANO).eval(), tokenizer, tmp_path / "answers.jsonl", None, config), 2)]
+    assert counts[-1].answers
+    assert all(STARTERS)
 
 
 def test_a_model_that_answers_nothing_is_named(tmp_path):

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import json
 import pickle
 import weakref
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_mask_adapter import SMALL
 from test_mask_adapter import with_adapter as attached
@@ -27,7 +28,10 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
+from wedlm_hf.adapters import adapter_files
 from wedlm_hf.adapters.adapter_files import base_of, check_base
+from wedlm_hf.adapters.attach import is_close
+from wedlm_hf.generation.versions import CACHE, cache_of
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 96}
@@ -67,13 +71,53 @@ def test_detaching_gives_the_object_back_as_it_was() -> None:
         unload_mask_adapter(model)
 
 
-def test_a_saved_adapter_is_loaded(tmp_path: Path) -> None:
-    adapted, model = attached(llama()), llama()
+@pytest.mark.parametrize("load", ["load_mask_adapter", "peft"])
+def test_a_saved_adapter_is_loaded_by_our_function_and_by_peft(tmp_path: Path, load: str) -> None:
+    adapted = attached(llama())
     adapted.save_mask_adapter(tmp_path)
-    load_mask_adapter(model, tmp_path)
+    model: Any = llama()
+    if load == "load_mask_adapter":
+        load_mask_adapter(model, tmp_path)
+        model.save_pretrained(tmp_path / "base")  # whole, as any model
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **VERIFIED))
+    else:
+        model = PeftModel.from_pretrained(model, str(tmp_path))
     for name, weight in adapted.mask_adapter.state_dict().items():
         assert torch.equal(model.mask_adapter.state_dict()[name], weight)
     assert torch.equal(model.generate(input_ids=PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
+
+
+def test_transformers_own_loading_says_which_call_to_use(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    model = llama()
+    with pytest.raises(ValueError, match=r"call `wedlm_hf\.load_mask_adapter\(model, folder\)` or `PeftModel"):
+        model.load_adapter(str(tmp_path))
+    load_mask_adapter(model, tmp_path)
+    assert torch.equal(model.generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
+
+
+def test_loading_leaves_what_trains_in_training(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    base, before = model.base_model.model, trained(model)
+    load_mask_adapter(base, tmp_path)
+    assert trained(model) == before
+    with pytest.raises(ValueError, match="has a mask adapter already"):
+        load_mask_adapter(base, tmp_path)
+    assert trained(model) == before
+    unload_mask_adapter(base)
+    assert trained(model) == before
+
+
+def test_a_lora_may_come_after_the_mask_adapter(tmp_path: Path) -> None:
+    task = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    get_peft_model(llama(), task).save_pretrained(tmp_path)
+    expected = PeftModel.from_pretrained(llama(), str(tmp_path)).generate(input_ids=PROMPT, **GREEDY)
+    model = attached(llama())
+    model.load_adapter(str(tmp_path))
+    assert torch.equal(model.generate(PROMPT, **VERIFIED), expected)
 
 
 def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path: Path) -> None:
@@ -108,6 +152,17 @@ def test_embeddings_and_head_may_be_replaced_while_an_adapter_sits_on_the_model(
     assert torch.equal(before.sequences, model.generate(PROMPT, **GREEDY)) and before.stats.drafted.sum() > 0
     unload_mask_adapter(model)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_was_made_in_inference_mode_is_used_outside(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    model = llama()
+    with torch.inference_mode():
+        load_mask_adapter(model, tmp_path)
+        first = model.generate(PROMPT, **VERIFIED, return_dict_in_generate=True)
+    longer = torch.cat([first.sequences, PROMPT], dim=1)
+    second = model.generate(longer, **{CACHE: cache_of(first)}, **VERIFIED)
+    assert torch.equal(second, llama().generate(longer, **GREEDY))
 
 
 def test_a_deleted_model_frees_its_memory_at_once() -> None:
@@ -155,6 +210,29 @@ def test_an_adapter_knows_its_base_in_every_dtype_and_no_other(saved: torch.dtyp
             check_base(other, stated)
 
 
+def test_an_adapter_that_states_a_digest_alone_is_taken_in_float16_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    del config["base"]["sample"], config["base"]["is_float16"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    for dtype in FLOATS:
+        load_mask_adapter(llama().to(dtype), tmp_path)
+    assert [record.message[:41] for record in caplog.records] == ["In float16 it cannot be checked whether t"]
+    with pytest.raises(ValueError, match="the weights differ"):
+        load_mask_adapter(llama(initializer_range=0.1), tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_files, "cached_file", None)  # which would ask the Hub, six times
+    for name, message in (("no-such-folder", "'no-such-folder' is no folder here"), ("./gone", "no adapter folder")):
+        with pytest.raises(OSError, match=message):
+            load_mask_adapter(llama(), name)
+    with pytest.raises(OSError, match="it has no adapter_config"):
+        load_mask_adapter(llama(), tmp_path)
+
+
 def test_sharded_weights_are_refused_before_and_after(tmp_path: Path) -> None:
     file = (tmp_path / "store").as_uri()
     torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
@@ -199,3 +277,38 @@ def test_attention_that_takes_no_masks_as_tensors_decodes_one_prompt_at_a_time()
     assert torch.equal(model.generate(PROMPT, **VERIFIED), model.generate(PROMPT, **GREEDY))
     with pytest.raises(ValueError, match="cannot decode rows of different lengths together"):
         model.generate(PROMPT.expand(2, -1), **VERIFIED)
+
+
+def test_a_model_in_training_mode_decodes_after_a_hint() -> None:
+    model = attached(llama(attention_dropout=0.1)).train()
+    with pytest.raises(ValueError, match=r"call `model.eval\(\)`"):
+        model.generate(PROMPT, **VERIFIED)
+    assert torch.equal(model.eval().generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
+
+
+def test_an_unverified_call_needs_no_mask_token_either() -> None:
+    out = attached(llama()).generate(PROMPT, strategy="wedlm", **GREEDY, return_dict_in_generate=True, window_size=4)
+    assert out.sequences.shape == (1, 25)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "wrong", "is_same"),
+    [("bfloat16", 4, 1, True), ("bfloat16", 4, 2, False), ("bfloat16", 2, 1, False), ("float32", 4, 1, False)],
+)
+def test_in_sixteen_bits_single_rows_may_differ(dtype: str, rows: int, wrong: int, is_same: bool) -> None:
+    model = llama().to(getattr(torch, dtype))
+    expected = torch.randn(rows, 32, dtype=model.dtype)
+    found = expected.clone()
+    found[:wrong] = -found[:wrong]
+    assert is_close(found, expected, model) == is_same
+
+
+def test_a_lora_below_keeps_its_table_whether_the_mask_adapter_is_refused_or_unloaded(tmp_path: Path) -> None:
+    attached(llama()).save_mask_adapter(tmp_path)
+    lora = LoraConfig(target_modules=["q_proj"])
+    other, below = get_peft_model(llama(initializer_range=0.1), lora), get_peft_model(llama(), lora)
+    with pytest.raises(ValueError, match="trained for another model"):
+        PeftModel.from_pretrained(other, tmp_path)
+    PeftModel.from_pretrained(below, tmp_path).base_model.unload()
+    for model in (other, below):
+        assert {name: each.peft_type for name, each in model.peft_config.items()} == {"default": lora.peft_type}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tiny import MASK, tiny_model
 from transformers import DynamicCache
@@ -96,6 +96,15 @@ def test_a_new_adapter_predicts_as_the_base_does() -> None:
         assert torch.equal(model.draft_hidden(hidden, torch.tensor([[4, 5]] * 3)), hidden)
 
 
+def test_the_previous_token_head_sees_both_tokens_in_their_order() -> None:
+    model = with_adapter(tiny_model())
+    hidden = torch.randn(1, 32)
+    pairs = torch.tensor([[4, 5], [5, 4], [4, 6], [7, 5]])
+    states = model.draft_hidden(hidden.expand(4, -1), pairs)
+    assert states.shape == (4, 32)
+    assert len({tuple(state.tolist()) for state in states}) == 4
+
+
 def test_after_an_error_the_next_forward_is_the_bases() -> None:
     model = with_adapter(tiny_model())
 
@@ -150,6 +159,15 @@ def test_peft_switches_it_off_and_takes_it_away_but_does_not_merge_it(tmp_path: 
     assert vars(base).keys() == vars(tiny_model()).keys()
     with torch.no_grad():
         assert torch.equal(base(IDS).logits, tiny_model()(IDS).logits)
+
+
+def test_peft_makes_a_new_one_to_train(tmp_path: Path) -> None:
+    saved_adapter(tmp_path)
+    config = PeftConfig.from_pretrained(str(tmp_path))
+    config.inference_mode = False
+    model = get_peft_model(tiny_model(), config)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained and all("mask_adapter" in name for name in trained)
 
 
 @pytest.mark.parametrize("mask_first", [True, False])

@@ -168,6 +168,20 @@ def test_sampled_candidates_stand_for_the_whole_vocabulary() -> None:
     assert float(shares.exp().sum()) == pytest.approx(model.config.vocab_size, rel=1e-5)
 
 
+def test_cuts_depend_on_seed_epoch_and_answer_alone() -> None:
+    some = answers()
+    collator = DataCollatorForMaskRuns(0, K, 3)
+    together = collator([some])["cuts"]
+    for row, answer in enumerate(some):
+        alone = collator([[answer]])["cuts"][0]
+        assert torch.equal(together[row, : len(alone)], alone)
+        assert bool((together[row, len(alone) :] == -1).all())
+    collator.set_epoch(1)
+    assert not torch.equal(collator([some])["cuts"], together)
+    collator.set_epoch(0)
+    assert torch.equal(collator([some])["cuts"], together)
+
+
 def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them() -> None:
     some = answers(20)
     collator = DataCollatorForMaskRuns(0, K, 3)
@@ -183,6 +197,14 @@ def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them() -> None
             expected = (tokens[cut + 2 : cut + 2 + K] + [-100] * K)[:K]
             assert batch["labels"][row, run].tolist() == expected
     assert firsts == {-1, 0, 1}  # the last token of the prompt is the first place
+
+
+def test_batches_hold_every_answer_once() -> None:
+    some = answers(30)
+    batches = AnswerBatches(some, batch_slots=48, cut_stride=3, num_masks=K, seed=0)
+    members = sorted(index for batch in batches.batches for index in batch)
+    assert members == list(range(30))
+    assert len(batches) > 5
 
 
 def config(folder: Path, **settings: Any) -> MaskTrainingConfig:
@@ -337,3 +359,10 @@ def test_a_trained_adapter_drafts_what_the_model_says(tmp_path: Path) -> None:
 def test_impossible_settings_are_refused(tmp_path: Path, make: Any, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(*([tmp_path] if make is config else []), **settings)
+
+
+def test_answers_that_teach_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="None of the 2 answers has at least two tokens behind a prompt"):
+        AnswerBatches(
+            [{"prompt_ids": [1], "response_ids": [2]}, {"prompt_ids": [], "response_ids": [2, 3]}], 9, 3, K, 0
+        )

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from wedlm_hf.adapters import adapt as adapting
-from wedlm_hf.adapters import load_mask_adapter
+from wedlm_hf.adapters import answers, load_mask_adapter
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
-from wedlm_hf.adapters.pace import FEW_ROWS, Pace, schedule
+from wedlm_hf.adapters.pace import FEW_ROWS, Pace, measure_pace, schedule
 from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
 
 
@@ -159,6 +160,37 @@ def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goe
             adapt(base, tmp_path / "out", AdaptConfig(minutes=0.1, **settings), clock=machine)
         made = adapt(base, tmp_path / "out", AdaptConfig(minutes=40, **settings), clock=machine)
     assert made["answers"] > 0
+
+
+@pytest.mark.slow
+def test_answers_get_more_time_where_they_take_longer_than_was_measured(tmp_path, monkeypatch) -> None:
+    machine, base = Machine(0.05, 0.004), write_base(tmp_path / "llama")
+
+    def measure(*args: Any, **kwargs: Any) -> Pace:
+        found = measure_pace(*args, **kwargs)
+        return replace(found, steps={size: step / 10 for size, step in found.steps.items()})
+
+    monkeypatch.setattr(adapting, "measure_pace", measure)
+    config = AdaptConfig(minutes=4, prompts=tmp_path / "prompts.txt", **SMALL)
+    with machine.running(monkeypatch):
+        made = adapt(base, tmp_path / "out", config, clock=machine)
+    assert 30 < made["answer_seconds"] <= 125
+    assert made["training_seconds"] >= 115
+    assert machine.now <= 1.25 * 240 + 60
+
+
+def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(tmp_path, monkeypatch) -> None:
+    machine, base = Machine(0.05, 0.004), write_base(tmp_path / "llama")
+
+    def draw(writer: Any, rng: Any) -> list[tuple[int, ...]]:
+        machine.now += 50
+        return [writer.template.prompt(f"Sort {number}") for number in range(10, 14)]
+
+    monkeypatch.setattr(answers._Writer, "draw", draw)
+    with machine.running(monkeypatch):
+        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=2, **SMALL), clock=machine)
+    assert made["answers"] > 0 and made["training_seconds"] >= 60
+    assert machine.now <= 1.25 * 120 + 60
 
 
 def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatch) -> None:

@@ -77,3 +77,26 @@ def test_layers_that_mix_the_rows_of_a_forward_are_refused(folder: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(ValueError, match=r"llm_int8_threshold=6.0\); use BitsAndBytesConfig.*llm_int8_threshold=0.0"):
         add_mask_adapter(model)
+
+
+class WholeTensor(torch.Tensor):
+    """Multiplies as torchao's tensors do, but gives no single rows."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            raise NotImplementedError
+        if func is nn.functional.linear:
+            return func(*(each.as_subclass(torch.Tensor) for each in args if each is not None))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_quantized_head_of_which_no_rows_can_be_read_drafts_as_any_other() -> None:
+    model = attached(llama())
+    settings = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0, "return_dict_in_generate": True}
+    expected = model.generate(PROMPT, **GREEDY, **settings)
+    head = model.lm_head.weight
+    model.lm_head.weight = nn.Parameter(head.detach().clone().as_subclass(WholeTensor), requires_grad=False)
+    found = model.generate(PROMPT, **GREEDY, **settings)
+    assert type(model.lm_head.weight) is WholeTensor and found.stats.forwards.equal(expected.stats.forwards)
+    assert found.sequences.equal(expected.sequences)

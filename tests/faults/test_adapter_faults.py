@@ -108,6 +108,20 @@ def test_a_damaged_file_of_an_earlier_run_is_named(tmp_path, monkeypatch, name, 
     assert (work / name).read_bytes() == content
 
 
+def test_a_run_ends_although_a_full_disk_cut_off_a_line_of_its_log(tmp_path):
+    base = write_base(tmp_path / "llama")
+    prompts = tmp_path / "prompts.txt"
+    out = tmp_path / "out"
+    adapt(base, out, AdaptConfig(tokens=30, prompts=prompts, **SMALL))
+    log = out / "work" / "training" / "log.jsonl"
+    whole = log.read_bytes().count(b"\n")
+    log.write_bytes(log.read_bytes() + b'{"step": 3, "lo')
+    adapt(base, out, AdaptConfig(tokens=90, prompts=prompts, **SMALL))
+    lines = log.read_bytes().splitlines()
+    assert lines[whole] == b'{"step": 3, "lo' and all(json.loads(line) for line in lines[whole + 1 :])
+    assert len(lines) > whole + 1
+
+
 @pytest.mark.parametrize("line", ["{", "[]", "3", "{}", '{"prompt_ids": 3, "response_ids": [4]}'])
 def test_a_damaged_line_of_answers_is_named(tmp_path, line):
     good = json.dumps({"prompt_ids": [5], "response_ids": [6], "greedy": True, "batch": 0})

@@ -68,6 +68,21 @@ def test_the_arguments_of_one_call_get_none_of_another_and_a_null_that_was_writt
     assert taught(tmp_path, table) == [expected[0], '[weather{"name": "Ada"}]<|im_end|>']
 
 
+def test_tools_may_be_json_text_and_null_keys_of_a_table_are_no_part_of_them(tmp_path):
+    tools = [{"type": "function", "function": {"name": name, "parameters": {name: "x"}}} for name in ("f", "g")]
+    rows = [{"messages": [USER, ANSWER], "tools": [tool]} for tool in tools]
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TOOLS
+    for data in (
+        Dataset.from_list(rows),
+        rows_of(tmp_path, [row | {"tools": json.dumps(row["tools"])} for row in rows]),
+    ):
+        read = trainer_on(tmp_path, data, tokenizer=tokenizer).train_dataset
+        assert [tokenizer.decode(row["input_ids"]).split("<|im_start|>")[0] for row in read] == [
+            json.dumps([tool]) for tool in tools
+        ]
+
+
 def test_tools_need_a_template_that_knows_them(tmp_path):
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
     with pytest.raises(ValueError, match=r"data.jsonl:1 has `tools`: the chat template knows none"):
@@ -151,6 +166,21 @@ def test_the_completion_of_a_chat_begins_where_the_prompt_ends_and_of_text_where
     assert "data.jsonl:1 and perhaps others: a token holds the end of the prompt" in caplog.text
 
 
+def test_a_formatting_function_makes_text_that_is_all_learnt(tmp_path):
+    from test_sft_trainer import settings_of
+    from tiny import tiny_model
+
+    from wedlm_hf.training import WeDLMSFTTrainer
+
+    def made(example):
+        return example["question"] + " 9"
+
+    data = rows_of(tmp_path, [{"question": "Sort 9:"}])
+    rest = {"train_dataset": data, "processing_class": tiny_tokenizer(), "formatting_func": made}
+    trainer = WeDLMSFTTrainer(tiny_model(), settings_of(tmp_path), **rest)
+    assert learnt_text(trainer.train_dataset[0]).endswith(": 9<|im_end|>")
+
+
 # Files.
 
 TEXT = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\r\n" for text in ("Café", "naïve", "x\u2028y"))
@@ -207,6 +237,13 @@ def test_a_file_that_cannot_be_read_is_told_by_name_and_line(tmp_path, name, con
         list(load(str(path), streaming=streaming))
 
 
+def test_half_a_surrogate_pair_is_told_by_its_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\\ud83d"}\n')
+    with pytest.raises(ValueError, match=re.escape(f"{path}:2 holds half of a surrogate pair")):
+        trainer_on(tmp_path, load(str(path)))
+
+
 def test_files_of_each_kind_hold_the_same_examples(tmp_path):
     examples = [{"text": "a"}, {"text": "b"}]
     for kind in ("jsonl", "json", "parquet"):
@@ -243,3 +280,29 @@ def test_a_dataset_with_a_transform_is_refused_and_formats_are_read_as_plain(tmp
         TypeError, match="The train dataset must be a `Dataset` or an `IterableDataset`, got <class 'lis"
     ):
         trainer_on(tmp_path, [{"text": "a"}])
+
+
+def test_the_settings_of_the_caller_stay_as_they_are(tmp_path):
+    from test_sft_trainer import settings_of
+    from tiny import tiny_model, write_checkpoint
+
+    from wedlm_hf.training import WeDLMSFTTrainer
+
+    args = settings_of(tmp_path, model_init_kwargs={"dtype": "float32"})
+    folder = str(write_checkpoint(tmp_path / "model", tiny_model()))
+    trainer = WeDLMSFTTrainer(folder, args, Dataset.from_list([GOOD]))
+    assert (args.assistant_only_loss, args.model_init_kwargs) == (None, {"dtype": "float32"})
+    assert trainer.args.assistant_only_loss is None
+    texts, chats = Dataset.from_list([{"text": "a b c"}]), Dataset.from_list([GOOD])
+    both = WeDLMSFTTrainer(tiny_model(), args, texts, chats, tiny_tokenizer())  # each as what it is
+    assert learnt_text(both.train_dataset[0]) == "a b c<|im_end|>"
+    assert learnt_text(both.eval_dataset[0]) == ANSWER["content"] + "<|im_end|>"
+
+
+def test_a_model_without_a_pad_token_is_trained_with_the_end_token_or_the_one_that_is_asked_for(tmp_path):
+    for settings, pad in (({}, "<|im_end|>"), ({"pad_token": "<|endoftext|>"}, "<|endoftext|>")):
+        tokenizer = tiny_tokenizer()
+        tokenizer.pad_token = None
+        trainer = trainer_on(tmp_path, tokenizer=tokenizer, max_steps=1, **settings)
+        trainer.train()
+        assert trainer.processing_class.pad_token == pad

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft.utils import constants
 from test_sft_trainer import CHATS, MESSAGES, settings_of, trainer_on
 from tiny import MASK, tiny_model, tiny_tokenizer
 from transformers import BitsAndBytesConfig
@@ -119,3 +120,12 @@ def test_methods_that_put_virtual_tokens_before_the_input_are_refused(tmp_path, 
         trainer_on(tmp_path, peft=settings)
     with pytest.raises(ValueError, match=f"^{config.__name__} cannot be trained"):
         trainer_on(tmp_path, model=get_peft_model(tiny_model(), settings))
+
+
+def test_methods_of_peft_know_which_layers_to_change_where_none_are_named(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig())
+    changed = [name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name]
+    assert {name.rpartition(".")[2] for name in changed} == {"q_proj", "v_proj"}
+    tables = [table for table in vars(constants).values() if isinstance(table, dict) and "qwen3" in table]
+    assert len(tables) > 20 and all(table["wedlm"] == table["qwen3"] for table in tables)
+    trainer_on(tmp_path, peft=LoraConfig(task_type="CAUSAL_LM")).train()

@@ -79,6 +79,15 @@ def test_a_recipe_trains_with_settings_of_the_command_line_and_says_what_came_ou
     assert tuned.config.use_cache is True
 
 
+def test_one_conversation_as_the_readme_shows_them_is_trained_on(tmp_path, checkpoint, capsys, caplog):
+    (chat,) = re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    (tmp_path / "chats.jsonl").write_text(chat.partition("\n")[0])
+    words = ["--model_name_or_path", checkpoint, "--dataset", str(tmp_path / "chats.jsonl")]
+    main([str(RECIPES["sft"]), *words, "--output_dir", str(tmp_path / "out"), *QUICK])
+    assert "train dataset: 1 example" in capsys.readouterr().out
+    assert "none is left to evaluate on" in caplog.text
+
+
 def test_a_stock_qwen_checkpoint_becomes_a_wedlm_by_one_command(tmp_path, stock_checkpoint):
     texts, output = tmp_path / "texts.parquet", tmp_path / "adapted"
     Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 9] * 6}).to_parquet(texts)
@@ -98,6 +107,13 @@ def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
     assert (output / "adapter_model.safetensors").exists()
     main([str(RECIPES["lora"]), *words, "--max_steps", "3"])
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 3
+
+
+def test_a_dataset_to_evaluate_on_goes_before_the_share_that_a_recipe_keeps(monkeypatch):
+    monkeypatch.setattr(train, "load", lambda name, split, **_: (name, split))
+    for streaming in (False, True):
+        data = DataConfig("chats", eval_dataset="others", eval_share=0.02, streaming=streaming)
+        assert train._datasets(data, seed=0) == (("chats", "train"), ("others", "test"))
 
 
 # What is wrong is said in one line, before any work.

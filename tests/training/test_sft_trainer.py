@@ -111,6 +111,17 @@ def test_packed_rows_hold_whole_documents_and_isolate_them(tmp_path):
     assert int(batch["document_ids"].max()) > 0
 
 
+def test_text_longer_than_the_limit_can_be_split_instead_of_cut(tmp_path):
+    data = Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 6]})
+    cut = trainer_on(tmp_path, data, max_length=20)
+    assert cut.data_reports["train"].outcomes.total() == 1 and "1 shortened" in str(cut.data_reports["train"])
+    split = trainer_on(tmp_path, data, max_length=20, packing=True, packing_strategy="bfd_split")
+    whole = trainer_on(tmp_path, data)
+    tokens = [token for row in split.train_dataset["input_ids"] for token in row]
+    assert sorted(tokens) == sorted(whole.train_dataset["input_ids"][0])
+    assert "shortened" not in str(split.data_reports["train"])
+
+
 # Shortened, dropped, counted.
 
 
@@ -139,6 +150,15 @@ def test_a_cut_answer_is_never_taught_to_stop_and_each_loss_is_counted(tmp_path,
         whole = EOS in row["input_ids"][20:] and row["labels"][-2:].count(EOS) > 0
         assert clean.count(EOS) == row["input_ids"].count(EOS) + 2 * whole
         assert whole or length > limit
+
+
+def test_a_stream_counts_what_it_loses_too(tmp_path, caplog):
+    data = Dataset.from_dict({"messages": [*CHATS, [*CHATS[0][:1], {"role": "assistant", "content": "9, " * 90}]]})
+    trainer = trainer_on(tmp_path, data.to_iterable_dataset(), max_length=60, max_steps=2, dataloader_num_workers=1)
+    trainer.train()
+    report = trainer.data_reports["train"]
+    assert report.outcomes[1] >= 1 and report.kept >= 9
+    assert str(report) in caplog.text
 
 
 USER = CHATS[0][0]

@@ -1,5 +1,6 @@
 """Saves that are cut off, by a kill or by a full disk, at every file: what was there before stays whole."""
 
+import json
 import os
 import resource
 import subprocess
@@ -9,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_sft_trainer import logged, trainer_on
+from test_sft_trainer import MESSAGES, logged, trainer_on
 from tiny import tiny_model
-from transformers import TrainerCallback, TrainerState, modeling_utils
+from transformers import AutoTokenizer, TrainerCallback, TrainerState, modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
 
 from wedlm_hf import WeDLMForCausalLM
@@ -151,6 +152,45 @@ def test_a_full_disk_in_the_final_save_leaves_the_older_model_as_it_was(tmp_path
     trainer.save_model()
     assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), trainer.model)
     assert not list(tmp_path.glob("_sav*"))
+
+
+def test_a_run_into_a_folder_of_another_leaves_the_others_checkpoint_whole_until_its_own_is(tmp_path):
+    """Written in place, the new weights would lie beside the old optimizer under a complete-looking state."""
+    trainer_on(tmp_path, **SETTINGS | {"max_steps": 3}).train()
+    before = contents(tmp_path / "checkpoint-3")
+    second = trainer_on(tmp_path, model=tiny_model(seed=1), **SETTINGS | {"save_total_limit": None})
+    second.add_callback(FullDisk(weights_size() * 3 // 2))
+    with disk_with_room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=CUT_OFF):
+        second.train()
+    assert contents(tmp_path / "checkpoint-3") == before
+    trainer_on(tmp_path, model=tiny_model(seed=1), **SETTINGS).train()
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-4"
+
+
+def test_the_best_checkpoint_is_kept_by_its_final_name_and_loaded_in_the_end(tmp_path):
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    settings |= {"metric_for_best_model": "eval_ar_nll", "learning_rate": 0.0}  # so that the first remains the best
+    settings |= {"save_total_limit": 2}
+    trainer = trainer_on(tmp_path, eval_dataset=MESSAGES, **SETTINGS | settings)
+    trainer.train()
+    best = str(tmp_path / "checkpoint-1")
+    assert trainer.state.best_model_checkpoint == best
+    assert sorted(path.name for path in tmp_path.glob("*/")) == ["checkpoint-1", "checkpoint-4"]
+    for step in (1, 4):
+        state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == best
+
+
+def test_a_saved_model_replaces_the_shards_of_an_older_one(tmp_path):
+    tiny_model(seed=1).save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    trainer = trainer_on(tmp_path)
+    trainer.save_model()
+    trainer.save_state()
+    assert [path.name for path in tmp_path.glob("model*.safetensors*")] == ["model.safetensors"]
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 0
+    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), tiny_model())
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(trainer.processing_class)
 
 
 # What the parent does besides saving still works.
