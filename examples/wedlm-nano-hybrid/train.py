@@ -9,6 +9,10 @@ script writes beside the weights (of the training split, too).
     wedlm adapt build/hybrid build/hybrid-adapter --prompts build/hybrid/prompts.jsonl --minutes 25
 
 Hardware: one thread of a CPU takes about 65 minutes; any GPU works too.
+
+No gain yet: with an adapter of 115,395 mask rows (the second command, on a busy machine), the first held-out prompt of
+each task was decoded at 1.01 tokens per forward and 0.79 of AR's speed on one thread, letters equal. 61 % of the
+base's answers are right, and a step with masks takes 1.5 to 1.9 times an AR step.
 """
 
 import json
@@ -154,7 +158,7 @@ def main(
     )
     trainer.train(resume_from_checkpoint=resume and any(checkpoints.glob("checkpoint-*")))
     model.config.use_cache = True  # the trainer switched it off
-    model.to(torch.bfloat16).save_pretrained(output_dir)
+    model.save_pretrained(output_dir)  # in float32, which decodes faster on a CPU without bfloat16 products
     tokenizer.save_pretrained(output_dir)
     messages = [sample.messages for sample, _ in zip(mixture(seed + 1), range(PROMPTS), strict=False)]
     lines = [json.dumps({"messages": each}) + "\n" for each in messages]
