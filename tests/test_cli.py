@@ -15,10 +15,11 @@ from tiny import MASK, tiny_model, tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
-from wedlm_hf.apps.generate import compare
+from wedlm_hf.apps.generate import compare, comparison_table
 from wedlm_hf.cli import options
+from wedlm_hf.cli.application import console
 from wedlm_hf.console.streaming import AnswerStreamer, printable
-from wedlm_hf.eval.measure import ForwardCounter
+from wedlm_hf.eval.measure import Decoding, ForwardCounter
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.eval.request import AnswerRequest
 
@@ -97,6 +98,12 @@ def test_an_answer_is_printed_with_what_it_took_next_to_ar(wedlm):
     assert table_of(output)["new tokens"] == ["18", "18"]  # over both prompts
 
 
+def test_without_comparison_only_one_decoder_runs(wedlm):
+    for arguments, names in ((["--no-compare"], ["wedlm"]), (["--strategy", "ar"], ["ar"])):
+        _, output, _ = wedlm("generate", "1, 2, 3", "--max-new-tokens", 5, *arguments)
+        assert table_of(output)["strategy"] == names
+
+
 def test_sampling_is_a_function_of_the_seed(wedlm):
     def answer(*options):
         _, output, _ = wedlm("generate", "1, 2", "--raw", "--no-compare", "--max-new-tokens", 9, *options)
@@ -173,6 +180,11 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
+def test_what_looks_like_markup_is_printed_as_it_is(capsys):
+    console().print("build/[/b]/report.html", style="dim")
+    assert capsys.readouterr().out == "build/[/b]/report.html\n"
+
+
 def test_without_prompts_there_is_one_built_in_prompt_for_each_task(wedlm):
     _, output, _ = wedlm("generate", "--max-new-tokens", 1, "--no-compare")
     first_lines = [prompt.splitlines()[0] for prompt in options.DEMO_PROMPTS]
@@ -208,6 +220,16 @@ def test_text_is_streamed_run_by_run_and_characters_stay_whole():
     assert streamer.seconds > 0
 
 
+def test_a_terminal_shows_which_tokens_became_final_together():
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, color_system="standard", width=80)
+    model = tiny_model()
+    options = {"strategy": "wedlm", "window_size": 1, "max_new_tokens": 12}
+    compare(model, tiny_tokenizer(), AnswerRequest(["1, 2, 3"], options), console)
+    assert "Neighbours of one colour became final in the same forward." in written.getvalue()
+    assert {"\x1b[36m", "\x1b[35m"} <= {f"\x1b[{part.split('m')[0]}m" for part in written.getvalue().split("\x1b[")}
+
+
 def test_control_characters_of_prompts_and_answers_do_not_reach_the_terminal():
     model, tokenizer = tiny_model(), tiny_tokenizer()
     assert printable("a\x1b[31m\x07\tb\n\x9b\x7f") == "a␛[31m␇\tb\n\ufffd␡"
@@ -218,6 +240,13 @@ def test_control_characters_of_prompts_and_answers_do_not_reach_the_terminal():
     compare(model, tokenizer, AnswerRequest(["hi\x1b[2J"], options, raw=True), console)
     output = console.file.getvalue()
     assert "› hi␛[2J\n" in output and "␛" in output.split("its answer:")[1] and "\x1b" not in output
+
+
+def test_the_table_fits_a_narrow_terminal():
+    console = Console(file=io.StringIO(), width=60)
+    console.print(comparison_table({name: [Decoding([0] * 10**6, "", 10**5, 10**7, 1.0)] for name in ("wedlm", "ar")}))
+    assert "…" not in console.file.getvalue()
+    assert table_of(console.file.getvalue())["speed against AR"] == ["1.00×", "1.00×"]
 
 
 def test_the_toy_says_what_it_is_and_how_to_ask_a_real_model(monkeypatch, tmp_path):

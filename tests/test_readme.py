@@ -36,6 +36,7 @@ from wedlm_hf.apps import smollm2
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import FIELDS
+from wedlm_hf.eval.prompts import read_tasks
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
@@ -411,6 +412,12 @@ def test_measured_numbers_are_those_of_the_stored_report():
     assert settings in report and settings in card
 
 
+def test_the_model_card_shows_every_task_in_its_own_words():
+    text = (ROOT / CARD).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\w+) \| `", text, flags=re.MULTILINE)
+    assert rows == list(dict.fromkeys(prompt.task for prompt in read_tasks(ROOT / CARD.rpartition("/")[0])))
+
+
 def test_the_first_table_repeats_the_measurements_of_the_examples():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     report = (RESULTS / "report.md").read_text(encoding="utf-8")
@@ -430,3 +437,9 @@ def test_the_readme_lists_every_extra():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"`(\w+)`", text.partition("The extras: ")[2].partition("\n\n")[0])
     assert sorted(listed) == sorted(setup["options.extras_require"])
+
+
+def test_no_page_installs_from_an_index_that_has_no_such_package():
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not re.search(r"install [\"']?wedlm-hf", text), page

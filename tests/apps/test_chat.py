@@ -81,6 +81,16 @@ def test_the_cache_is_kept_where_the_decoder_or_the_system_message_changes(nano)
     assert turn.text == cold(nano, messages, **DECODERS["wedlm"])
 
 
+def test_an_answer_that_the_template_writes_in_other_tokens_is_read_anew_from_there(nano):
+    talk = Conversation(*nano, DECODERS["wedlm"])
+    first = talk.ask(QUESTIONS[0], nothing)
+    talk.messages[-1]["content"] = "5, 10, 99"
+    messages = [*talk.messages, {"role": "user", "content": QUESTIONS[1]}]
+    turn = talk.ask(QUESTIONS[1], nothing)
+    assert first.prompt_tokens < turn.cached_tokens < first.prompt_tokens + first.new_tokens
+    assert turn.text == cold(nano, messages, **DECODERS["wedlm"])
+
+
 # --- answers that end early -----------------------------------------------------------------------------------------
 
 
@@ -112,6 +122,29 @@ def test_a_stopped_answer_stays_as_far_as_it_came(nano, decoder, is_pressed_twic
         assert turn.ended_by == "stop"
 
 
+def test_an_answer_that_is_stopped_before_it_begins_is_no_turn(nano, monkeypatch):
+    model, tokenizer = nano
+    talk = Conversation(model, tokenizer, DECODERS["wedlm"])
+
+    def stop(*args, **kwargs):
+        raise AnswerStopped
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "forward", stop)
+        turn = talk.ask(QUESTIONS[0], nothing)
+    assert (turn.ended_by, turn.new_tokens, talk.messages, talk.turns) == ("stop", 0, [], [])
+    assert talk.ask(QUESTIONS[0], nothing).text == ANSWERS[0]
+
+
+def test_a_limit_ends_an_answer_and_the_context_a_conversation(nano):
+    talk = Conversation(*nano, {"strategy": "ar", "max_new_tokens": 4})
+    assert (talk.ask(QUESTIONS[0], nothing).ended_by, talk.turns[0].new_tokens) == ("limit", 4)
+    with pytest.raises(ValueError, match="A prompt needs 1 to 511 tokens for this model, got"):
+        talk.ask("1, " * 500, nothing)
+    assert len(talk.turns) == 1
+    assert len(talk.messages) == 2
+
+
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
@@ -128,6 +161,17 @@ def chat(nano):
 
     say.conversation, say.program = talk.conversation, talk
     return say
+
+
+def test_another_decoder_has_its_own_settings_and_the_first_one_gets_its_back(chat):
+    assert chat("/strategy") == "Decoding by wedlm.\n"
+    assert chat("/strategy wedlm+exact") == "Decoding by wedlm+exact.\n"
+    assert chat.conversation.options == {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 100}
+    assert chat("/strategy ar") == "Decoding by ar.\n"
+    assert chat.conversation.options == {"strategy": "ar", "max_new_tokens": 100}
+    chat("/strategy wedlm")
+    assert chat.conversation.options["max_new_tokens"] == 100
+    assert "Unknown decoder 'fast': choose among ar, block, wedlm" in chat("/strategy fast").replace("\n", " ")
 
 
 def test_an_answer_is_followed_by_what_it_took_stats_are_those_of_all_and_reset_forgets_them(chat):
@@ -158,6 +202,25 @@ def test_a_conversation_is_saved_as_training_reads_it_and_replaces_nothing(chat,
     assert chat(f"/save {tmp_path}/no\0name").startswith("Error: ")
     assert "no system message" in chat("/system")
     assert len(chat.conversation.all_messages) == 2
+
+
+def test_help_lists_every_command_and_what_is_none_is_said(chat):
+    shown = chat("/help")
+    assert all(f"{name} " in shown for name in chat.program.commands)
+    assert "There is no command /strateg:" in chat("/strateg")
+    assert chat("") == chat("  ") == ""
+    assert "not UTF-8" in chat("\udcff")
+    assert chat.conversation.messages == []
+    chat("/exit")
+    assert chat.program.is_over
+
+
+def test_what_generate_refuses_is_said_and_the_message_is_dropped(chat):
+    chat.conversation.options = {"strategy": "wedlm", "repetition_penalty": 1.2}
+    assert "Error: RepetitionPenaltyLogitsProcessor needs the tokens before" in chat("Hello")
+    assert chat.conversation.messages == []
+    chat.conversation.options = {"strategy": "wedlm"}
+    assert chat(QUESTIONS[0]).startswith(ANSWERS[0])
 
 
 # --- the command ----------------------------------------------------------------------------------------------------

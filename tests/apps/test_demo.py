@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from wedlm_hf import add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import demo as server
-from wedlm_hf.apps.demo import Demo, Form, ModelChoice, Models, application
+from wedlm_hf.apps.demo import IN_MEMORY, Demo, Form, ModelChoice, Models, application
 from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.trace.page import Trace
@@ -158,12 +159,37 @@ def test_a_request_that_nobody_waits_for_stops(demo, checkpoint, run):
     assert "trace" in run()[1][-1]
 
 
+def test_requests_at_the_same_time_get_their_own_answers(run):
+    prompts = ["1, 2, 3", "Sort 31, 7", "3 + 4 =", '{"name"']
+    answers = {}
+    threads = [threading.Thread(target=lambda p=prompt: answers.update({p: run(prompt=p)[1]})) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt in prompts:
+        alone = trace_of(run(prompt=prompt)[1]).recordings[0]
+        together = trace_of(answers[prompt]).recordings[0]
+        assert (together.prompt, together.prompt_tokens) == (prompt, alone.prompt_tokens)
+        assert [answer.tokens for answer in together.runs] == [answer.tokens for answer in alone.runs]
+
+
 def test_pages_of_other_sites_cannot_use_it(client):
     assert client.get("/", headers={"host": "evil.example"}).status_code == 400
     assert client.post("/runs", content="{}", headers={"content-type": "text/plain"}).status_code == 415
     large = client.post("/runs", content="1" * (1 << 20) + "1", headers={"content-type": "application/json"})
     assert large.status_code == 413
     assert client.get("/runs/other.html").status_code == 404
+
+
+def test_only_the_last_models_stay_in_memory(checkpoint):
+    models = Models(LoadingOptions().load)
+    first = models.load(ModelChoice(checkpoint))
+    assert models.load(ModelChoice(checkpoint)) is first
+    for dtype in ("bfloat16", "float16"):
+        assert str(models.load(ModelChoice(checkpoint, dtype=dtype)).model.dtype) == f"torch.{dtype}"
+    assert len(models.loaded) == IN_MEMORY
+    assert models.load(ModelChoice(checkpoint)) is not first
 
 
 def test_the_command_says_where_the_page_is_and_what_is_wrong(monkeypatch):

@@ -110,6 +110,25 @@ def test_both_answers_are_shown_as_they_are_and_compared(tab, demo):
     assert page.title() == "See it decode" and page.locator("img").count() == 0
 
 
+def test_a_speed_that_cannot_be_is_a_range_and_another_answer_than_ars_is_marked(tab):
+    page = tab()
+    page.evaluate("""() => {
+        const entry = structuredClone(asked.current), [run, ar] = entry.trace.recordings[0].runs;
+        Object.assign(run, {seconds: 1, turns: [1, 0.5]});
+        Object.assign(ar, {seconds: 24, turns: [24, 4]});
+        ar.tokens[2] = ar.tokens[0];
+        asked.runs = [entry];
+        reopen(entry, true);
+    }""")
+    outcome = page.locator("#panes .outcome")
+    assert "4.0 to 48.0× as fast as AR: busy machine" in outcome.first.inner_text()
+    assert "4.0 to 48.0×" in page.locator("#runs td").all_text_contents()
+    assert "✗ differs from AR at token 3" in outcome.first.inner_text()
+    assert page.locator("#panes [data-run=wedlm] .slot.differs").count() == 1
+    outcome.locator(".bad", has_text="differs").hover()  # another says so where it is slower
+    assert page.locator("#tip").inner_text().startswith("Token 3: ")
+
+
 def test_a_setting_decodes_again_at_once_and_keeps_ars_run(tab):
     page = tab()
     ar = trace_of(page).recordings[0].runs[1]
@@ -141,6 +160,50 @@ def test_a_setting_decodes_again_at_once_and_keeps_ars_run(tab):
     page.locator("#runs tr").last.click()
     assert slider.input_value() == "6" and page.locator("#runs tr").count() == count
     assert page.locator("#runs tr").last.get_attribute("aria-current") == "true"
+
+
+def test_the_likeliest_tokens_of_a_slot_are_told_on_hover(tab):
+    page = tab()
+    run = trace_of(page).recordings[0].runs[0]
+    words = trace_of(page).vocabulary
+    page.locator("#last").click()
+    position = len(trace_of(page).recordings[0].prompt_tokens) + 1
+    guess = next(guess for step in run.steps for guess in step.predictions if guess.position == position)
+    slot = page.locator(f'#panes [data-run=wedlm] [data-position="{position}"]')
+    slot.hover()
+    told = [page.locator(f"#tip {part}").all_text_contents() for part in ("b", "em")]
+    assert len(guess.likeliest) > 0
+    for text, percent, (token, share) in zip(*told, guess.likeliest, strict=True):
+        assert text == words[str(token)].replace(" ", "␣")
+        assert float(percent.removesuffix(" %")) == pytest.approx(100 * share, abs=0.6)
+    tip = page.locator("#tip").inner_text()
+    page.mouse.move(5, 5)
+    assert page.locator("#tip").is_hidden()
+    slot.focus()  # by keyboard, too
+    assert page.locator("#tip").inner_text() == tip and f"position {position}" in tip
+
+
+def test_acceptance_by_depth_is_what_generate_counted(tab):
+    page = tab()
+    page.locator("#verification label", has_text="exact").click()
+    finished(page, 2)
+    is_kept = page.evaluate("() => asked.current.kept_ar")  # not where the machine was busy
+    assert ("AR's run was kept" in page.locator("#status").inner_text()) == is_kept
+    bars = page.locator("#bars span").evaluate_all("all => all.map(bar => [+bar.dataset.tried, +bar.dataset.passed])")
+    stats = trace_of(page).recordings[0].runs[0].stats
+    assert [sum(counts) for counts in zip(*bars, strict=True)] == [stats["drafted"], stats["accepted"]]
+    assert "✓ identical to AR" in page.locator("#panes .outcome").first.inner_text()
+
+
+def test_a_replay_is_saved_as_a_page_of_its_own(tab, tmp_path):
+    page = tab()
+    with page.expect_download() as download:
+        page.locator("#export").click()
+    download.value.save_as(tmp_path / "replay.html")
+    saved = (tmp_path / "replay.html").read_text()
+    data = json.loads(saved.split('<script id="trace" type="application/json">')[1].split("</script>")[0])
+    assert TypeAdapter(Trace).validate_json(json.dumps(data)) == trace_of(page)
+    assert "<form" not in saved
 
 
 def test_bad_input_is_said_and_the_page_goes_on(tab, tmp_path):

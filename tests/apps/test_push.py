@@ -7,9 +7,11 @@ from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
+import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
+from peft import LoraConfig, get_peft_model
 from tiny import tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
@@ -51,6 +53,14 @@ def test_a_dry_run_generates_in_a_process_without_this_package_and_leaves_the_fo
     assert contents(folder) == before
 
 
+@pytest.mark.slow
+def test_a_lora_is_checked_on_its_base(saved, tmp_path):
+    torch.manual_seed(0)
+    model = get_peft_model(WeDLMForCausalLM.from_pretrained(saved), LoraConfig(target_modules="all-linear", r=2))
+    model.save_pretrained(tmp_path)
+    assert "in a process without this package" in push.check(tmp_path, str(saved))
+
+
 def test_a_mask_adapter_is_tried_on_its_base(saved, tmp_path):
     model = WeDLMForCausalLM.from_pretrained(saved)
     add_mask_adapter(model, MaskAdapterSettings(rank=2, target_modules=("o_proj",), head_width=8))
@@ -87,6 +97,12 @@ def test_a_card_needs_a_licence_which_an_option_states(folder):
     assert push.card(folder, "someone/model").split() == OWN.split()
     (folder / "README.md").unlink()
     assert "# model\n" in push.card(folder, "someone/model", "mit")
+
+
+def test_an_adapter_without_a_card_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"has no README.md: write one, with a `license` at its top"):
+        push.card(tmp_path, "someone/adapter")
 
 
 def test_an_adapter_names_a_base_that_others_can_load(tmp_path):
@@ -187,3 +203,12 @@ def test_a_branch_and_a_pull_request_get_the_files_and_the_card(folder, hub):
     assert uploaded(folder, hub, create_pr=True) == "https://hub/pull/1"
     revisions = [call.kwargs["revision"] for call in hub.api.upload_file.call_args_list]
     assert revisions == ["trial", "refs/pr/1"]
+
+
+def test_an_upload_replaces_the_card_of_an_earlier_one_and_keeps_a_persons_own(folder, hub):
+    for license in ("mit", "apache-2.0"):
+        uploaded(folder, hub, license=license)
+        assert ModelCard((hub.folder / "README.md").read_text()).data.license == license
+    (hub.folder / "README.md").write_text(OWN)
+    uploaded(folder, hub)
+    assert (hub.folder / "README.md").read_text() == OWN

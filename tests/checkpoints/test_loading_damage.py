@@ -154,3 +154,10 @@ def test_weights_that_do_not_fit_are_an_error_of_one_line(folders, harm, message
     whole, _, _, damaged, _ = folders
     harm(copied(whole, damaged) / "model.safetensors")
     assert message in attempt(damaged, is_stock=False)
+
+
+def test_a_template_that_refuses_a_chat_of_its_own_accord_is_not_damaged(folders):
+    whole, _, _, damaged, _ = folders
+    copied(whole, damaged)
+    (damaged / "chat_template.jinja").write_text("{{ raise_exception('Begin with a system message.') }}")
+    assert load_tokenizer(damaged).chat_template

@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import pickle
+import threading
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ import wedlm_hf
 from wedlm_hf.checkpoints import packed
 from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.checkpoints.packed import (
+    PackedEmbedding,
     PackedLinear,
+    PackedNorm,
     can_pack,
     count_weights,
     is_packed,
@@ -107,6 +111,12 @@ def test_a_packed_model_says_what_the_model_said(tmp_path, tied, dtype):
     assert loaded.generate(IDS, **options).equal(model.generate(IDS, **options))
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_packed_model_say_the_same(copied):
+    model = pack(stock_model())
+    assert logits_of(copied(model)).equal(logits_of(model))
+
+
 def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_each_gives_alone():
     plain = stock_model().model.layers[0].self_attn
     alone = [PackedLinear(layer) for layer in (plain.q_proj, plain.k_proj, plain.v_proj)]
@@ -126,6 +136,24 @@ def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_ea
     assert together[1](rows).equal(alone[1](rows))
     together[1](rows.clone())
     assert together[2](others).equal(alone[2](others))
+
+
+def test_norms_take_fewer_operations_where_they_have_the_same_bits():
+    class ScaledRMSNorm(nn.RMSNorm):
+        def forward(self, x):
+            return super().forward(x) * 1.5
+
+    model = stock_model()
+    model.model.layers[1].input_layernorm = other = ScaledRMSNorm(32, eps=1e-6)
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.5, 2)
+    plain = copy.deepcopy(model.model.norm)
+    pack(model)
+    assert model.model.layers[1].input_layernorm is other
+    assert type(model.model.norm) is PackedNorm is type(model.model.layers[0].input_layernorm)
+    for count in (1, 2, 7, 300):
+        rows = torch.randn(1, count, 32) * 10
+        assert model.model.norm(rows).equal(plain(rows))
 
 
 @pytest.mark.parametrize("change", ["meta", torch.bfloat16, torch.float64])
@@ -181,6 +209,20 @@ def test_a_model_without_linear_layers_is_refused():
         pack(model)
 
 
+def test_hooks_and_layers_that_are_shared_are_kept():
+    model = stock_model()
+    shared, seen = model.model.layers[0].mlp, []
+    model.model.layers[1].mlp.up_proj = shared.up_proj
+    handle = shared.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    pack(model)
+    assert shared.up_proj is model.model.layers[1].mlp.up_proj
+    logits_of(model)
+    assert seen == [(2, 5, 48)] * 2
+    handle.remove()
+    logits_of(model)
+    assert len(seen) == 2
+
+
 def test_without_the_kernels_a_model_stays_as_it_is(monkeypatch, caplog):
     def pack_weight(weight):
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16")
@@ -195,6 +237,20 @@ def test_without_the_kernels_a_model_stays_as_it_is(monkeypatch, caplog):
         assert caplog.text.count("this torch has no FBGEMM kernels") == 1
     finally:
         packed.can_pack.cache_clear()
+
+
+def test_threads_that_start_while_kernels_are_timed_keep_their_number_of_torch_threads():
+    threads, seen = torch.get_num_threads(), []
+
+    def look():
+        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        return torch.get_num_threads()
+
+    alone = packed._in_one_thread(look)
+    assert seen == [threads] and torch.get_num_threads() == threads
+    assert alone in (1, threads)  # 1 where torch's threads are OpenMP's
 
 
 @pytest.mark.parametrize(
@@ -218,6 +274,11 @@ def test_the_fastest_dtype_is_measured(monkeypatch, caplog, times, chosen):
     assert f"Linear layers are {chosen}" in caplog.text
 
 
+def test_a_model_that_fits_in_a_cache_keeps_its_own_dtype():
+    model = stock_model(dtype=torch.bfloat16)
+    assert use_fastest(model) == torch.bfloat16 == model.dtype
+
+
 def test_a_checkpoint_is_loaded_packed(tmp_path, monkeypatch):
     tiny_model().save_pretrained(tmp_path)
     model = load_model(tmp_path, dtype="packed")
@@ -238,3 +299,15 @@ class _Tokenizer:
 
     def get_vocab(self):
         return {}
+
+
+def test_embeddings_of_their_own_kind_stay():
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
+    model = stock_model(dtype=torch.bfloat16)
+    model.model.embed_tokens = Scaled(97, 32).bfloat16()
+    pack(model)
+    assert type(model.model.embed_tokens) is Scaled and model.model.embed_tokens.weight.dtype == torch.float32
+    assert not isinstance(model.model.embed_tokens, PackedEmbedding)

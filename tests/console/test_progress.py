@@ -33,6 +33,11 @@ def test_a_file_and_a_dumb_terminal_get_plain_lines(monkeypatch, terminal):
     assert "\x1b" not in text
 
 
+def test_lines_come_now_and_then():
+    text = shown_on(Console(file=io.StringIO(), force_terminal=False, width=100))
+    assert text.count("measuring") == 1  # what was reached
+
+
 def test_without_a_title_nothing_is_shown(capsys):
     assert list(track(range(3), "")) == list(track(iter(range(3)), "counting")) == [0, 1, 2]
     assert "counting" in capsys.readouterr().err

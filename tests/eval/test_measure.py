@@ -14,6 +14,7 @@ from wedlm_hf.eval.measure import (
     agreeing_tokens,
     answer_entropy,
     decode,
+    decode_call,
     default_threads,
     measure,
 )
@@ -38,6 +39,16 @@ def test_a_batch_counts_for_each_prompt_what_it_costs_alone(model, tokenizer, op
             assert alone.forwards == len(alone.tokens) == alone.token_instances + 1
 
 
+def test_answers_end_after_the_first_end_token(model, tokenizer):
+    (endless,) = decode(model, tokenizer, PROMPTS[:1], AR)
+    end = endless.tokens[4]
+    stopping = tiny_model()
+    for stopping.generation_config.eos_token_id in (end, [end, 2]):
+        for options in (AR, EXACT):
+            first, _ = decode(stopping, tokenizer, PROMPTS[:2], options)
+            assert first.tokens == endless.tokens[: endless.tokens.index(end) + 1]
+
+
 def test_statistics_that_disagree_with_the_hook_are_noticed(model, tokenizer, monkeypatch):
     monkeypatch.setattr(ForwardCounter, "_count", lambda self, *args: None)
     with pytest.raises(AssertionError, match="0 forwards were seen"):
@@ -55,6 +66,15 @@ def test_the_counter_sees_and_times_every_forward_inside_its_block(model, monkey
     assert (counter.starts, counter.spans) == ([1, 4], [1, 1])
     assert counter.moments == [1, 4, 7]
     assert (counter.shapes, counter.forwards) == ([(1, 2), (3, 1)], 2)
+
+
+def test_the_first_token_is_known_between_the_forward_that_gives_it_and_the_end(model):
+    for prompts in (PROMPTS[:1], PROMPTS):
+        for options in (AR, EXACT):  # with verification, the AR head of the prompt's last token gives it
+            decodings, _, counter = decode_call(model, None, prompts, options)
+            (first,) = {decoding.first_token_seconds for decoding in decodings}
+            start, second, *_, end = counter.moments
+            assert start + counter.spans[0] < first < second < end
 
 
 def encoded(*prompts):

@@ -9,7 +9,7 @@ from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.eval import table as tables
 from wedlm_hf.eval.measure import Decoding, Speed
 from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.eval.table import COUNTED, TIMED, resample, summarise
+from wedlm_hf.eval.table import COUNTED, TIMED, per_prompt, resample, summarise, summarise_tasks
 
 PROMPTS = 24
 
@@ -48,6 +48,19 @@ def test_decoders_are_resampled_with_the_same_prompts():
     made = resample(pd.DataFrame(rows("ar", **shared) + rows("wedlm", **shared)))["quality"]
     assert made.shape == (1001, 2) and made["ar"].nunique() > 1
     assert (made["ar"] == made["wedlm"]).all()
+
+
+def test_times_are_medians_of_the_repeats_of_a_prompt():
+    table = pd.DataFrame(rows("ar", prompts=2, repeats=3))
+    table["seconds"] = [1.0, 9.0, 2.0, 5.0, 4.0, 0.0]
+    assert per_prompt(table)["seconds"]["ar"].tolist() == [2.0, 4.0]
+
+
+def test_tasks_have_their_own_lines_whatever_they_are_called():
+    table = pd.DataFrame(rows("ar") + rows("wedlm", forwards=lambda i: 10 if i % 2 else 20))
+    table["task"] = ["all" if prompt % 2 else "a|b" for prompt in table["prompt"]]
+    found = summarise_tasks(table, COUNTED)["tokens_per_forward"]
+    assert (found["wedlm", "all"], found["wedlm", "a|b"]) == (2, 1)
 
 
 # --- speeds ---------------------------------------------------------------------------------------------------------

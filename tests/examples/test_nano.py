@@ -1,6 +1,9 @@
 """The checkpoint in the repository: its files, its answers, and decoding on trained weights."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -9,6 +12,7 @@ from nano_tasks import TASKS, generate_samples
 from oracle import decode
 
 from wedlm_hf.checkpoints import NANO
+from wedlm_hf.checkpoints.loading import load_tokenizer
 from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.prompts import encode, encode_prompt
 
@@ -17,6 +21,22 @@ def prompts(tokenizer, seed=3):
     return [
         encode(tokenizer, sample.messages) for task in TASKS for sample in generate_samples(task, 1, seed, "heldout")
     ]
+
+
+def test_it_names_no_code_so_its_tokenizer_loads_unasked_without_this_package():
+    assert not list(NANO.glob("*_wedlm.py"))
+    load = "import sys; from transformers import AutoTokenizer; assert 'wedlm_hf' not in sys.modules; "
+    load += f"print(AutoTokenizer.from_pretrained({str(NANO)!r}).mask_token_id)"
+    done = subprocess.run([sys.executable, "-c", load], input="", capture_output=True, text=True, check=True)
+    assert done.stdout == f"{load_tokenizer(NANO).mask_token_id}\n"
+
+
+def test_it_is_small_and_has_room_for_512_tokens(nano):
+    model, tokenizer = nano
+    assert sum(path.stat().st_size for path in NANO.rglob("*") if path.is_file()) <= 10 * 2**20
+    assert not list(Path(NANO).glob("*.bin"))
+    assert model.config.max_position_embeddings >= 512 and tokenizer.model_max_length >= 512
+    assert model.config.mask_token_id == tokenizer.mask_token_id
 
 
 def test_it_is_small_and_names_no_code_so_that_its_tokenizer_loads_unasked_without_this_package():

@@ -1,5 +1,9 @@
 """lm-evaluation-harness with our model: answers, likelihoods, statistics and errors, on wedlm-nano and tiny models."""
 
+import os
+import subprocess
+import sys
+
 import datasets
 import pandas as pd
 import pytest
@@ -120,6 +124,14 @@ def test_gen_kwargs_go_before_model_args_and_reach_the_stock_model_too(manager):
         run(manager, [task], model="hf", gen_kwargs=gen_kwargs, batch_size=2)
 
 
+def test_few_shot_examples_are_turns_and_no_test_document(manager):
+    results = run(manager, ["wedlm_nano_chat"], {"strategy": "wedlm"}, num_fewshot=2, limit=1)
+    prompt = results["samples"]["wedlm_nano_chat"][0]["arguments"][0][0]
+    assert prompt.count("<|im_start|>user") >= 3 and "\x1e" not in prompt
+    assert results["n-shot"]["wedlm_nano_chat"] == 2
+    run(manager, ["wedlm_nano_chat"], num_fewshot=1, limit=1, apply_chat_template=False)  # and as plain text
+
+
 # --- likelihoods --------------------------------------------------------------------------------
 
 TEXTS = [("Count from 1 to 9:", " 1, 2, 3"), ("Sort 31, 7, 12, 5:", " 5"), ("", "3 + 4 = 7"), ("Count", " from")]
@@ -150,6 +162,22 @@ def test_the_block_elbo_of_requests_is_the_estimate_with_its_standard_error():
     assert info["elbo_per_token"] == pytest.approx(sum(estimate.value for estimate in direct) / tokens, rel=1e-5)
     error = sum(estimate.standard_error**2 for estimate in direct) ** 0.5 / tokens
     assert info["elbo_standard_error_per_token"] == pytest.approx(error, rel=1e-3)
+
+
+def test_a_text_longer_than_the_context_is_estimated_window_by_window():
+    lm = tiny_lm(likelihood="elbo", elbo_samples=2, elbo_block_size=4, batch_size=2, max_length=16)
+    text = "Count from 1 to 9: 1, 2, 3, 4, 5, 6, 7, 8, 9 and so on"
+    (answer,) = lm.loglikelihood_rolling(instances("loglikelihood_rolling", (text,)))
+    tokens = lm.tok_encode(text)
+    assert len(tokens) > 32
+    windows = [
+        ([EOS] if start == 0 else [tokens[start - 1]], tokens[start : start + 16])
+        for start in range(0, len(tokens) - len(tokens) % 16, 16)
+    ]
+    tail = len(tokens) % 16  # the last window is full, too: its context reaches back
+    windows.append((tokens[-17:-tail], tokens[-tail:]))
+    direct = block_elbo(lm.model, lm.tokenizer, windows, samples=2, block_size=4)
+    assert answer == pytest.approx(sum(estimate.value for estimate in direct), rel=1e-5)
 
 
 def test_choices_and_texts_are_scored_either_way(manager):
@@ -219,6 +247,15 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_other_settings_get_no_a
     calls[:] = [1] * 10
     run(manager, tasks, {"strategy": "wedlm", "window_size": 2}, **cache)
     assert len(calls) == 10 + 2 * COUNT
+
+
+@pytest.mark.slow
+def test_errors_of_the_command_are_one_message():
+    words = ["--model", "wedlm", "--model_args", f"pretrained={NANO},strategy=x", "--tasks", "wedlm_nano"]
+    command = [sys.executable, "-m", "wedlm_hf.eval", "run", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "OptionError: `strategy` must be one of 'ar', 'wedlm', 'block', got 'x'." in done.stderr
 
 
 # --- the command line ---------------------------------------------------------------------------

@@ -47,6 +47,21 @@ def test_the_mean_over_many_masks_is_that_of_all_masks():
     assert abs(estimate.value - exact) < 3 * estimate.standard_error
 
 
+def test_the_standard_error_shrinks_with_the_root_of_the_samples_and_is_that_of_the_mean():
+    model, tokenizer, pairs = tiny_model(), tiny_tokenizer(), many_pairs(24)
+    few, many, reference = (
+        block_elbo(model, tokenizer, pairs, samples=samples, block_size=BLOCK, seed=seed, batch_size=24)
+        for samples, seed in ((8, 0), (72, 1), (72, 2))
+    )
+    roots = [math.sqrt(sum(one.standard_error**2 for one in estimates)) for estimates in (few, many)]
+    assert roots[0] / roots[1] == pytest.approx(3, rel=0.2)
+    scores = [
+        (one.value - other.value) / math.hypot(one.standard_error, other.standard_error)
+        for one, other in zip(few, reference, strict=True)
+    ]
+    assert 0.6 < math.sqrt(sum(score**2 for score in scores) / len(scores)) < 1.5
+
+
 def test_an_estimate_depends_on_seed_and_tokens_alone():
     model, tokenizer, pairs = tiny_model(), tiny_tokenizer(), [PAIR, *many_pairs(3)]
     alone = [block_elbo(model, tokenizer, [pair], samples=4, block_size=BLOCK)[0] for pair in pairs]

@@ -12,12 +12,16 @@ from wedlm_hf.adapters.model_card import acceptance_table, read_log
 from wedlm_hf.eval.decoders import DECODERS, candidates
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import Prompt
-from wedlm_hf.eval.report.figures import draw_acceptance
+from wedlm_hf.eval.report.figures import draw_acceptance, figures
 from wedlm_hf.eval.report.numbers import Numbers, find_differences, pick, settings_table, sweep_numbers
-from wedlm_hf.eval.report.page import Words
+from wedlm_hf.eval.report.page import Words, as_markdown, tables
+from wedlm_hf.eval.table import mark_same
 
 PROMPTS = 24
 GRID = candidates(windows=(4,), thresholds=(0.1, 0.2, 0.4), penalties=(0.0, 0.1), decoders=("block", "wedlm"))
+
+
+TASKS = ["all", "a|b", r"$\frac{$", "_hidden"]
 
 
 def rows(decoder, *, prompts=PROMPTS, quality=1.0, tokens=20, forwards=20, seconds=1.0, tasks=("even", "odd")):
@@ -98,6 +102,14 @@ def test_the_loss_of_a_setting_is_that_of_the_task_that_loses_most():
     assert summary.loc["wedlm W=4 τ=0.2 λ=0", "loss"] == 0
 
 
+def test_answers_are_the_same_token_for_token():
+    table = pd.DataFrame(rows("ar") + rows("wedlm"))
+    table = table[table["kind"] == "quality"].reset_index(drop=True)
+    table.at[PROMPTS + 3, "tokens"] = [3, 3]
+    marked = mark_same(table)
+    assert marked["same"].tolist() == [index != PROMPTS + 3 for index in range(2 * PROMPTS)]
+
+
 def test_where_verified_output_parts_from_ar_both_best_logits_are_told():
     model, prompt = tiny_model(), [20, 40, 9, 31, 77]
     (wanted,) = decode(model, None, [prompt], {**DECODERS["ar"], "max_new_tokens": 8, "do_sample": False})
@@ -127,6 +139,24 @@ def test_differences_from_ar_are_told_in_steps_of_the_dtype():
     numbers.differences.extend([{"gap": 0.5, "spacing": 0.25}, {"gap": 0.0, "spacing": 0.25}])
     assert same_sentence(numbers).startswith("Verified answers part from AR’s on 2 of 24 prompts: ")
     assert "at most 2.0 steps of this dtype apart (median 1.0)" in same_sentence(numbers)
+
+
+def test_tasks_may_have_any_name():
+    numbers = made(tasks=TASKS)
+    text = as_markdown(tables(numbers, "right answers")["tasks"])
+    assert r"| a\|b " in text and text.count("\n") == 2 + 4 + 1
+    for figure in figures(numbers, 4, "right answers"):
+        assert figure.as_uri().startswith("data:image/svg+xml;base64,")
+
+
+def test_a_task_without_timed_prompts_has_no_speed():
+    cells = tables(made(timed="even"), "right answers")["tasks"].set_index("task")["wedlm: speed against AR"]
+    assert (cells["odd"], cells["even"], cells["all tasks"]) == ("–", "1.00×", "1.00×")
+
+
+def test_markup_in_names_is_text():
+    table = as_markdown(pd.DataFrame({"task": ["<b>&|"]}))
+    assert r"| &lt;b&gt;&amp;\| |" in table
 
 
 def test_the_curve_has_a_row_for_each_evaluation_and_is_drawn(tmp_path):

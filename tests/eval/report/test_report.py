@@ -1,5 +1,6 @@
 """`wedlm report`: the whole command on a tiny checkpoint, what it refuses, and how it goes on where it was stopped."""
 
+import csv
 import json
 import re
 import shutil
@@ -11,10 +12,13 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
+from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import encode, read_prompts, split_prompts
 from wedlm_hf.eval.report import page as pages
+from wedlm_hf.eval.report import request as requests
+from wedlm_hf.eval.report import run as running
 
 SMALL = "--windows 4 --thresholds 0.5,5 --penalties 0,0.5 --draft-thresholds 5 --max-new-tokens 6 --repeats 2".split()
 COUNTS = "--count 2 --sweep-count 1 --timed 1 --sweep-timed 1 --batch-sizes 1,2".split()
@@ -124,6 +128,18 @@ def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_comp
     assert depths[0]["accepted"] >= depths[-1]["accepted"]
 
 
+def test_samples_are_not_compared_with_ars_token_for_token(checkpoint, tmp_path):
+    unanswered = rows(*({"task": "chat", "prompt": f"Write about {index}."} for index in range(4)))
+    (tmp_path / "data.jsonl").write_text(unanswered)
+    sampled = ["--temperature", 0.9, "--decoders", "wedlm+exact", "--file", tmp_path / "data.jsonl"]
+    text = succeed(checkpoint, *SMALL, *COUNTS, *sampled, "--output", tmp_path / "out")
+    report, markdown = read(tmp_path / "out"), (tmp_path / "out" / "report.md").read_text()
+    assert by_decoder(report)["wedlm+exact"]["same"] is None and report["differences"] == []
+    assert {row["same"] for row in report["sweep"]} == {None}
+    assert by_decoder(report)["ar"]["quality"] < 1  # its own samples are not the likeliest tokens
+    assert "temperature 0.9" in markdown and "greedy;" not in markdown and "Verified decoding" in text
+
+
 # --- what it writes -----------------------------------------------------------------------------------------------
 
 
@@ -160,6 +176,22 @@ def test_counts_are_those_of_decoding_each_prompt_alone(made):
     assert by_decoder(report)["wedlm+exact"]["same"] == 1 and report["differences"] == []
 
 
+def test_every_decoder_is_timed_at_every_batch_size(made):
+    report = read(made[0])
+    entries = report["batches"]
+    assert [(e["batch_size"], e["decoder"]) for e in entries] == [(size, name) for size in (1, 2) for name in DECODERS]
+    for entry in entries:
+        reference = next(e for e in entries if e["batch_size"] == entry["batch_size"] and e["decoder"] == "ar")
+        assert entry["speed"] == pytest.approx(entry["tokens_per_second"] / reference["tokens_per_second"], 1e-3)
+        assert entry["own_cost"] > 0 and entry["first_token_seconds"] > 0
+        assert entry["same"] == 1 if entry["decoder"] in ("ar", "wedlm+exact") else 0 <= entry["same"] <= 1
+    with open(made[0] / "table.csv", encoding="utf-8") as file:
+        table = list(csv.DictReader(file))
+    timed = [row for row in table if (row["part"], row["kind"], row["batch_size"]) == ("headline", "speed", "2")]
+    assert len(timed) == len(DECODERS) * 2 * 1  # prompts of the only batch; of 2 repeats, half in batches
+    assert all(float(row["seconds"]) > float(row["forward_seconds"]) > 0 for row in timed)
+
+
 def test_the_page_needs_nothing_from_outside(made):
     html = (made[0] / "report.html").read_text(encoding="utf-8")
     links = re.findall(r'\b(?:href|src|srcset|action)="([^"]*)"', html)
@@ -186,6 +218,23 @@ def test_picked_settings_are_stored_and_are_those_of_the_headline(copied, tmp_pa
     assert report["picked"] == best["decoder"]
     assert f"generation_config.json now has window_size = {best['window_size']:g}" in text
     assert before.items() <= stored.items()
+
+
+def test_where_no_setting_is_good_enough_none_is_stored(copied, tmp_path, monkeypatch):
+    monkeypatch.setattr(running, "pick", lambda *args: [])
+    before = (copied / "generation_config.json").read_bytes()
+    arguments = [copied, *SMALL, *COUNTS, "--decoders", "wedlm", "--output", tmp_path / "out", "--save-settings"]
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert "No setting of unverified streaming decoding loses at most 1 points" in " ".join(result.stderr.split())
+    assert (copied / "generation_config.json").read_bytes() == before
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_missing_packages_are_named_before_weights_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(LoadingOptions, "load", lambda *args: pytest.fail("weights were read"))
+    monkeypatch.setattr(requests, "find_spec", lambda name: None)
+    assert "needs matplotlib: pip install '.[eval]' in the clone" in refused("--output", tmp_path / "out")
 
 
 # --- what is refused before weights are read ----------------------------------------------------------------------
@@ -220,6 +269,25 @@ def test_answers_of_a_file_decide_what_is_right(checkpoint, tmp_path):
     few = [checkpoint, *SMALL, "--decoders", "wedlm", "--batch-sizes", 1, "--file", path]
     succeed(*few, "--output", tmp_path / "out")
     assert by_decoder(read(tmp_path / "out"))["ar"]["quality"] == 0.75  # the headline has rows 0, 2, 4, 6
+
+
+def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_path):
+    model = timeless_model(max_position_embeddings=40)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(copied)
+    tokenizer, path = tiny_tokenizer(), tmp_path / "prompts.txt"
+    texts = ["long " * 8 + "long", *(f"Sort {index}" for index in range(3))]
+    lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
+    assert 34 < lengths[0] < 40 and max(lengths[1:]) < 34
+    path.write_text("\n".join(texts))
+    few = [copied, *SMALL, "--raw", "--decoders", "wedlm", "--batch-sizes", "1,2", "--file", path]
+    succeed(*few, "--output", tmp_path / "out")
+    with open(tmp_path / "out" / "table.csv", encoding="utf-8") as file:
+        table = [row for row in csv.DictReader(file) if row["part"] == "headline" and row["kind"] == "quality"]
+    answers = {(row["prompt"], float(row["new_tokens"])) for row in table}
+    assert answers == {("0", 40 - lengths[0]), ("1", 6)}
+    (note,) = read(tmp_path / "out")["data"]["notes"]
+    assert note.startswith("1 of 4 prompts leave room for fewer than 6 new tokens in the model's context")
 
 
 def test_rows_of_a_file_are_shared_between_the_parts_and_no_prompt_is_in_both():

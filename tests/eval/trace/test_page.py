@@ -171,6 +171,26 @@ def test_buttons_keys_and_slider_lead_to_the_same_places(shown, trace):
     page.locator("#chooser").select_option("0")
 
 
+def test_it_plays_to_the_end_and_pauses(shown, trace):
+    page = shown(trace)
+    run, ar = trace.recordings[0].runs
+    page.locator("#clock").select_option("forwards")
+    page.locator("#speed").select_option("4")
+    page.keyboard.press("Space")
+    assert page.locator("#play").get_attribute("aria-label") == "Pause"
+    wait_for(page, "#panes [data-run=ar]", "data-forwards", re.compile(r"[3-9]|\d\d"))
+    page.locator("#play").click()
+    assert page.locator("#play").get_attribute("aria-label") == "Play"
+    stopped = number_of(page, "ar", "forwards")
+    page.wait_for_timeout(200)
+    assert number_of(page, "ar", "forwards") == stopped != str(len(ar.steps))
+    page.locator("#speed").select_option("32")
+    page.locator("#play").click()
+    wait_for(page, "#panes [data-run=ar]", "data-forwards", str(len(ar.steps)))
+    assert page.locator("#play").get_attribute("aria-label") == "Play"
+    assert text_of(page, "wedlm") == run.text
+
+
 def test_rejected_drafts_are_shown_as_such(shown, drafts):
     page = shown(drafts)
     page.keyboard.press("c")

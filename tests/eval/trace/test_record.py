@@ -1,5 +1,6 @@
 """What is recorded is what was decoded, forward by forward."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from tiny import tiny_tokenizer
 
 from wedlm_hf.eval.measure import ForwardCounter, decode_call
+from wedlm_hf.eval.request import AnswerRequest
 from wedlm_hf.eval.trace import record as recording_module
 from wedlm_hf.eval.trace.page import COUNTS, FILLED, MASK, PENDING, PROMPT
 from wedlm_hf.eval.trace.record import pieces_of, token_text
@@ -88,6 +90,35 @@ def test_fills_and_commits_rebuild_exactly_what_generate_answers(model, recorded
     assert ar.stats["forwards"] == len(ar.steps) == len(ar.tokens)
 
 
+def test_a_trace_shows_slots_that_are_filled_before_their_left_neighbours(recorded):
+    run = recorded(SETTINGS["one at a time"]).recordings[0].runs[0]
+    reordered = [step for step in run.steps if step.positions != sorted(step.positions)]
+    assert reordered
+    for step in run.steps:
+        kinds = step.kinds.lstrip("c").lstrip("p").lstrip("f")
+        assert set(kinds) <= {"m"}  # pending, filled, masks: the physical order
+        for kind in "cpfm":
+            positions = [
+                position for position, letter in zip(step.positions, step.kinds, strict=True) if letter == kind
+            ]
+            assert positions == sorted(positions)
+
+
+def test_rejected_drafts_are_those_that_generate_counted_and_are_not_what_became_final(recorded):
+    seen = 0
+    for name in ("exact", "exact, sampled"):
+        (recording,) = recorded(SETTINGS[name], tokens=40).recordings
+        run = recording.runs[0]
+        assert run.stats["drafted"] - run.stats["accepted"] == sum(len(step.rejected) for step in run.steps)
+        sequence = recording.prompt_tokens + run.tokens
+        for step in run.steps:
+            drafts = dict(zip(step.positions, step.tokens, strict=True))
+            kept = [position for position in step.rejected if position < len(recording.prompt_tokens) + step.final]
+            assert all(drafts[position] != sequence[position] for position in kept)
+            seen += len(step.rejected)
+    assert seen > 0
+
+
 def test_entropies_are_those_of_the_model(model, recorded):
     (recording,) = recorded(SETTINGS["greedy"], tokens=6).recordings
     run, ar = recording.runs
@@ -106,6 +137,20 @@ def test_entropies_are_those_of_the_model(model, recorded):
             assert [share for _, share in guess.likeliest] == pytest.approx(kept, abs=1e-4)
 
 
+def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
+    monkeypatch.setattr(model.generation_config, "window_size", 4, raising=False)
+    monkeypatch.setattr(model.generation_config, "entropy_threshold", 1.5, raising=False)
+    for options, window, name, threshold in (
+        ({}, 4, "entropy_threshold", 1.5),
+        ({"verification": "exact"}, 32, "draft_threshold", 2.0),  # what is stored was chosen for another decoder
+        ({"window_size": 3, "verification": "exact"}, 3, "draft_threshold", 2.0),
+    ):
+        request = AnswerRequest([TEXT], {"strategy": "wedlm", "max_new_tokens": 5, **options}, with_ar=False, raw=True)
+        trace = recording_module.record(model, tiny_tokenizer(), request, model_name="tiny", repeats=0)
+        settings = trace.recordings[0].runs[0].settings
+        assert (settings["window_size"], settings[name]) == (window, threshold)
+
+
 def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_nothing(recorded, monkeypatch):
     clocks = iter([[9.0] * 2, [0.0, 0.1], [0.0, 0.3], [0.0, 0.2]])  # the recording call, then the timed ones
     calls: list = []
@@ -120,6 +165,21 @@ def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_no
     run = recorded(SETTINGS["greedy"], tokens=1, repeats=3, with_ar=False).recordings[0].runs[0]
     assert len(calls) == 4
     assert ([step.start for step in run.steps], run.seconds, len(run.turns)) == ([0.0], 0.2, 3)
+
+
+def test_more_turns_are_taken_while_the_speed_is_impossible(recorded, monkeypatch):
+    def times(ar):
+        def call(model, tokenizer, prompts, options, *rest, **keywords):
+            (decoding,), *others = decode_call(model, tokenizer, prompts, options, *rest, **keywords)
+            seconds = next(ar) if options["strategy"] == "ar" else 1.0
+            return [replace(decoding, seconds=seconds)], *others
+
+        return call
+
+    for ar, turns in (([1.0] * 9, 2), ([99.0] * 9, 5), ([99.0, 99.0, 99.0, 1.0, 1.0, 1.0], 5)):
+        monkeypatch.setattr(recording_module, "decode_call", times(iter(ar)))
+        runs = recorded(SETTINGS["greedy"], tokens=8, repeats=2).recordings[0].runs
+        assert [len(run.turns) for run in runs] == [turns, turns], ar
 
 
 def test_characters_of_several_tokens_come_with_their_last_one():
