@@ -124,7 +124,7 @@ def run_until(stage: str, monkeypatch: Any, *arguments: Any, **settings: Any) ->
             run(*arguments, **settings)
 
 
-@pytest.mark.parametrize("stage", ["answer", "_split", "train", "finish"])
+@pytest.mark.parametrize("stage", ["answer", "_split", "train", "publish", "measure", "finish"])
 def test_a_run_that_is_stopped_in_any_stage_goes_on(tmp_path, base, whole, stage, monkeypatch):
     run_until(stage, monkeypatch, tmp_path, base)
     out, _ = run(tmp_path, base)

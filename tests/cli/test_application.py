@@ -296,6 +296,14 @@ def test_models_adapters_and_both_are_served(folder, monkeypatch, given):
     assert (result.exit_code, "Error" in result.stderr) == (0, False), result.stderr
 
 
+def test_a_stock_model_with_its_adapter_can_be_watched(folder, monkeypatch, tmp_path):
+    monkeypatch.chdir(folder)
+    words = ("trace", "1, 2", "--model", "stock", "--adapter", "mask", "--max-new-tokens", 3, "--raw", "--repeats", 1)
+    result = invoke(*words, "--output", tmp_path / "page.html")
+    assert result.exit_code == 0, result.stderr
+    assert '"kinds"' in (tmp_path / "page.html").read_text()
+
+
 def test_a_lora_is_written_into_a_checkpoint(folder, tmp_path):
     for words in ((folder / "model", folder / "lora"), ("--model", folder / "model", folder / "lora")):
         out = tmp_path / str(len(words))

@@ -79,9 +79,11 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_each_kind_of_data_supervises_what_it_should(tmp_path, kind):
+@pytest.mark.parametrize("streamed", [False, True], ids=["map", "iterable"])
+def test_each_kind_of_data_supervises_what_it_should(tmp_path, kind, streamed):
     example, expected = FORMATS[kind]
-    trainer = trainer_on(tmp_path, Dataset.from_list([example, example]))
+    data = Dataset.from_list([example, example])
+    trainer = trainer_on(tmp_path, data.to_iterable_dataset() if streamed else data)
     examples = list(trainer.train_dataset)
     assert [learnt_text(read) for read in examples] == [expected] * 2
     labels = trainer.data_collator(examples)["labels"]
