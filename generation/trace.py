@@ -25,6 +25,7 @@ class TraceStep:
         counts: physical rows of each entry that are no padding: the last ones.
         committed: how many of those entered the cache for good.
         kept: which they are, counted from the first one.
+        accepted: drafts that passed, counted alike.
         logit_positions: `(A, M)` int64, logical positions of the physical rows whose logits were computed.
         is_mask: `(A, M)` bool, which of them are masks.
         entropy: `(A, M)` float32, H in nats.
@@ -42,6 +43,7 @@ class TraceStep:
     counts: list[int]
     committed: list[int]
     kept: list[list[int]]
+    accepted: list[list[int]]
     logit_positions: torch.Tensor
     is_mask: torch.Tensor
     entropy: torch.Tensor
@@ -89,6 +91,7 @@ class TraceRecorder:
                 counts=step.counts,
                 committed=[len(one.kept) for one in outcome.sequences],
                 kept=[one.kept for one in outcome.sequences],
+                accepted=[one.accepted for one in outcome.sequences],
                 logit_positions=positions,
                 is_mask=is_mask,
                 entropy=token_entropy(logits).cpu(),

@@ -62,7 +62,13 @@ function stateOf(run, count) {
   };
 }
 
-/* How many drafts there were at each depth of a run of drafts, and how many of them passed, after `count` forwards. Without
+/* The row of a draft at a position where none passed; -1 where one did, and without drafts. */
+function rejectedAt(step, position) {
+  const rows = [...step.positions.keys()].filter(row => step.positions[row] === position && step.kinds[row] === "f");
+  return rows.every(row => step.rejected.includes(row)) ? rows[0] ?? -1 : -1;
+}
+
+/* How many drafts there were at each depth behind the last final token, and how many of them passed, after `count` forwards. Without
    verification: masks at each distance from the leftmost one, and how many of them were filled. */
 function depthsOf(run, count) {
   const depths = [];
@@ -73,8 +79,9 @@ function depthsOf(run, count) {
   };
   for (const step of run.steps.slice(0, count)) {
     if (run.verified) {
-      const drafts = step.positions.filter((_, row) => step.kinds[row] === "f").sort((a, b) => a - b);
-      drafts.forEach((position, depth) => note(depth, !step.rejected.includes(position)));
+      const drafts = [...step.positions.keys()].filter(row => step.kinds[row] === "f");
+      const first = Math.min(...drafts.map(row => step.positions[row]));
+      for (const row of drafts) note(step.positions[row] - first, !step.rejected.includes(row));
     } else {
       const masks = step.predictions.filter(prediction => prediction.by === "mask");
       const start = Math.min(...masks.map(prediction => prediction.position));
@@ -227,10 +234,8 @@ function renderText(box, run, count) {
     if (odd) node.classList.add("odd");
     if (offset === run.difference) node.classList.add("differs");
     paint(node, run, info.entropy, info.filled);
-    if (last && offset >= before && last.rejected.includes(position)) {
-      const row = last.positions.indexOf(position);
-      node.dataset.was = visible(textOf(last.tokens[row]));
-    }
+    const row = last && offset >= before ? rejectedAt(last, position) : -1;
+    if (row >= 0) node.dataset.was = visible(textOf(last.tokens[row]));
     nodes.push(node);
   }
   for (const slot of state.slots) {
@@ -365,7 +370,7 @@ function drawDepths(run, count) {
   const [what, done] = run.verified ? ["drafts", "accepted"] : ["masks", "filled"], place = run.verified ? "depth" : "distance";
   $("depths-title").textContent = run.verified ? "Acceptance by depth" : "Filled by distance";
   $("depths-story").textContent = sum("tried")
-    ? `${sum("passed")} of ${sum("tried")} ${what} ${done}; below, by ${run.verified ? "their place in a run of drafts" : "distance to the leftmost mask"}.`
+    ? `${sum("passed")} of ${sum("tried")} ${what} ${done}; below, by ${run.verified ? "their depth behind the last final token" : "distance to the leftmost mask"}.`
     : run.verified ? "No draft has been checked yet." : "No mask has been looked at yet.";
   $("bars").replaceChildren(...depths.map(({tried, passed}, depth) => {
     const number = run.verified ? depth + 1 : depth, told = `${place} ${number}: ${passed} of ${plural(tried, what.slice(0, -1), what)} ${done}`;
@@ -520,20 +525,20 @@ function drawForward(run, count) {
   // Links first: boxes lie on top of them.
   rows.forEach((row, place) => {
     const from = x(column.get(row.position)) + box / 2, to = x(place) + box / 2, upper = Y.top + tall, lower = Y.bottom, middle = (upper + lower) / 2;
-    const kind = known && rejected.has(row.position) ? "rejected" : className[row.kind];
+    const kind = known && rejected.has(row.row) ? "rejected" : className[row.kind];
     drawing.append(svg("path", {class: `link ${kind}`, "data-link": row.position, d: `M${from},${upper} C${from},${middle} ${to},${middle} ${to},${lower}`}));
   });
   if (promptRows) drawing.append(svg("path", {class: "link", d: `M${cell - 1},${Y.top + tall} V${Y.bottom}`}));
   for (const position of logical) {
-    const row = rows.find(row => row.position === position), fresh = known ? decided.get(position) : null;
+    const here = rows.filter(row => row.position === position), row = here.find(row => row.kind === "f" && !rejected.has(row.row)) ?? here[0], fresh = known ? decided.get(position) : null;
     let kind = row ? className[row.kind] : "mask", token = row && row.kind !== "m" ? row.token : null;
-    if (known && fresh) { token = fresh.token; kind = position < end ? "pending fresh" : "filled fresh"; if (row?.kind === "f" && !rejected.has(position)) kind = "pending"; }
-    else if (known && rejected.has(position)) { kind = "mask"; token = null; }
+    if (known && fresh) { token = fresh.token; kind = position < end ? "pending fresh" : "filled fresh"; if (row?.kind === "f" && !rejected.has(row.row)) kind = "pending"; }
+    else if (known && row && rejected.has(row.row)) { kind = "mask"; token = null; }
     else if (known && row?.kind === "f" && position < end) kind = "pending";
     drawing.append(drawBox("logical", column.get(position), Y.top, kind, token == null ? "" : short(token), forwardTip(run, index, position, row, known).replaceAll("\n", ", "), position));
   }
   rows.forEach((row, place) => {
-    const kind = known && rejected.has(row.position) ? "rejected" : className[row.kind];
+    const kind = known && rejected.has(row.row) ? "rejected" : className[row.kind];
     const slide = `--dx:${(column.get(row.position) - place) * cell}px;--dy:${Y.top - Y.bottom}px`;
     drawing.append(drawBox("physical", place, Y.bottom, kind, row.kind === "m" ? "M" : short(row.token), forwardTip(run, index, row.position, row, known).replaceAll("\n", ", "), row.position, {style: slide}));
   });
@@ -558,7 +563,7 @@ function forwardTip(run, index, position, row, known) {
   const lines = [`position ${position}`], step = run.steps[index], prediction = run.predicted[index].get(position), decided = decidedAt(step, position);
   if (row) lines.push(`read as ${row.kind === "m" ? "a mask" : quoted(row.token) + (row.kind === "p" ? ", pending" : run.verified ? ", a draft" : ", filled before")}, row ${row.row + 1} of ${step.kinds.length}`);
   if (known && prediction) lines.push(`${nats(prediction.entropy)}${prediction.by === "ar" ? " (AR head)" : ""}`);
-  if (known && step.rejected.includes(position)) lines.push("the AR head did not accept it");
+  if (known && row && step.rejected.includes(row.row)) lines.push("the AR head did not accept it");
   if (known && decided) lines.push(`${decided.by === "ar" ? "final" : run.verified ? "drafted" : "filled"}: ${quoted(decided.token)}`);
   else if (known && row?.kind === "m") lines.push("left open");
   return lines.join("\n");

@@ -36,7 +36,7 @@ class RecordedForward:
     kinds: str  # a letter for each row: c prompt, p pending, f filled out of order or drafted, m mask
     committed: int  # rows, from the left, whose keys and values entered the cache for good
     predictions: list[Prediction]  # of the masks, and of the next-token head where it follows on final tokens
-    rejected: list[int]  # positions of the drafts that did not become final (verified decoding only)
+    rejected: list[int]  # rows of the drafts that did not pass (verified decoding only)
     final: int  # new tokens that are final after this step
 
 
@@ -79,7 +79,7 @@ class Trace:
     """A recorded generation."""
 
     format: Literal["wedlm-trace"] = "wedlm-trace"
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     model: str  # folder or Hub id
     fingerprint: dict[str, str]  # see `eval.measure.fingerprint`
     environment: dict[str, Any]  # versions and machine

@@ -170,8 +170,8 @@ def _parallel_steps(
         settled |= decided.keys()
         while end in settled and end in sequence:
             end += 1
-        drafts = [pair for pair in zip(positions, read, strict=True) if is_verified and rows[pair[0]] == FILLED]
-        rejected = [place for place, token in drafts if place >= end or sequence[place] != token]
+        drafts = [row for row, kind in enumerate(kinds) if is_verified and kind == FILLED]
+        rejected = [row for row in drafts if row not in step.accepted[0]]
         committed, final = step.committed[0], end - len(prompt)
         steps.append(RecordedForward(start, read, positions, kinds, committed, predictions, rejected, final))
     return steps

@@ -201,7 +201,7 @@ def test_rejected_drafts_are_shown_as_such(shown, drafts):
             page.keyboard.press("ArrowRight")
             seen, step = page.evaluate(SHOWN, "wedlm"), run.steps[forwards - 1]
             assert dict(map(tuple, seen["states"])) == expected_states(recording, run, forwards)
-            assert seen["struck"] == step.rejected
+            assert seen["struck"] == [step.positions[row] for row in step.rejected]
             rejections += len(step.rejected)
             if drafted := step.kinds.count("f"):
                 assert f"accepted {drafted - len(step.rejected)} of " in seen["story"]

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer
 
+from wedlm_hf.adapters import add_mask_adapter
 from wedlm_hf.eval.measure import ForwardCounter, decode_call
 from wedlm_hf.eval.request import AnswerRequest
 from wedlm_hf.eval.trace import record as recording_module
@@ -52,7 +53,7 @@ def replay(recording, run):
         read = {position: token for position, token, kind in rows if kind == FILLED}
         for position, token in read.items():
             assert filled.get(position) == token, f"{here} nothing filled position {position} so"
-        assert read.keys() >= set(step.rejected), f"{here} what was no draft is rejected"
+        assert {step.kinds[row] for row in step.rejected} <= {FILLED}, f"{here} what was no draft is rejected"
         for prediction in step.predictions:
             if prediction.token is not None:
                 filled[prediction.position] = prediction.token
@@ -112,11 +113,29 @@ def test_rejected_drafts_are_those_that_generate_counted_and_are_not_what_became
         assert run.stats["drafted"] - run.stats["accepted"] == sum(len(step.rejected) for step in run.steps)
         sequence = recording.prompt_tokens + run.tokens
         for step in run.steps:
-            drafts = dict(zip(step.positions, step.tokens, strict=True))
-            kept = [position for position in step.rejected if position < len(recording.prompt_tokens) + step.final]
-            assert all(drafts[position] != sequence[position] for position in kept)
+            rejected = [(step.positions[row], step.tokens[row]) for row in step.rejected]
+            end = len(recording.prompt_tokens) + step.final
+            assert all(sequence[position] != token for position, token in rejected if position < end)
             seen += len(step.rejected)
     assert seen > 0
+
+
+def test_of_drafts_that_branch_those_passed_that_generate_counted():
+    model = tiny_model()
+    add_mask_adapter(model)
+    options = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0, "max_new_tokens": 64}
+    request = AnswerRequest([TEXT], options, with_ar=False, raw=True, seed=5)
+    (recording,) = recording_module.record(model, tiny_tokenizer(), request, model_name="tiny", repeats=0).recordings
+    (run,) = recording.runs
+    sequence, drafted, accepted, branching = recording.prompt_tokens + run.tokens, 0, 0, 0
+    for step in run.steps:
+        drafts = [row for row, kind in enumerate(step.kinds) if kind == FILLED]
+        passed = [row for row in drafts if row not in step.rejected]
+        assert [step.tokens[row] for row in passed] == [sequence[step.positions[row]] for row in passed]
+        assert len({step.positions[row] for row in passed}) == len(passed)
+        branching += len({step.positions[row] for row in drafts}) < len(drafts)
+        drafted, accepted = drafted + len(drafts), accepted + len(passed)
+    assert branching and accepted and (drafted, accepted) == (run.stats["drafted"], run.stats["accepted"])
 
 
 def test_entropies_are_those_of_the_model(model, recorded):
