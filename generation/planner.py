@@ -72,7 +72,7 @@ class Planner:
         # Of each bin, drafts that passed, and those that should have.
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}
         # mu of each depth, and how many observations it rests on.
-        first = np.eye(1, depth)[0]
+        first = np.eye(1, max(1, depth))[0]
         self._worth, self._known = CHANCE * first, ENOUGH * first
         self._reached, self._took = 1.0, 1.0  # tokens of a sequence, and the time, in AR steps
         self._credit, self._steps = 100 * LOOK_SHARE, 0  # the first: tokens that looks may cost
