@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..generation.attention import layer_types
 from ..generation.rows import Row
-from ..generation.state import keeps_state, prepare_chunks, short_chunks
+from ..generation.state import keeps_state, short_chunks
 from ..generation.versions import CACHE, cache_name
 from ..training.streams import IGNORE_INDEX
 from .attach import decode_step, evaluating, is_close
@@ -149,8 +149,6 @@ class MaskDistillation(nn.Module):
         self.config = model.config
         self._text: Any = model.config.get_text_config(decoder=True)
         self._keeps_state = keeps_state(model)
-        if self._keeps_state:
-            prepare_chunks(model)
         # What keeps a state has no part in the masks of attention.
         self._kinds = ["full_attention"] if self._keeps_state else sorted(set(layer_types(model.config)))
         self.num_masks, self.top_tokens, self.sampled_tokens = num_masks, top_tokens, sampled_tokens

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any
@@ -90,11 +90,16 @@ def prepare_chunks(model: Any) -> None:
     if getattr(model, "use_kernels", False):  # from the Hub
         return
     homes = {sys.modules[kind.__module__] for module in model.modules() for kind in type(module).__mro__}
-    for name, package in CHUNKED.items():
-        for home in homes if find_spec(package) is None else ():
+    for name in _without_kernels():
+        for home in homes:
             function = vars(home).get(name)
             if function is not None and not hasattr(function, "takes_short_chunks"):
                 setattr(home, name, _fitting(function))
+
+
+@cache
+def _without_kernels() -> list[str]:
+    return [name for name, package in CHUNKED.items() if find_spec(package) is None]
 
 
 @contextmanager

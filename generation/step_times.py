@@ -66,7 +66,7 @@ class StepTimes:
         if len(kept) > 1 and {each for _, each in self._loads} == {width}:
             time = usual
         samples[rows] = [*kept, (self._steps, time)]
-        # Without its first step, if there are others.
+        # The first step of a width is slow. It misleads no median of five, and that of four would be low.
         counted = samples[rows] if len(samples[rows]) == ENOUGH else samples[rows][1:] or samples[rows]
         self._medians[has_masks][rows] = median_low([time for _, time in counted])
         for kind in [True] if has_masks and self._medians[False] else [False, True]:
