@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .rows import SequenceState
+from .rows import Row, SequenceState
 from .sampling import TokenSampler, token_entropy
 
 # Chances go to the host beside tokens, in units of this.
@@ -16,20 +16,10 @@ UNIT = 2.0**-30
 CHANCE = 0.7
 
 
-class Draft(NamedTuple):
-    """A guess behind a sequence's root."""
-
-    token: int
-    parent: int  # the place of the draft that it follows in the list of drafts; -1 for the root
-    depth: int  # 1 behind the root
-    chance: float | None  # the drafter's own probability; `None` for drafts from the text
-    is_sibling: bool = False  # a likelier token is drafted behind the same parent
-
-
 class Outlook(NamedTuple):
     """What may follow a sequence."""
 
-    drafts: list[Draft]  # parents first
+    drafts: list[Row]  # parents first
     foreseen: int  # depths of them that masks drafted
     room: int  # new tokens allowed
 
@@ -76,12 +66,12 @@ class Drafter:
         tokens, is_sure = tokens.masked_fill(entropy.isnan(), -1), entropy < self.draft_threshold
         return torch.stack([tokens, is_sure, (chances / UNIT).long()], -1).flatten(1)
 
-    def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:
+    def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
         """What may follow a sequence's final tokens, parents first, from what [`guess`] found of its `masks` masks."""
         return self._drafts(one, masks, numbers) if masks else []
 
-    def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:
-        run: list[Draft] = []
+    def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
+        run: list[Row] = []
         found = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))[:masks]
         if any(token < 0 for token, _, _ in found):
             raise ValueError(
@@ -90,7 +80,7 @@ class Drafter:
         for depth, (token, is_sure, chance) in enumerate(found, 1):
             if not is_sure:
                 break
-            run.append(Draft(token, depth - 2, depth, chance * UNIT))
+            run.append(Row(token, depth, depth - 2, chance * UNIT))
             if token in self.end_tokens:
                 break
         return run

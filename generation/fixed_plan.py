@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from .drafter import Outlook
-from .planner import Plan, Planner
+from .planner import Planner
+from .rows import Row, with_masks
 from .step_times import StepTimes
 
 
@@ -14,15 +15,15 @@ class FixedPlan(Planner):
     def __init__(self, size: int, is_chain: bool, lost: int, keeps_state: bool = False):
         super().__init__(StepTimes(0.0), size, is_chain, lost, keeps_state)
 
-    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
+    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
         """See [`Planner.plan`]."""
         if self.commits and before >= self.depth:
-            return [Plan([], [0]) for _ in outlooks]
+            return [[] for _ in outlooks]
         plans = []
         for outlook in outlooks:
             drafts = outlook.drafts[: max(0, min(self.depth, outlook.room - 1 + self.lost))]
             masks = [min(self.depth, outlook.room - depth - 1 + self.lost) for depth in range(len(drafts) + 1)]
             if self.is_chain:
                 masks[:-1] = [0] * len(drafts)
-            plans.append(Plan(drafts, [count if count > self.lost else 0 for count in masks]))
+            plans.append(with_masks(drafts, [count if count > self.lost else 0 for count in masks], self.lost))
         return plans

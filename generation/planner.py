@@ -26,12 +26,13 @@ All n and m of all sequences are one array: the planner takes a fraction of a mi
 from collections.abc import Callable, Sequence
 from functools import partial
 from sys import maxsize
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .commits import Commits
-from .drafter import CHANCE, Draft, Outlook
+from .drafter import CHANCE, Outlook
+from .rows import Row, with_masks
 from .step_times import ENOUGH, MEMORY, StepTimes
 
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
@@ -43,13 +44,6 @@ MOST_DRAFTS = 12
 
 Tree = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
 Option = tuple[int, int]  # drafts and masks of each sequence
-
-
-class Plan(NamedTuple):
-    """A sequence's rows of the next forward."""
-
-    drafts: list[Draft]  # parents first
-    masks: list[int]  # how many follow the root and each draft
 
 
 class Planner:
@@ -78,7 +72,7 @@ class Planner:
         self._credit, self._steps = 100 * LOOK_SHARE, 0  # the first: tokens that looks may cost
         self._step = 0.0, 1, False, 1, False
 
-    def learn(self, draft: Draft, has_passed: bool) -> None:
+    def learn(self, draft: Row, has_passed: bool) -> None:
         """Takes in what became of a draft whose parent passed."""
         key, chance = _bin(draft)
         passed, expected = self._chances.get(key, (0.0, 0.0))
@@ -104,7 +98,7 @@ class Planner:
         self._credit, self._steps = self._credit + LOOK_SHARE * tokens / sequences, self._steps + 1
         self._known *= MEMORY
 
-    def reaches(self, drafts: Sequence[Draft]) -> list[float]:
+    def reaches(self, drafts: Sequence[Row]) -> list[float]:
         """The chance of each draft that it and all before it pass."""
         found: list[float] = []
         for draft in drafts:
@@ -114,9 +108,9 @@ class Planner:
             found.append(chance * (found[draft.parent] if draft.parent >= 0 else 1.0))
         return found
 
-    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[Plan]:
-        """The rows of the next forward of these sequences, with so many rows in front of their roots: the prompts', or
-        where a state is kept, the pending tokens'."""
+    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
+        """The drafts and masks of the next forward of these sequences, with so many rows in front of their roots: the
+        prompts', or where a state is kept, the pending tokens'."""
         trees = [self._tree(each) for each in outlooks]
         gains, values = self._gains(outlooks, trees)
         drafts, masks = self._choose(outlooks, trees, gains, before)
@@ -164,7 +158,7 @@ class Planner:
         """The likeliest drafts that there is room for."""
         most = min(max(MOST_DRAFTS, self.depth), self.most_rows - 1)
         tree = sorted([(-reach, place) for place, reach in enumerate(self.reaches(outlook.drafts))])
-        return [(-reach, place) for reach, place in tree if outlook.drafts[place].depth < outlook.room][:most]
+        return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
 
     def _worths(self) -> list[float]:
         """mu of each depth: no more than that of the one before. One that was not met lately passes as often as the
@@ -181,7 +175,7 @@ class Planner:
             kept = {-1}
             for _, place in tree:
                 draft = outlook.drafts[place]  # drafts of the text stay, where their parents do
-                if draft.parent in kept and (draft.depth <= depth or draft.chance is None):
+                if draft.parent in kept and (draft.position <= depth or draft.chance is None):
                     kept.add(place)
             trees.append([each for each in tree if each[1] in kept])
         gains, _ = self._gains([outlook] * len(trees), trees)
@@ -201,7 +195,7 @@ class Planner:
             reach[one, 0], room[one, 0] = 1.0, outlook.room - 1
             for rank, (chance, place) in enumerate(tree, 1):
                 draft, ranks[place] = outlook.drafts[place], rank
-                reach[one, rank], room[one, rank] = chance, outlook.room - 1 - draft.depth
+                reach[one, rank], room[one, rank] = chance, outlook.room - 1 - draft.position
                 children[one, rank, ranks[draft.parent]] = chance
         counts = np.arange(size)
         ends = np.where(counts[:, None] >= counts, reach[:, None], 0.0) - children.cumsum(1)
@@ -213,7 +207,7 @@ class Planner:
         first = reach.cumsum(1)[..., None] - 1
         return np.concatenate([first, first + ordered.cumsum(2)], 2), values
 
-    def _spend(self, outlook: Outlook, tree: Tree, values: Any, drafts: int, masks: int) -> Plan:
+    def _spend(self, outlook: Outlook, tree: Tree, values: Any, drafts: int, masks: int) -> list[Row]:
         """A sequence's own best drafts and masks. The likeliest child stands right behind its parent."""
         drafts = min(drafts, len(tree))
         worth = values[drafts, : 1 + drafts].ravel()
@@ -227,15 +221,15 @@ class Planner:
         order = sorted(paths, key=paths.__getitem__)
         rows = {place: row for row, place in enumerate(order, -1)}
         chosen = [outlook.drafts[place]._replace(parent=rows[outlook.drafts[place].parent]) for place in order[1:]]
-        return Plan(chosen, [int(behind[paths[place][-1]]) for place in order])
+        return with_masks(chosen, [int(behind[paths[place][-1]]) for place in order], self.lost)
 
 
 def _argmax(nets: Any) -> Option:
     return divmod(int(nets.argmax()), nets.shape[1])
 
 
-def _bin(draft: Draft) -> tuple[tuple[int, int], float]:
+def _bin(draft: Row) -> tuple[tuple[int, int], float]:
     """The bin of a draft, and the chance that it has by itself."""
     if draft.chance is None:
-        return (2, int(draft.depth > 1)), CHANCE
+        return (2, int(draft.parent >= 0)), CHANCE
     return (int(draft.is_sibling), min(int(draft.chance * BINS), BINS - 1)), draft.chance

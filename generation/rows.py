@@ -24,11 +24,14 @@ import torch
 
 
 class Row(NamedTuple):
-    """A physical row of a forward."""
+    """A physical row of a forward. What is drafted or planned counts from the root, whose position is 0, and its place
+    −1."""
 
     token: int | None  # `None`: a mask
     position: int  # logical
     parent: int  # the row that it stands behind, by its place among the sequence's rows; -1: what the cache holds
+    chance: float | None = None  # a draft's, by its drafter; `None` for those from the text
+    is_sibling: bool = False  # a likelier token is drafted behind the same parent
 
 
 @dataclass
@@ -142,7 +145,7 @@ def lay_out(
     columns = []
     for one, count in zip(sequences, counts, strict=True):
         front = range(size - count)
-        token, position, parent = zip(*one.rows, strict=True) if count else ((), (), ())
+        token, position, parent, *_ = zip(*one.rows, strict=True) if count else ((), (), ())
         end = one.committed + count
         columns.append(
             [
@@ -169,6 +172,16 @@ def lay_out(
         parents=torch.where(parents < 0, places, parents),
         is_chain=all(row.parent == place - 1 for one in sequences for place, row in enumerate(one.rows)),
     )
+
+
+def with_masks(drafts: Sequence[Row], counts: Sequence[int], lost: int) -> list[Row]:
+    """Drafts and, behind the root and each of them, so many masks. The first one stands behind the position that the
+    row itself predicts, or, of those that are `lost`, at it."""
+    rows = list(drafts)
+    for home, count in enumerate(counts, -1):
+        first = 2 - lost + (drafts[home].position if home >= 0 else 0)
+        rows += [Row(None, first + place, len(rows) - 1 + place if place else home) for place in range(count)]
+    return rows
 
 
 def mask_runs(rows: Sequence[Row]) -> dict[int, range]:

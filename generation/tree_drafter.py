@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from .drafter import UNIT, Draft, Drafter
+from .drafter import UNIT, Drafter
 from .lookup import TextLookup
 from .planner import MOST_DRAFTS
-from .rows import SequenceState
+from .rows import Row, SequenceState
 from .sampling import SHORTLIST, TokenSampler
 
 # Where drafts branch: likeliest tokens of a position that become drafts, and likeliest paths that are followed.
@@ -71,31 +71,31 @@ class TreeDrafter(Drafter):
             first += kept.shape[1]
         return torch.cat(levels, 1).flatten(1)
 
-    def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:
+    def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
         """See [`Drafter.drafts`]; what the text says is a branch beside what masks say."""
         drafts = super().drafts(one, masks, numbers)
         if not self.has_branches:
             return drafts
         lookup, parent = self._lookups.setdefault(one.index, TextLookup()), -1
-        known = [draft.token for draft in drafts[:1]]
+        known = [draft.token for draft in drafts[:1] if draft.token is not None]
         for depth, token in enumerate(lookup.drafts(one.tokens, known, MOST_DRAFTS), 1):
             siblings = [place for place, draft in enumerate(drafts) if draft.parent == parent]
             same = [place for place in siblings if drafts[place].token == token]
             if not same:
-                drafts.append(Draft(token, parent, depth, None, bool(siblings)))
+                drafts.append(Row(token, depth, parent, None, bool(siblings)))
             if token in self.end_tokens:
                 break
             parent = same[0] if same else len(drafts) - 1
         return drafts
 
-    def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Draft]:
+    def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
         """Nothing follows an end token."""
-        drafts: list[Draft] = []
+        drafts: list[Row] = []
         places = {-1: -1}
         found = zip(*(numbers[column::5] for column in range(5)), strict=True)
         for number, (parent, token, rank, chance, depth) in enumerate(found):
             if parent in places and depth <= masks:
-                drafts.append(Draft(token, places[parent], depth, chance * UNIT, rank > 0))
+                drafts.append(Row(token, depth, places[parent], chance * UNIT, rank > 0))
                 if token not in self.end_tokens:
                     places[number] = len(drafts) - 1
         return drafts

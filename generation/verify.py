@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from .drafter import Drafter, Outlook
-from .planner import Plan, Planner
+from .planner import Planner
 from .rows import Row, SequenceState, Step, lines, mask_runs
 from .rules import Choice, Cut, SequenceOutcome
 from .sampling import TokenSampler
@@ -60,7 +60,6 @@ class VerifyRule:
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.lost, size
         self.is_by_row, self.keeps_state = is_by_row, keeps_state
         self._outlooks: dict[int, Outlook] = {}  # what may follow each sequence
-        self._plans: dict[int, Plan] = {}  # what the forward under way checks of it
         self._tokens: int | None = None  # of the step under way, if one is
 
     # --- what rows ---------------------------------------------------------------------------------------------------
@@ -70,33 +69,28 @@ class VerifyRule:
         if self._tokens is not None:
             self.planner.finish(self._tokens)
         self._tokens = 0
-        found: list[list[Row]] = []
         if not sequences:
-            return found
+            return []
         is_prefill = any(not one.new_count for one in sequences)
         outlooks = [self._outlooks.pop(one.index, Outlook([], 0, one.remaining)) for one in sequences]
         if is_prefill and (self.is_by_row or self.keeps_state):
-            plans = [Plan([], [0]) for _ in sequences]
+            planned: list[list[Row]] = [[] for _ in sequences]
         else:
-            plans = self.planner.plan(outlooks, max(one.pending for one in sequences) - 1)
-        for one, plan in zip(sequences, plans, strict=True):
-            found.append(self._rows(one, plan))
-            self._plans[one.index] = plan
+            planned = self.planner.plan(outlooks, max(one.pending for one in sequences) - 1)
+        found = [self._rows(*each) for each in zip(sequences, planned, strict=True)]
         has_masks = any(rows[-1].token is None for rows in found)
         self.planner.begin(len(found) * max(map(len, found)), has_masks, len(sequences), is_prefill)
         return found
 
-    def _rows(self, one: SequenceState, plan: Plan) -> list[Row]:
-        rows, end = one.pending_rows, len(one.tokens)
-        root = len(rows) - 1
-        rows += [Row(draft.token, end - 1 + draft.depth, root + 1 + draft.parent) for draft in plan.drafts]
-        for parent, count in enumerate(plan.masks, root):
-            row = rows[parent]
-            if parent > root and row.token in self.drafter.end_tokens:
-                continue  # nothing behind an end is worth a row
-            for place in range(count):
-                first = row.position + 2 - self.drafter.lost
-                rows.append(Row(None, first + place, len(rows) - 1 if place else parent))
+    def _rows(self, one: SequenceState, planned: list[Row]) -> list[Row]:
+        """Pending tokens, and behind their last one what is planned; but nothing behind an end, which is worth no
+        row."""
+        rows, ends, last = one.pending_rows, self.drafter.end_tokens, len(one.tokens) - 1
+        places = {-1: len(rows) - 1}
+        for place, row in enumerate(planned):
+            if row.parent in places and not (row.parent >= 0 and planned[row.parent].token in ends):
+                places[place] = len(rows)
+                rows.append(row._replace(position=last + row.position, parent=places[row.parent]))
         return rows
 
     # --- what they mean ----------------------------------------------------------------------------------------------
@@ -175,10 +169,10 @@ class VerifyRule:
         path = [root + end]
         while path[0] > root:
             path.insert(0, rows[path[0]].parent)
-        plan = self._plans.pop(one.index)
-        for place, draft in enumerate(plan.drafts, root + 1):
-            if rows[place].parent in path:
-                self.planner.learn(draft, place in path)
+        checked = range(root + 1, one.unmasked)
+        for place in checked:
+            if (parent := rows[place].parent) in path:
+                self.planner.learn(rows[place]._replace(parent=parent - root - 1), place in path)
         settled = [*(token for place in path[1:] if (token := rows[place].token) is not None), tokens[end]]
         count = cut(one, settled)
         is_kept = not self.keeps_state or len(rows) == one.pending
@@ -188,7 +182,7 @@ class VerifyRule:
             new_tokens=settled[:count],
             kept=[*range(root + 1), *path[1:count]] if is_kept else [],
             decided=[(place - root, one.new_count + n, settled[n]) for n, place in enumerate(path[:count])],
-            checked=range(root + 1, root + 1 + len(plan.drafts)),
+            checked=checked,
             accepted=path[1 : count + 1],
         )
         one.committed += len(outcome.kept)

@@ -23,10 +23,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from ...generation.drafter import Draft, Outlook
+from ...generation.drafter import Outlook
 from ...generation.fixed_plan import FixedPlan
 from ...generation.mixin import SLOT_COSTS
-from ...generation.planner import Plan, Planner
+from ...generation.planner import Planner
+from ...generation.rows import Row
 from ...generation.step_times import StepTimes, step_clock
 from .options import ARCHITECTURE, EngineOptions, RequestOptions
 
@@ -42,7 +43,7 @@ class RequestState:
 
     options: RequestOptions
     end_tokens: frozenset[int]  # nothing is drafted behind one
-    drafts: list[Draft]  # that are being checked
+    drafts: list[Row]  # that are being checked
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ class Proposer:
         found = self._drafts(step, sampled_token_ids, logits, num_tokens_no_spec, token_ids_cpu)
         outlooks = [self._outlook(step, index, found.get(index), int(num_tokens_no_spec[index])) for index in active]
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
-        for index, plan in zip(active, self.planner.plan(outlooks), strict=True):
-            proposed[index] = self._proposal(step.requests[index], plan)
+        for index, planned in zip(active, self.planner.plan(outlooks), strict=True):
+            proposed[index] = self._proposal(step.requests[index], planned)
         requests, speculative = len(active), sum(map(len, proposed))
         self.planner.begin(requests + speculative, speculative > 0, requests)
         if not self.always_draft:
@@ -197,22 +198,20 @@ class Proposer:
             room = 1
         if state.options.window_size is not None:
             room = min(room, state.options.window_size)
-        drafts: list[Draft] = []
+        drafts: list[Row] = []
         for depth, (token, chance) in enumerate(zip(*(found or ([], [])), strict=True), 1):
-            drafts.append(Draft(token, depth - 2, depth, chance))
+            drafts.append(Row(token, depth, depth - 2, chance))
             if token in state.end_tokens:
                 break
         return Outlook(drafts, len(drafts), room)
 
-    def _proposal(self, name: str, plan: Plan) -> list[int]:
+    def _proposal(self, name: str, planned: list[Row]) -> list[int]:
         """The drafts and masks of a request."""
-        state = self.states[name]
-        state.drafts = plan.drafts[: self.most]
-        tokens = [draft.token for draft in state.drafts]
-        masks = min(plan.masks[-1], self.most - len(tokens))
-        if masks <= self._unused_masks or (tokens and tokens[-1] in state.end_tokens):
-            masks = 0
-        return tokens + [self.mask_token_id] * masks
+        state, rows = self.states[name], planned[: self.most]
+        drafts = state.drafts = [row for row in rows if row.token is not None]
+        if len(rows) - len(drafts) <= self._unused_masks or (drafts and drafts[-1].token in state.end_tokens):
+            rows = drafts
+        return [self.mask_token_id if row.token is None else row.token for row in rows]
 
 
 def _new_state(request: Any) -> RequestState:

@@ -25,7 +25,7 @@ from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
 from wedlm_hf.eval.table import speed_table
-from wedlm_hf.generation.drafter import Draft
+from wedlm_hf.generation.rows import Row
 from wedlm_hf.generation.state import CHUNKED
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 from wedlm_hf.generation.versions import CACHE, cache_of
@@ -89,8 +89,8 @@ def know(monkeypatch: pytest.MonkeyPatch, text: list[int], chance: float, seed: 
     def draft(at: int) -> int:
         return text[at] if at < len(text) and rng.random() < chance else rng.randrange(97)
 
-    def drafts(self: Any, one: Any, masks: int, numbers: list[int]) -> list[Draft]:
-        return [Draft(draft(len(one.tokens) + depth), depth - 1, depth + 1, chance) for depth in range(masks)]
+    def drafts(self: Any, one: Any, masks: int, numbers: list[int]) -> list[Row]:
+        return [Row(draft(len(one.tokens) + depth), depth + 1, depth - 1, chance) for depth in range(masks)]
 
     monkeypatch.setattr(TreeDrafter, "drafts", drafts)
 

@@ -10,8 +10,9 @@ from functools import cache
 from math import ceil
 from random import Random
 
-from wedlm_hf.generation.drafter import Draft, Outlook
-from wedlm_hf.generation.planner import Plan, Planner
+from wedlm_hf.generation.drafter import Outlook
+from wedlm_hf.generation.planner import Planner
+from wedlm_hf.generation.rows import Row, mask_runs
 from wedlm_hf.generation.step_times import StepTimes
 
 Curve = Callable[[int], float]
@@ -43,9 +44,9 @@ class Clock:
         return self.now
 
 
-def drafts_of(masks: int, acceptance: float, random: Random) -> list[Draft]:
+def drafts_of(masks: int, acceptance: float, random: Random) -> list[Row]:
     """A tree of drafts: the likeliest token and two siblings behind each of the four likeliest paths of a length."""
-    drafts: list[Draft] = []
+    drafts: list[Row] = []
     paths = [(1.0, -1)]
     for depth in range(1, masks + 1):
         grown = []
@@ -55,17 +56,17 @@ def drafts_of(masks: int, acceptance: float, random: Random) -> list[Draft]:
                 chances.append(min(chances[0], (1 - sum(chances)) * share))
             for rank, one in enumerate(chances):
                 grown.append((reach * one, len(drafts)))
-                drafts.append(Draft(0, parent, depth, one, rank > 0))
+                drafts.append(Row(0, depth, parent, one, rank > 0))
         paths = sorted(grown, reverse=True)[:4]
     return drafts
 
 
-def passed(plan: Plan, random: Random) -> Iterator[tuple[int, bool]]:
+def passed(drafts: list[Row], random: Random) -> Iterator[tuple[int, bool]]:
     """Drafts whose parent passed, and whether they do."""
     parent: int | None = -1
     while parent is not None:
         left, last, parent = random.random(), parent, None
-        for place, draft in enumerate(plan.drafts):
+        for place, draft in enumerate(drafts):
             if draft.parent == last:
                 left -= draft.chance or 0.0
                 is_right = parent is None and left < 0
@@ -89,22 +90,24 @@ def speed(
     time = tokens = alone = 0.0
     for step in range(steps):
         plans = planner.plan(outlooks)
-        masks = max(sum(plan.masks) for plan in plans)
-        rows = batch * (1 + max(len(plan.drafts) for plan in plans) + masks)
+        checked = [[row for row in plan if row.token is not None] for plan in plans]
+        masks = max(len(plan) - len(drafts) for plan, drafts in zip(plans, checked, strict=True))
+        rows = batch * (1 + max(map(len, checked)) + masks)
         planner.begin(rows, masks > 0, batch)
         took = curve(rows, masks > 0, step)
         if isinstance(clock, Clock):
             clock.now += 0.025 * took * noise(jitter)
         time, alone = time + took, alone + curve(batch, False, step)
         outlooks, found = [], 0
-        for plan in plans:
-            row, found = 0, found + 1
-            for place, is_right in passed(plan, random):
-                planner.learn(plan.drafts[place], is_right)
+        for plan, drafts in zip(plans, checked, strict=True):
+            last, found = -1, found + 1
+            for place, is_right in passed(drafts, random):
+                planner.learn(drafts[place], is_right)
                 if is_right:
-                    row, found = place + 1, found + 1
+                    last, found = place, found + 1
             mean = acceptance(step) if callable(acceptance) else acceptance
-            outlooks.append(Outlook(drafts_of(plan.masks[row], mean, random), plan.masks[row], ROOM))
+            foreseen = len(mask_runs(plan).get(last, ()))
+            outlooks.append(Outlook(drafts_of(foreseen, mean, random), foreseen, ROOM))
         planner.finish(found)
         tokens += found
     return tokens / batch / time * (alone / steps)
@@ -129,7 +132,9 @@ def _expected(acceptance: float) -> dict[tuple[int, int], float]:
         for draft in drafts:
             reaches.append((draft.chance or 0.0) * (reaches[draft.parent] if draft.parent >= 0 else 1.0))
         for masks in (1, 2, 3, 5):
-            likeliest = sorted([reach for reach, draft in zip(reaches, drafts, strict=True) if draft.depth <= masks])
+            likeliest = sorted(
+                [reach for reach, draft in zip(reaches, drafts, strict=True) if draft.position <= masks]
+            )
             for count in (1, 2, 3, 4, 6, 8, 12):
                 tokens = (1 + sum(likeliest[-count:])) / trees
                 sums[count, masks] = sums.get((count, masks), 0.0) + tokens

@@ -13,9 +13,9 @@ from tiny import MASK, tiny_model
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
-from wedlm_hf.generation.drafter import Draft
 from wedlm_hf.generation.lookup import TextLookup
-from wedlm_hf.generation.planner import Plan, Planner
+from wedlm_hf.generation.planner import Planner
+from wedlm_hf.generation.rows import Row, with_masks
 from wedlm_hf.generation.sampling import SHORTLIST
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 
@@ -62,7 +62,7 @@ def foreseeing(monkeypatch):
                 if siblings and offset < len(answer):
                     tokens += [answer[offset] if is_wrong else 9, 11][:siblings]
                 for rank, token in enumerate(tokens):
-                    drafts.append(Draft(token, parent, depth, (1 - errors) / (1 + rank), rank > 0))
+                    drafts.append(Row(token, depth, parent, (1 - errors) / (1 + rank), rank > 0))
                 right = [place for place, draft in enumerate(drafts) if draft.parent == parent and draft.token != 9]
                 if tokens[0] in ENDS or not right:
                     break
@@ -89,7 +89,7 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
             scores = causal_forward(qwen3, sequence, list(range(len(sequence))))[-1:][:, shortlist[0]]
             offset = torch.tensor([[first + depth - 1]])
             token, _ = drafter.sampler.draft(scores[:, None], shortlist, offset, [0], 1)
-            drafts.append(Draft(token.item(), depth - 2, depth, 1.0))
+            drafts.append(Row(token.item(), depth, depth - 2, 1.0))
         return drafts
 
     monkeypatch.setattr(TreeDrafter, "_drafts", drafts_of)
@@ -275,9 +275,9 @@ class Bushy(Planner):
     def plan(self, outlooks, before=0):
         plans = []
         for outlook in outlooks:
-            drafts = [draft for draft in outlook.drafts if draft.depth < outlook.room]
-            room = [outlook.room - 1, *(outlook.room - draft.depth - 1 for draft in drafts)]
-            plans.append(Plan(drafts, [max(0, min(2, each)) for each in room]))
+            drafts = [draft for draft in outlook.drafts if draft.position < outlook.room]
+            room = [outlook.room - 1, *(outlook.room - draft.position - 1 for draft in drafts)]
+            plans.append(with_masks(drafts, [max(0, min(2, each)) for each in room], self.lost))
         return plans
 
 

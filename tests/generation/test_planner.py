@@ -7,9 +7,10 @@ from random import Random
 import plans
 import pytest
 
-from wedlm_hf.generation.drafter import Draft, Outlook
+from wedlm_hf.generation.drafter import Outlook
 from wedlm_hf.generation.fixed_plan import FixedPlan
 from wedlm_hf.generation.planner import Planner
+from wedlm_hf.generation.rows import Row, mask_runs
 from wedlm_hf.generation.step_times import StepTimes
 
 ROOM = 1000
@@ -89,15 +90,23 @@ def new_planner():
 
 
 def chain(*chances):
-    return [Draft(7, place - 1, place + 1, chance) for place, chance in enumerate(chances)]
+    return [Row(7, place + 1, place - 1, chance) for place, chance in enumerate(chances)]
+
+
+def parts(planned):
+    """The drafts, and how many masks stand behind the root and each of them."""
+    drafts = [row for row in planned if row.token is not None]
+    runs = mask_runs(planned)
+    return drafts, [len(runs.get(place, ())) for place in range(-1, len(drafts))]
 
 
 def test_nothing_is_planned_beyond_the_limit():
     planner = Planner(StepTimes(0.0), 5)
     for room in (1, 2, 3):
         (plan,) = planner.plan([Outlook(chain(0.9, 0.9, 0.9), 3, room)])
-        assert len(plan.drafts) == room - 1
-        assert all(depth + count < room for depth, count in enumerate(plan.masks))
+        drafts, masks = parts(plan)
+        assert len(drafts) == room - 1
+        assert all(depth + count < room for depth, count in enumerate(masks))
 
 
 def test_masks_that_nobody_planned_may_draft_deeper_than_planned_ones():
@@ -105,7 +114,7 @@ def test_masks_that_nobody_planned_may_draft_deeper_than_planned_ones():
     planner = Planner(StepTimes(0.0), 2, is_chain=True, lost=1)
     for _ in range(4):
         (plan,) = planner.plan([Outlook(chain(*[0.9] * 5), 5, ROOM)])
-        assert len(plan.drafts) == 5
+        assert len(parts(plan)[0]) == 5
 
 
 def test_a_step_has_no_more_rows_than_it_may():
@@ -113,13 +122,13 @@ def test_a_step_has_no_more_rows_than_it_may():
     planner.most_rows = 32
     for drafts in (0, 20, 31, 40):
         (plan,) = planner.plan([Outlook(chain(*[0.99] * drafts), drafts, 100)])
-        assert min(drafts, 31) < 1 + len(plan.drafts) + sum(plan.masks) <= 32
+        assert min(drafts, 31) < 1 + len(plan) <= 32
 
 
 def test_parents_stand_before_their_children_and_first_children_right_behind():
-    drafts = [Draft(1, -1, 1, 0.6), Draft(2, -1, 1, 0.3, True), Draft(3, 0, 2, 0.9), Draft(4, 1, 2, 0.9)]
+    drafts = [Row(1, 1, -1, 0.6), Row(2, 1, -1, 0.3, True), Row(3, 2, 0, 0.9), Row(4, 2, 1, 0.9)]
     (plan,) = Planner(StepTimes(0.0), 2).plan([Outlook(drafts, 2, ROOM)])
-    assert [(draft.token, draft.parent) for draft in plan.drafts] == [(1, -1), (3, 0), (2, -1), (4, 2)]
+    assert [(draft.token, draft.parent) for draft in parts(plan)[0]] == [(1, -1), (3, 0), (2, -1), (4, 2)]
 
 
 def test_chances_are_corrected_by_what_passed():
@@ -132,12 +141,12 @@ def test_chances_are_corrected_by_what_passed():
 
 def test_drafts_from_the_text_are_checked_without_masks_where_ar_steps_are_best():
     planner = Planner(StepTimes(0.15), 5)
-    text = [Draft(7, place - 1, place + 1, None) for place in range(5)]
+    text = [Row(7, place + 1, place - 1, None) for place in range(5)]
     for _ in range(200):
         planner.plan([Outlook(chain(0.01), 1, ROOM)])
         planner.learn(chain(0.01)[0], False)
     (plan,) = planner.plan([Outlook(text, 0, ROOM)])
-    assert len(plan.drafts) == 5 and not any(plan.masks)
+    assert parts(plan)[1] == [0] * 6
 
 
 def test_times_see_stairs_and_a_table_is_taken_as_it_is():
@@ -182,14 +191,14 @@ def test_a_prompts_time_tells_whether_wide_steps_are_worth_it_at_once():
             clock.now += 0.02 * (1 + row_cost * (rows - 1))
             planner.finish(1)
         (plan,) = planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)])
-        assert (1 + len(plan.drafts) + sum(plan.masks) > 6) == is_wide
+        assert (1 + len(plan) > 6) == is_wide
 
 
 def test_masks_lose_no_worth_where_steps_may_not_be_wide_yet():
     planner = new_planner()
     for _ in range(20):
         (plan,) = planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)])
-        assert plan == ([], [0])
+        assert plan == []
     assert min(planner._worths()) > 0.3
 
 
@@ -200,19 +209,20 @@ def test_slow_first_steps_are_doubted():
     drafts = 0
     for _ in range(400):
         (plan,) = planner.plan([Outlook(chain(*[0.9] * drafts), drafts, ROOM)])
-        rows = 1 + len(plan.drafts) + plan.masks[-1]
-        planner.begin(rows, plan.masks[-1] > 0, 1)
+        checked, masks = parts(plan)
+        rows = 1 + len(plan)
+        planner.begin(rows, masks[-1] > 0, 1)
         met[rows] += 1
         clock.now += 1.0 if rows > 1 and met[rows] <= 2 else 0.005 * (1 + 0.02 * (rows - 1))
-        for draft in plan.drafts:
+        for draft in checked:
             planner.learn(draft, True)
-        planner.finish(1 + len(plan.drafts))
-        drafts = plan.masks[-1]
+        planner.finish(1 + len(checked))
+        drafts = masks[-1]
     assert met[1] < 100
 
 
 def test_a_fixed_plan_checks_all_there_is():
     (plan,) = FixedPlan(4, is_chain=False, lost=0).plan([Outlook(chain(0.1, 0.1), 2, ROOM)])
-    assert len(plan.drafts) == 2 and plan.masks == [4, 4, 4]
+    assert len(parts(plan)[0]) == 2 and parts(plan)[1] == [4, 4, 4]
     (plan,) = FixedPlan(4, is_chain=True, lost=1).plan([Outlook(chain(0.1, 0.1), 2, 5)])
-    assert plan.masks == [0, 0, 3]
+    assert parts(plan)[1] == [0, 0, 3]
