@@ -1,9 +1,11 @@
-"""What may follow a sequence: drafts from masks. A mask adapter has a drafter of its own (tree_drafter.py).
+"""What may follow a sequence: drafts from masks, and of logits processors that know what comes. A mask adapter has a
+drafter of its own (tree_drafter.py).
 
 `A` sequences, `K` masks of each, `V` vocabulary.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +16,8 @@ from .sampling import TokenSampler, token_entropy
 UNIT = 2.0**-30
 # The chance of a draft of a mask, and of the text, before anything is known.
 CHANCE = 0.7
+# Drafts of a sequence that a step checks at most, and drafts without masks.
+MOST_DRAFTS = 12
 
 
 class Outlook(NamedTuple):
@@ -34,9 +38,12 @@ class Drafter:
     """
 
     lost = 1  # masks behind a row that draft nothing: the first one stands at the position of the AR row's own token
+    has_branches = False
 
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], draft_threshold: float):
         self.sampler, self.end_tokens, self.draft_threshold = sampler, end_tokens, draft_threshold
+        # Processors that know of whole answers what is allowed, and what comes: `grammar.JSONConstraint`.
+        self.constraints: list[Any] = [each for each in sampler.processors if hasattr(each, "ahead")]
 
     def guess(
         self,
@@ -67,8 +74,12 @@ class Drafter:
         return torch.stack([tokens, is_sure, (chances / UNIT).long()], -1).flatten(1)
 
     def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
-        """What may follow a sequence's final tokens, parents first, from what [`guess`] found of its `masks` masks."""
-        return self._drafts(one, masks, numbers) if masks else []
+        """What may follow a sequence's final tokens, parents first: what [`guess`] found of its `masks` masks, and
+        what constraints expect."""
+        drafts = self._drafts(one, masks, numbers if masks else [])
+        for constraint in self.constraints:
+            drafts = self._constrained(drafts, one.new_tokens, constraint)
+        return drafts
 
     def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
         run: list[Row] = []
@@ -84,3 +95,36 @@ class Drafter:
             if token in self.end_tokens:
                 break
         return run
+
+    def _constrained(self, drafts: Sequence[Row], answer: Sequence[int | None], constraint: Any) -> list[Row]:
+        """Drafts that a constraint allows, and what it expects behind the answer and its likeliest continuation."""
+        kept: list[Row] = []
+        found = {-1: (-1, [*answer])}  # of each draft that stays, its new place and the answer up to it
+        for place, draft in enumerate(drafts):
+            parent, text = found.get(draft.parent, (-1, None))
+            if text is not None and constraint.allows(text := [*text, draft.token]):
+                found[place] = len(kept), text
+                is_sibling = any(other.parent == parent for other in kept)
+                kept.append(draft._replace(parent=parent, is_sibling=is_sibling))
+        line = -1  # the draft at the end of the likeliest continuation
+        while True:
+            if expected := constraint.ahead(answer, MOST_DRAFTS):
+                del kept[len(kept) if self.has_branches else line + 1 :]
+                self._add_path(kept, expected, line)
+            children = [n for n, each in enumerate(kept) if each.parent == line and each.chance not in (None, 1.0)]
+            if not children or kept[children[0]].is_sibling:
+                return kept
+            line = children[0]
+            answer = [*answer, kept[line].token]
+
+    def _add_path(self, drafts: list[Row], expected: Sequence[tuple[int, float | None]], parent: int = -1) -> None:
+        """Adds tokens with their chances as drafts one behind the other, where they are not there yet."""
+        first = 1 + (drafts[parent].position if parent >= 0 else 0)
+        for depth, (token, chance) in enumerate(expected, first):
+            siblings = [place for place, draft in enumerate(drafts) if draft.parent == parent]
+            same = [place for place in siblings if drafts[place].token == token]
+            if not same:
+                drafts.append(Row(token, depth, parent, chance, bool(siblings)))
+            if token in self.end_tokens:
+                break
+            parent = same[0] if same else len(drafts) - 1

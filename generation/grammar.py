@@ -1,13 +1,14 @@
-"""Text that follows a JSON schema: a logits processor on true prefixes, for AR and verified decoding alike. No part of
-the code beside saved checkpoints (hub.py).
+"""Text that follows a JSON schema: a logits processor on true prefixes, for AR and verified decoding alike, that knows
+what comes next. No part of the code beside saved checkpoints (hub.py).
 
 `R` rows, `L` tokens, `V` vocabulary.
 """
 
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,8 @@ from transformers import LogitsProcessor
 
 # Between the parts of an object or a list. Without a limit, a model may write spaces until its answer is full.
 WHITESPACE = r"( |\n[ \t]{0,16})?"
-MOST_STATES = 128  # prefixes whose state is kept
+MOST_STATES = 256  # prefixes whose state is kept
+FEW = 8  # tokens, of which one that the answer has is likely
 
 ONE_CALL = "make another for each call of `generate`."
 
@@ -79,7 +81,8 @@ class JSONConstraint(LogitsProcessor):
     what stands in front of the answer is what the first of its forwards has.
 
     What is allowed depends on the answer's tokens alone. Verified decoding calls it on the prefixes that AR decoding
-    would have, so drafts that break the grammar fail by themselves, and the text is AR's under the same constraint.
+    would have, so the text is AR's under the same constraint. It checks only drafts that the grammar allows, and also
+    drafts what [`ahead`] expects.
 
     Args:
         grammar: what the answer must follow.
@@ -92,7 +95,7 @@ class JSONConstraint(LogitsProcessor):
         self.grammar = grammar
         self.end_tokens = set(end_tokens) or {grammar.tokenizer.eos_token}
         self.prompt_length: int | None = None
-        self.states: list[tuple[Any, list[int]]] = []
+        self.states: dict[tuple[int, ...], Any] = {}  # behind answers
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """The scores, −∞ where a token is not allowed.
@@ -132,15 +135,47 @@ class JSONConstraint(LogitsProcessor):
         mask[list(self.end_tokens)] = state.is_accepting()
         return mask
 
-    def _state(self, answer: list[int]) -> tuple[Any, int]:
+    def allows(self, answer: Sequence[int]) -> bool:
+        """Whether an answer may begin with these tokens, or end with the last of them."""
+        if answer[-1] in self.end_tokens:
+            state, done = self._state(answer[:-1])
+            return done == len(answer) - 1 and state.is_accepting()
+        return self._state(answer)[1] == len(answer)
+
+    def ahead(self, answer: Sequence[int], count: int) -> list[tuple[int, float | None]]:
+        """Up to `count` tokens that are expected behind an answer, with their chances: 1 for those that the grammar
+        leaves no choice about, `None` for those that the answer took before, such as `":` behind a key."""
+        found: list[tuple[int, float | None]] = []
+        text = [*answer]
+        while len(found) < count:
+            state, done = self._state(text)
+            if done < len(text):
+                break
+            forced = state.deep_copy().compute_ff_tokens() or [min(self.end_tokens)] * state.is_stopped()
+            tokens = forced or self._as_before(text, state.deep_copy().compute_bitmask())
+            if not tokens:
+                break
+            found += [(token, 1.0 if forced else None) for token in tokens]
+            text += tokens
+        return found[:count]
+
+    def _as_before(self, text: list[int], bits: bytes) -> list[int]:
+        """What followed when the last token was the same; or else, where few tokens are allowed, the only one of them
+        that the text has."""
+        before = [token for token in text if bits[token >> 3] >> (token & 7) & 1]
+        same = [token for last, token in pairwise(text) if last == text[-1] and token in before]
+        is_clear = len({*before}) == 1 and int.from_bytes(bits).bit_count() <= FEW
+        return same[-1:] or before[:1] * is_clear
+
+    def _state(self, answer: Sequence[int]) -> tuple[Any, int]:
         """The state behind an answer, and how many of its tokens it has taken: all, if the grammar allows them."""
-        known = [place for place, (_, taken) in enumerate(self.states) if answer[: len(taken)] == taken]
-        if known:
-            state, taken = self.states[max(known, key=lambda place: len(self.states[place][1]))]
-        else:
-            state, taken = self.grammar.begin(), []
-        state = state.deep_copy()  # `rollback` leaves traces: masks would depend on what else was asked for
-        done = len(taken) + state.try_consume_tokens(answer[len(taken) :])
-        if done > len(taken) or not known:
-            self.states = [*self.states, (state, answer[:done])][-MOST_STATES:]
-        return state, done
+        ends = range(len(answer), 0, -1)
+        known = next((end for end in ends if tuple(answer[:end]) in self.states), 0)
+        state = self.states[tuple(answer[:known])] if known else self.grammar.begin()
+        if known < len(answer):
+            state = state.deep_copy()  # `rollback` leaves traces: masks would depend on what else was asked for
+            known += state.try_consume_tokens([*answer[known:]])
+            self.states[tuple(answer[:known])] = state
+            if len(self.states) > MOST_STATES:
+                del self.states[next(iter(self.states))]
+        return state, known

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from .commits import Commits
-from .drafter import CHANCE, Outlook
+from .drafter import CHANCE, MOST_DRAFTS, Outlook
 from .rows import Row, with_masks
 from .step_times import ENOUGH, MEMORY, StepTimes
 
@@ -39,8 +39,6 @@ from .step_times import ENOUGH, MEMORY, StepTimes
 BINS = 8
 # Share of the tokens that looking may cost; those of the first hundred steps at once.
 LOOK_SHARE = 0.01
-# Drafts of a sequence that a step checks at most, and drafts of a text.
-MOST_DRAFTS = 12
 
 Tree = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
 Option = tuple[int, int]  # drafts and masks of each sequence
@@ -174,8 +172,8 @@ class Planner:
         for depth in range(deepest + 1):
             kept = {-1}
             for _, place in tree:
-                draft = outlook.drafts[place]  # drafts of the text stay, where their parents do
-                if draft.parent in kept and (draft.position <= depth or draft.chance is None):
+                draft = outlook.drafts[place]  # drafts without masks stay, where their parents do
+                if draft.parent in kept and (draft.position <= depth or draft.chance in (None, 1.0)):
                     kept.add(place)
             trees.append([each for each in tree if each[1] in kept])
         gains, _ = self._gains([outlook] * len(trees), trees)
@@ -232,4 +230,4 @@ def _bin(draft: Row) -> tuple[tuple[int, int], float]:
     """The bin of a draft, and the chance that it has by itself."""
     if draft.chance is None:
         return (2, int(draft.parent >= 0)), CHANCE
-    return (int(draft.is_sibling), min(int(draft.chance * BINS), BINS - 1)), draft.chance
+    return (int(draft.is_sibling), int(draft.chance * BINS)), draft.chance

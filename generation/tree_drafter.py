@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from .drafter import UNIT, Drafter
+from .drafter import MOST_DRAFTS, UNIT, Drafter
 from .lookup import TextLookup
-from .planner import MOST_DRAFTS
 from .rows import Row, SequenceState
 from .sampling import SHORTLIST, TokenSampler
 
@@ -71,25 +70,8 @@ class TreeDrafter(Drafter):
             first += kept.shape[1]
         return torch.cat(levels, 1).flatten(1)
 
-    def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
-        """See [`Drafter.drafts`]; what the text says is a branch beside what masks say."""
-        drafts = super().drafts(one, masks, numbers)
-        if not self.has_branches:
-            return drafts
-        lookup, parent = self._lookups.setdefault(one.index, TextLookup()), -1
-        known = [draft.token for draft in drafts[:1] if draft.token is not None]
-        for depth, token in enumerate(lookup.drafts(one.tokens, known, MOST_DRAFTS), 1):
-            siblings = [place for place, draft in enumerate(drafts) if draft.parent == parent]
-            same = [place for place in siblings if drafts[place].token == token]
-            if not same:
-                drafts.append(Row(token, depth, parent, None, bool(siblings)))
-            if token in self.end_tokens:
-                break
-            parent = same[0] if same else len(drafts) - 1
-        return drafts
-
     def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
-        """Nothing follows an end token."""
+        """What the text says is a branch beside what masks say. Nothing follows an end token."""
         drafts: list[Row] = []
         places = {-1: -1}
         found = zip(*(numbers[column::5] for column in range(5)), strict=True)
@@ -98,6 +80,10 @@ class TreeDrafter(Drafter):
                 drafts.append(Row(token, depth, places[parent], chance * UNIT, rank > 0))
                 if token not in self.end_tokens:
                     places[number] = len(drafts) - 1
+        if self.has_branches:
+            lookup = self._lookups.setdefault(one.index, TextLookup())
+            known = [draft.token for draft in drafts[:1] if draft.token is not None]
+            self._add_path(drafts, [(token, None) for token in lookup.drafts(one.tokens, known, MOST_DRAFTS)])
         return drafts
 
     def _scores(self, hidden: torch.Tensor, shortlist: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

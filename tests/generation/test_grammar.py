@@ -57,6 +57,39 @@ def test_what_is_allowed_depends_on_the_answer_alone_in_whatever_order_it_is_ask
     assert len(kept.states) <= 128
 
 
+def test_what_a_schema_leaves_no_choice_about_is_drafted_behind_what_masks_say(nano):
+    for branches in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        model, tokenizer = nano
+        prompt = tokenizer(PROMPTS[0], return_tensors="pt")
+        schema = {"type": "object", "properties": {"population": {"enum": [5, 10]}, "city": {"const": "London"}},
+                  "required": ["population", "city"], "additionalProperties": False}  # fmt: skip
+        settings = {**DECODERS["exact"], "slot_cost": 0.04, "max_new_tokens": 60, **branches}
+        texts, forwards = [], []
+        for kind in (JSONConstraint, type("Silent", (JSONConstraint,), {"ahead": lambda *_: []})):
+            output = model.generate(**prompt, **settings, logits_processor=[kind(Grammar(tokenizer, schema))],
+                                    return_dict_in_generate=True)  # fmt: skip
+            texts.append(output.sequences.tolist())
+            forwards.append(int(output.stats.forwards))
+        assert texts[0] == texts[1] and forwards[0] < 0.7 * forwards[1], forwards
+
+
+def test_a_constraint_expects_what_it_forces_and_what_the_answer_did_before():
+    tokenizer = tiny_tokenizer()
+    schema = {"type": "object", "properties": {"ab": {"const": 7}, "cb": {"const": 7}}, "required": ["ab", "cb"],
+              "additionalProperties": False}  # fmt: skip
+    constraint = JSONConstraint(Grammar(tokenizer, schema))
+    answer = tokenizer.encode('{"ab":7,"', add_special_tokens=False)
+    expected = constraint.ahead(answer, 12)
+    text = tokenizer.decode([*answer, *(token for token, _ in expected)], skip_special_tokens=True)
+    assert text == '{"ab":7,"cb":7' and expected[0][1] == 1.0
+    assert None in [chance for _, chance in expected]  # no space before and behind the colon, as before
+    assert constraint.ahead(answer, 2) == expected[:2]
+    whole = tokenizer.encode('{"ab":7,"cb":7}', add_special_tokens=False)
+    assert constraint.ahead(whole, 4) == [(EOS, 1.0)] and constraint.ahead([*whole, EOS], 4) == []
+    assert constraint.allows([*answer, expected[0][0]]) and not constraint.allows([*answer, answer[0]])
+    assert not constraint.allows([*answer, EOS])
+
+
 def test_a_constraint_is_for_one_call_and_its_schema_is_checked_before():
     model, tokenizer = tiny_model(), tiny_tokenizer()
     prompt = torch.tensor([[5, 6, 7]])
