@@ -14,6 +14,8 @@ from .sampling import TokenSampler, token_entropy
 
 # Chances go to the host beside tokens, in units of this.
 UNIT = 2.0**-30
+# The chance of what a constraint leaves no choice about. No mask is as sure.
+CERTAIN = 1.0
 # The chance of a draft of a mask, and of the text, before anything is known.
 CHANCE = 0.7
 # Drafts of a sequence that a step checks at most, and drafts without masks.
@@ -91,7 +93,7 @@ class Drafter:
         for depth, (token, is_sure, chance) in enumerate(found, 1):
             if not is_sure:
                 break
-            run.append(Row(token, depth, depth - 2, chance * UNIT))
+            run.append(Row(token, depth, depth - 2, min(chance * UNIT, CERTAIN - UNIT)))
             if token in self.end_tokens:
                 break
         return run
@@ -111,7 +113,7 @@ class Drafter:
             if expected := constraint.ahead(answer, MOST_DRAFTS):
                 del kept[len(kept) if self.has_branches else line + 1 :]
                 self._add_path(kept, expected, line)
-            children = [n for n, each in enumerate(kept) if each.parent == line and each.chance not in (None, 1.0)]
+            children = [n for n, each in enumerate(kept) if each.parent == line and each.chance not in (None, CERTAIN)]
             if not children or kept[children[0]].is_sibling:
                 return kept
             line = children[0]

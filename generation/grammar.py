@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import LogitsProcessor
 
+from .drafter import CERTAIN
+
 # Between the parts of an object or a list. Without a limit, a model may write spaces until its answer is full.
 WHITESPACE = r"( |\n[ \t]{0,16})?"
 MOST_STATES = 256  # prefixes whose state is kept
@@ -155,7 +157,7 @@ class JSONConstraint(LogitsProcessor):
             tokens = forced or self._as_before(text, state.deep_copy().compute_bitmask())
             if not tokens:
                 break
-            found += [(token, 1.0 if forced else None) for token in tokens]
+            found += [(token, CERTAIN if forced else None) for token in tokens]
             text += tokens
         return found[:count]
 

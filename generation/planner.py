@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from .commits import Commits
-from .drafter import CHANCE, MOST_DRAFTS, Outlook
+from .drafter import CERTAIN, CHANCE, MOST_DRAFTS, Outlook
 from .rows import Row, with_masks
 from .step_times import ENOUGH, MEMORY, StepTimes
 
@@ -173,7 +173,7 @@ class Planner:
             kept = {-1}
             for _, place in tree:
                 draft = outlook.drafts[place]  # drafts without masks stay, where their parents do
-                if draft.parent in kept and (draft.position <= depth or draft.chance in (None, 1.0)):
+                if draft.parent in kept and (draft.position <= depth or draft.chance in (None, CERTAIN)):
                     kept.add(place)
             trees.append([each for each in tree if each[1] in kept])
         gains, _ = self._gains([outlook] * len(trees), trees)

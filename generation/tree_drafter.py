@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .drafter import MOST_DRAFTS, UNIT, Drafter
+from .drafter import CERTAIN, MOST_DRAFTS, UNIT, Drafter
 from .lookup import TextLookup
 from .rows import Row, SequenceState
 from .sampling import SHORTLIST, TokenSampler
@@ -77,7 +77,7 @@ class TreeDrafter(Drafter):
         found = zip(*(numbers[column::5] for column in range(5)), strict=True)
         for number, (parent, token, rank, chance, depth) in enumerate(found):
             if parent in places and depth <= masks:
-                drafts.append(Row(token, depth, places[parent], chance * UNIT, rank > 0))
+                drafts.append(Row(token, depth, places[parent], min(chance * UNIT, CERTAIN - UNIT), rank > 0))
                 if token not in self.end_tokens:
                     places[number] = len(drafts) - 1
         if self.has_branches:
