@@ -24,7 +24,6 @@ All n and m of all sequences are one array: the planner takes a fraction of a mi
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from sys import maxsize
 from typing import Any
 
@@ -63,12 +62,12 @@ class Planner:
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
         # Of each bin, drafts that passed, and those that should have.
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}
-        # mu of each depth, and how many observations it rests on.
         first = np.eye(1, max(1, depth))[0]
-        self._worth, self._known = CHANCE * first, ENOUGH * first
+        self._worth, self._known = CHANCE * first, ENOUGH * first  # mu of each depth; steps that it rests on
         self._reached, self._took = 1.0, 1.0  # tokens of a sequence, and the time, in AR steps
-        self._credit, self._steps = 100 * LOOK_SHARE, 0  # the first: tokens that looks may cost
-        self._step = 0.0, 1, False, 1, False
+        self._credit = 100 * LOOK_SHARE  # tokens that looks may cost
+        self._steps = 0
+        self._step = 0.0, 1, False, 1
 
     def learn(self, draft: Row, has_passed: bool) -> None:
         """Takes in what became of a draft whose parent passed."""
@@ -76,21 +75,17 @@ class Planner:
         passed, expected = self._chances.get(key, (0.0, 0.0))
         self._chances[key] = MEMORY * passed + has_passed, MEMORY * expected + chance
 
-    def begin(self, rows: int, has_masks: bool, sequences: int, is_prompt: bool = False) -> None:
-        """A forward of so many physical rows begins; prompts are among them."""
-        self._step = self.times.clock() if self.times.clock else 0.0, rows, has_masks, sequences, is_prompt
+    def begin(self, rows: int, has_masks: bool, sequences: int) -> None:
+        """A forward of so many physical rows begins."""
+        self._step = self.times.clock() if self.times.clock else 0.0, rows, has_masks, sequences
 
     def finish(self, tokens: int) -> None:
         """The step that began is over, and gave so many tokens."""
-        began, rows, has_masks, sequences, is_prompt = self._step
-        seconds = self.times.clock() - began if self.times.clock else 0.0
-        if is_prompt:
-            self.times.record_prompt(rows, seconds)
-            return
+        began, rows, has_masks, sequences = self._step
         if self.commits:
             self.commits.note(tokens, rows, has_masks)
         if self.times.clock:
-            self.times.record(rows, has_masks, seconds)
+            self.times.record(rows, has_masks, self.times.clock() - began)
         time = float(self.times.of(rows, has_masks) / self.times.of(sequences, False))
         self._reached, self._took = MEMORY * self._reached + tokens / sequences, MEMORY * self._took + time
         self._credit, self._steps = self._credit + LOOK_SHARE * tokens / sequences, self._steps + 1
@@ -107,64 +102,52 @@ class Planner:
         return found
 
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
-        """The drafts and masks of the next forward of these sequences, with so many rows in front of their roots: the
-        prompts', or where a state is kept, the pending tokens'."""
-        trees = [self._tree(each) for each in outlooks]
+        """The drafts and masks of the next forward of these sequences, with so many pending tokens in front of their
+        roots, where a state is kept."""
+        count, trees = len(outlooks), [self._tree(each) for each in outlooks]
         gains, values = self._gains(outlooks, trees)
-        drafts, masks = self._choose(outlooks, trees, gains, before)
-        return [self._spend(*each, drafts, masks) for each in zip(outlooks, trees, values, strict=True)]
-
-    def _choose(self, outlooks: Sequence[Outlook], trees: Sequence[Tree], gains: Any, before: int) -> Option:
-        """The option that nets most, or that is to be looked at; learns what it needs for the next time."""
-        count, times, is_prompt = len(outlooks), self.times, before > 0 and self.commits is None
-        masks = np.arange(gains.shape[2])
-        rows = np.arange(gains.shape[1])[:, None] + masks + self.lost * (masks > 0)
-        pending = 0 if is_prompt else before  # what a row adds does not depend on a prompt
-        widths = count * (1 + pending + np.arange(rows[-1, -1] + 1))
-        rate = max(1.0, self._reached / self._took) * count / float(times.of(count, False))
-
-        def price(of: Callable[[Any, bool], Any]) -> Any:
-            """The tokens that each option must bring."""
-            plain, masked = (rate * (of(widths, kind) - times.of(widths[0], False)) for kind in (False, True))
-            return np.where(pending + rows < self.most_rows, np.where(masks, masked[rows], plain[rows]), np.inf)
-
-        nets = gains.sum(0) - price(
-            times.of if is_prompt else partial(times.most, alone=count, lost=count * self.lost)
-        )
-        best, masked = _argmax(nets), _argmax(np.where(masks, nets, -np.inf))
-        self.gain = max(float(nets[masked] - nets[:, 0].max()), -count)
-        turn = self._steps % count
-        deepest = min(outlooks[turn].foreseen, self.depth)
-        if deepest and (self._known[deepest - 1] < ENOUGH or not self._steps % ENOUGH):
-            self._learn_worth(outlooks[turn], trees[turn], deepest, price(times.of) / count)
-        look = best
-        if not best[1] and self._known[0] < 1:
-            look = masked
-        elif times.clock and not is_prompt and not self._steps % ENOUGH:
-            hopes = np.where(nets[best] - nets <= self._credit * count, gains.sum(0) - price(times.least), -np.inf)
-            look = hope if hopes[hope := _argmax(hopes)] > nets[best] else best
-        loss = float(nets[best] - nets[look]) / count
-        if loss <= self._credit and min(each.room for each in outlooks) > 2 * self.depth:  # there is use for it
-            self._credit, best = self._credit - loss, look
+        drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
+        rows = 1 + before + drafts + masks + self.lost * (masks > 0)
+        prices, turn = self._prices(rows, count, self.times.of), self._steps % count
+        if deepest := min(outlooks[turn].foreseen, self.depth):
+            self._learn_worth(outlooks[turn], trees[turn], deepest, prices / count)
+        chosen = self._choose(outlooks, gains.sum(0), prices, rows)
         if self.commits:
-            gain, drafts = float(gains[0, best[0], 0]), best[0]
-            if self.commits.is_due(outlooks[0].room, gain, drafts, int(rows[best]) - drafts, before):
-                return 0, 0
-        return best
+            (first, behind), gain = chosen, float(gains[0, chosen[0], 0])
+            if self.commits.is_due(outlooks[0].room, gain, first, behind + self.lost * (behind > 0), before):
+                chosen = 0, 0
+        return [self._spend(*each, *chosen) for each in zip(outlooks, trees, values, strict=True)]
+
+    def _prices(self, rows: Any, count: int, times: Callable[[Any, bool], Any]) -> Any:
+        """The tokens that options must bring: by numbers of drafts and of masks, as rows of a sequence are."""
+        rate = max(1.0, self._reached / self._took) * count / float(self.times.of(count, False))
+        time = np.where(np.arange(rows.shape[1]), times(count * rows, True), times(count * rows, False))
+        return np.where(rows <= self.most_rows, rate * (time - self.times.of(count * rows[0, 0], False)), np.inf)
+
+    def _choose(self, outlooks: Sequence[Outlook], gains: Any, prices: Any, rows: Any) -> Option:
+        """The option that nets most, or that is to be looked at."""
+        count, widest = len(outlooks), max(rows[0, 0], self.times.widest(len(outlooks)) / len(outlooks) + self.lost)
+        nets = np.where(rows <= widest, gains - prices, -np.inf)
+        masked = np.where(np.arange(rows.shape[1]), nets, -np.inf)
+        self.gain = max(float(masked.max() - nets[:, 0].max()), -count)
+        best = look = _argmax(nets)
+        if not best[1] and self._known[0] < 1:
+            look = _argmax(masked)
+        elif self.times.clock and not self._steps % ENOUGH:
+            hopes = gains - self._prices(rows, count, self.times.least)
+            hopes = np.where(nets[best] - nets <= self._credit * count, hopes, -np.inf)
+            look = _argmax(hopes) if hopes.max() > nets[best] else best
+        loss = float(nets[best] - nets[look]) / count
+        if loss > self._credit or min(each.room for each in outlooks) <= 2 * self.depth:  # there is no use for it
+            return best
+        self._credit -= loss
+        return look
 
     def _tree(self, outlook: Outlook) -> Tree:
         """The likeliest drafts that there is room for."""
         most = min(max(MOST_DRAFTS, self.depth), self.most_rows - 1)
         tree = sorted([(-reach, place) for place, reach in enumerate(self.reaches(outlook.drafts))])
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
-
-    def _worths(self) -> list[float]:
-        """mu of each depth: no more than that of the one before. One that was not met lately passes as often as the
-        first, which is always worth a look."""
-        worth = [max(float(self._worth[0]), LOOK_SHARE)]
-        for value, known in zip(self._worth[1:].tolist(), self._known[1:].tolist(), strict=True):
-            worth.append(min(worth[-1], (known * value + worth[-1] * min(worth[0], 1.0)) / (known + 1)))
-        return worth
 
     def _learn_worth(self, outlook: Outlook, tree: Tree, deepest: int, price: Any) -> None:
         """Takes in what the drafts of each depth net in a step."""
@@ -185,7 +168,11 @@ class Planner:
     def _gains(self, outlooks: Sequence[Outlook], trees: Sequence[Tree]) -> tuple[Any, Any]:
         """What each number of drafts and of masks brings each sequence, and what each mask is worth, by the number of
         drafts, the row that it stands behind, and its place there."""
-        size, worth = 1 + max(map(len, trees)), np.array(self._worths())
+        # No depth is worth more than the one before. What was not met lately passes as often as the first.
+        worth = [max(float(self._worth[0]), LOOK_SHARE)]
+        for value, known in zip(self._worth[1:].tolist(), self._known[1:].tolist(), strict=True):
+            worth.append(min(worth[-1], (known * value + worth[-1] * min(worth[0], 1.0)) / (known + 1)))
+        size = 1 + max(map(len, trees))
         reach, room = np.zeros((2, len(trees), size))
         children = np.zeros((len(trees), size, size))
         for one, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from statistics import median_low
+from sys import maxsize
 from time import perf_counter, thread_time
 from typing import Any
 
@@ -39,14 +40,9 @@ class StepTimes:
     def _forget(self, load: float) -> None:
         self._load = load
         self._loads = [(load, (0, False))] if load else []  # with the widths that told it
-        self._prompt_row = 1e9  # seconds of a row of a prompt, at least: unknown
-        self._samples: tuple[dict[int, list[tuple[int, float]]], ...] = {}, {}  # by width: steps, and their times
-        self._medians: tuple[dict[int, float], ...] = {}, {}
+        self._samples: tuple[dict[int, list[float]], ...] = {}, {}  # the last times of each width
+        self._met: dict[tuple[int, bool], int] = {}  # the step that was the last of a width
         self._tables = [np.empty(0)] * 2  # t(0), t(1) ... without masks and with them, as far as asked for
-
-    def record_prompt(self, rows: int, seconds: float) -> None:
-        """Takes in the forward of prompts, of which AR decoding has one too."""
-        self._prompt_row = min(self._prompt_row, seconds / rows)
 
     def record(self, rows: int, has_masks: bool, seconds: float) -> None:
         """Takes in a step. The machine's load is the median of what the last ones took, of what they usually do. Where
@@ -61,15 +57,12 @@ class StepTimes:
         if not self._load / DOUBT**2 < load < self._load * DOUBT**2:
             self._forget(load)
         self._steps, samples = self._steps + 1, self._samples[has_masks]
-        kept = [each for each in samples.get(rows, [])[1 - ENOUGH :] if each[0] > self._steps - FRESH]
+        kept = samples.get(rows, [])[1 - ENOUGH :]
         time = seconds / load if len(kept) > 1 else min(seconds / load, DOUBT * float(self.of(rows, has_masks)))
         if len(kept) > 1 and {each for _, each in self._loads} == {width}:
             time = usual
-        samples[rows] = [*kept, (self._steps, time)]
-        # The first step of a width is slow. It misleads no median of five, and that of four would be low.
-        counted = samples[rows] if len(samples[rows]) == ENOUGH else samples[rows][1:] or samples[rows]
-        self._medians[has_masks][rows] = median_low([time for _, time in counted])
-        for kind in [True] if has_masks and self._medians[False] else [False, True]:
+        samples[rows], self._met[width] = [*kept, time], self._steps
+        for kind in [True] if has_masks and self._samples[False] else [False, True]:
             self._tables[kind] = self._table(len(self._tables[kind]), kind)
 
     def of(self, rows: Any, has_masks: bool) -> Any:
@@ -84,7 +77,7 @@ class StepTimes:
         """Lines between the medians of widths, in the middle of the curves that never fall above and below; those of
         steps with masks begin at the narrowest one without. Outside of what was measured the curve is as given, in
         proportion; beyond, it rises no less than within."""
-        plain, masked = self._medians
+        plain, masked = ({width: median_low(each) for width, each in kind.items()} for kind in self._samples)
         known = dict([min(plain.items())] if plain else []) | masked if has_masks else plain or masked
         rows = np.arange(max(size, 1 + max(known, default=0)))
         (*_, last, end), (*_, time, its_time) = self._given
@@ -98,26 +91,20 @@ class StepTimes:
         curve, rise = np.interp(inside, widths, times), (times[-1] - times[0]) / max(widths[-1] - widths[0], 1.0)
         return np.maximum(curve * given / given[inside], curve + rise * (rows - inside))
 
-    def most(self, rows: Any, has_masks: bool, alone: int, lost: int) -> Any:
-        """What t(rows) may be at worst: what is believed, up to DOUBT times the widest step that was measured; rows
-        beyond may take what those of a prompt took. Two AR steps, of `alone` rows, come first; behind them, `lost`
-        rows make no difference."""
-        usual, known = self.of(rows, has_masks), alone
-        if len(self._samples[False].get(alone, ())) > 1:
-            known = int(DOUBT * max(map(max, filter(None, self._samples)))) + lost
-        if self.clock is None or rows[-1] <= known:
-            return usual
-        beyond = np.maximum(rows - known, 0) * (self._prompt_row / self._load if self._load else 1e9)
-        return np.maximum(usual, self.of(np.minimum(rows, known), has_masks) + beyond)
+    def widest(self, alone: int) -> int:
+        """The widest step that may be tried: DOUBT times the widest so far, after two AR steps, of `alone` rows."""
+        if self.clock is None:
+            return maxsize
+        if len(self._samples[False].get(alone, ())) < 2:
+            return 0
+        return int(DOUBT * max(map(max, filter(None, self._samples))))
 
     def least(self, rows: Any, has_masks: bool) -> Any:
-        """What t(rows) may be at best: that of the next narrower width that was measured lately, or else what as many
-        rows of a wider one take; with masks no less than an AR step."""
-        usual, samples, oldest = self.of(rows, has_masks), self._samples[has_masks], self._steps - FRESH
-        fresh = sorted(width for width, each in samples.items() if len(each) > 1 and each[-1][0] > oldest)
-        alone = self.of(1, False) if has_masks or not fresh else 0.0
-        if not fresh:
-            return np.minimum(usual, alone)
-        place = np.searchsorted(fresh, rows, "right")
-        share = np.maximum(self.of(fresh[0], has_masks) * rows / fresh[0], alone)
-        return np.minimum(usual, np.where(place, self.of(np.array(fresh)[place - 1], has_masks), share))
+        """What t(rows) may be at best: of a width that was not measured lately, what an AR step takes."""
+        usual, oldest = self.of(rows, has_masks), self._steps - FRESH
+        lately = [
+            width
+            for width, times in self._samples[has_masks].items()
+            if len(times) > 1 and self._met[width, has_masks] > oldest
+        ]
+        return np.where(np.isin(rows, lately), usual, np.minimum(usual, self.of(1, False)))

@@ -60,7 +60,7 @@ class VerifyRule:
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.lost, size
         self.is_by_row, self.keeps_state = is_by_row, keeps_state
         self._outlooks: dict[int, Outlook] = {}  # what may follow each sequence
-        self._tokens: int | None = None  # of the step under way, if one is
+        self._tokens: int | None = None  # of the step under way, if one is to be learned from
 
     # --- what rows ---------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class VerifyRule:
         """As planned; the time of the last step ends, and that of the next one begins."""
         if self._tokens is not None:
             self.planner.finish(self._tokens)
-        self._tokens = 0
+        self._tokens = None
         if not sequences:
             return []
         is_prefill = any(not one.new_count for one in sequences)
@@ -76,10 +76,12 @@ class VerifyRule:
         if is_prefill and (self.is_by_row or self.keeps_state):
             planned: list[list[Row]] = [[] for _ in sequences]
         else:
-            planned = self.planner.plan(outlooks, max(one.pending for one in sequences) - 1)
+            planned = self.planner.plan(outlooks, sequences[0].pending - 1 if self.keeps_state else 0)
         found = [self._rows(*each) for each in zip(sequences, planned, strict=True)]
         has_masks = any(rows[-1].token is None for rows in found)
-        self.planner.begin(len(found) * max(map(len, found)), has_masks, len(sequences), is_prefill)
+        if not is_prefill:  # a prompt's time is that of AR decoding, too
+            self.planner.begin(len(found) * max(map(len, found)), has_masks, len(sequences))
+            self._tokens = 0
         return found
 
     def _rows(self, one: SequenceState, planned: list[Row]) -> list[Row]:
@@ -187,7 +189,8 @@ class VerifyRule:
         )
         one.committed += len(outcome.kept)
         one.tokens += outcome.new_tokens
-        self._tokens = (self._tokens or 0) + count
+        if self._tokens is not None:
+            self._tokens += count
         if not one.is_finished:
             masks = max(0, len(mask_runs(rows).get(path[-1], ())) - self.drafter.lost)
             drafts = self.drafter.drafts(one, masks, guesses[0] if masks else [])

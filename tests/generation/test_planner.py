@@ -181,25 +181,12 @@ def test_a_width_is_not_dearer_for_not_having_been_met_lately(others):
     assert sorted(found)[4] == pytest.approx(1.4, rel=0.15)
 
 
-def test_a_prompts_time_tells_whether_wide_steps_are_worth_it_at_once():
-    for row_cost, is_wide in ((0.02, True), (0.7, False)):
-        planner, clock = new_planner(), plans.Clock()
-        planner.times.clock = clock
-        for rows, is_prompt in ((40, True), (1, False)):
-            planner.plan([Outlook([], 0, ROOM)], before=rows - 1)
-            planner.begin(rows, False, 1, is_prompt)
-            clock.now += 0.02 * (1 + row_cost * (rows - 1))
-            planner.finish(1)
-        (plan,) = planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)])
-        assert (1 + len(plan) > 6) == is_wide
-
-
 def test_masks_lose_no_worth_where_steps_may_not_be_wide_yet():
     planner = new_planner()
     for _ in range(20):
         (plan,) = planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)])
         assert plan == []
-    assert min(planner._worths()) > 0.3
+    assert planner._worth.min() > 0.3
 
 
 def test_slow_first_steps_are_doubted():
