@@ -39,7 +39,8 @@ class Drafter:
         draft_threshold: nats: drafts end at the first mask whose H is not below.
     """
 
-    lost = 1  # masks behind a row that draft nothing: the first one stands at the position of the AR row's own token
+    # Masks behind a row that draft nothing: the first one stands at the position that the row itself predicts.
+    skipped_masks = 1
     has_branches = False
 
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], draft_threshold: float):

@@ -9,11 +9,11 @@ from .step_times import StepTimes
 
 
 class FixedPlan(Planner):
-    """Every step checks the first run of drafts, and has `size` masks behind each real row, or behind the last one.
-    Where a state is kept, a step without both commits the pending tokens once they are more than those masks."""
+    """Every step checks up to `depth` drafts, and has as many masks behind each real row, or behind the last one.
+    Where a state is kept, a step without both commits the pending tokens once they are as many as these masks."""
 
-    def __init__(self, size: int, is_chain: bool, lost: int, keeps_state: bool = False):
-        super().__init__(StepTimes(0.0), size, is_chain, lost, keeps_state)
+    def __init__(self, depth: int, is_chain: bool, skipped_masks: int, keeps_state: bool = False):
+        super().__init__(StepTimes(0.0), depth, is_chain, skipped_masks, keeps_state)
 
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
         """See [`Planner.plan`]."""
@@ -21,9 +21,11 @@ class FixedPlan(Planner):
             return [[] for _ in outlooks]
         plans = []
         for outlook in outlooks:
-            drafts = outlook.drafts[: max(0, min(self.depth, outlook.room - 1 + self.lost))]
-            masks = [min(self.depth, outlook.room - depth - 1 + self.lost) for depth in range(len(drafts) + 1)]
+            room = outlook.room - 1 + self.skipped_masks
+            drafts = outlook.drafts[: max(0, min(self.depth, room))]
+            masks = [min(self.depth, room - depth) for depth in range(len(drafts) + 1)]
             if self.is_chain:
                 masks[:-1] = [0] * len(drafts)
-            plans.append(with_masks(drafts, [count if count > self.lost else 0 for count in masks], self.lost))
+            masks = [count if count > self.skipped_masks else 0 for count in masks]
+            plans.append(with_masks(drafts, masks, self.skipped_masks))
         return plans

@@ -363,10 +363,10 @@ def _rule(
         drafter = Drafter(sampler, request.end_tokens, settings.draft_threshold)
     # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.
     is_chain = is_static or not (model.has_mask_adapter and takes_any_mask)
-    how = is_chain, drafter.lost, has_state
+    how = is_chain, drafter.skipped_masks, has_state
     planner: Planner = FixedPlan(size, *how)
     if is_planned:
-        planner = _planner(model, settings, sampler, size - drafter.lost, *how)
+        planner = _planner(model, settings, sampler, size - drafter.skipped_masks, *how)
     is_by_row = not is_static and len(request.prompts) == 1 and attends_by_row(model)
     planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
     return VerifyRule(settings, sampler, drafter, planner, size, is_by_row, has_state)

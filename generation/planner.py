@@ -50,12 +50,14 @@ class Planner:
         times: of steps.
         depth: masks behind one row that draft something, at most.
         is_chain: masks stand behind the last draft alone.
-        lost: masks behind a row that draft nothing, since the AR head decides their position; of chains alone.
+        skipped_masks: masks behind a row that draft nothing, see [`Drafter`]; only chains have some.
         keeps_state: so does the model, see [`Commits`].
     """
 
-    def __init__(self, times: StepTimes, depth: int, is_chain: bool = False, lost: int = 0, keeps_state: bool = False):
-        self.times, self.depth, self.is_chain, self.lost = times, depth, is_chain, lost
+    def __init__(
+        self, times: StepTimes, depth: int, is_chain: bool = False, skipped_masks: int = 0, keeps_state: bool = False
+    ):
+        self.times, self.depth, self.is_chain, self.skipped_masks = times, depth, is_chain, skipped_masks
         self.most_rows = maxsize  # of one sequence's step
         self.commits = Commits(times) if keeps_state else None
         self.key: Any = None  # of what it learned about, where that is kept
@@ -107,14 +109,14 @@ class Planner:
         count, trees = len(outlooks), [self._tree(each) for each in outlooks]
         gains, values = self._gains(outlooks, trees)
         drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
-        rows = 1 + before + drafts + masks + self.lost * (masks > 0)
+        rows = 1 + before + drafts + masks + self.skipped_masks * (masks > 0)
         prices, turn = self._prices(rows, count, self.times.of), self._steps % count
         if deepest := min(outlooks[turn].foreseen, self.depth):
             self._learn_worth(outlooks[turn], trees[turn], deepest, prices / count)
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
         if self.commits:
             (first, behind), gain = chosen, float(gains[0, chosen[0], 0])
-            if self.commits.is_due(outlooks[0].room, gain, first, behind + self.lost * (behind > 0), before):
+            if self.commits.is_due(outlooks[0].room, gain, first, behind + self.skipped_masks * (behind > 0), before):
                 chosen = 0, 0
         return [self._spend(*each, *chosen) for each in zip(outlooks, trees, values, strict=True)]
 
@@ -126,7 +128,8 @@ class Planner:
 
     def _choose(self, outlooks: Sequence[Outlook], gains: Any, prices: Any, rows: Any) -> Option:
         """The option that nets most, or that is to be looked at."""
-        count, widest = len(outlooks), max(rows[0, 0], self.times.widest(len(outlooks)) / len(outlooks) + self.lost)
+        count = len(outlooks)
+        widest = max(rows[0, 0], self.times.widest(count) / count + self.skipped_masks)
         nets = np.where(rows <= widest, gains - prices, -np.inf)
         masked = np.where(np.arange(rows.shape[1]), nets, -np.inf)
         self.gain = max(float(masked.max() - nets[:, 0].max()), -count)
@@ -199,14 +202,14 @@ class Planner:
         behind = np.zeros(1 + drafts, dtype=int)
         for place in np.argsort(-worth, kind="stable")[:masks]:
             behind[place // values.shape[-1]] += worth[place] > 0
-        behind += self.lost * (behind > 0)
+        behind += self.skipped_masks * (behind > 0)
         paths: dict[int, tuple[int, ...]] = {-1: (0,)}
         for rank, (_, place) in enumerate(tree[:drafts], 1):
             paths[place] = *paths[outlook.drafts[place].parent], rank
         order = sorted(paths, key=paths.__getitem__)
         rows = {place: row for row, place in enumerate(order, -1)}
         chosen = [outlook.drafts[place]._replace(parent=rows[outlook.drafts[place].parent]) for place in order[1:]]
-        return with_masks(chosen, [int(behind[paths[place][-1]]) for place in order], self.lost)
+        return with_masks(chosen, [int(behind[paths[place][-1]]) for place in order], self.skipped_masks)
 
 
 def _argmax(nets: Any) -> Option:

@@ -174,12 +174,17 @@ def lay_out(
     )
 
 
-def with_masks(drafts: Sequence[Row], counts: Sequence[int], lost: int) -> list[Row]:
-    """Drafts and, behind the root and each of them, so many masks. The first one stands behind the position that the
-    row itself predicts, or, of those that are `lost`, at it."""
+def with_masks(drafts: Sequence[Row], counts: Sequence[int], skipped_masks: int) -> list[Row]:
+    """Drafts, and masks behind the root and behind each draft.
+
+    Args:
+        drafts: parents first.
+        counts: how many masks stand behind the root and behind each draft.
+        skipped_masks: 0 if the first of these masks stands behind the position that their row predicts, 1 if at it.
+    """
     rows = list(drafts)
     for home, count in enumerate(counts, -1):
-        first = 2 - lost + (drafts[home].position if home >= 0 else 0)
+        first = 2 - skipped_masks + (drafts[home].position if home >= 0 else 0)
         rows += [Row(None, first + place, len(rows) - 1 + place if place else home) for place in range(count)]
     return rows
 

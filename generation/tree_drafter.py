@@ -26,7 +26,7 @@ class TreeDrafter(Drafter):
         has_branches: several of the likeliest tokens of a position become drafts, and what the text says, too.
     """
 
-    lost = 0
+    skipped_masks = 0
 
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], model: Any, has_branches: bool):
         super().__init__(sampler, end_tokens, float("inf"))

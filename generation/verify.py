@@ -57,7 +57,7 @@ class VerifyRule:
         keeps_state: bool = False,
     ):
         self.settings, self.sampler, self.drafter, self.planner = settings, sampler, drafter, planner
-        self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.lost, size
+        self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.skipped_masks, size
         self.is_by_row, self.keeps_state = is_by_row, keeps_state
         self._outlooks: dict[int, Outlook] = {}  # what may follow each sequence
         self._tokens: int | None = None  # of the step under way, if one is to be learned from
@@ -157,8 +157,8 @@ class VerifyRule:
         for one in step.sequences:
             runs = [(count - 1, 0)] * size
             for place, masks in mask_runs(one.rows).items():
-                lost = min(self.drafter.lost, len(masks))
-                runs[place + 1 - one.pending] = count - len(one.rows) + masks.start + lost, len(masks) - lost
+                skipped = min(self.drafter.skipped_masks, len(masks))
+                runs[place + 1 - one.pending] = count - len(one.rows) + masks.start + skipped, len(masks) - skipped
             found.append(runs)
         return found
 
@@ -192,7 +192,7 @@ class VerifyRule:
         if self._tokens is not None:
             self._tokens += count
         if not one.is_finished:
-            masks = max(0, len(mask_runs(rows).get(path[-1], ())) - self.drafter.lost)
+            masks = max(0, len(mask_runs(rows).get(path[-1], ())) - self.drafter.skipped_masks)
             drafts = self.drafter.drafts(one, masks, guesses[0] if masks else [])
             self._outlooks[one.index] = Outlook(drafts, masks, one.remaining)
         return outcome

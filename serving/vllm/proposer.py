@@ -88,10 +88,9 @@ class Proposer:
     def load_model(self, target_model: Any) -> None:
         """Takes the model, whose own masks draft: there is no other."""
         self.model = target_model
-        lost = self._unused_masks
-        depth = max(1, (self.most - lost) // 2)
-        planned: Any = FixedPlan(depth, is_chain=True, lost=lost)
-        self.planner = planned if self.always_draft else Planner(self.times, depth, is_chain=True, lost=lost)
+        depth = max(1, (self.most - self._skipped_masks) // 2)
+        how: dict[str, Any] = {"depth": depth, "is_chain": True, "skipped_masks": self._skipped_masks}
+        self.planner = FixedPlan(**how) if self.always_draft else Planner(self.times, **how)
 
     def see(self, runner: Any, scheduler_output: Any, hidden: torch.Tensor, metadata: Any) -> None:
         """Takes in a step, just before `propose` is called for it."""
@@ -167,9 +166,9 @@ class Proposer:
         masks: dict[int, list[int]] = {}
         row = 0
         for index, tokens in enumerate(step.spec_tokens):
-            drafts, unused = self._count_drafts(tokens), self._unused_masks
-            if len(sampled[index]) == drafts + 1 and len(tokens) > drafts + unused:
-                masks[index] = list(range(row + drafts + 1 + unused, row + len(tokens) + 1))
+            drafts, skipped = self._count_drafts(tokens), self._skipped_masks
+            if len(sampled[index]) == drafts + 1 and len(tokens) > drafts + skipped:
+                masks[index] = list(range(row + drafts + 1 + skipped, row + len(tokens) + 1))
             row += len(tokens) + 1
         if not masks:
             return {}
@@ -181,8 +180,8 @@ class Proposer:
         return {index: (tokens[: len(each)], own[: len(each)]) for (index, each), tokens, own in found}
 
     @property
-    def _unused_masks(self) -> int:
-        """The masks at positions that the AR head decides."""
+    def _skipped_masks(self) -> int:
+        """Masks at the position that the AR head decides: they draft nothing."""
         return 0 if self.model.adapter is not None else 1
 
     def _count_drafts(self, tokens: Sequence[int]) -> int:
@@ -209,7 +208,7 @@ class Proposer:
         """The drafts and masks of a request."""
         state, rows = self.states[name], planned[: self.most]
         drafts = state.drafts = [row for row in rows if row.token is not None]
-        if len(rows) - len(drafts) <= self._unused_masks or (drafts and drafts[-1].token in state.end_tokens):
+        if len(rows) - len(drafts) <= self._skipped_masks or (drafts and drafts[-1].token in state.end_tokens):
             rows = drafts
         return [self.mask_token_id if row.token is None else row.token for row in rows]
 

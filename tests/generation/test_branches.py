@@ -277,7 +277,7 @@ class Bushy(Planner):
         for outlook in outlooks:
             drafts = [draft for draft in outlook.drafts if draft.position < outlook.room]
             room = [outlook.room - 1, *(outlook.room - draft.position - 1 for draft in drafts)]
-            plans.append(with_masks(drafts, [max(0, min(2, each)) for each in room], self.lost))
+            plans.append(with_masks(drafts, [max(0, min(2, each)) for each in room], self.skipped_masks))
         return plans
 
 

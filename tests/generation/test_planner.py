@@ -111,7 +111,7 @@ def test_nothing_is_planned_beyond_the_limit():
 
 def test_masks_that_nobody_planned_may_draft_deeper_than_planned_ones():
     """vLLM fills the step of a request whose prompt is in the cache with as many masks as there may be drafts."""
-    planner = Planner(StepTimes(0.0), 2, is_chain=True, lost=1)
+    planner = Planner(StepTimes(0.0), 2, is_chain=True, skipped_masks=1)
     for _ in range(4):
         (plan,) = planner.plan([Outlook(chain(*[0.9] * 5), 5, ROOM)])
         assert len(parts(plan)[0]) == 5
@@ -209,7 +209,7 @@ def test_slow_first_steps_are_doubted():
 
 
 def test_a_fixed_plan_checks_all_there_is():
-    (plan,) = FixedPlan(4, is_chain=False, lost=0).plan([Outlook(chain(0.1, 0.1), 2, ROOM)])
+    (plan,) = FixedPlan(4, is_chain=False, skipped_masks=0).plan([Outlook(chain(0.1, 0.1), 2, ROOM)])
     assert len(parts(plan)[0]) == 2 and parts(plan)[1] == [4, 4, 4]
-    (plan,) = FixedPlan(4, is_chain=True, lost=1).plan([Outlook(chain(0.1, 0.1), 2, 5)])
+    (plan,) = FixedPlan(4, is_chain=True, skipped_masks=1).plan([Outlook(chain(0.1, 0.1), 2, 5)])
     assert parts(plan)[1] == [0, 0, 3]
