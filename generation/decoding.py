@@ -39,7 +39,7 @@ HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did. `sequences[i]` is about entry i of the tensors."""
+    """What a step did. `sequences[i]` belongs to entry i of the tensors."""
 
     step: Step
     logits: torch.Tensor  # `(A, T, V)`, raw, in the model's dtype
@@ -48,12 +48,12 @@ class StepOutcome:
 
     @property
     def decided(self) -> list[tuple[int, int, int, int, int]]:
-        """The new tokens whose value was settled: entry and choice, the call's sequence, how many new tokens are
+        """The new tokens that the step decided: of each its entry, its choice, its sequence, the number of new tokens
         before it, and the token."""
         return [
-            (entry, place, one.sequence.index, offset, token)
-            for entry, one in enumerate(self.sequences)
-            for place, offset, token in one.decided
+            (entry, place, outcome.sequence.index, offset, token)
+            for entry, outcome in enumerate(self.sequences)
+            for place, offset, token in outcome.decided
         ]
 
     def logits_at(self, entries: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -63,30 +63,30 @@ class StepOutcome:
 
 @dataclass
 class ParallelDecoder:
-    """One `generate` call.
+    """Decodes the sequences of one `generate` call.
 
     Raises:
-        ValueError: if the cache does not hold a beginning of the prompt, or if there is nothing to choose from because
-            the model's logits are NaN or the processors leave no token.
+        ValueError: if the cache holds something else than a beginning of the prompt, or if no token can be chosen
+            because the model's logits are NaN or the processors leave no token.
     """
 
     # Called as `model(input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep)`. Where its
     # `has_mask_adapter` is true, `model.predicting(slots)` is a context in which a forward takes its last rows for
-    # slots, and which notes their hidden states.
+    # slots, and which keeps their hidden states.
     model: Any
     request: DecodingRequest
     rule: Rule
     cache: WindowCache  # empty, or holding a beginning of every prompt
     compiled: Callable[..., Any] | None  # called after the first forward, always with the same shapes
-    # Is told before each step whether this process has finished, and says whether there is another step: after the
-    # end, processes that share the model's weights take part in each other's forwards.
+    # Called before each step with whether this process has finished. Returns whether there is another step: after its
+    # end, a process takes part in the forwards of others that share the model's weights.
     go_on: Callable[[bool], bool]
 
     def __post_init__(self) -> None:
         self.steps = 0
         self.attention = StepAttention(self.model)
         prompts, criteria = self.request.prompt_ids, self.request.stopping_criteria
-        # Elsewhere the host would wait for the answer to each token.
+        # Elsewhere the host would wait for the device at each token.
         is_on_host = criteria and all(isinstance(each, HOST_CRITERIA) for each in criteria)
         self._criteria_prompts = prompts.cpu() if is_on_host else prompts
         self.cache.open(self.request.prompts, prompts.device, self.model.config)
@@ -98,11 +98,11 @@ class ParallelDecoder:
         self._plan(self.sequences)
 
     def run(self, observers: Sequence[Callable[[StepOutcome], None]]) -> torch.Tensor:
-        """Decodes all sequences to their end. Returns the new tokens, `(B, longest)` int64, padded after each one's.
+        """Decodes all sequences to their end. Returns their new tokens, `(B, longest)` int64, with padding behind.
 
-        Observers are told of each step when its sequences are prepared for the next one.
+        Observers see each step once the next one is planned.
         """
-        while self.go_on(is_finished := all(one.is_finished for one in self.sequences)):
+        while self.go_on(is_finished := all(sequence.is_finished for sequence in self.sequences)):
             if is_finished:
                 self.model(input_ids=self.request.prompt_ids.new_zeros(1, 1), use_cache=False)
                 continue
@@ -110,11 +110,12 @@ class ParallelDecoder:
             for observe in observers:
                 observe(outcome)
         self.cache.close()
-        tokens = [torch.tensor(one.new_tokens, device=self.request.prompt_ids.device) for one in self.sequences]
+        device = self.request.prompt_ids.device
+        tokens = [torch.tensor(sequence.new_tokens, device=device) for sequence in self.sequences]
         return pad_sequence(tokens, batch_first=True, padding_value=self.request.pad_token_id)
 
     def _step(self) -> StepOutcome:
-        # In the order of the cache's buffers: those that decode, or all of them where shapes are fixed.
+        # In the order of the cache's buffers: the unfinished ones, or all where shapes are fixed.
         sequences = [self.sequences[index] for index in self.cache.rows_in_use]
         step = self._lay_out(sequences)
         logits, hidden = self._forward(step)
@@ -122,24 +123,25 @@ class ParallelDecoder:
         outcomes = self._settle(step, choice)
         self.cache.commit([outcome.kept for outcome in outcomes])
         if self.compiled is None:
-            self.cache.retire([one.is_finished for one in sequences])
+            self.cache.retire([sequence.is_finished for sequence in sequences])
         self._plan(sequences)
         return StepOutcome(step, logits, choice, outcomes)
 
     def _plan(self, sequences: Sequence[SequenceState]) -> None:
-        going = [one for one in sequences if not one.is_finished]
-        planned = dict(zip((one.index for one in going), self.rule.rows(going), strict=True))
-        for one in sequences:
-            one.rows = planned.get(one.index, [])
+        unfinished = [sequence for sequence in sequences if not sequence.is_finished]
+        for sequence in sequences:
+            sequence.rows = []
+        for sequence, rows in zip(unfinished, self.rule.rows(unfinished), strict=True):
+            sequence.rows = rows
 
     def _lay_out(self, sequences: Sequence[SequenceState]) -> Step:
-        asked = [one.pending - 1 if self.rule.asks_all else one.unmasked for one in sequences]
+        firsts = [sequence.pending - 1 if self.rule.asks_all else sequence.unmasked for sequence in sequences]
         width = self.rule.width if self.compiled is not None and self.steps > 0 else 0
-        return lay_out(sequences, asked, self.rule.filler, self.request.prompt_ids.device, width, self.cache.capacity)
+        return lay_out(sequences, firsts, self.rule.filler, self.request.prompt_ids.device, width, self.cache.capacity)
 
     def _forward(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits `(A, T, V)`, and the hidden states of the columns that may be masks, `(A, masks, H)`, if a mask
-        adapter predicts them."""
+        """Logits `(A, T, V)`; with a mask adapter, also the hidden states of the columns that may be masks,
+        `(A, masks, H)`."""
         self.cache.plan(step)
         is_compiled = self.compiled is not None and self.steps > 0
         predicting: AbstractContextManager[Any] = nullcontext()
@@ -149,7 +151,7 @@ class ParallelDecoder:
         alone = (step.counts[0] - step.masks[0]) * (self.steps > 0) if self.rule.is_by_row else None
         masks = self.attention.masks(step, positions, alone)
         forward = self.compiled if self.compiled is not None and is_compiled else self.model
-        is_guessing = any(len(one.rows) > one.pending for one in step.sequences)
+        is_guessing = any(len(sequence.rows) > sequence.pending for sequence in step.sequences)
         remembering = self.cache.forgetting() if is_guessing else nullcontext()
         chunks = short_chunks() if self.steps > 0 else nullcontext()  # a prompt is read as AR decoding reads it
         with predicting as states, self.attention.reading(), remembering, chunks:
@@ -169,66 +171,65 @@ class ParallelDecoder:
         return outputs.logits.to(step.input_ids.device), None if states is None else states.hidden
 
     def _embeds(self, step: Step) -> torch.Tensor:
-        """The prompt's own embeddings, and those of the first masks, `(A, Q, hidden)`."""
+        """The caller's embeddings of the prompt, and the model's of the masks behind it, `(A, Q, hidden)`."""
         prompt = self.request.prompt_embeds
         assert prompt is not None
         embeds = self.model.get_input_embeddings()(step.input_ids.clamp(min=0))
-        lengths = torch.tensor([[one.prompt_length] for one in self.sequences], device=step.position_ids.device)
+        lengths = torch.tensor([[each.prompt_length] for each in self.sequences], device=step.position_ids.device)
         columns = (prompt.shape[1] - lengths + step.position_ids).clamp(max=prompt.shape[1] - 1)
         own = prompt.gather(1, columns[..., None].expand(-1, -1, embeds.shape[-1]))
         return torch.where((step.position_ids < lengths)[..., None], own.to(embeds), embeds)
 
     def _settle(self, step: Step, choice: Choice) -> list[SequenceOutcome]:
-        """What was read means this for each sequence. The host waits for the device here, and nowhere else."""
-        told = [choice.is_broken[:, None], *choice.told]
-        ends = [0, *accumulate(each.shape[1] for each in told)]
+        """Settles each sequence by the rule's readings. The host waits for the device here, and nowhere else."""
+        readings = [choice.is_broken[:, None], *choice.readings]
+        ends = [0, *accumulate(reading.shape[1] for reading in readings)]
         outcomes = []
-        for one, found in zip(step.sequences, torch.cat(told, dim=1).tolist(), strict=True):
-            (is_broken,), *parts = (found[start:end] for start, end in pairwise(ends))
+        for sequence, numbers in zip(step.sequences, torch.cat(readings, dim=1).tolist(), strict=True):
+            (is_broken,), *own = (numbers[start:end] for start, end in pairwise(ends))
             if is_broken:
                 raise ValueError(
-                    f"There is nothing to choose from in forward {self.steps}, sequence {one.index}: the model's "
+                    f"There is nothing to choose from in forward {self.steps}, sequence {sequence.index}: the model's "
                     "logits are NaN or infinite (the checkpoint is broken, or its dtype overflows), or the logits "
                     "processors leave no token."
                 )
-            if one.is_finished:
-                outcomes.append(SequenceOutcome(one, [], [], [], []))
+            if sequence.is_finished:
+                outcomes.append(SequenceOutcome(sequence, [], [], [], []))
             else:
-                outcomes.append(self.rule.settle(one, parts, self._cut))
+                outcomes.append(self.rule.settle(sequence, own, self._cut))
         return outcomes
 
-    def _cut(self, one: SequenceState, tokens: list[int]) -> int:
-        """How many of these tokens a sequence takes: up to an end token, its limit, or where a criterion holds.
-        Finishes the sequence there."""
-        tokens = tokens[: one.remaining]
+    def _cut(self, sequence: SequenceState, tokens: list[int]) -> int:
+        """How many of these tokens a sequence takes: up to an end token, its limit, or where a criterion holds. There
+        the sequence is finished."""
+        tokens = tokens[: sequence.remaining]
         ends = [count for count, token in enumerate(tokens, 1) if token in self.request.end_tokens]
-        count, is_stopped = self._stop(one, tokens[: ends[0]] if ends else tokens)
-        if is_stopped or ends or count == one.remaining:
-            one.is_finished = True
+        count, is_stopped = self._stop(sequence, tokens[: ends[0]] if ends else tokens)
+        if is_stopped or ends or count == sequence.remaining:
+            sequence.is_finished = True
         return count
 
-    def _stop(self, one: SequenceState, tokens: list[int]) -> tuple[int, bool]:
-        """How many of these tokens there are up to the first at which a criterion holds, and whether one does."""
+    def _stop(self, sequence: SequenceState, tokens: list[int]) -> tuple[int, bool]:
+        """How many of these tokens there are up to the first where a criterion holds, and whether there is one."""
         if self.request.stopping_criteria:
-            # A criterion may tell sequences apart by their index: it gets a batch in which this one is where it
-            # should be.
-            prompt = self._criteria_prompts[one.index]
-            sequence = torch.cat([prompt, prompt.new_tensor([*one.new_tokens, *tokens])])
-            sequences = sequence.expand(len(self.sequences), -1)
+            # A criterion may distinguish sequences by their index: it gets a batch with this one in its place.
+            prompt = self._criteria_prompts[sequence.index]
+            text = torch.cat([prompt, prompt.new_tensor([*sequence.new_tokens, *tokens])])
+            batch = text.expand(len(self.sequences), -1)
             for count in range(1, len(tokens) + 1):
-                if self._is_stopped(sequences[:, : sequences.shape[1] - len(tokens) + count], one.index):
+                if self._is_stopped(batch[:, : len(text) - len(tokens) + count], sequence.index):
                     return count, True
         return len(tokens), False
 
-    def _is_stopped(self, sequences: torch.Tensor, index: int) -> bool:
+    def _is_stopped(self, batch: torch.Tensor, index: int) -> bool:
         """Whether a criterion holds for this sequence. Raises `ValueError` for one that answers for all at once."""
         is_stopped = False
         for criterion in self.request.stopping_criteria:
-            answer = torch.as_tensor(criterion(sequences, None))
-            if answer.ndim == 0 and len(sequences) > 1:
+            answer = torch.as_tensor(criterion(batch, None))
+            if answer.ndim == 0 and len(batch) > 1:
                 raise ValueError(
                     f"{type(criterion).__name__} answers for all rows together, but here rows advance at paces of "
                     "their own: generate one prompt at a time, or use `stop_strings` or `strategy='ar'`."
                 )
-            is_stopped |= bool(answer.expand(len(sequences))[index])
+            is_stopped |= bool(answer.expand(len(batch))[index])
         return is_stopped

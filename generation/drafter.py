@@ -1,5 +1,5 @@
-"""What may follow a sequence: drafts from masks, and of logits processors that know what comes. A mask adapter has a
-drafter of its own (tree_drafter.py).
+"""Drafts: tokens that may follow a sequence, from masks and from logits processors that know what comes next. A mask
+adapter has a drafter of its own (tree_drafter.py).
 
 `A` sequences, `K` masks of each, `V` vocabulary.
 """
@@ -12,11 +12,11 @@ import torch
 from .rows import Row, SequenceState
 from .sampling import TokenSampler, token_entropy
 
-# Chances go to the host beside tokens, in units of this.
+# Chances travel to the host as integers, in this unit.
 UNIT = 2.0**-30
-# The chance of what a constraint leaves no choice about. No mask is as sure.
+# The chance of a draft that is the only token a constraint allows. No mask's draft has it.
 CERTAIN = 1.0
-# The chance of a draft of a mask, and of the text, before anything is known.
+# What a draft's chance is taken for before anything is known.
 CHANCE = 0.7
 # Drafts of a sequence that a step checks at most, and drafts without masks.
 MOST_DRAFTS = 12
@@ -26,17 +26,17 @@ class Outlook(NamedTuple):
     """What may follow a sequence."""
 
     drafts: list[Row]  # parents first
-    foreseen: int  # depths of them that masks drafted
+    foreseen: int  # depths down to which masks drafted
     room: int  # new tokens allowed
 
 
 class Drafter:
-    """Drafts of masks that have no more than their own logits: the likeliest token of each, as far as masks are sure.
+    """Drafts the likeliest token of each mask by the model's own logits, up to the first mask that is unsure.
 
     Args:
-        sampler: how the AR head will choose.
+        sampler: of the AR head.
         end_tokens: tokens that end a sequence.
-        draft_threshold: nats: drafts end at the first mask whose H is not below.
+        draft_threshold: nats; drafts end at the first mask whose H is not below it.
     """
 
     # Masks behind a row that draft nothing: the first one stands at the position that the row itself predicts.
@@ -45,7 +45,7 @@ class Drafter:
 
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], draft_threshold: float):
         self.sampler, self.end_tokens, self.draft_threshold = sampler, end_tokens, draft_threshold
-        # Processors that know of whole answers what is allowed, and what comes: `grammar.JSONConstraint`.
+        # Processors that know what answers may be and how they go on: `grammar.JSONConstraint`.
         self.constraints: list[Any] = [each for each in sampler.processors if hasattr(each, "ahead")]
 
     def guess(
@@ -56,19 +56,19 @@ class Drafter:
         offsets: torch.Tensor,
         rows: list[int],
     ) -> torch.Tensor:
-        """What masks predict, on the device; also of sequences that are found to be finished.
+        """Predicts what may follow, on the device; also for sequences that turn out to be finished.
 
         Args:
-            logits: `(A, K, V)` float32, raw, which change: of the masks that draft what follows; of the last one
-                again where an entry has fewer than K.
-            hidden: `(A, K, H)`, their last hidden states, where a mask adapter predicts them.
+            logits: `(A, K, V)` float32, raw, of the drafting masks; those of the last one repeat where an entry has
+                fewer than K. They are overwritten.
+            hidden: `(A, K, H)`, last hidden states of these masks, where a mask adapter predicts them.
             before: `(A, 2)` int64, the last two tokens.
-            offsets: `(A, 1)` int64, new tokens.
-            rows: the call's row that each entry is.
+            offsets: `(A, 1)` int64, new tokens so far.
+            rows: each entry's place in the call.
 
         Returns:
-            `(A, numbers)` int64, for [`drafts`]: here, of each mask its token (-1 where logits are NaN), whether it is
-            sure, and the token's chance.
+            `(A, numbers)` int64, which [`drafts`] reads: here each mask's token (-1 where logits are NaN), whether the
+            mask is sure, and the token's chance.
         """
         entropy = token_entropy(logits)
         self.sampler.suppress(logits)
@@ -76,22 +76,22 @@ class Drafter:
         tokens, is_sure = tokens.masked_fill(entropy.isnan(), -1), entropy < self.draft_threshold
         return torch.stack([tokens, is_sure, (chances / UNIT).long()], -1).flatten(1)
 
-    def drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
-        """What may follow a sequence's final tokens, parents first: what [`guess`] found of its `masks` masks, and
-        what constraints expect."""
-        drafts = self._drafts(one, masks, numbers if masks else [])
+    def drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
+        """The drafts behind a sequence's final tokens, parents first: those of its `masks` masks, by the numbers of
+        [`guess`], and those of constraints."""
+        drafts = self._drafts(sequence, masks, numbers if masks else [])
         for constraint in self.constraints:
-            drafts = self._constrained(drafts, one.new_tokens, constraint)
+            drafts = self._constrained(drafts, sequence.new_tokens, constraint)
         return drafts
 
-    def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
+    def _drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
         run: list[Row] = []
-        found = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))[:masks]
-        if any(token < 0 for token, _, _ in found):
+        triples = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))[:masks]
+        if any(token < 0 for token, _, _ in triples):
             raise ValueError(
                 "The logits of masks are NaN or infinite: the checkpoint is broken, or its dtype overflows."
             )
-        for depth, (token, is_sure, chance) in enumerate(found, 1):
+        for depth, (token, is_sure, chance) in enumerate(triples, 1):
             if not is_sure:
                 break
             run.append(Row(token, depth, depth - 2, min(chance * UNIT, CERTAIN - UNIT)))
@@ -100,7 +100,7 @@ class Drafter:
         return run
 
     def _constrained(self, drafts: Sequence[Row], answer: Sequence[int | None], constraint: Any) -> list[Row]:
-        """Drafts that a constraint allows, and what it expects behind the answer and its likeliest continuation."""
+        """The drafts that a constraint allows, and the tokens that it expects behind the likeliest of them."""
         kept: list[Row] = []
         found = {-1: (-1, [*answer])}  # of each draft that stays, its new place and the answer up to it
         for place, draft in enumerate(drafts):
@@ -121,7 +121,7 @@ class Drafter:
             answer = [*answer, kept[line].token]
 
     def _add_path(self, drafts: list[Row], expected: Sequence[tuple[int, float | None]], parent: int = -1) -> None:
-        """Adds tokens with their chances as drafts one behind the other, where they are not there yet."""
+        """Adds a run of tokens, with their chances, behind a parent, where they are not drafted already."""
         first = 1 + (drafts[parent].position if parent >= 0 else 0)
         for depth, (token, chance) in enumerate(expected, first):
             siblings = [place for place, draft in enumerate(drafts) if draft.parent == parent]

@@ -1,14 +1,14 @@
-"""Drafts from the text itself: what followed the last tokens where they occurred before (prompt lookup).
+"""Drafts from the text itself: the tokens that followed where the last tokens occurred before (prompt lookup).
 
-Answers repeat their prompt and themselves: names, code, lists, quotations. A repetition costs no mask to draft, and is
-often longer than what masks foresee.
+Answers repeat their prompt and themselves: names, code, lists, quotations. Such drafts need no mask, and often reach
+further than those of masks.
 """
 
 from collections.abc import Sequence
 
-# Tokens that must occur before for their continuation to be drafted: alone, and with a mask's draft as their last.
+# Tokens that an earlier occurrence must have: of the text alone, and of the text with a mask's draft behind it.
 SURE_MATCH, AGREED_MATCH = 4, 2
-# Tokens compared at most, and earlier occurrences of the last two that are looked at, the latest ones.
+# Tokens that are compared at most, and the number of earlier occurrences that are looked at, the latest ones.
 LONGEST_MATCH, OCCURRENCES = 8, 16
 
 
@@ -20,19 +20,15 @@ class TextLookup:
         self._indexed = 1
 
     def drafts(self, text: Sequence[int], drafts: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that may follow.
+        """Up to `count` tokens that may follow the text; none where its end did not occur before.
 
         They continue the longest earlier occurrence of the text's end, if it is long enough to be trusted. Otherwise
-        the first draft, of a mask, counts as the text's end too, and must then have been foreseen by the mask and by
-        what occurred before.
+        the masks' first draft counts as the text's last token, and a shorter occurrence is enough.
 
         Args:
             text: final tokens; those of an earlier call, and more.
-            drafts: what masks have drafted behind them.
+            drafts: of masks, behind the text.
             count: tokens wanted.
-
-        Returns:
-            the new drafts; none where nothing was found.
         """
         for end in range(self._indexed, len(text)):
             self._ends.setdefault((text[end - 1], text[end]), []).append(end + 1)
@@ -49,8 +45,8 @@ class TextLookup:
         return []
 
     def _longest_match(self, text: Sequence[int], known: list[int], least: int) -> int | None:
-        """Where in the text the longest earlier occurrence of its end, with what is `known` of the tokens behind it,
-        ends; the latest of several. `None` where it has less than `least` tokens."""
+        """Where the longest earlier occurrence of the text's end and the `known` tokens behind it stops; the latest of
+        several. `None` where it has less than `least` tokens."""
         tail = [*text[-LONGEST_MATCH:], *known]
         ends = self._ends.get(tuple(tail[-2:]), [])
         if not known:

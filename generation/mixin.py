@@ -369,7 +369,7 @@ def _rule(
         planner = _planner(model, settings, sampler, size - drafter.skipped_masks, *how)
     is_by_row = not is_static and len(request.prompts) == 1 and attends_by_row(model)
     planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
-    return VerifyRule(settings, sampler, drafter, planner, size, is_by_row, has_state)
+    return VerifyRule(sampler, drafter, planner, size, is_by_row, has_state)
 
 
 def _planner(model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, *how: Any) -> Planner:

@@ -178,13 +178,13 @@ class Planner:
         size = 1 + max(map(len, trees))
         reach, room = np.zeros((2, len(trees), size))
         children = np.zeros((len(trees), size, size))
-        for one, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):
+        for entry, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):
             ranks = {-1: 0}
-            reach[one, 0], room[one, 0] = 1.0, outlook.room - 1
+            reach[entry, 0], room[entry, 0] = 1.0, outlook.room - 1
             for rank, (chance, place) in enumerate(tree, 1):
                 draft, ranks[place] = outlook.drafts[place], rank
-                reach[one, rank], room[one, rank] = chance, outlook.room - 1 - draft.position
-                children[one, rank, ranks[draft.parent]] = chance
+                reach[entry, rank], room[entry, rank] = chance, outlook.room - 1 - draft.position
+                children[entry, rank, ranks[draft.parent]] = chance
         counts = np.arange(size)
         ends = np.where(counts[:, None] >= counts, reach[:, None], 0.0) - children.cumsum(1)
         if self.is_chain:

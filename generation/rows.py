@@ -24,8 +24,8 @@ import torch
 
 
 class Row(NamedTuple):
-    """A physical row of a forward. What is drafted or planned counts from the root, whose position is 0, and its place
-    −1."""
+    """One row of a forward. Drafts and plans count positions and places from the root, whose position is 0 and whose
+    place is -1."""
 
     token: int | None  # `None`: a mask
     position: int  # logical
@@ -53,7 +53,7 @@ class SequenceState:
 
     @property
     def new_count(self) -> int:
-        """How many these are."""
+        """How many tokens these are."""
         return len(self.tokens) - self.prompt_length
 
     @property
@@ -63,23 +63,23 @@ class SequenceState:
 
     @property
     def pending(self) -> int:
-        """Final tokens that are not in the cache yet."""
+        """How many final tokens are not in the cache yet."""
         return len(self.tokens) - self.committed
 
     @property
     def unmasked(self) -> int:
-        """Rows of the next forward that are no masks."""
+        """How many rows of the next forward are tokens."""
         return sum(row.token is not None for row in self.rows)
 
     @property
     def pending_rows(self) -> list[Row]:
-        """A row for each of them. The last one is the *root* of what is guessed."""
+        """A row for each pending token. The last one is the *root*: drafts and masks stand behind it."""
         pending = enumerate(self.tokens[self.committed :])
         return [Row(token, self.committed + place, place - 1) for place, token in pending]
 
     @property
     def expected(self) -> list[int | None]:
-        """What is guessed behind the final tokens, `None` for a mask: the first child of each row from the root on."""
+        """The likeliest continuation, `None` for a mask: the first child of each row, from the root on."""
         place, path = self.pending - 1, []
         for child, row in enumerate(self.rows):
             if row.parent == place and child >= self.pending:
@@ -90,23 +90,22 @@ class SequenceState:
 
 @dataclass(frozen=True)
 class Step:
-    """The rows of a forward as tensors: of each sequence from right to left, with padding in front. Tensors are
-    int64."""
+    """The rows of a forward as int64 tensors. The last columns hold a sequence's rows, those in front are padding."""
 
     sequences: list[SequenceState]  # of each entry
-    counts: list[int]  # rows that are not padding
-    masks: list[int]  # how many of them are masks, the last ones
+    counts: list[int]  # rows of each entry, without padding
+    masks: list[int]  # how many of them, the last ones, are masks
     input_ids: torch.Tensor  # `(A, Q)`
     position_ids: torch.Tensor  # `(A, Q)`, logical positions
     slots: torch.Tensor  # `(A, Q)`, where in the cache keys and values go: behind what it holds; padding last, unseen
     start: int | None  # the first of these slots, where all entries write the same contiguous range
     end: int  # one past the last slot that is seen
-    parents: torch.Tensor  # `(A, T)`, by their places among these columns; its own where the parent is none of them
+    parents: torch.Tensor  # `(A, T)`, each row's parent as one of these columns; the row itself where it is in none
     is_chain: bool  # every row stands behind the one in front of it
 
     def mask_columns(self, width: int = 0) -> int | torch.Tensor | None:
-        """Which of the last columns are masks, `(A, width)` bool, or as wide as the entry with most has them; their
-        number where that is the same for all entries, `None` where there are none."""
+        """Which of the last columns are masks: `(A, width)` bool, by default as wide as the most masks of an entry.
+        Their number, where all entries have as many; `None` where no entry has any."""
         most = width or max(self.masks)
         if not width and min(self.masks) == most:
             return most or None
@@ -114,7 +113,7 @@ class Step:
         return torch.arange(most, 0, -1, device=counts.device) <= counts
 
     def starts(self, rows: Sequence[int]) -> list[int]:
-        """In which of the T columns a row of each entry is, for one row of each."""
+        """In which of the T columns these rows are, one row of each entry."""
         return [self.parents.shape[1] - count + row for count, row in zip(self.counts, rows, strict=True)]
 
 
@@ -126,52 +125,45 @@ def lay_out(
     width: int = 0,
     capacity: int | None = None,
 ) -> Step:
-    """The next forward of these sequences, two of them here, with digits for logical positions:
+    """The next forward of these sequences. Here are two of them, with digits for logical positions:
 
         window of the first:  p4 │ M5 f6 M7           input_ids     p f M M     p p f M
         of the second:     p8 p9 │ f10 M11            position_ids  4 6 5 7     8 9 10 11
 
-    Args:
-        sequences: those in use.
-        firsts: the first row of each whose logits are wanted.
-        filler: the token of masks and of padding.
-        device: of the tensors.
-        width: Q of a compiled forward, all of whose rows have logits; otherwise as many as the longest entry has.
-        capacity: slots of a cache that is always seen whole.
+    `firsts` are the first rows whose logits are wanted. `filler` is the token of masks and of padding. A compiled
+    forward has `width` columns, all with logits. A cache with a `capacity` is always seen whole.
     """
-    counts = [len(one.rows) for one in sequences]
+    counts = [len(sequence.rows) for sequence in sequences]
     size = max(1, width, *counts)
     tail = width or max(1, *(count - first for count, first in zip(counts, firsts, strict=True)))
-    columns = []
-    for one, count in zip(sequences, counts, strict=True):
-        front = range(size - count)
-        token, position, parent, *_ = zip(*one.rows, strict=True) if count else ((), (), ())
-        end = one.committed + count
-        columns.append(
-            [
-                [*(filler for _ in front), *(filler if each is None else each for each in token)],
-                [*(0 for _ in front), *position],  # rotary embeddings may depend on the largest
-                [*(end + each for each in front), *range(one.committed, end)],
-                [*front, *(len(front) + (place if each < 0 else each) for place, each in enumerate(parent))],
-            ]
-        )
+    columns = [_columns(sequence, size, size - tail, filler) for sequence in sequences]
     input_ids, position_ids, slots, parents = torch.tensor(columns, device=device).unbind(1)
-    places = torch.arange(tail, device=device)
-    parents = parents[:, size - tail :] - (size - tail)
-    committed = [one.committed for one in sequences]
+    committed = [sequence.committed for sequence in sequences]
     is_contiguous = capacity is None and min(committed) == max(committed) and min(counts) == size
     return Step(
         sequences=list(sequences),
         counts=counts,
-        masks=[len(one.rows) - one.unmasked for one in sequences],
+        masks=[len(sequence.rows) - sequence.unmasked for sequence in sequences],
         input_ids=input_ids,
         position_ids=position_ids,
         slots=slots,
         start=committed[0] if is_contiguous else None,
         end=max(max(committed) + size, capacity or 0),
-        parents=torch.where(parents < 0, places, parents),
-        is_chain=all(row.parent == place - 1 for one in sequences for place, row in enumerate(one.rows)),
+        parents=parents[:, size - tail :],
+        is_chain=all(row.parent == place - 1 for sequence in sequences for place, row in enumerate(sequence.rows)),
     )
+
+
+def _columns(sequence: SequenceState, size: int, first: int, filler: int) -> list[list[int]]:
+    """A sequence's tokens, positions, slots and parents, in `size` columns; parents count from column `first` on."""
+    padding, end = size - len(sequence.rows), sequence.committed + len(sequence.rows)
+    parents = [*range(padding), *(padding + row.parent if row.parent >= 0 else -1 for row in sequence.rows)]
+    return [
+        [filler] * padding + [filler if row.token is None else row.token for row in sequence.rows],
+        [0] * padding + [row.position for row in sequence.rows],  # rotary embeddings may depend on the largest
+        [*range(end, end + padding), *range(sequence.committed, end)],
+        [(parent if parent >= first else column) - first for column, parent in enumerate(parents)],
+    ]
 
 
 def with_masks(drafts: Sequence[Row], counts: Sequence[int], skipped_masks: int) -> list[Row]:
@@ -190,7 +182,7 @@ def with_masks(drafts: Sequence[Row], counts: Sequence[int], skipped_masks: int)
 
 
 def mask_runs(rows: Sequence[Row]) -> dict[int, range]:
-    """Where the masks behind a real row are, for each that has some."""
+    """The places of the masks behind each real row that has some."""
     homes: dict[int, int] = {}
     runs: dict[int, range] = {}
     for place, row in enumerate(rows):
@@ -201,13 +193,13 @@ def mask_runs(rows: Sequence[Row]) -> dict[int, range]:
 
 
 def lines(parents: torch.Tensor) -> torch.Tensor:
-    """Which rows are a row's own line: itself, its parent, and so on.
+    """The line of each row: itself, its parent, its parent's parent, and so on.
 
     Args:
-        parents: `(A, N)` int64, the row that each stands behind; itself for the first ones.
+        parents: `(A, N)` int64, the row that each stands behind; the row itself where it stands behind none.
 
     Returns:
-        `(A, N, N)` bool.
+        `(A, N, N)` bool: whether the second row is in the line of the first.
     """
     count = parents.shape[1]
     found = torch.eye(count, dtype=torch.bool, device=parents.device).repeat(len(parents), 1, 1)

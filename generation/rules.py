@@ -20,42 +20,42 @@ Cut = Callable[[SequenceState, list[int]], int]
 
 @dataclass(frozen=True)
 class Choice:
-    """What is chosen at M of the rows with logits; arbitrary where nothing was to choose."""
+    """The tokens chosen at M of the rows with logits; arbitrary where there is nothing to choose."""
 
     tokens: torch.Tensor  # `(A, M)` int64
     scores: torch.Tensor  # `(A, M, V)` float32, processed; MASK's are −∞
     columns: torch.Tensor  # `(A, M)` int64, which of the T columns these rows are
-    is_broken: torch.Tensor  # `(A,)` bool, where there is nothing to choose from: the logits are NaN, or all are −∞
-    told: Sequence[torch.Tensor]  # `(A, …)` int64, what `settle` must know of each entry
+    is_broken: torch.Tensor  # `(A,)` bool, where no token can be chosen: the logits are NaN, or all are −∞
+    readings: Sequence[torch.Tensor]  # `(A, …)` int64, what `settle` reads on the host
 
 
 @dataclass(frozen=True)
 class SequenceOutcome:
-    """What a step did to one sequence. Rows are meant by their places."""
+    """What a step did to one sequence. Numbers stand for rows: their places among `rows`."""
 
     sequence: SequenceState
     rows: list[Row]  # that the step forwarded
     new_tokens: list[int]  # that became final
-    kept: list[int]  # whose keys and values enter the cache: a path from the first row on, or nothing
-    decided: list[tuple[int, int, int]]  # which choice, offset and token of each new token whose value was settled
-    checked: range = range(0)  # drafts
-    accepted: list[int] = field(default_factory=list)  # those that passed, a path
+    kept: list[int]  # rows whose keys and values enter the cache: a path from the first row on, or nothing
+    decided: list[tuple[int, int, int]]  # of each new token that was decided: its choice, its offset, the token
+    checked: range = range(0)  # all drafts
+    accepted: list[int] = field(default_factory=list)  # drafts that passed, a path
 
 
 class Rule(Protocol):
-    """What a decoder makes of forwards."""
+    """Plans the rows of forwards, and decides what becomes final."""
 
     filler: int  # the token of masks
-    width: int  # rows of a sequence, where all forwards have the same number of them
-    most_masks: int  # among them
-    asks_all: bool  # logits are wanted from the last final token on; otherwise of masks alone
+    width: int  # rows of a sequence, where all forwards have the same number
+    most_masks: int  # how many of these may be masks
+    asks_all: bool  # needs logits from the last final token on; otherwise those of masks alone
     is_by_row: bool  # real rows attend one by one, see [`attends_by_row`]
 
     def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
-        """What rows: those of these sequences in the next forward."""
+        """The rows of each of these sequences in the next forward."""
 
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
-        """What they mean: the choices made at them, for all sequences at once.
+        """Chooses tokens at these rows, for all sequences at once, on the device.
 
         Args:
             step: the forward.
@@ -63,13 +63,13 @@ class Rule(Protocol):
             hidden: `(A, masks, H)`, last hidden states of the last columns, if a mask adapter predicts masks.
         """
 
-    def settle(self, one: SequenceState, told: list[list[int]], cut: Cut) -> SequenceOutcome:
-        """What next: takes in what became final of a sequence, and keeps what is guessed behind it.
+    def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:
+        """Adds new final tokens to a sequence, and remembers what may follow them.
 
         Args:
-            one: the sequence.
-            told: see [`Choice`].
-            cut: how many of the tokens that could be final are.
+            sequence: changes.
+            readings: its part of those of the [`Choice`].
+            cut: says how many of the tokens are taken.
         """
 
 
@@ -80,7 +80,7 @@ def select_masks(
     entropy_threshold: float | torch.Tensor,
     distance_penalty: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Every mask with H + λ·d < τ; where a row has none, its mask with the least (ties: the leftmost).
+    """Selects every mask with H + λ·d < τ; where a row has none, its mask with the least (ties: the leftmost).
 
     Args:
         entropy: `(B, M)` float32, H in nats.
@@ -99,13 +99,13 @@ def select_masks(
 
 
 class FillRule:
-    """The paper's: masks of low entropy are filled, and what has no gap to its left is final.
+    """The paper's rule: masks of low entropy are filled, and tokens without a gap to their left are final.
 
     Args:
         settings: τ and λ.
         sampler: chooses for the masks.
         size: W.
-        is_block: the block-wise baseline: the window is refilled only when all of it is filled.
+        is_block: masks are added only when the whole window is filled: the block-wise baseline.
     """
 
     asks_all = is_by_row = False
@@ -116,50 +116,50 @@ class FillRule:
         self._windows: dict[int, list[int | None]] = {}  # of each sequence: its slots behind the final tokens
 
     def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
-        """Pending tokens, filled slots and masks, each ascending."""
+        """Pending tokens, then filled slots, then masks, each in ascending order."""
         found = []
-        for one in sequences:
-            window = self._windows.setdefault(one.index, [])
-            size = min(self.most_masks, one.remaining)
+        for sequence in sequences:
+            window = self._windows.setdefault(sequence.index, [])
+            size = min(self.most_masks, sequence.remaining)
             if not (self.is_block and window):
                 window += [None] * (size - len(window))
-            rows = one.pending_rows
+            rows = sequence.pending_rows
             slots = sorted(enumerate(window), key=lambda slot: slot[1] is None)
             for slot, token in slots:
-                rows.append(Row(token, len(one.tokens) + slot, len(rows) - 1))
+                rows.append(Row(token, len(sequence.tokens) + slot, len(rows) - 1))
             found.append(rows)
         return found
 
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
-        """See [`Rule`]. Tells which masks take their token, and the tokens."""
+        """See [`Rule`]. The readings are which masks are filled, and with which tokens."""
         settings, logits = self.settings, logits.to(torch.float32, copy=True)
         count, offsets = logits.shape[1], []
-        for one, masks in zip(step.sequences, step.masks, strict=True):
-            slots = [row.position - len(one.tokens) for row in one.rows[len(one.rows) - masks :]]
-            offsets.append([-1] * (count - masks) + [one.new_count + slot for slot in slots])
+        for sequence, masks in zip(step.sequences, step.masks, strict=True):
+            slots = [row.position - len(sequence.tokens) for row in sequence.rows[len(sequence.rows) - masks :]]
+            offsets.append([-1] * (count - masks) + [sequence.new_count + slot for slot in slots])
         places = torch.tensor(offsets, device=logits.device)
         is_mask = places >= 0
         # Slot 0 is a mask: all are measured from there.
-        distance = places - torch.tensor([[one.new_count] for one in step.sequences], device=logits.device)
+        distance = places - torch.tensor([[sequence.new_count] for sequence in step.sequences], device=logits.device)
         entropy = token_entropy(logits)
         marks = select_masks(entropy, distance, is_mask, settings.entropy_threshold, settings.distance_penalty)
-        tokens, scores = self.sampler.choose(logits, offsets, [one.index for one in step.sequences])
+        tokens, scores = self.sampler.choose(logits, offsets, [sequence.index for sequence in step.sequences])
         is_broken = (entropy.isnan() & is_mask) | (marks & (tokens < 0))
         columns = torch.arange(count, device=logits.device).expand_as(places)
         return Choice(tokens, scores, columns, is_broken.any(1), [marks, tokens])
 
-    def settle(self, one: SequenceState, told: list[list[int]], cut: Cut) -> SequenceOutcome:
-        """Fills slots, and slides the window past what is final."""
-        (marks, tokens), window, decided = told, self._windows[one.index], []
-        masks = [row.position - len(one.tokens) for row in one.rows if row.token is None]
+    def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:
+        """Fills slots, and slides the window past the final tokens."""
+        (marks, tokens), window, decided = readings, self._windows[sequence.index], []
+        masks = [row.position - len(sequence.tokens) for row in sequence.rows if row.token is None]
         for column, slot in enumerate(masks, len(tokens) - len(masks)):
             if marks[column]:
                 window[slot] = tokens[column]
-                decided.append((column, one.new_count + slot, tokens[column]))
+                decided.append((column, sequence.new_count + slot, tokens[column]))
         final = [token for token in window[: window.index(None) if None in window else None] if token is not None]
-        final = final[: cut(one, final)]
-        outcome = SequenceOutcome(one, one.rows, final, list(range(one.pending)), decided)
-        one.committed += one.pending
-        one.tokens += final
+        final = final[: cut(sequence, final)]
+        outcome = SequenceOutcome(sequence, sequence.rows, final, list(range(sequence.pending)), decided)
+        sequence.committed += sequence.pending
+        sequence.tokens += final
         del window[: len(final)]
         return outcome

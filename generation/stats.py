@@ -1,5 +1,4 @@
-"""What a parallel `generate` returns beside the tokens, and its statistics. `B` rows of the call, `V`
-vocabulary."""
+"""Statistics of a parallel `generate`, and its other outputs beside tokens. `B` rows of the call, `V` vocabulary."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -75,19 +74,19 @@ class StatsRecorder:
     def __init__(self, sequences: list[SequenceState]):
         self.sequences = sequences
         self.forwards = [0 for _ in sequences]
-        self.token_instances = [-one.pending for one in sequences]
+        self.token_instances = [-sequence.pending for sequence in sequences]
         self.drafted: list[Counter[int]] = [Counter() for _ in sequences]  # by depth, from 1
         self.accepted: list[Counter[int]] = [Counter() for _ in sequences]
 
-    def observe(self, outcome: StepOutcome) -> None:
-        """Takes in a step."""
-        for one in outcome.sequences:
-            if one.rows:  # where shapes are fixed, finished sequences stay, as padding
-                index, root = one.sequence.index, one.checked.start - 1
+    def observe(self, step: StepOutcome) -> None:
+        """Counts a step."""
+        for outcome in step.sequences:
+            if rows := outcome.rows:  # where shapes are fixed, finished sequences stay, as padding
+                index, root = outcome.sequence.index, outcome.checked.start - 1
                 self.forwards[index] += 1
-                self.token_instances[index] += len(one.rows)
-                self.drafted[index].update(one.rows[place].position - one.rows[root].position for place in one.checked)
-                self.accepted[index].update(range(1, len(one.accepted) + 1))
+                self.token_instances[index] += len(rows)
+                self.drafted[index].update(rows[place].position - rows[root].position for place in outcome.checked)
+                self.accepted[index].update(range(1, len(outcome.accepted) + 1))
 
     @property
     def stats(self) -> DecodingStats:
@@ -99,13 +98,13 @@ class StatsRecorder:
             .long()
             for found in (self.drafted, self.accepted)
         )
-        new_tokens = [one.new_count for one in self.sequences]
+        new_tokens = [sequence.new_count for sequence in self.sequences]
         tokens, forwards, instances = map(torch.tensor, (new_tokens, self.forwards, self.token_instances))
         return DecodingStats(tokens, forwards, instances, drafted.sum(1), accepted.sum(1), drafted, accepted)
 
 
 class ScoreRecorder:
-    """Keeps what each token was chosen from, in whatever order tokens are decided.
+    """Keeps the logits, scores or log-probabilities of each new token, in whatever order tokens are decided.
 
     Args:
         keep: of `"log_probs"`, `"scores"` and `"logits"`, see [`output`].
@@ -116,7 +115,7 @@ class ScoreRecorder:
         self._kept: dict[str, list[torch.Tensor]] = {name: [] for name in keep}
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Takes what the step decided."""
+        """Keeps those of the tokens that a step decided."""
         if not self._kept or not (decided := outcome.decided):
             return
         entries, places, rows, offsets, tokens = torch.tensor(decided, device=outcome.logits.device).unbind(1)
@@ -129,7 +128,7 @@ class ScoreRecorder:
                 kept.append(logits if name == "logits" else outcome.choice.scores[entries, places])
 
     def output(self, new_tokens: torch.Tensor, pad_token_id: int) -> dict[str, Any]:
-        """What was kept.
+        """What was kept, in the order of the tokens.
 
         Args:
             new_tokens: `(B,)` int64, how many each row has.
@@ -152,12 +151,12 @@ class ScoreRecorder:
         return found
 
     def _by_token(self, kept: list[torch.Tensor], new_tokens: torch.Tensor, value: float) -> torch.Tensor:
-        """`(longest, B, …)`: what was kept for each token, `value` after a row's end."""
+        """The kept values by token and row, `(longest, B, …)`, and `value` after a row's end."""
         longest, device = int(new_tokens.max()), kept[0].device
         new_tokens = new_tokens.to(device)
         table = kept[0].new_full((longest + 1, len(new_tokens), *kept[0].shape[1:]), value)
         for (rows, offsets), values in zip(self._places, kept, strict=True):
-            # What lies behind an end token is gone: into the last line, which is dropped.
+            # Tokens behind an end token were dropped: their values go into the last line, which is dropped too.
             table[torch.where(offsets < new_tokens[rows], offsets, longest), rows] = values
         return table[:longest]
 

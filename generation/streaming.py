@@ -1,6 +1,7 @@
-"""From rows that advance raggedly to what a streamer expects."""
+"""Feeds streamers, which expect tokens in order, from sequences that advance at paces of their own."""
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,26 +14,27 @@ from .rows import SequenceState
 class TokenStream:
     """Feeds a streamer as `generate` would.
 
-    One sequence: final tokens go out as soon as they are, several in one `put` of shape `(n,)`, and a streamer with
-    `put_draft` (the protocol of transformers' diffusion streamers) gets what is expected behind them, masks included.
+    One sequence: each step's final tokens in one `put` of shape `(n,)`. A streamer with `put_draft` (the protocol of
+    transformers' diffusion streamers) then gets the draft behind them, masks included.
     Several sequences: one `put` of shape `(B,)` for each position, once every sequence has its token; padding after a
-    sequence's end. A streamer with `put_logits` gets what tokens were chosen from before it gets them: the call's row
-    of each and the tokens, two lists, and the model's raw logits, `(N, V)` float32; in order within a row.
+    sequence's end.
+    A streamer with `put_logits` first gets, of the tokens that a step decided, two lists, their sequences' places in
+    the call and the tokens, and the model's raw logits, `(N, V)` float32. Tokens of a sequence come in order.
     """
 
     streamer: Any  # a `BaseStreamer`
     sequences: list[SequenceState]  # of the call
     pad_token_id: int  # stands after a sequence's end
     mask_token_id: int | None  # M; without one, padding stands for masks
-    sent: int = 0  # positions, where there are several sequences
+    sent: int = 0  # positions, of several sequences
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Sends what a step made final, and what is expected next."""
+        """Sends the tokens that a step made final, and the draft behind them."""
         if hasattr(self.streamer, "put_logits") and (decided := outcome.decided):
             places = torch.tensor(decided, device=outcome.logits.device)
             logits = outcome.logits_at(places[:, 0], places[:, 1])
             self.streamer.put_logits([each[2] for each in decided], [each[4] for each in decided], logits)
-        lengths = [one.new_count for one in self.sequences]
+        lengths = [sequence.new_count for sequence in self.sequences]
         if len(lengths) == 1:
             tokens, expected = outcome.sequences[0].new_tokens, self.sequences[0].expected
             if tokens:  # a step may fill slots and still make nothing final
@@ -42,12 +44,9 @@ class TokenStream:
                 draft = [mask if token is None else token for token in expected]
                 self.streamer.put_draft(torch.tensor(draft))
             return
-        unfinished = [one.new_count for one in self.sequences if not one.is_finished]
+        unfinished = [sequence.new_count for sequence in self.sequences if not sequence.is_finished]
         complete = min(unfinished, default=max(lengths))
-        for position in range(self.sent, complete):
-            column = [
-                one.tokens[one.prompt_length + position] if position < one.new_count else self.pad_token_id
-                for one in self.sequences
-            ]
+        ready = [sequence.new_tokens[self.sent : complete] for sequence in self.sequences]
+        for column in zip_longest(*ready, fillvalue=self.pad_token_id):
             self.streamer.put(torch.tensor(column))
         self.sent = max(self.sent, complete)

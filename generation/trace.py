@@ -1,4 +1,4 @@
-"""A trace of every step of a parallel `generate`, if asked for; no part of the code beside saved checkpoints (hub.py).
+"""A trace of every step of a parallel `generate`, on request. Not part of the code beside saved checkpoints (hub.py).
 
 `B` rows of the call, `A` of a step, `Q` physical rows of a forward, `M` slots with logits.
 """
@@ -22,15 +22,15 @@ class TraceStep:
         rows: the call's row of each entry.
         input_ids: `(A, Q)` int64, tokens in physical order.
         position_ids: `(A, Q)` int64, their logical positions.
-        counts: physical rows of each entry that are no padding: the last ones.
-        committed: how many of those entered the cache for good.
-        kept: which they are, counted from the first one.
-        accepted: drafts that passed, counted alike.
+        counts: physical rows of each entry that are not padding: the last ones.
+        committed: how many of these entered the cache for good.
+        kept: which of these entered the cache, counted from the first one.
+        accepted: which of these are drafts that passed, counted alike.
         logit_positions: `(A, M)` int64, logical positions of the physical rows whose logits were computed.
         is_mask: `(A, M)` bool, which of them are masks.
         entropy: `(A, M)` float32, H in nats.
-        filled: `(A, M)` bool, masks that this step filled; under verification, masks that the next step checks a
-            draft of.
+        filled: `(A, M)` bool, masks that this step filled; under verification, masks whose draft the next step
+            checks.
         tokens: `(A, M)` int64, what they were filled with.
         likeliest: `(A, M, 5)` int64, the tokens of the highest probability, descending.
         probabilities: `(A, M, 5)` float32, by the raw logits.
@@ -61,45 +61,29 @@ class TraceRecorder:
         self.steps: list[TraceStep] = []
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Adds the step."""
-        step, choice, logits = outcome.step, outcome.choice, outcome.logits.float()
-        count = logits.shape[1]
-        tokens = torch.zeros_like(step.input_ids[:, -count:]).scatter(1, choice.columns, choice.tokens).cpu()
-        filled, is_mask = torch.zeros(2, *tokens.shape, dtype=torch.bool)
-        positions = step.position_ids[:, -count:].cpu().clone()
-        for entry, one in enumerate(outcome.sequences):
-            positions[entry, : max(0, count - len(one.rows))] = -1
-            first = count - len(one.rows)  # the column of the first row
-            for place, row in enumerate(one.rows):
-                if row.token is None:
-                    is_mask[entry, first + place] = True
-            if not one.checked.start:  # else the columns of what AR rows choose are others
-                for column, _, _ in one.decided:
-                    filled[entry, column] = True
-            # Under verification: what the masks behind the last row of the path draft, and the next step checks.
-            guesses = one.sequence.rows[one.sequence.pending :]
-            drafts = {row.position: row.token for row in reversed(guesses) if row.token is not None}
-            for place in mask_runs(one.rows).get((one.accepted or one.kept or [0])[-1], ()):
-                if (token := drafts.get(one.rows[place].position)) is not None:
-                    filled[entry, first + place], tokens[entry, first + place] = True, token
-        shares = likeliest(logits)
+        """Adds a step."""
+        step, logits = outcome.step, outcome.logits.float()
+        columns = torch.arange(logits.shape[1])
+        first_row, first_mask = (len(columns) - torch.tensor(each)[:, None] for each in (step.counts, step.masks))
+        filled, tokens = _filled(outcome)
+        most_likely, probabilities = likeliest(logits)
         self.steps.append(
             TraceStep(
-                rows=[one.sequence.index for one in outcome.sequences],
+                rows=[each.sequence.index for each in outcome.sequences],
                 input_ids=step.input_ids.cpu(),
                 position_ids=step.position_ids.cpu(),
                 counts=step.counts,
-                committed=[len(one.kept) for one in outcome.sequences],
-                kept=[one.kept for one in outcome.sequences],
-                accepted=[one.accepted for one in outcome.sequences],
-                logit_positions=positions,
-                is_mask=is_mask,
+                committed=[len(each.kept) for each in outcome.sequences],
+                kept=[each.kept for each in outcome.sequences],
+                accepted=[each.accepted for each in outcome.sequences],
+                logit_positions=step.position_ids[:, -len(columns) :].cpu().masked_fill(columns < first_row, -1),
+                is_mask=columns >= first_mask,
                 entropy=token_entropy(logits).cpu(),
                 filled=filled,
                 tokens=tokens,
-                likeliest=shares[0].cpu(),
-                probabilities=shares[1].cpu(),
-                decided=[_decided(one) for one in outcome.sequences],
+                likeliest=most_likely.cpu(),
+                probabilities=probabilities.cpu(),
+                decided=[_decided(each) for each in outcome.sequences],
             )
         )
 
@@ -124,7 +108,26 @@ def likeliest(logits: torch.Tensor, count: int = 5) -> tuple[torch.Tensor, torch
     return F.pad(tokens, missing), F.pad((values - logits.logsumexp(-1, keepdim=True)).exp(), missing)
 
 
-def _decided(one: SequenceOutcome) -> list[int]:
-    """Offsets; what lies behind a sequence's end is gone."""
-    end = one.sequence.new_count if one.sequence.is_finished else one.sequence.limit
-    return [offset for _, offset, _ in one.decided if offset < end]
+def _filled(outcome: StepOutcome) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows with logits are masks that the step filled, `(A, M)` bool, and the rows' tokens, int64. Under
+    verification these are the masks behind the last row of the path, where the next step checks their draft."""
+    choice, count = outcome.choice, outcome.logits.shape[1]
+    tokens = choice.tokens.new_zeros(len(choice.tokens), count).scatter(1, choice.columns, choice.tokens).cpu()
+    filled = torch.zeros_like(tokens, dtype=torch.bool)
+    for entry, each in enumerate(outcome.sequences):
+        if not each.checked.start:  # unverified: choices are made at masks
+            filled[entry, [column for column, _, _ in each.decided]] = True
+        expected = each.sequence.rows[each.sequence.pending :]
+        drafts = {row.position: row.token for row in reversed(expected) if row.token is not None}
+        for place in mask_runs(each.rows).get((each.accepted or each.kept or [0])[-1], ()):
+            if (token := drafts.get(each.rows[place].position)) is not None:
+                column = count - len(each.rows) + place
+                filled[entry, column], tokens[entry, column] = True, token
+    return filled, tokens
+
+
+def _decided(outcome: SequenceOutcome) -> list[int]:
+    """The offsets of the tokens that a step decided, without those behind the sequence's end."""
+    sequence = outcome.sequence
+    end = sequence.new_count if sequence.is_finished else sequence.limit
+    return [offset for _, offset, _ in outcome.decided if offset < end]

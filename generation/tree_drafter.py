@@ -18,12 +18,12 @@ CHILDREN, PATHS = 3, 4
 
 
 class TreeDrafter(Drafter):
-    """Drafts of a mask adapter, one after the other: the previous-token head of the adapter knows the drafts before.
+    """Drafts the masks of an adapter one after the other: its previous-token head reads the drafts before.
 
     Args:
         sampler, end_tokens: see [`Drafter`].
         model: with a mask adapter.
-        has_branches: several of the likeliest tokens of a position become drafts, and what the text says, too.
+        has_branches: a position has several drafts, of masks and of the text; otherwise one.
     """
 
     skipped_masks = 0
@@ -41,12 +41,11 @@ class TreeDrafter(Drafter):
         offsets: torch.Tensor,
         rows: list[int],
     ) -> torch.Tensor:
-        """See [`Drafter.guess`]; of each draft the number of its parent, its token, its rank among its siblings, its
-        chance and its depth."""
+        """See [`Drafter.guess`]. The numbers are each draft's parent, token, rank among siblings, chance, depth."""
         assert hidden is not None
         device = logits.device
         self.sampler.suppress(logits)
-        # A draft is one of the likeliest tokens by its mask's own logits: only their rows of the head are read.
+        # Drafts are among the likeliest tokens of the mask's own logits: only their rows of the head are read.
         shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
         before = before[:, None]  # (A, B, 2)
         chances = torch.ones(before.shape[:2], device=device)  # (A, B), of the paths so far
@@ -70,8 +69,8 @@ class TreeDrafter(Drafter):
             first += kept.shape[1]
         return torch.cat(levels, 1).flatten(1)
 
-    def _drafts(self, one: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
-        """What the text says is a branch beside what masks say. Nothing follows an end token."""
+    def _drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
+        """Drafts of masks, and of the text as a branch beside them. Nothing follows an end token."""
         drafts: list[Row] = []
         places = {-1: -1}
         found = zip(*(numbers[column::5] for column in range(5)), strict=True)
@@ -81,13 +80,13 @@ class TreeDrafter(Drafter):
                 if token not in self.end_tokens:
                     places[number] = len(drafts) - 1
         if self.has_branches:
-            lookup = self._lookups.setdefault(one.index, TextLookup())
+            lookup = self._lookups.setdefault(sequence.index, TextLookup())
             known = [draft.token for draft in drafts[:1] if draft.token is not None]
-            self._add_path(drafts, [(token, None) for token in lookup.drafts(one.tokens, known, MOST_DRAFTS)])
+            self._add_path(drafts, [(token, None) for token in lookup.drafts(sequence.tokens, known, MOST_DRAFTS)])
         return drafts
 
     def _scores(self, hidden: torch.Tensor, shortlist: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """What each path's next draft is chosen from, `(A, B, S)` float32.
+        """The scores of each path's next draft, `(A, B, S)` float32.
 
         Args:
             hidden: `(A, H)`, last hidden states of masks.
@@ -96,7 +95,7 @@ class TreeDrafter(Drafter):
         """
         states = self.model.draft_hidden(hidden[:, None].expand(-1, before.shape[1], -1), before)
         head = self.model.get_output_embeddings()
-        # Quantizers put tensors of their own kinds in its place, of which no rows can be read.
+        # Quantizers replace the weight by tensors of their own kinds, whose rows cannot be read.
         is_plain = type(head) is torch.nn.Linear and head.bias is None and type(head.weight) is torch.nn.Parameter
         table = head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`
         if table is not None and not head._forward_hooks:

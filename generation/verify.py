@@ -27,20 +27,18 @@ from .planner import Planner
 from .rows import Row, SequenceState, Step, lines, mask_runs
 from .rules import Choice, Cut, SequenceOutcome
 from .sampling import TokenSampler
-from .settings import WeDLMGenerationSettings
 
 
 class VerifyRule:
-    """What verified decoding makes of forwards.
+    """The rule of verified decoding: the AR rows check the drafts.
 
     Args:
-        settings: `verification`, ε and δ.
         sampler: chooses for the AR head.
         drafter, planner: see there.
         size: W, for forwards of fixed shapes.
         is_by_row: real rows attend one by one, see [`attends_by_row`], and no masks stand behind the prompt: its
             forward is AR decoding's.
-        keeps_state: so does the model: a step with drafts or masks keeps nothing, and no masks stand behind the
+        keeps_state: the model keeps a state: a step with drafts or masks keeps nothing, and no masks stand behind the
             prompt.
     """
 
@@ -48,7 +46,6 @@ class VerifyRule:
 
     def __init__(
         self,
-        settings: WeDLMGenerationSettings,
         sampler: TokenSampler,
         drafter: Drafter,
         planner: Planner,
@@ -56,23 +53,23 @@ class VerifyRule:
         is_by_row: bool = False,
         keeps_state: bool = False,
     ):
-        self.settings, self.sampler, self.drafter, self.planner = settings, sampler, drafter, planner
+        self.sampler, self.drafter, self.planner = sampler, drafter, planner
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size + 1 - drafter.skipped_masks, size
         self.is_by_row, self.keeps_state = is_by_row, keeps_state
-        self._outlooks: dict[int, Outlook] = {}  # what may follow each sequence
-        self._tokens: int | None = None  # of the step under way, if one is to be learned from
+        self._outlooks: dict[int, Outlook] = {}  # of each sequence, by its index
+        self._tokens: int | None = None  # new tokens of this step, if the planner learns from it
 
-    # --- what rows ---------------------------------------------------------------------------------------------------
+    # --- the rows of a forward ---------------------------------------------------------------------------------------
 
     def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
-        """As planned; the time of the last step ends, and that of the next one begins."""
+        """The planned rows. The planner takes the time of a step from one call to the next."""
         if self._tokens is not None:
             self.planner.finish(self._tokens)
         self._tokens = None
         if not sequences:
             return []
-        is_prefill = any(not one.new_count for one in sequences)
-        outlooks = [self._outlooks.pop(one.index, Outlook([], 0, one.remaining)) for one in sequences]
+        is_prefill = any(not sequence.new_count for sequence in sequences)
+        outlooks = [self._outlooks.pop(sequence.index, Outlook([], 0, sequence.remaining)) for sequence in sequences]
         if is_prefill and (self.is_by_row or self.keeps_state):
             planned: list[list[Row]] = [[] for _ in sequences]
         else:
@@ -84,10 +81,9 @@ class VerifyRule:
             self._tokens = 0
         return found
 
-    def _rows(self, one: SequenceState, planned: list[Row]) -> list[Row]:
-        """Pending tokens, and behind their last one what is planned; but nothing behind an end, which is worth no
-        row."""
-        rows, ends, last = one.pending_rows, self.drafter.end_tokens, len(one.tokens) - 1
+    def _rows(self, sequence: SequenceState, planned: list[Row]) -> list[Row]:
+        """Pending tokens, and behind their last one the planned rows, without those behind an end token."""
+        rows, ends, last = sequence.pending_rows, self.drafter.end_tokens, len(sequence.tokens) - 1
         places = {-1: len(rows) - 1}
         for place, row in enumerate(planned):
             if row.parent in places and not (row.parent >= 0 and planned[row.parent].token in ends):
@@ -95,16 +91,16 @@ class VerifyRule:
                 rows.append(row._replace(position=last + row.position, parent=places[row.parent]))
         return rows
 
-    # --- what they mean ----------------------------------------------------------------------------------------------
+    # --- the choices at them -----------------------------------------------------------------------------------------
 
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
-        """See [`Rule`]. Tells what the AR rows choose, the last of them on the path that they follow, and what the
-        masks behind that one draft."""
-        device, count, rows = logits.device, logits.shape[1], [one.index for one in step.sequences]
-        real = [_real_rows(one) for one in step.sequences]
+        """See [`Rule`]. The readings are the tokens that the AR rows choose, the last AR row of the accepted path, and
+        what the masks behind that row draft."""
+        device, count, rows = logits.device, logits.shape[1], [sequence.index for sequence in step.sequences]
+        real = [_real_rows(sequence) for sequence in step.sequences]
         places = torch.arange(max(1, *map(len, real)), device=device)
         is_there = places < torch.tensor([len(each) for each in real], device=device)[:, None]
-        first = step.starts([max(0, one.pending - 1) for one in step.sequences])
+        first = step.starts([max(0, sequence.pending - 1) for sequence in step.sequences])
         columns = (torch.tensor(first, device=device)[:, None] + places).clamp(max=count - 1)
         entries = torch.arange(len(real), device=device)[:, None]
         chosen, scores = self._choose(step, real, logits[entries, columns].to(torch.float32))
@@ -117,23 +113,23 @@ class VerifyRule:
         is_on_path = (passed[:, None] | ~lines(parents)).all(-1)
         end = ((depths + 1) * is_on_path).argmax(1, keepdim=True)
 
-        told, runs = [chosen, end], self._runs(step, len(places))
+        readings, runs = [chosen, end], self._runs(step, len(places))
         if (most := max(drafting for entry in runs for _, drafting in entry)) > 0:
             start, drafting = torch.tensor(runs, device=device).gather(1, end[..., None].expand(-1, -1, 2)).unbind(2)
             ks = torch.arange(most, device=device)
             masks = (start + torch.minimum(ks, (drafting - 1).clamp(min=0))).clamp(max=count - 1)
             behind = None if hidden is None else hidden[entries, masks - count]
             before = torch.cat([tokens.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
-            offsets = torch.tensor([[1 + one.new_count] for one in step.sequences], device=device)
+            offsets = torch.tensor([[1 + sequence.new_count] for sequence in step.sequences], device=device)
             offsets = offsets + depths.gather(1, end)
-            told.append(self.drafter.guess(logits[entries, masks].float(), behind, before, offsets, rows))
-        return Choice(chosen, scores, columns, ((chosen < 0) & is_there).any(1), told)
+            readings.append(self.drafter.guess(logits[entries, masks].float(), behind, before, offsets, rows))
+        return Choice(chosen, scores, columns, ((chosen < 0) & is_there).any(1), readings)
 
     def _choose(self, step: Step, real: list[list[Row]], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and scores of the AR rows, `(A, R)` and `(A, R, V)`, of logits `(A, R, V)` float32."""
+        """The AR rows' tokens and scores, `(A, R)` and `(A, R, V)`, from their logits `(A, R, V)` float32."""
         offsets = []
-        for one, rows in zip(step.sequences, real, strict=True):
-            own = [one.new_count + row.position - rows[0].position for row in rows]
+        for sequence, rows in zip(step.sequences, real, strict=True):
+            own = [sequence.new_count + row.position - rows[0].position for row in rows]
             offsets.append([*own, *[-1] * (logits.shape[1] - len(own))])
 
         def prefix(entry: int, row: int) -> list[int]:
@@ -147,58 +143,59 @@ class VerifyRule:
             behind = (child for child, draft in enumerate(real[entry]) if child and draft.parent == row)
             return next((child for child in behind if real[entry][child].token == token), None)
 
-        indices = [one.index for one in step.sequences]
+        indices = [sequence.index for sequence in step.sequences]
         return self.sampler.choose_in_order(logits, offsets, indices, prefix, follow)
 
     def _runs(self, step: Step, size: int) -> list[list[tuple[int, int]]]:
-        """The column of the first mask behind each AR row that drafts something, and how many do."""
+        """Of the masks behind each AR row that draft: the column of the first, and their number."""
         count = step.parents.shape[1]
         found = []
-        for one in step.sequences:
+        for sequence in step.sequences:
             runs = [(count - 1, 0)] * size
-            for place, masks in mask_runs(one.rows).items():
+            for place, masks in mask_runs(sequence.rows).items():
                 skipped = min(self.drafter.skipped_masks, len(masks))
-                runs[place + 1 - one.pending] = count - len(one.rows) + masks.start + skipped, len(masks) - skipped
+                first = count - len(sequence.rows) + masks.start
+                runs[place + 1 - sequence.pending] = first + skipped, len(masks) - skipped
             found.append(runs)
         return found
 
-    # --- what next ---------------------------------------------------------------------------------------------------
+    # --- what becomes final ------------------------------------------------------------------------------------------
 
-    def settle(self, one: SequenceState, told: list[list[int]], cut: Cut) -> SequenceOutcome:
-        """Keeps the path that the AR rows follow, and their own token at its end; drafts behind it."""
-        tokens, (end,), *guesses = told
-        rows, root = one.rows, one.pending - 1
+    def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:
+        """Adds the accepted drafts and the AR head's own token behind them. What masks draft is the next outlook."""
+        tokens, (end,), *guesses = readings
+        rows, root = sequence.rows, sequence.pending - 1
         path = [root + end]
         while path[0] > root:
             path.insert(0, rows[path[0]].parent)
-        checked = range(root + 1, one.unmasked)
+        checked = range(root + 1, sequence.unmasked)
         for place in checked:
             if (parent := rows[place].parent) in path:
                 self.planner.learn(rows[place]._replace(parent=parent - root - 1), place in path)
         settled = [*(token for place in path[1:] if (token := rows[place].token) is not None), tokens[end]]
-        count = cut(one, settled)
-        is_kept = not self.keeps_state or len(rows) == one.pending
+        count = cut(sequence, settled)
+        is_kept = not self.keeps_state or len(rows) == sequence.pending
         outcome = SequenceOutcome(
-            sequence=one,
+            sequence=sequence,
             rows=rows,
             new_tokens=settled[:count],
             kept=[*range(root + 1), *path[1:count]] if is_kept else [],
-            decided=[(place - root, one.new_count + n, settled[n]) for n, place in enumerate(path[:count])],
+            decided=[(place - root, sequence.new_count + n, settled[n]) for n, place in enumerate(path[:count])],
             checked=checked,
             accepted=path[1 : count + 1],
         )
-        one.committed += len(outcome.kept)
-        one.tokens += outcome.new_tokens
+        sequence.committed += len(outcome.kept)
+        sequence.tokens += outcome.new_tokens
         if self._tokens is not None:
             self._tokens += count
-        if not one.is_finished:
+        if not sequence.is_finished:
             masks = max(0, len(mask_runs(rows).get(path[-1], ())) - self.drafter.skipped_masks)
-            drafts = self.drafter.drafts(one, masks, guesses[0] if masks else [])
-            self._outlooks[one.index] = Outlook(drafts, masks, one.remaining)
+            drafts = self.drafter.drafts(sequence, masks, guesses[0] if masks else [])
+            self._outlooks[sequence.index] = Outlook(drafts, masks, sequence.remaining)
         return outcome
 
 
-def _real_rows(one: SequenceState) -> list[Row]:
-    """Its root and its drafts, with parents counted from the root."""
-    root = max(0, one.pending - 1)
-    return [row._replace(parent=row.parent - root) for row in one.rows[root:] if row.token is not None]
+def _real_rows(sequence: SequenceState) -> list[Row]:
+    """A sequence's root and drafts, with parents counted from the root."""
+    root = max(0, sequence.pending - 1)
+    return [row._replace(parent=row.parent - root) for row in sequence.rows[root:] if row.token is not None]
