@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from sys import maxsize
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -47,17 +48,17 @@ REFUSED_OPTIONS = {
     "use_cache": (None, True),
 }
 
-# The time that a row adds to a forward, relative to one row's, until it is measured: a CPU takes about 3.5 % of the
-# time that it needs to read the weights, a GPU ten times less.
+# The share of the time of a forward of one row that each further row adds, until it is measured. Most of that time
+# reads the weights.
 SLOT_COSTS = {"cpu": 0.035, "cuda": 0.004}
 
-# The `id` of the model that filled a cache. Nothing is known of a cache that was copied or unpickled.
+# The `id` of the model that filled a cache; missing where the cache was copied or unpickled.
 FILLED_BY: WeakKeyDictionary[WindowCache, int] = WeakKeyDictionary()
 
 # The parent's loops in place of which parallel decoding runs.
 LOOP_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
-# What `generate` hands on that is used here, or refused with a message of its own.
+# Inputs from `generate` that are used here, or refused with a message of their own.
 USED_INPUTS = set(
     "attention_mask inputs_embeds logits_to_keep output_attentions output_hidden_states position_ids tokenizer "
     "use_cache".split()
@@ -110,40 +111,9 @@ class WeDLMGenerationMixin(GenerationMixin):
             for name in WINDOW_SETTINGS - ours.keys() - passed:
                 setattr(generation_config, name, None)
         settings = self._wedlm_settings(generation_config)
-        cache = model_kwargs.get(CACHE)
-        if settings.strategy == "ar":
-            for name in ours.keys() - {"strategy", "mask_token_id"}:
-                if ours[name] not in (None, "none", False):
-                    raise OptionError(
-                        f"`{name}={ours[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too.",
-                        name,
-                    )
-        else:
-            if ours.get("adaptive_window") and settings.verification == "none":  # a stored one is for other calls
-                raise OptionError(
-                    "`adaptive_window=True` goes with `verification='exact'`: unverified windows keep their size.",
-                    "adaptive_window",
-                )
-            if ours.get("draft_threshold") is not None and settings.verification == "none":
-                raise OptionError(
-                    "`draft_threshold` goes with `verification='exact'`; without, `entropy_threshold` fills masks.",
-                    "draft_threshold",
-                )
-            if ours.get("entropy_threshold") is not None and settings.verification != "none":
-                logger.warning(
-                    f"`entropy_threshold` is not read with `verification={settings.verification!r}`: drafts end at "
-                    "`draft_threshold`."
-                )
-            _check_options(settings.strategy, generation_config)
-            if settings.output_trace and self.trace_recorder is None:
-                raise ValueError(
-                    "`output_trace=True` needs the package `wedlm-hf`: load the model with its WeDLMForCausalLM."
-                )
-            if cache is not None and not isinstance(cache, WindowCache):
-                raise ValueError(
-                    f"Parallel decoding needs a `WindowCache`, got {type(cache).__name__}: pass the `{CACHE}` that an "
-                    "earlier call returned, or `WindowCache()`."
-                )
+        _check_passed(settings, ours)
+        if settings.strategy != "ar":
+            _check_options(self, settings, generation_config, model_kwargs.get(CACHE))
         return generation_config, model_kwargs
 
     @explained
@@ -181,32 +151,21 @@ class WeDLMGenerationMixin(GenerationMixin):
             inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
             output = super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
             return _with_stats(output, input_ids.shape[1], generation_config)
-        _warn_if_untrained(self, settings)
         model_kwargs.pop("cache_params", None)  # that `generate` made for Mamba 2
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
         FILLED_BY[cache] = id(self)
         is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
-        if not is_static and (self._compiled_call_impl or hasattr(self.forward, "_torchdynamo_orig_callable")):
-            logger.warning(
-                "The model's forward is compiled, but the rows of a window change from step to step: it may be "
-                "compiled eight times. Pass `cache_implementation='static'`, where shapes are fixed."
-            )
+        _warn(self, settings, is_static)
         _check_inputs(self, settings, input_ids.shape[0], is_static, logits_processor, model_kwargs)
         request = decoding_request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)
         compiled = None
         if is_static:
             compiled = self._fixed_shape_forward(cache, request, settings, generation_config, model_kwargs)
         rule = _rule(self, settings, logits_processor, generation_config, request, is_static)
-        decoder = ParallelDecoder(
-            model=self,
-            request=request,
-            rule=rule,
-            cache=cache,
-            compiled=compiled,
-            go_on=lambda is_finished: self._has_unfinished_sequences(is_finished, synced_gpus, input_ids.device),
-        )
+        go_on = partial(self._has_unfinished_sequences, synced_gpus=synced_gpus, device=input_ids.device)
         try:
+            decoder = ParallelDecoder(self, request, rule, cache, compiled, go_on)
             with cache.emptied_on_failure():
                 return _decode(decoder, settings, generation_config, streamer)
         finally:
@@ -246,18 +205,23 @@ class WeDLMGenerationMixin(GenerationMixin):
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
-def _warn_if_untrained(model: Any, settings: WeDLMGenerationSettings) -> None:
-    """Says once that what an untrained copy of an AR model puts into masks is no text."""
+def _warn(model: Any, settings: WeDLMGenerationSettings, is_static: bool) -> None:
+    """Warns of a model that will write no text, and of one that will be compiled again and again."""
     is_trained = getattr(model.config, "masks_trained", True) or hasattr(model, "peft_config")
     if not is_trained and settings.verification == "none":
         logger.warning_once(  # type: ignore[attr-defined]  # which transformers gives to all loggers
             "This checkpoint is an untrained copy of an AR model (`wedlm convert`): it cannot fill masks, and its "
             "text makes no sense without verification. Train it (`wedlm train`), or pass `verification='exact'`."
         )
+    if not is_static and (model._compiled_call_impl or hasattr(model.forward, "_torchdynamo_orig_callable")):
+        logger.warning(
+            "The model's forward is compiled, but the rows of a window change from step to step: it may be "
+            "compiled eight times. Pass `cache_implementation='static'`, where shapes are fixed."
+        )
 
 
 def _with_stats(output: Any, prompt_length: int, generation_config: GenerationConfig) -> Any:
-    """What AR decoding returned, with statistics, so that it can be compared."""
+    """The output of AR decoding, with statistics beside it."""
     if not isinstance(output, GenerateDecoderOnlyOutput):
         return output
     ends = generation_config.eos_token_id
@@ -266,14 +230,51 @@ def _with_stats(output: Any, prompt_length: int, generation_config: GenerationCo
     return WeDLMGenerateOutput(**output, stats=stats)
 
 
-def _check_options(strategy: str, generation_config: GenerationConfig) -> None:
+def _check_passed(settings: WeDLMGenerationSettings, passed: dict[str, Any]) -> None:
+    """Raises `OptionError` for a setting that was passed to a call in which it has no meaning. Stored ones may be for
+    other calls."""
+    if settings.strategy == "ar":
+        for name in passed.keys() - {"strategy", "mask_token_id"}:
+            if passed[name] not in (None, "none", False):
+                message = (
+                    f"`{name}={passed[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too."
+                )
+                raise OptionError(message, name)
+    elif settings.verification != "none":
+        if passed.get("entropy_threshold") is not None:
+            logger.warning(
+                f"`entropy_threshold` is not read with `verification={settings.verification!r}`: drafts end at "
+                "`draft_threshold`."
+            )
+    elif passed.get("adaptive_window"):
+        raise OptionError(
+            "`adaptive_window=True` goes with `verification='exact'`: unverified windows keep their size.",
+            "adaptive_window",
+        )
+    elif passed.get("draft_threshold") is not None:
+        raise OptionError(
+            "`draft_threshold` goes with `verification='exact'`; without, `entropy_threshold` fills masks.",
+            "draft_threshold",
+        )
+
+
+def _check_options(
+    model: Any, settings: WeDLMGenerationSettings, generation_config: GenerationConfig, cache: Any
+) -> None:
     """Raises `ValueError` for an option that parallel decoding cannot honour."""
     for option, harmless in REFUSED_OPTIONS.items():
         if (value := getattr(generation_config, option, None)) not in harmless:
             raise ValueError(
-                f"`{option}={value!r}` is not supported with `strategy={strategy!r}`: "
+                f"`{option}={value!r}` is not supported with `strategy={settings.strategy!r}`: "
                 f"pass `{option}={harmless[-1]!r}` or `strategy='ar'`."
             )
+    if settings.output_trace and model.trace_recorder is None:
+        raise ValueError("`output_trace=True` needs the package `wedlm-hf`: load the model with its WeDLMForCausalLM.")
+    if cache is not None and not isinstance(cache, WindowCache):
+        raise ValueError(
+            f"Parallel decoding needs a `WindowCache`, got {type(cache).__name__}: pass the `{CACHE}` that an "
+            "earlier call returned, or `WindowCache()`."
+        )
 
 
 def _check_inputs(
@@ -295,6 +296,7 @@ def _check_inputs(
             "The model's `prepare_inputs_for_generation` was replaced (PEFT does so for prompt and prefix tuning), "
             f"but `strategy={strategy!r}` prepares its inputs by itself: use `strategy='ar'`."
         )
+    _check_training_mode(model)
     if keeps_state(model):
         _check_state(model, settings, batch_size, is_static)
     implementation = implementation_of(model)
@@ -304,6 +306,15 @@ def _check_inputs(
             f"a static cache: load the model with one of {DENSE_MASK_ATTENTION}, or generate one prompt at a time, "
             "without `cache_implementation='static'`."
         )
+    if batch_size > 1 and any(isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in processors):
+        raise ValueError(
+            "SynthID watermarking keeps one state for the whole batch, but parallel decoding advances each sequence "
+            "at its own pace: generate one sequence at a time or use `strategy='ar'`."
+        )
+
+
+def _check_training_mode(model: Any) -> None:
+    """Raises `ValueError` where training mode forbids parallel decoding."""
     if model.training and is_checkpointing(model):
         raise ValueError(
             "Gradient checkpointing in training mode leaves no cache to decode with: call `model.eval()`."
@@ -315,17 +326,12 @@ def _check_inputs(
                 "In training mode dropout changes the model from forward to forward, and drafts are checked by "
                 "another model than the one that follows: call `model.eval()`."
             )
-    if batch_size > 1 and any(isinstance(processor, SynthIDTextWatermarkLogitsProcessor) for processor in processors):
-        raise ValueError(
-            "SynthID watermarking keeps one state for the whole batch, but parallel decoding advances each sequence "
-            "at its own pace: generate one sequence at a time or use `strategy='ar'`."
-        )
 
 
 def _check_state(model: Any, settings: WeDLMGenerationSettings, batch_size: int, is_static: bool) -> None:
-    """Raises `ValueError` for what cannot be done with a model that keeps a state."""
+    """Raises `ValueError` for a call that a model with a state cannot decode."""
     asked = "`cache_implementation='static'`" if is_static else ""
-    if batch_size > 1:  # rows advance at paces of their own, and a state would read the padding between them
+    if batch_size > 1:  # sequences advance at paces of their own, and a state would read the padding between them
         asked = f"a batch of {batch_size} sequences"
     if settings.verification == "none":
         asked = f"`strategy={settings.strategy!r}` without verification"
@@ -345,7 +351,7 @@ def _rule(
     request: DecodingRequest,
     is_static: bool,
 ) -> Rule:
-    """What to do with each forward. Raises `ValueError` for processors that cannot be honoured unverified."""
+    """The rule of a call. Raises `ValueError` for processors that cannot be honoured without verification."""
     size = settings.window_size if is_static else min(settings.window_size, request.limit)
     sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
     if settings.verification == "none":
@@ -357,11 +363,11 @@ def _rule(
     drafter: Drafter
     if model.has_mask_adapter:
         size = min(size, model.deepest)
-        # What the text says is a branch beside what masks say.
+        # Drafts from the text are a branch beside those of masks.
         drafter = model.make_drafter(sampler, request.end_tokens, is_planned and takes_any_mask)
     else:
         drafter = Drafter(sampler, request.end_tokens, settings.draft_threshold)
-    # Where shapes are fixed, masks stand behind the last draft: behind each they would be as many rows as its square.
+    # Where shapes are fixed, masks stand behind the last draft alone: behind each one the rows would be its square.
     is_chain = is_static or not (model.has_mask_adapter and takes_any_mask)
     how = is_chain, drafter.skipped_masks, has_state
     planner: Planner = FixedPlan(size, *how)
@@ -373,7 +379,7 @@ def _rule(
 
 
 def _planner(model: Any, settings: WeDLMGenerationSettings, sampler: TokenSampler, depth: int, *how: Any) -> Planner:
-    """What was learned of a model stays with it, where times are measured."""
+    """The planner of a call. Where it measures times, it stays with the model, and knows what it learned before."""
     # The processes of tensor parallelism must plan alike: nothing there may depend on a clock.
     is_alone = (getattr(model, "tp_size", None) or 1) == 1
     is_timed = settings.slot_cost is None and is_alone
@@ -382,7 +388,7 @@ def _planner(model: Any, settings: WeDLMGenerationSettings, sampler: TokenSample
     if not is_timed:
         return Planner(StepTimes(slot_cost), depth, *how)
     key = str(sampler.device), model.dtype, sampler.do_sample, depth, *how
-    # Taken while it is used: other threads decode with one of their own.
+    # Taken away while it is used: other threads make one of their own.
     planner: Planner | None = model.__dict__.setdefault("_planners", {}).pop(key, None)
     if planner is None:
         planner = Planner(StepTimes(slot_cost, step_clock(device)), depth, *how)
@@ -391,6 +397,7 @@ def _planner(model: Any, settings: WeDLMGenerationSettings, sampler: TokenSample
 
 
 def _give_back(model: Any, rule: Rule) -> None:
+    """Leaves the planner with the model, for the next call."""
     planner = getattr(rule, "planner", None)
     if isinstance(planner, Planner) and planner.key is not None:
         model.__dict__.get("_planners", {})[planner.key] = planner  # unless the adapter was taken away meanwhile
@@ -399,7 +406,7 @@ def _give_back(model: Any, rule: Rule) -> None:
 def _decode(
     decoder: ParallelDecoder, settings: WeDLMGenerationSettings, generation_config: GenerationConfig, streamer: Any
 ) -> torch.Tensor | WeDLMGenerateOutput:
-    """Decodes, and returns what the call asks for."""
+    """Decodes, and returns the outputs that the call asks for."""
     request, is_dict = decoder.request, generation_config.return_dict_in_generate
     is_kept = {
         "log_probs": settings.verification != "none",

@@ -1,15 +1,14 @@
 """Settings of parallel decoding: one frozen, validated dataclass, read from a `GenerationConfig`."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 STRATEGIES = ("ar", "wedlm", "block")
 VERIFICATIONS = ("none", "exact")
 ENTROPIES = ("entropy_threshold", "distance_penalty", "draft_threshold")  # settings in nats
 
-# Where the output does not depend on them: W may grow this far, and a mask whose entropy lies below gives a draft;
-# where it does, fewer masks do.
+# W of adaptive windows: their output does not depend on it.
 LARGEST_WINDOW = 32
 
 
@@ -117,11 +116,8 @@ class WeDLMGenerationSettings:
         given = {name: value for name, value in given.items() if value is not None}
         given.setdefault("mask_token_id", getattr(model_config, "mask_token_id", None))
         settings = cls(**given)
-        if settings.verification != "none":
-            is_static = getattr(generation_config, "cache_implementation", None) == "static"
-            if settings.is_adaptive and not is_static:
-                given.setdefault("window_size", LARGEST_WINDOW)
-            settings = cls(**given)
+        if settings.is_adaptive and getattr(generation_config, "cache_implementation", None) != "static":
+            settings = replace(settings, window_size=given.get("window_size", LARGEST_WINDOW))
         if settings.strategy != "ar":
             if settings.mask_token_id is None and needs_mask_token:
                 raise ValueError(
