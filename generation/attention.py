@@ -27,11 +27,10 @@ Keys = slice | torch.Tensor  # that a row sees: a range, or their places
 
 
 class _UnderWay(threading.local):
-    """What attention reads, beside its arguments, in the step that this thread forwards. torch.compile can follow it,
-    unlike a context variable."""
+    """How layers attend in this thread's forward. torch.compile can follow it, unlike a context variable."""
 
     is_grouped = False
-    alone: Sequence[tuple[torch.Tensor, list[Keys]]] = ()  # with each of the step's masks, what the first rows see
+    alone: Sequence[tuple[torch.Tensor, list[Keys]]] = ()  # the step's masks, each with the keys of the first rows
 
 
 _UNDER_WAY = _UnderWay()
@@ -59,10 +58,10 @@ class StepAttention:
         model: whose layers attend.
 
     Attributes:
-        has_state: whether it keeps one: then its own masks are used, since rows are in the order of the text.
+        has_state: whether the model keeps a state: then it makes its own masks, since rows are in the text's order.
         kinds: of its layers.
         groups: query heads of each key/value head, G, where [`grouped_sdpa`] can be used; otherwise 0.
-        takes_rows: whether rows can attend one by one, by [`grouped_sdpa`] or [`eager_rows`].
+        takes_rows: whether rows can attend one by one.
     """
 
     def __init__(self, model: Any) -> None:
@@ -91,11 +90,11 @@ class StepAttention:
             step: its rows.
             position_ids: `(A, Q)` int64, logical positions.
             alone: how many of the first rows attend one by one, see [`attends_by_row`]; 0 for prompts, whose rows
-                attend together, in the very call of AR decoding. `None`: all rows attend together.
+                attend together, in the same call as AR decoding's. `None`: all rows attend together.
 
         Returns:
-            `None` where the model makes the right one by itself; a tensor where all layers are of one kind, and
-            otherwise one for each kind, as transformers' models take them: boolean for sdpa, [`grouped_mask`] for
+            `None` where the model makes the right mask by itself; a tensor where all layers are of one kind, and
+            otherwise a tensor for each kind, as transformers' models take them: boolean for sdpa, [`grouped_mask`] for
             grouped and eager attention.
         """
         self._alone.clear()
@@ -129,7 +128,7 @@ class StepAttention:
 
 
 def _near(kind: str, step: Step, queries: torch.Tensor, config: Any) -> torch.Tensor | None:
-    """Keys that a layer's window or chunk leaves, by logical positions: `(A, 1, Q, end)` bool; `None` for all."""
+    """The keys inside each row's window or chunk, by logical positions: `(A, 1, Q, end)` bool; `None`: all keys."""
     if kind == "full_attention":
         return None
     # A cached key's slot is its position. The rows of this step may lie in another order.
@@ -142,12 +141,12 @@ def _near(kind: str, step: Step, queries: torch.Tensor, config: Any) -> torch.Te
 
 
 def attends_by_row(model: Any) -> bool:
-    """Whether each real row of a step should attend in a call of its own, the call of an AR step.
+    """Whether each real row of a step should attend in a call of its own, as an AR step does.
 
-    A row's last bits depend on how many rows attend together. In bfloat16 answers then part at near-ties, and layers
-    that quantize what they read make large differences of small ones. A CPU's bfloat16 and integer products give a row
-    the same bits beside up to [`ROWS_ALIKE`] others, and so do a GPU's in the mode of batch_invariant_ops: only
-    attention differs.
+    The last bits of a row's attention depend on how many rows attend together. In bfloat16 they decide near-ties, and
+    layers that quantize their inputs enlarge such differences. Matrix products need no such care: a CPU's in bfloat16
+    and integers give a row the same bits for up to [`ROWS_ALIKE`] rows, and so do a GPU's in the mode of
+    batch_invariant_ops.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype
     is_alike = dtype == torch.bfloat16 or getattr(model, "is_quantized", False)
@@ -157,7 +156,7 @@ def attends_by_row(model: Any) -> bool:
 
 
 def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """The mask of [`grouped_sdpa`], made once for all layers: `(B or 1, 1, G * Q, K)`, additive.
+    """The additive mask of [`grouped_sdpa`], made once for all layers: `(B or 1, 1, G * Q, K)`.
 
     Args:
         visible: `(B or 1, 1, Q, K)` bool.
@@ -168,7 +167,7 @@ def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torc
 
 
 def keys_of(visible: torch.Tensor) -> Keys:
-    """The keys that a row sees, from `(K,)` bool: a range, if they are one, is read where it is."""
+    """The places of the keys that a row sees, from `(K,)` bool; a slice where they are a range, to copy nothing."""
     keys = visible.nonzero()[:, 0]
     first, last = int(keys[0]), int(keys[-1])
     return slice(first, last + 1) if last - first + 1 == len(keys) else keys
@@ -185,9 +184,9 @@ def grouped_sdpa(
 ) -> torch.Tensor:
     """Attention of grouped queries under an explicit mask.
 
-    transformers repeats keys and values for every query head where a mask is given, because kernels take either a mask
-    or groups: a copy of the whole cache per layer and step. Here the queries of a group lie one after the other along
-    the query axis instead, and only the mask is repeated.
+    Kernels take either a mask or groups, so under a mask transformers repeats keys and values for every query head: a
+    copy of the whole cache in each layer and step. Here the queries of a group lie one after the other along the query
+    axis instead, and only the mask is repeated.
 
     Args:
         query: `(A, H, Q, D)`.
@@ -214,11 +213,11 @@ def grouped_sdpa(
 
 
 class StepFunctions(AttentionInterface):
-    """The attention functions of a file of models, with others in the place of some.
+    """The attention functions of a file of models, some of them replaced.
 
     Args:
-        before: the file's own; what is registered there counts here.
-        own: take the place of functions of the same names.
+        before: the file's own functions. Those registered there later count here too.
+        own: the replacements, by name.
     """
 
     def __init__(self, before: AttentionInterface, own: dict[str, Any]) -> None:
@@ -234,9 +233,8 @@ class StepFunctions(AttentionInterface):
 
 
 def _prepare(layer: torch.nn.Module) -> bool:
-    """Lets an attention layer attend as a step asks: whether that can be. transformers has each file of models look up
-    attention functions in a mapping, where a file may have functions of its own: these call what was there before
-    wherever no step is under way."""
+    """Lets an attention layer attend as a step asks. Returns whether it can. Each file of models in transformers looks
+    up attention functions in a mapping: here it gets replacements, which call the former ones outside of steps."""
     homes = [sys.modules[kind.__module__] for kind in type(layer).__mro__]
     homes = [home for home in homes if hasattr(home, "ALL_ATTENTION_FUNCTIONS")]
     for home in homes:
@@ -290,17 +288,17 @@ def _alone(mask: Any) -> Sequence[Keys]:
 
 
 def visibility(step: Step) -> torch.Tensor:
-    """Who sees whom: a row sees what the cache holds of its sequence, its own line, and itself.
+    """Who sees whom: a row sees the cached part of its sequence, and its own line.
 
-    Row with 3 cached slots, 1 pending token p, a filled slot f and two masks; a second row with nothing pending:
+    A sequence with 3 cached slots, a pending token p, a filled slot f and two masks; another with nothing pending:
 
             cached  p f M M                 cached  · f M M
-        p   ■ ■ ■   ■ · · ·             ·                       (padding: written behind the others, seen by none)
+        p   ■ ■ ■   ■ · · ·             ·                       (padding: written behind the others, seen by no row)
         f   ■ ■ ■   ■ ■ · ·             f   ■ ■ ■     ■ · ·
         M   ■ ■ ■   ■ ■ ■ ·             M   ■ ■ ■     ■ ■ ·
         M   ■ ■ ■   ■ ■ ■ ■             M   ■ ■ ■     ■ ■ ■
 
-    Row with 3 cached slots, a pending token p, a draft d, two masks behind p and two behind d:
+    A sequence with 3 cached slots, a pending token p, a draft d, two masks behind p and two behind d:
 
             cached  p d M M M M
         p   ■ ■ ■   ■ · · · · ·
@@ -315,7 +313,7 @@ def visibility(step: Step) -> torch.Tensor:
     """
     slots = step.slots[:1] if step.start is not None and step.is_chain else step.slots
     visible = torch.arange(step.end, device=slots.device) <= slots[:, None, :, None]
-    if not step.is_chain:  # all that branches is among the last rows, and stands behind all rows in front of them
+    if not step.is_chain:  # only the last rows branch, and they stand behind all rows in front of them
         tail = step.parents.shape[1]
         own = slots[:, None, None, -tail:].expand(-1, 1, tail, -1)
         visible[:, :, -tail:].scatter_(3, own, lines(step.parents)[:, None])

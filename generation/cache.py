@@ -1,4 +1,4 @@
-"""A key/value cache for windows: what a step commits is kept by a length update, the rest is overwritten by the next.
+"""A key/value cache for windows: a step commits rows by a length update, and the next step overwrites the others.
 
 `B` rows, `H` key/value heads, `C` capacity, `Q` slots of a forward, `D` head width.
 """
@@ -20,8 +20,8 @@ SMALLEST_CAPACITY = 64
 
 
 class WindowLayer(DynamicLayer):
-    """One layer's buffers `(B, H, C, D)`. `keys` and `values` show the committed part, `(B, H, longest row, D)`; rows
-    that are shorter end in slots that hold nothing."""
+    """One layer's buffers `(B, H, C, D)`. `keys` and `values` are the committed part, `(B, H, longest row, D)`, where
+    shorter rows end in slots without meaning."""
 
     def __init__(self, cache: "WindowCache"):
         self.cache = cache
@@ -155,8 +155,8 @@ class WindowCache(Cache):
         return any(map(has_state, self.layers))
 
     def open(self, prompts: list[list[int]], device: torch.device, config: Any) -> None:
-        """Gets ready for a call: each sequence keeps what is known to be the beginning of its prompt, and not the
-        prompt's last token, whose AR row may be needed. What embeddings left is computed anew.
+        """Gets ready for a call. Each sequence keeps the slots that hold the beginning of its prompt, without the
+        prompt's last token, whose logits are needed. Slots of embeddings are computed again.
 
         Args:
             prompts: the tokens of each sequence; -1 behind embeddings.
@@ -172,7 +172,7 @@ class WindowCache(Cache):
             self._empty(prompts, device, config)
         self._rows, self._in_use = list(range(len(prompts))), len(prompts)
         lengths = self._known_lengths(prompts)
-        if self.has_states and lengths != self.lengths:  # which have read what comes no more
+        if self.has_states and lengths != self.lengths:  # states have read tokens that are dropped now
             self._empty(prompts, device, config)
         else:
             self.lengths = lengths
@@ -182,10 +182,10 @@ class WindowCache(Cache):
             self.batch_select_indices(torch.arange(len(prompts)))  # copies, which can be written
 
     def as_dynamic(self, prompts: list[list[int]], width: int, config: Any) -> DynamicCache:
-        """What AR decoding goes on from: copies of the columns that all rows of the prompts, left-padded to `width`,
-        have in the cache. Raises `ValueError` as [`open`]."""
+        """A cache for AR decoding: copies of the columns that the cache holds of all prompts, left-padded to `width`.
+        Raises `ValueError` as [`open`]."""
         cache, pads = DynamicCache(config=config), [width - len(prompt) for prompt in prompts]
-        if not any(self.lengths) or self.has_states:  # which may have read more than these columns
+        if not any(self.lengths) or self.has_states:  # states may have read more than these columns
             return cache
         if len(self.lengths) != len(prompts):
             raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
@@ -208,7 +208,7 @@ class WindowCache(Cache):
             self.layers += [self._layer(layer) for layer in layers]
 
     def _layer(self, layer: Any) -> Any:
-        """What stands here for a layer of transformers' own cache: the same, but for keys and values."""
+        """The layer that replaces one of transformers' own cache: only keys and values are stored otherwise."""
         if not is_attending(layer):
             return layer
         return StateWindowLayer(self, layer.number_of_states) if has_state(layer) else WindowLayer(self)
@@ -218,7 +218,7 @@ class WindowCache(Cache):
         return forgetting(self.layers)
 
     def _known_lengths(self, prompts: list[list[int]]) -> list[int]:
-        """Of the beginning of each prompt that its row holds."""
+        """How many of the first tokens of each prompt its row holds."""
         lengths = []
         for row, (prompt, cached) in enumerate(zip(prompts, self.lengths, strict=True)):
             known = self.token_ids[row, :cached].tolist()
@@ -232,7 +232,7 @@ class WindowCache(Cache):
         return lengths
 
     def plan(self, step: Step) -> None:
-        """Says what the next forward writes."""
+        """Prepares for the next forward, which writes the rows of this step."""
         if step.end > self.token_ids.shape[1]:
             room = max(step.end - self.token_ids.shape[1], self.token_ids.shape[1])
             self.token_ids = F.pad(self.token_ids, (0, room), value=-1)
@@ -240,7 +240,7 @@ class WindowCache(Cache):
         self._step = step
 
     def commit(self, kept: list[list[int]]) -> None:
-        """Keeps some slots that the last forward wrote, and no others.
+        """Keeps these slots of the last forward, and drops the others.
 
         Args:
             kept: for each sequence in use, places of slots among those that the forward wrote for it, ascending.
@@ -278,7 +278,7 @@ class WindowCache(Cache):
 
     @contextmanager
     def emptied_on_failure(self) -> Iterator[None]:
-        """Within this context, an exception leaves an empty cache: neither part of a forward, nor mixed sequences."""
+        """Within this context, an exception leaves an empty cache, not half a forward or mixed sequences."""
         try:
             yield
         except BaseException:
@@ -298,7 +298,7 @@ class WindowCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores a layer's new states where the step planned; returns what they may attend to."""
+        """Stores a layer's new keys and values in the step's slots; returns those that its rows may attend to."""
         if self._step is None:
             raise ValueError(
                 "A `WindowCache` takes the steps of `generate(strategy='wedlm')` and no other forward: pass a "

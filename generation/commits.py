@@ -1,12 +1,12 @@
-"""When a model that keeps a state commits (ALGORITHM.md §9): see [`state`]."""
+"""When to commit, for a model that keeps a state (ALGORITHM.md §9; see state.py)."""
 
 from .drafter import CHANCE
 from .step_times import ENOUGH, MEMORY, StepTimes
 
 
 class Commits:
-    """Weighs, for a planner, a step without drafts and masks, which commits the pending tokens, against reading them
-    again in steps with drafts.
+    """Decides when a step goes without drafts and masks. Such a step commits the pending tokens; all others read them
+    again.
 
     Args:
         times: of steps.
@@ -19,7 +19,7 @@ class Commits:
         self._chosen = 0, 0  # drafts of the step under way, and rows in front of its root
 
     def note(self, tokens: int, rows: int, has_masks: bool) -> None:
-        """Takes in a step: its tokens and physical rows."""
+        """Learns from a step: its new tokens and physical rows."""
         drafts, before = self._chosen
         self._cycle = self._cycle[0] + tokens, self._cycle[1] + self.times.of(rows, has_masks)
         if drafts:
@@ -28,9 +28,9 @@ class Commits:
             self._drafted = MEMORY * given + tokens, width, MEMORY * count + 1
 
     def is_due(self, room: int, gain: float, drafts: int, masks: int, before: int) -> bool:
-        """Whether to commit instead of these drafts and masks: whether tokens come at a higher rate, from the last
-        commit to the next one, if that is now than if it follows on this step, and on any number of steps like those
-        with drafts so far.
+        """Whether to commit now instead of checking these drafts: whether that gives more tokens per time, from the
+        last commit to the next, than a commit after this step, or after any number of further steps like the former
+        ones.
 
         Args:
             room: new tokens allowed.

@@ -1,5 +1,5 @@
-"""Text that follows a JSON schema: a logits processor on true prefixes, for AR and verified decoding alike, that knows
-what comes next. No part of the code beside saved checkpoints (hub.py).
+"""Answers that follow a JSON schema, in AR and verified decoding alike: a logits processor that knows which tokens
+come next. Not part of the code beside saved checkpoints (hub.py).
 
 `R` rows, `L` tokens, `V` vocabulary.
 """
@@ -64,7 +64,7 @@ class Grammar:
 
 
 def _prepared(tokenizer: Any) -> Any:
-    """The tokenizer as llguidance has it; takes a second where the vocabulary is large."""
+    """The tokenizer in llguidance's form; making it takes a second where the vocabulary is large."""
     from llguidance.hf import from_tokenizer
 
     with _LOCK:
@@ -74,17 +74,17 @@ def _prepared(tokenizer: Any) -> Any:
 
 
 def _told(state: Any) -> str:
-    """What went wrong, without what the parser then was at."""
+    """The error of a state, without the parser's position."""
     return " ".join(str(state.get_error()).partition("<state>")[0].split())
 
 
 class JSONConstraint(LogitsProcessor):
-    """Leaves only tokens with which the answer can become, or remain, what a grammar says. For one call of `generate`:
-    what stands in front of the answer is what the first of its forwards has.
+    """Allows only tokens that keep the answer within a grammar. For one call of `generate`: its first forward shows
+    how long the prompt is.
 
-    What is allowed depends on the answer's tokens alone. Verified decoding calls it on the prefixes that AR decoding
-    would have, so the text is AR's under the same constraint. It checks only drafts that the grammar allows, and also
-    drafts what [`ahead`] expects.
+    The allowed tokens depend on the answer alone. Verified decoding asks for the same prefixes as AR decoding, so the
+    text is AR's under the same constraint. It checks only drafts that the grammar allows, and drafts the tokens that
+    [`ahead`] expects.
 
     Args:
         grammar: what the answer must follow.
@@ -145,8 +145,8 @@ class JSONConstraint(LogitsProcessor):
         return self._state(answer)[1] == len(answer)
 
     def ahead(self, answer: Sequence[int], count: int) -> list[tuple[int, float | None]]:
-        """Up to `count` tokens that are expected behind an answer, with their chances: 1 for those that the grammar
-        leaves no choice about, `None` for those that the answer took before, such as `":` behind a key."""
+        """Up to `count` expected tokens behind an answer, with their chances: 1 where the grammar allows no other
+        token, `None` where the answer had the token before, such as `":` behind a key."""
         found: list[tuple[int, float | None]] = []
         text = [*answer]
         while len(found) < count:
@@ -162,15 +162,15 @@ class JSONConstraint(LogitsProcessor):
         return found[:count]
 
     def _as_before(self, text: list[int], bits: bytes) -> list[int]:
-        """What followed when the last token was the same; or else, where few tokens are allowed, the only one of them
-        that the text has."""
+        """The token that followed when the last token was the same; or else, where few tokens are allowed, the only
+        one of them that the text has."""
         before = [token for token in text if bits[token >> 3] >> (token & 7) & 1]
         same = [token for last, token in pairwise(text) if last == text[-1] and token in before]
         is_clear = len({*before}) == 1 and int.from_bytes(bits).bit_count() <= FEW
         return same[-1:] or before[:1] * is_clear
 
     def _state(self, answer: Sequence[int]) -> tuple[Any, int]:
-        """The state behind an answer, and how many of its tokens it has taken: all, if the grammar allows them."""
+        """The state behind an answer, and how many of the answer's tokens the grammar allows."""
         ends = range(len(answer), 0, -1)
         known = next((end for end in ends if tuple(answer[:end]) in self.states), 0)
         state = self.states[tuple(answer[:known])] if known else self.grammar.begin()

@@ -48,41 +48,41 @@ class Planner:
 
     Args:
         times: of steps.
-        depth: masks behind one row that draft something, at most.
+        depth: the most drafting masks behind a row.
         is_chain: masks stand behind the last draft alone.
         skipped_masks: masks behind a row that draft nothing, see [`Drafter`]; only chains have some.
-        keeps_state: so does the model, see [`Commits`].
+        keeps_state: the model keeps a state, see [`Commits`].
     """
 
     def __init__(
         self, times: StepTimes, depth: int, is_chain: bool = False, skipped_masks: int = 0, keeps_state: bool = False
     ):
         self.times, self.depth, self.is_chain, self.skipped_masks = times, depth, is_chain, skipped_masks
-        self.most_rows = maxsize  # of one sequence's step
+        self.most_rows = maxsize  # of a sequence in a step
         self.commits = Commits(times) if keeps_state else None
-        self.key: Any = None  # of what it learned about, where that is kept
+        self.key: Any = None  # under which the model keeps it between calls
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
-        # Of each bin, drafts that passed, and those that should have.
+        # Of each bin, how many drafts passed, and how many should have by their chances.
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}
         first = np.eye(1, max(1, depth))[0]
-        self._worth, self._known = CHANCE * first, ENOUGH * first  # mu of each depth; steps that it rests on
-        self._reached, self._took = 1.0, 1.0  # tokens of a sequence, and the time, in AR steps
+        self._worth, self._known = CHANCE * first, ENOUGH * first  # mu of each depth; how many steps it is the mean of
+        self._reached, self._took = 1.0, 1.0  # lately: tokens of a sequence, and the time of steps in AR steps
         self._credit = 100 * LOOK_SHARE  # tokens that looks may cost
         self._steps = 0
         self._step = 0.0, 1, False, 1
 
     def learn(self, draft: Row, has_passed: bool) -> None:
-        """Takes in what became of a draft whose parent passed."""
+        """Learns whether a draft passed, whose parent did."""
         key, chance = _bin(draft)
         passed, expected = self._chances.get(key, (0.0, 0.0))
         self._chances[key] = MEMORY * passed + has_passed, MEMORY * expected + chance
 
     def begin(self, rows: int, has_masks: bool, sequences: int) -> None:
-        """A forward of so many physical rows begins."""
+        """Notes that a forward of so many physical rows begins."""
         self._step = self.times.clock() if self.times.clock else 0.0, rows, has_masks, sequences
 
     def finish(self, tokens: int) -> None:
-        """The step that began is over, and gave so many tokens."""
+        """Learns from the step that began last: its time, and its new tokens."""
         began, rows, has_masks, sequences = self._step
         if self.commits:
             self.commits.note(tokens, rows, has_masks)
@@ -94,7 +94,7 @@ class Planner:
         self._known *= MEMORY
 
     def reaches(self, drafts: Sequence[Row]) -> list[float]:
-        """The chance of each draft that it and all before it pass."""
+        """Each draft's reach: the chance that it and all drafts before it pass."""
         found: list[float] = []
         for draft in drafts:
             key, chance = _bin(draft)
@@ -104,8 +104,8 @@ class Planner:
         return found
 
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
-        """The drafts and masks of the next forward of these sequences, with so many pending tokens in front of their
-        roots, where a state is kept."""
+        """The drafts and masks of each sequence in the next forward. Where a state is kept, `before` pending tokens
+        stand in front of the root."""
         count, trees = len(outlooks), [self._tree(each) for each in outlooks]
         gains, values = self._gains(outlooks, trees)
         drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
@@ -121,13 +121,13 @@ class Planner:
         return [self._spend(*each, *chosen) for each in zip(outlooks, trees, values, strict=True)]
 
     def _prices(self, rows: Any, count: int, times: Callable[[Any, bool], Any]) -> Any:
-        """The tokens that options must bring: by numbers of drafts and of masks, as rows of a sequence are."""
+        """The tokens that each option must bring to pay for its time, by numbers of drafts and of masks."""
         rate = max(1.0, self._reached / self._took) * count / float(self.times.of(count, False))
         time = np.where(np.arange(rows.shape[1]), times(count * rows, True), times(count * rows, False))
         return np.where(rows <= self.most_rows, rate * (time - self.times.of(count * rows[0, 0], False)), np.inf)
 
     def _choose(self, outlooks: Sequence[Outlook], gains: Any, prices: Any, rows: Any) -> Option:
-        """The option that nets most, or that is to be looked at."""
+        """The option that nets most, or the one to look at."""
         count = len(outlooks)
         widest = max(rows[0, 0], self.times.widest(count) / count + self.skipped_masks)
         nets = np.where(rows <= widest, gains - prices, -np.inf)
@@ -147,13 +147,13 @@ class Planner:
         return look
 
     def _tree(self, outlook: Outlook) -> Tree:
-        """The likeliest drafts that there is room for."""
+        """The likeliest drafts, as many as a step checks and the sequence has room for."""
         most = min(max(MOST_DRAFTS, self.depth), self.most_rows - 1)
         tree = sorted([(-reach, place) for place, reach in enumerate(self.reaches(outlook.drafts))])
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
 
     def _learn_worth(self, outlook: Outlook, tree: Tree, deepest: int, price: Any) -> None:
-        """Takes in what the drafts of each depth net in a step."""
+        """Learns what the drafts of each depth net in a step."""
         trees: list[Tree] = []
         for depth in range(deepest + 1):
             kept = {-1}
@@ -169,8 +169,8 @@ class Planner:
         self._worth[:deepest] += (more - self._worth[:deepest]) / self._known[:deepest]
 
     def _gains(self, outlooks: Sequence[Outlook], trees: Sequence[Tree]) -> tuple[Any, Any]:
-        """What each number of drafts and of masks brings each sequence, and what each mask is worth, by the number of
-        drafts, the row that it stands behind, and its place there."""
+        """The tokens that each number of drafts and of masks brings each sequence; and the worth of each mask, by the
+        number of drafts, the row that it stands behind, and its place there."""
         # No depth is worth more than the one before. What was not met lately passes as often as the first.
         worth = [max(float(self._worth[0]), LOOK_SHARE)]
         for value, known in zip(self._worth[1:].tolist(), self._known[1:].tolist(), strict=True):

@@ -23,7 +23,7 @@ TABLES = ("codegen", "gptj")
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """What to decode, and to which end."""
+    """What to decode, and when to stop."""
 
     prompts: list[list[int]]  # each row's tokens, without padding; -1 behind embeddings
     limit: int  # new tokens allowed, at least 1
@@ -44,7 +44,7 @@ def decoding_request(
     settings: WeDLMGenerationSettings,
     model_kwargs: dict[str, Any],
 ) -> DecodingRequest:
-    """What to decode. Lengths and end tokens come from the criteria, as in AR decoding: a caller's own
+    """The request of a call. Lengths and end tokens come from the criteria, as in AR decoding: a caller's own
     `MaxLengthCriteria` replaces `max_length`, and so on."""
     limits, ends, others = [], [], StoppingCriteriaList()
     for criterion in stopping_criteria:
@@ -79,7 +79,7 @@ def context_length(config: Any) -> int:
 
 
 def _check_positions(config: Any, lengths: list[int], limit: int, cache: Any) -> None:
-    """Raises `ValueError` for a call in which a row depends on what else its forward holds, not on its position alone.
+    """Raises `ValueError` for a call in which a row's result depends on the other rows of its forward.
 
     Rotary embeddings of the types "dynamic" and "longrope" are another function once the largest position of a forward
     is beyond a point, and masks stand further on than the tokens of AR decoding. Llama 4 scales queries by their place

@@ -18,7 +18,7 @@ SCORE_PROCESSORS = (
     "SuppressTokensLogitsProcessor TemperatureLogitsWarper TopHLogitsWarper TopKLogitsWarper TopPLogitsWarper "
     "TypicalLogitsWarper"
 ).split()
-# Those of them that work on some tokens' scores as on all.
+# Those of them that need only the scores of the likeliest tokens.
 SHORTLIST_PROCESSORS = "MinPLogitsWarper TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper".split()
 # Processors that look at the scores and at how long the sequence is, not at what it holds.
 LENGTH_PROCESSORS = (
@@ -37,7 +37,7 @@ STATELESS_PROCESSORS = [
 ]
 # Logits of which entropies are computed at a time.
 CHUNK = 2**25
-# Likeliest tokens that are looked at where those behind them cannot matter, or matter little.
+# How many of the likeliest tokens are looked at where the others do not matter, or matter little.
 SHORTLIST = 64
 
 
@@ -51,8 +51,8 @@ Chosen = tuple[torch.Tensor, torch.Tensor]  # tokens and processed scores
 class PositionNoise:
     """Exponential noise, a function of a row, a position of its answer and a token.
 
-    argmax p / E with E ~ Exp(1) has the law p. Since a position's noise does not depend on how often, beside what or
-    in which order it was asked for, neither do verified samples: a seed gives the text that it gives with W = 0.
+    argmax p / E with E ~ Exp(1) has the law p. A position has the same noise however often, in whatever order and
+    beside whatever else it is asked for. So a seed gives the same text for every W.
 
     Args:
         batch_size: B.
@@ -68,7 +68,7 @@ class PositionNoise:
         Args:
             rows: the call's row that each entry is.
             offsets: `(A, M)` int64, positions.
-            tokens: `(A, M, S)` int64, or what else is to be told apart at a position.
+            tokens: `(A, M, S)` int64, or other numbers that have noise of their own.
         """
         seeds = self.seeds[torch.tensor(rows, device=offsets.device)]
         bits = _split_mix(_split_mix(seeds[:, None], offsets)[..., None], tokens)
@@ -98,11 +98,11 @@ class TokenSampler:
         length = SCORE_PROCESSORS + LENGTH_PROCESSORS
         self.need_length = [p for p in self.processors if not _is_any(p, SCORE_PROCESSORS)]
         self.need_prefix = [p for p in self.processors if not _is_any(p, length)]
-        # A processor of another kind may say by its `needs_row` that it does not.
+        # Another processor may state by its `needs_row` that it needs none.
         named = length + PREFIX_PROCESSORS
         self.need_row = [p for p in self.processors if not _is_any(p, named) and getattr(p, "needs_row", True)]
         self.top_k = self._top_k()
-        # Shortlists save time there; a GPU computes all in less time than the host would wait for it.
+        # There shortlists save time; a GPU computes all scores sooner than the host would read which are needed.
         self.is_on_cpu = self.prompt_ids.device.type == "cpu"
 
     @property
@@ -117,7 +117,7 @@ class TokenSampler:
 
     @cached_property
     def noise(self) -> PositionNoise:
-        """What all draws of this call share."""
+        """The noise of all draws of this call."""
         return PositionNoise(len(self.prompt_ids), self.prompt_ids.device)
 
     def check_out_of_order(self) -> None:
@@ -130,7 +130,7 @@ class TokenSampler:
             )
 
     def choose(self, logits: torch.Tensor, offsets: list[list[int]], rows: list[int]) -> Chosen:
-        """Tokens for slots whose left context does not matter to any processor.
+        """Chooses tokens for slots, where no processor needs the tokens before them.
 
         Args:
             logits: `(A, M, V)` float32, raw; MASK's are overwritten.
@@ -173,21 +173,21 @@ class TokenSampler:
         prefix: Callable[[int, int], list[int]],
         follow: Callable[[int, int, int], int | None],
     ) -> Chosen:
-        """Tokens of AR rows, each after its own, true prefix.
+        """Chooses tokens for AR rows, where processors may need the tokens before them.
 
         Args:
             logits, offsets, rows: see [`choose`].
-            prefix: gives the new tokens in front of what a row of an entry chooses, its own included.
-            follow: tells from an entry, a row of it and the token that this row chooses which row comes next; `None`
-                where no other prefix is true.
+            prefix: from an entry and a row of it: the new tokens up to this row, its own included.
+            follow: from an entry, a row of it and the token that this row chooses: the next row; `None` where the
+                accepted path ends.
         """
         if not self.need_prefix:
             return self.choose(logits, offsets, rows)
         self.suppress(logits)
         places = torch.tensor(offsets, device=logits.device)
         chosen, processed = torch.zeros_like(places), logits.clone()
-        # To know which prefix is the true one, the host would wait: a GPU works on all of them in less time. Those
-        # that keep a state must see the true ones alone.
+        # The host would wait to know which rows the path takes: a GPU scores all of them in less time. Processors that
+        # keep a state must see the path alone.
         all_paths = not self.is_on_cpu and all(_is_any(p, STATELESS_PROCESSORS) for p in self.processors)
         for entry, (row, own) in enumerate(zip(rows, offsets, strict=True)):
             count = sum(offset >= 0 for offset in own)
@@ -195,7 +195,7 @@ class TokenSampler:
             while column is not None:
                 cell = slice(entry, entry + 1), slice(column, column + 1)
                 known = torch.cat([self.prompt_ids[row], self.prompt_ids.new_tensor(prefix(entry, column))])
-                # Some tell sequences apart by their index: they get a batch in which this one is where it should be.
+                # Some distinguish sequences by their index: they get a batch with this one in its place.
                 copies, place = (len(self.prompt_ids), row) if self.need_row else (1, 0)
                 scores = logits[entry, column].expand(copies, -1).clone()
                 processed[cell] = self.processors(known.expand(copies, -1), scores)[place]
@@ -265,7 +265,7 @@ class TokenSampler:
         return tokens.gather(-1, places)[..., 0].masked_fill(probabilities[..., 0].isnan(), -1)
 
     def _top_k(self) -> int:
-        """How many tokens top-k leaves (and as likely ones), where the likeliest are all that matters; 0 elsewhere."""
+        """K of top-k, if it comes first and no processor needs more than the likeliest tokens; 0 elsewhere."""
         for processor in self.processors:
             if _is_any(processor, ["TopKLogitsWarper"]):
                 return processor.top_k if all(_is_any(p, SHORTLIST_PROCESSORS) for p in self.processors) else 0

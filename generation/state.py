@@ -1,9 +1,9 @@
 """Models that keep a state: recurrent and convolutional layers (ALGORITHM.md §9).
 
-A state has read every row of a forward and can forget none, neither a draft that failed nor a mask. So a forward that
-holds any runs on a copy of the states, which is thrown away; what it made final stays pending, and is read again in
-front of the next forwards until one without drafts and masks commits it. The keys and values of attention layers are
-overwritten as ever: nothing but states is copied.
+A state has read every row of a forward and can forget none, neither a failed draft nor a mask. So a forward with
+drafts or masks runs on a copy of the states, which is thrown away. The tokens that it made final stay pending: the
+next forwards read them again, until one without drafts and masks commits them. Keys and values of attention layers are
+overwritten as elsewhere, and never copied.
 """
 
 import sys
@@ -19,11 +19,11 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
-# What a layer of transformers' caches knows of its states: by their numbers, tensors and what is said about them.
+# The fields of a layer of transformers' caches that hold its states, each a dictionary by the state's number.
 FIELDS = tuple(name for name, value in vars(LinearAttentionLayer()).items() if isinstance(value, dict))
 
-# Functions of transformers that read rows in chunks, which they fill up: two rows cost what a chunk of 64 to 256 does.
-# Beside each, the package whose kernels take its place where it is installed; these are left alone.
+# Functions of transformers that pad rows to whole chunks: two rows cost as much as a chunk of 64 to 256. Beside each,
+# the package whose kernels replace it where it is installed; these are left alone.
 CHUNKED = {"torch_chunk_gated_delta_rule": "fla", "mamba2_chunk_scan": "mamba_ssm"}
 
 
@@ -37,13 +37,13 @@ _UNDER_WAY = _UnderWay()
 
 
 def keeps_state(model: Any) -> bool:
-    """Whether a model keeps a state, by what transformers makes of its config or says of its class."""
+    """Whether a model keeps a state: its class says so, or transformers' cache for its config has states."""
     is_known = getattr(model, "_is_stateful", False)
     return bool(is_known) or any(map(has_state, cache_layers(model.config)))
 
 
 def cache_layers(config: Any) -> list[Any]:
-    """The layers of transformers' own cache for a model. Some make theirs as they go: none."""
+    """The layers of transformers' own cache for a model; none where it makes them as it goes."""
     try:
         return list(DynamicCache(config=config).layers)
     except KeyError:  # a kind of layer that it has no cache for
@@ -68,7 +68,7 @@ def state_tensors(layer: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def forgetting(layers: Sequence[Any]) -> Iterator[None]:
-    """Within this context, layers read on copies of their states; behind it, they know what they knew before."""
+    """Within this context, layers work on copies of their states. Behind it, they have their former states again."""
     kept = [(layer, {name: getattr(layer, name) for name in FIELDS}) for layer in layers if has_state(layer)]
     try:
         for layer, fields in kept:
@@ -85,8 +85,8 @@ def _copy(value: Any) -> Any:
 
 
 def prepare_chunks(model: Any) -> None:
-    """Lets [`short_chunks`] reach the layers of a model: the file of models that a layer is from calls these functions
-    by name."""
+    """Lets [`short_chunks`] act on a model: replaces the chunked functions in the files of models that its layers are
+    from, which call them by name."""
     if getattr(model, "use_kernels", False):  # from the Hub
         return
     homes = {sys.modules[kind.__module__] for module in model.modules() for kind in type(module).__mro__}
@@ -104,7 +104,7 @@ def _without_kernels() -> list[str]:
 
 @contextmanager
 def short_chunks() -> Iterator[None]:
-    """Within this context, this thread's forwards read no chunk that is longer than their rows."""
+    """Within this context, this thread's forwards use no chunk that is longer than their rows."""
     before, _UNDER_WAY.is_short = _UNDER_WAY.is_short, True
     try:
         yield
@@ -113,7 +113,7 @@ def short_chunks() -> Iterator[None]:
 
 
 def _fitting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but for chunks that are no longer than the rows where that is asked for."""
+    """The same function, with chunks no longer than its rows within [`short_chunks`]."""
     usual = signature(function).parameters["chunk_size"].default
 
     @wraps(function)

@@ -39,14 +39,14 @@ class StepTimes:
 
     def _forget(self, load: float) -> None:
         self._load = load
-        self._loads = [(load, (0, False))] if load else []  # with the widths that told it
+        self._loads = [(load, (0, False))] if load else []  # each with the width that it was measured at
         self._samples: tuple[dict[int, list[float]], ...] = {}, {}  # the last times of each width
         self._met: dict[tuple[int, bool], int] = {}  # the step that was the last of a width
         self._tables = [np.empty(0)] * 2  # t(0), t(1) ... without masks and with them, as far as asked for
 
     def record(self, rows: int, has_masks: bool, seconds: float) -> None:
-        """Takes in a step. The machine's load is the median of what the last ones took, of what they usually do. Where
-        these were all of one width, the load is all that they tell: or its time would drift away from others."""
+        """Learns from a step. The machine's load is the median of the last steps' times, relative to their usual
+        ones. Where these steps were all of one width, they change the load alone, or that width's time would drift."""
         seconds = max(seconds, 1e-9)  # a coarse clock may stand still
         usual, width = float(self.of(rows, has_masks)), (rows, has_masks)
         ratio = seconds / usual
