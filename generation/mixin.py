@@ -236,10 +236,10 @@ def _check_passed(settings: WeDLMGenerationSettings, passed: dict[str, Any]) -> 
     if settings.strategy == "ar":
         for name in passed.keys() - {"strategy", "mask_token_id"}:
             if passed[name] not in (None, "none", False):
-                message = (
-                    f"`{name}={passed[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too."
+                raise OptionError(
+                    f"`{name}={passed[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too.",
+                    name,
                 )
-                raise OptionError(message, name)
     elif settings.verification != "none":
         if passed.get("entropy_threshold") is not None:
             logger.warning(
