@@ -41,18 +41,13 @@ def load_adapted(
         OSError: for what is missing or damaged.
         ValueError: likewise, and for an adapter that does not fit the model.
     """
-    adapters = [] if adapter is None else [adapter]
-    while is_adapter(source) and source not in adapters[:-1]:
-        adapters.insert(0, source)
-        source = base_path(source)
-        if not os.path.exists(source):
-            _check_base(source, adapters[0])
+    source, adapters = _base_and_adapters(source, adapter)
     masks = [each for each in adapters if _peft_type(each) == PEFT_TYPE]
     loras = [each for each in adapters if each not in masks]
     is_late = bool(loras) and dtype in (PACKED, FASTEST)
     if not masks:  # a model of any class carries a mask adapter; without one, parallel decoding needs a WeDLM model
         require_wedlm(source)
-    model, tokenizer_source = load_model(source, dtype="auto" if is_late else dtype, device=device), source
+    model = load_model(source, dtype="auto" if is_late else dtype, device=device)
     for each in loras:
         with reading(f"The adapter {os.fspath(each)!r}"):
             model = _merged(model, each)
@@ -62,10 +57,21 @@ def load_adapted(
         load_mask_adapter(model, each)
         if getattr(model.generation_config, "verification", None) is None:
             model.generation_config.verification = "exact"
-    for each in adapters:
-        if any(Path(each, name).is_file() for name in TOKENIZER_FILES):
-            tokenizer_source = each
-    return model, load_tokenizer(tokenizer_source)
+    own = [each for each in adapters if any(Path(each, name).is_file() for name in TOKENIZER_FILES)]
+    return model, load_tokenizer([source, *own][-1])
+
+
+def _base_and_adapters(
+    source: str | os.PathLike[str], adapter: str | os.PathLike[str] | None
+) -> tuple[str | os.PathLike[str], list[str | os.PathLike[str]]]:
+    """The checkpoint on which these stand, and all adapters in the order in which they are loaded."""
+    adapters = [] if adapter is None else [adapter]
+    while is_adapter(source) and source not in adapters[:-1]:
+        adapters.insert(0, source)
+        source = base_path(source)
+        if not os.path.exists(source):
+            _check_base(source, adapters[0])
+    return source, adapters
 
 
 def _check_base(base: str, adapter: str | os.PathLike[str]) -> None:

@@ -62,19 +62,24 @@ def load_model(
     if gguf_file is None:
         stored = "auto" if dtype in (PACKED, FASTEST) else dtype
         loaded = _load_safetensors(folder, revision, stored, model_class, options)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
     else:
-        read_gguf_config(folder, gguf_file, revision)
-        loaded = model = load_gguf_model(folder, gguf_file, revision)[0]
-        forget_gguf(model)
+        loaded = _load_gguf(folder, gguf_file, revision, name)
         if dtype not in ("auto", PACKED, FASTEST):
-            model.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-        tokenizer = load_tokenizer(folder, revision=revision, gguf_file=gguf_file)
-        model.generation_config.eos_token_id = end_token_ids(tokenizer)
-        model.generation_config.pad_token_id = tokenizer.pad_token_id
-        model.config.name_or_path = name  # an adapter of it states this
-    set_format(model, dtype, device)
+            loaded.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    set_format(loaded[0] if isinstance(loaded, tuple) else loaded, dtype, device)
     return loaded
+
+
+def _load_gguf(folder: str, gguf_file: str, revision: str | None, name: str) -> Any:
+    """The model of a GGUF file, in float32, with the end and padding tokens of its tokenizer."""
+    read_gguf_config(folder, gguf_file, revision)
+    model = load_gguf_model(folder, gguf_file, revision)[0]
+    forget_gguf(model)
+    tokenizer = load_tokenizer(folder, revision=revision, gguf_file=gguf_file)
+    model.generation_config.eos_token_id = end_token_ids(tokenizer)
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.config.name_or_path = name  # an adapter of it states this
+    return model
 
 
 def set_format(model: Any, dtype: str | torch.dtype, device: str | torch.device) -> None:
