@@ -212,3 +212,11 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
             if given is not None:
                 logits_to_keep = torch.arange(given.shape[1], device=given.device)[-logits_to_keep:]
         return super().forward(logits_to_keep=logits_to_keep, **inputs)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The parent's, with the cache by the name that PEFT reads: under the other it would not see the cache, and
+        prefix tuning would put its prefix in front of every token."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        if CACHE in inputs:
+            inputs["past_key_values"] = inputs.pop(CACHE)
+        return inputs

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from test_mask_adapter import with_adapter
 from tiny import stock_twin, tiny_model
 from transformers import DynamicCache
@@ -78,12 +78,25 @@ def test_generate_goes_on_from_a_cache_by_either_name(make, name):
 
 
 def test_both_names_at_once_are_refused():
-    model, cache = tiny_model(), DynamicCache()
+    model, cache = tiny_model(), cache_of(tiny_model()(IDS, use_cache=True))
     with pytest.raises(TypeError, match=f"two names of one argument: pass `{CACHE}` alone"):
         model(IDS, cache=cache, past_key_values=DynamicCache())
     if CACHE == "past_key_values":  # otherwise transformers takes the newer one, with a warning
         with pytest.raises(TypeError, match="two names of one argument"):
             model.generate(IDS, **EXACT, **{CACHE: WindowCache(), OTHER_NAME: WindowCache()})
+
+
+@torch.no_grad()
+def test_generate_reads_the_prefix_of_prefix_tuning():
+    model = get_peft_model(tiny_model(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    for parameter in model.prompt_encoder.parameters():
+        parameter.normal_(0, 2)
+    with_prefix, without = IDS, IDS
+    for _ in range(6):
+        with_prefix = torch.cat([with_prefix, model(with_prefix).logits[:, -1:].argmax(-1)], dim=1)
+        without = torch.cat([without, model.get_base_model()(without).logits[:, -1:].argmax(-1)], dim=1)
+    found = model.generate(input_ids=IDS, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    assert found.tolist() == with_prefix.tolist() != without.tolist()
 
 
 def test_the_signature_shows_the_installed_transformers_name():
