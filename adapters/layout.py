@@ -76,8 +76,10 @@ def count_cuts(answer: AnswerTokens, cut_stride: int) -> int:
 class DataCollatorForMaskRuns:
     """Random cuts, and the tokens that the masks after them must predict.
 
-    The response is divided into stretches of `cut_stride` tokens, and each gets one cut, drawn uniformly. Where a cut
-    falls is a function of (seed, epoch, tokens of the answer) alone: batches, workers and processes change nothing.
+    Positions are divided into stretches of `cut_stride`, and each gets one cut, drawn uniformly in each epoch. It is
+    the same for all answers: a model that keeps a state reads a batch in pieces from cut to cut, and then there are as
+    many as one answer has. Where a cut falls is a function of (seed, epoch, tokens of the answer) alone: batches,
+    workers and processes change nothing.
 
     Args:
         pad_token_id: fills the rows.
@@ -127,11 +129,14 @@ class DataCollatorForMaskRuns:
         }
 
     def _cuts(self, prompt_length: int, length: int, key: int) -> torch.Tensor:
-        """One cut in each stretch of the response; the last token of the prompt is the first place for one."""
-        generator = torch.Generator().manual_seed(key)
-        starts = torch.arange(prompt_length - 1, length - 2, self.cut_stride)
-        sizes = (length - 2 - starts).clamp(max=self.cut_stride)
-        return starts + (torch.rand(len(starts), generator=generator) * sizes).long()
+        """The cuts in the response; the last token of the prompt is the first place for one. Where the positions that
+        all answers share miss a short response, it gets a cut of its own."""
+        first, end, stride = prompt_length - 1, length - 2, self.cut_stride
+        generator = torch.Generator().manual_seed(self._key(torch.zeros(0)))
+        drawn = torch.randint(stride, (-(-end // stride),), generator=generator)
+        cuts = torch.arange(len(drawn)) * stride + drawn
+        cuts = cuts[(cuts >= first) & (cuts < end)]
+        return cuts if len(cuts) else torch.tensor([first + key % (end - first)])
 
     def _key(self, tokens: torch.Tensor) -> int:
         """A key of (seed, epoch, tokens)."""
