@@ -76,22 +76,23 @@ def count_cuts(answer: AnswerTokens, cut_stride: int) -> int:
 class DataCollatorForMaskRuns:
     """Random cuts, and the tokens that the masks after them must predict.
 
-    Positions are divided into stretches of `cut_stride`, and each gets one cut, drawn uniformly in each epoch. It is
-    the same for all answers: a model that keeps a state reads a batch in pieces from cut to cut, and then there are as
-    many as one answer has. Where a cut falls is a function of (seed, epoch, tokens of the answer) alone: batches,
-    workers and processes change nothing.
+    The response is divided into stretches of `cut_stride` tokens, and each gets one cut, drawn uniformly. Where a cut
+    falls is a function of (seed, epoch, tokens of the answer) alone: batches, workers and processes change nothing.
 
     Args:
         pad_token_id: fills the rows.
         num_masks: K.
         cut_stride: response tokens for each cut.
         seed: of the cuts.
+        is_shared: all answers of an epoch have their cuts at the same positions. A model that keeps a state reads a
+            batch in pieces from cut to cut, and then there are no more than the longest answer has.
     """
 
     pad_token_id: int
     num_masks: int
     cut_stride: int
     seed: int = 0
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # data workers see it change
@@ -129,14 +130,18 @@ class DataCollatorForMaskRuns:
         }
 
     def _cuts(self, prompt_length: int, length: int, key: int) -> torch.Tensor:
-        """The cuts in the response; the last token of the prompt is the first place for one. Where the positions that
-        all answers share miss a short response, it gets a cut of its own."""
+        """One cut in each stretch of the response; the last token of the prompt is the first place for one. A short
+        response between shared cuts gets one of its own."""
         first, end, stride = prompt_length - 1, length - 2, self.cut_stride
-        generator = torch.Generator().manual_seed(self._key(torch.zeros(0)))
-        drawn = torch.randint(stride, (-(-end // stride),), generator=generator)
-        cuts = torch.arange(len(drawn)) * stride + drawn
-        cuts = cuts[(cuts >= first) & (cuts < end)]
-        return cuts if len(cuts) else torch.tensor([first + key % (end - first)])
+        generator = torch.Generator().manual_seed(self._key(torch.zeros(0)) if self.is_shared else key)
+        if self.is_shared:  # stretches of positions, whole ones: those of a longer answer begin with the same cuts
+            drawn = torch.randint(stride, (-(-end // stride),), generator=generator)
+            cuts = torch.arange(len(drawn)) * stride + drawn
+            cuts = cuts[(cuts >= first) & (cuts < end)]
+            return cuts if len(cuts) else torch.tensor([first + key % (end - first)])
+        starts = torch.arange(first, end, stride)
+        sizes = (end - starts).clamp(max=stride)
+        return starts + (torch.rand(len(starts), generator=generator) * sizes).long()
 
     def _key(self, tokens: torch.Tensor) -> int:
         """A key of (seed, epoch, tokens)."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from ..generation.state import keeps_state
 from ..generation.versions import CACHE
 from .distillation import MaskDistillation
 from .evaluation import accepted_runs
@@ -137,7 +138,7 @@ def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_
          for name, count in (("prompt_ids", 32), ("response_ids", 96))}
         for _ in range(4)
     ]  # fmt: skip
-    collate = DataCollatorForMaskRuns(0, distillation.num_masks, 3)
+    collate = DataCollatorForMaskRuns(0, distillation.num_masks, 3, is_shared=keeps_state(model))
 
     def seconds(work: Callable[..., Any], *inputs: Any) -> float:
         """Of the second of two calls, unless the first takes long."""

@@ -17,6 +17,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from ..generation.state import keeps_state
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
 from .budget import Budget, MaskTrainingConfig
@@ -65,7 +66,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         *,
         clock: Clock = time.monotonic,
     ):
-        collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed)
+        collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock = Budget(), clock
         self._sums: defaultdict[str, float] = defaultdict(float)
         model.mask_adapter.settings = replace(model.mask_adapter.settings, num_masks=args.num_masks)
