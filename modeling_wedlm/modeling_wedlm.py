@@ -1,5 +1,6 @@
 """WeDLM: Qwen3 (or Qwen2.5) weights under plain causal attention in *physical* order, RoPE at *logical* positions."""
 
+from functools import wraps
 from typing import Any
 
 import torch
@@ -213,6 +214,7 @@ class WeDLMForCausalLM(WeDLMGenerationMixin, WeDLMPreTrainedModel, Qwen3ForCausa
                 logits_to_keep = torch.arange(given.shape[1], device=given.device)[-logits_to_keep:]
         return super().forward(logits_to_keep=logits_to_keep, **inputs)
 
+    @wraps(Qwen3ForCausalLM.prepare_inputs_for_generation, assigned=())  # transformers looks for `inputs_embeds` in it
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The parent's, with the cache by the name that PEFT reads: under the other it would not see the cache, and
         prefix tuning would put its prefix in front of every token."""
