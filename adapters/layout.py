@@ -138,7 +138,7 @@ class DataCollatorForMaskRuns:
             drawn = torch.randint(stride, (-(-end // stride),), generator=generator)
             cuts = torch.arange(len(drawn)) * stride + drawn
             cuts = cuts[(cuts >= first) & (cuts < end)]
-            return cuts if len(cuts) else torch.tensor([first + key % (end - first)])
+            return cuts if len(cuts) else torch.arange(first, end)[key % max(end - first, 1) :][:1]
         starts = torch.arange(first, end, stride)
         sizes = (end - starts).clamp(max=stride)
         return starts + (torch.rand(len(starts), generator=generator) * sizes).long()

@@ -79,7 +79,7 @@ class Drafter:
     def drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
         """The drafts behind a sequence's final tokens, parents first: those of its `masks` masks, by the numbers of
         [`guess`], and those of constraints."""
-        drafts = self._drafts(sequence, masks, numbers if masks else [])
+        drafts = self._drafts(sequence, masks, numbers)
         for constraint in self.constraints:
             drafts = self._constrained(drafts, sequence.new_tokens, constraint)
         return drafts

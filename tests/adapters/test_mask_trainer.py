@@ -210,6 +210,8 @@ def test_answers_may_share_their_cuts_and_every_place_is_as_likely() -> None:
         assert [cut for cut in own if cut >= 0] == [8]
     assert counts[:3].sum() == counts[34:].sum() == 0
     assert (counts[3:34] / 1500 - 1 / 3).abs().max() < 0.06  # five standard deviations
+    single = {"prompt_ids": [1] * 3, "response_ids": [3]}  # nothing to predict
+    assert collator([[long, single]])["cuts"][1].max() == -1
     shifted = {"prompt_ids": [1] * 5, "response_ids": [4] * 22}
     first, second = collator([[long, shifted]])["cuts"].tolist()
     assert [cut for cut in first if 4 <= cut < 25] == [cut for cut in second if cut >= 0]
