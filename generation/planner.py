@@ -59,7 +59,7 @@ class Planner:
     ):
         self.times, self.depth, self.is_chain, self.skipped_masks = times, depth, is_chain, skipped_masks
         self.most_rows = maxsize  # of a sequence in a step
-        self.commits = Commits(times) if keeps_state else None
+        self.commits = Commits() if keeps_state else None
         self.key: Any = None  # under which the model keeps it between calls
         self.gain = 0.0  # tokens of all sequences that the best plan with masks nets beyond the best one without
         # Of each bin, how many drafts passed, and how many should have by their chances.
@@ -84,8 +84,6 @@ class Planner:
     def finish(self, tokens: int) -> None:
         """Learns from the step that began last: its time, and its new tokens."""
         began, rows, has_masks, sequences = self._step
-        if self.commits:
-            self.commits.note(tokens, rows, has_masks)
         if self.times.clock:
             self.times.record(rows, has_masks, self.times.clock() - began)
         time = float(self.times.of(rows, has_masks) / self.times.of(sequences, False))
@@ -114,17 +112,22 @@ class Planner:
         if deepest := min(outlooks[turn].foreseen, self.depth):
             self._learn_worth(outlooks[turn], trees[turn], deepest, prices / count)
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
-        if self.commits:
-            (first, behind), gain = chosen, float(gains[0, chosen[0], 0])
-            if self.commits.is_due(outlooks[0].room, gain, first, behind + self.skipped_masks * (behind > 0), before):
+        if self.commits and sum(chosen):
+            wide, narrow = self.times.of(np.array([rows[chosen], rows[chosen] - before]), chosen[1] > 0)
+            cost = self._rate(count) * float(wide - narrow)
+            if self.commits.is_due(float(gains[0][chosen] - prices[chosen]), cost, before):
                 chosen = 0, 0
         return [self._spend(*each, *chosen) for each in zip(outlooks, trees, values, strict=True)]
 
     def _prices(self, rows: Any, count: int, times: Callable[[Any, bool], Any]) -> Any:
         """The tokens that each option must bring to pay for its time, by numbers of drafts and of masks."""
-        rate = max(1.0, self._reached / self._took) * count / float(self.times.of(count, False))
         time = np.where(np.arange(rows.shape[1]), times(count * rows, True), times(count * rows, False))
-        return np.where(rows <= self.most_rows, rate * (time - self.times.of(count * rows[0, 0], False)), np.inf)
+        longer = time - self.times.of(count * rows[0, 0], False)
+        return np.where(rows <= self.most_rows, self._rate(count) * longer, np.inf)
+
+    def _rate(self, count: int) -> float:
+        """Tokens of all sequences per time, lately or of AR decoding."""
+        return max(1.0, self._reached / self._took) * count / float(self.times.of(count, False))
 
     def _choose(self, outlooks: Sequence[Outlook], gains: Any, prices: Any, rows: Any) -> Option:
         """The option that nets most, or the one to look at."""

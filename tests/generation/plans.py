@@ -2,15 +2,17 @@
 
 Drafts pass with a chance that varies from draft to draft around a mean, and masks say so. A planner sees what it sees
 in the library: drafts with their chances, what became of them, and a clock. A fixed shape checks the n likeliest
-drafts of each step, with m masks behind each row. Speeds are relative to AR decoding.
+drafts of each step, with m masks behind each row. Where a state is kept, drafts are a chain with m masks behind it,
+and a fixed shape commits once k tokens are pending. Speeds are relative to AR decoding.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from math import ceil
 from random import Random
 
 from wedlm_hf.generation.drafter import Outlook
+from wedlm_hf.generation.fixed_plan import FixedPlan
 from wedlm_hf.generation.planner import Planner
 from wedlm_hf.generation.rows import Row, mask_runs
 from wedlm_hf.generation.step_times import StepTimes
@@ -44,15 +46,15 @@ class Clock:
         return self.now
 
 
-def drafts_of(masks: int, acceptance: float, random: Random) -> list[Row]:
-    """A tree of drafts: the likeliest token and two siblings behind each of the four likeliest paths of a length."""
+def drafts_of(masks: int, acceptance: float, random: Random, siblings: tuple[float, ...] = SIBLINGS) -> list[Row]:
+    """A tree of drafts: the likeliest token and its siblings behind each of the four likeliest paths of a length."""
     drafts: list[Row] = []
     paths = [(1.0, -1)]
     for depth in range(1, masks + 1):
         grown = []
         for reach, parent in paths:
             chances = [min(0.99, max(0.01, acceptance + 0.3 * (random.random() - 0.5)))]
-            for share in SIBLINGS:
+            for share in siblings:
                 chances.append(min(chances[0], (1 - sum(chances)) * share))
             for rank, one in enumerate(chances):
                 grown.append((reach * one, len(drafts)))
@@ -87,12 +89,14 @@ def speed(
     time the planner's clock shows times `noise`."""
     random, jitter, clock = Random(seed), Random(seed), planner.times.clock
     outlooks = [Outlook([], 0, ROOM)] * batch
+    siblings = () if planner.commits else SIBLINGS
     time = tokens = alone = 0.0
+    before = 0
     for step in range(steps):
-        plans = planner.plan(outlooks)
+        plans = planner.plan(outlooks, before)
         checked = [[row for row in plan if row.token is not None] for plan in plans]
         masks = max(len(plan) - len(drafts) for plan, drafts in zip(plans, checked, strict=True))
-        rows = batch * (1 + max(map(len, checked)) + masks)
+        rows = batch * (1 + before + max(map(len, checked)) + masks)
         planner.begin(rows, masks > 0, batch)
         took = curve(rows, masks > 0, step)
         if isinstance(clock, Clock):
@@ -107,17 +111,18 @@ def speed(
                     last, found = place, found + 1
             mean = acceptance(step) if callable(acceptance) else acceptance
             foreseen = len(mask_runs(plan).get(last, ()))
-            outlooks.append(Outlook(drafts_of(foreseen, mean, random), foreseen, ROOM))
+            outlooks.append(Outlook(drafts_of(foreseen, mean, random, siblings), foreseen, ROOM))
         planner.finish(found)
+        before = before + found if planner.commits and plans[0] else 0
         tokens += found
     return tokens / batch / time * (alone / steps)
 
 
-def planned(curve: Curve, acceptance: float, batch: int = 1, seeds: int = 3) -> float:
+def planned(curve: Curve, acceptance: float, batch: int = 1, seeds: int = 3, keeps_state: bool = False) -> float:
     """The mean speed of new planners."""
     found = 0.0
     for seed in range(1, seeds + 1):
-        planner = Planner(StepTimes(0.035, Clock()), DEPTH)
+        planner = Planner(StepTimes(0.035, Clock()), DEPTH, is_chain=keeps_state, keeps_state=keeps_state)
         found += speed(planner, lambda rows, has_masks, step: curve(rows), acceptance, seed=seed, batch=batch)
     return found / seeds
 
@@ -148,3 +153,21 @@ def best_fixed(curve: Curve, acceptance: float, batch: int = 1) -> float:
         tokens * curve(batch) / curve(batch * (1 + count + masks * (1 + count))) for (count, masks), tokens in shapes
     ]
     return max([1.0, *speeds])
+
+
+class FixedChain(FixedPlan):
+    """Checks all drafts, with masks behind the last one, and commits `pending` tokens."""
+
+    def __init__(self, masks: int, pending: int):
+        super().__init__(masks, True, 0, True)
+        self.pending = pending
+
+    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
+        """See [`Planner.plan`]."""
+        return [[]] if before >= self.pending else super().plan(outlooks)
+
+
+def best_fixed_chain(curve: Curve, acceptance: float) -> float:
+    """The speed of the best fixed chain of a model that keeps a state, AR decoding among them."""
+    shapes = [(masks, pending) for masks in (1, 2, 3, 5) for pending in (2, 4, 8, 16, 32)]
+    return max(1.0, *(speed(FixedChain(*each), lambda rows, *_: curve(rows), acceptance, seed=7) for each in shapes))

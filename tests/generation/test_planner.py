@@ -38,6 +38,13 @@ def check(curve, acceptances, batch, seeds):
         best = max(best, found)
 
 
+def check_chain(curve, acceptances, seeds):
+    for acceptance in acceptances:
+        found = plans.planned(plans.CURVES[curve], acceptance, seeds=seeds, keeps_state=True)
+        fixed = plans.best_fixed_chain(plans.CURVES[curve], acceptance)
+        assert found >= 0.93 * fixed, (acceptance, found, fixed)
+
+
 @pytest.mark.parametrize("curve", plans.CURVES)
 def test_it_is_near_the_best_fixed_shape_and_never_behind_ar(curve):
     check(curve, (0.1, 0.7), batch=1, seeds=2)
@@ -48,6 +55,17 @@ def test_it_is_near_the_best_fixed_shape_and_never_behind_ar(curve):
 @pytest.mark.parametrize("curve", plans.CURVES)
 def test_it_is_so_in_every_cell_and_no_worse_where_more_drafts_pass(curve, batch):
     check(curve, plans.ACCEPTANCES, batch, seeds=3)
+
+
+@pytest.mark.parametrize("curve", ["flat", "packed, AVX2"])
+def test_a_model_that_keeps_a_state_is_decoded_near_the_best_fixed_chain(curve):
+    check_chain(curve, (0.8,), seeds=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("curve", plans.CURVES)
+def test_it_is_so_in_every_cell_where_a_state_is_kept(curve):
+    check_chain(curve, plans.ACCEPTANCES, seeds=3)
 
 
 @pytest.mark.slow
