@@ -30,7 +30,7 @@ def main(
     base: str,
     prompts: Path,
     adapter: str | None = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of the chat in front, separated by spaces.")] = "0 500 1000 2000",
+    lengths: Annotated[str, typer.Option(help="Tokens of the chat, separated by spaces.")] = "0 500 1000 2000",
     count: Annotated[int, typer.Option(help="Questions, spread over the file.")] = 16,
     max_new_tokens: int = 64,
     dtype: str = "float32",

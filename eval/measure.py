@@ -245,11 +245,11 @@ def _counts(
     if stats is not None or len(rows) == 1:  # AR goes on with finished rows of a batch
         assert seen_forwards == reported, f"{seen_forwards} forwards were seen, {reported} were reported"
     if len(rows) == 1:
-        seen, told = seen_tokens - width, rows[0]["token_instances"]
+        seen, expected = seen_tokens - width, rows[0]["token_instances"]
         is_static = "static" in (options.get("cache_implementation"), model.generation_config.cache_implementation)
         # Padding makes the forwards of a static cache alike.
-        assert seen >= told if is_static else seen == told, (
-            f"{seen} tokens were processed after the prompt, {told} were reported"
+        assert seen >= expected if is_static else seen == expected, (
+            f"{seen} tokens were processed after the prompt, {expected} were reported"
         )
     return rows
 

@@ -54,7 +54,7 @@ class Grammar:
         state = self.begin()
         state.compute_bitmask()
         if state.is_error():  # endless at its beginning, say
-            raise ValueError(f"The JSON schema cannot be followed: {_told(state)}")
+            raise ValueError(f"The JSON schema cannot be followed: {_reason(state)}")
 
     def begin(self) -> Any:
         """The state in front of the first token."""
@@ -73,7 +73,7 @@ def _prepared(tokenizer: Any) -> Any:
         return _TOKENIZERS[tokenizer]
 
 
-def _told(state: Any) -> str:
+def _reason(state: Any) -> str:
     """The error of a state, without the parser's position."""
     return " ".join(str(state.get_error()).partition("<state>")[0].split())
 
@@ -130,7 +130,7 @@ class JSONConstraint(LogitsProcessor):
             raise ValueError(f"Token {done} of the answer, {answer[done]}, does not follow the grammar: {ONE_CALL}")
         bits = torch.frombuffer(bytearray(state.compute_bitmask()), dtype=torch.uint8)
         if state.is_error():
-            raise ValueError(f"The JSON schema is too complex: {_told(state)}")
+            raise ValueError(f"The JSON schema is too complex: {_reason(state)}")
         mask = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).flatten().bool()[:vocab_size]
         mask = torch.nn.functional.pad(mask, (0, vocab_size - len(mask)))  # rows that are no tokens
         mask[[self.grammar.tokenizer.eos_token, *self.end_tokens]] = False

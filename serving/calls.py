@@ -46,7 +46,7 @@ class RequestError(Exception):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What a client is told of an exception: a `ValueError` says what is wrong with the request, and knows the option
+    """What a client reads about an exception: a `ValueError` says what is wrong with the request, and knows the option
     of `generate` if there is one."""
     if isinstance(error, RequestError):
         return error
@@ -76,7 +76,7 @@ class Asked:
         stops: strings before which an answer ends.
         parser: of tool calls and thoughts, a function without arguments that makes one; `None`: all is text.
         makes_one_call: an answer ends behind its first tool call.
-        likeliest: so many tokens are told of at each place, beside the chosen one; `None`: no log-probabilities.
+        likeliest: so many tokens are listed at each place, beside the chosen one; `None`: no log-probabilities.
         grammar: what the answer must follow.
         is_ordered: tokens are chosen behind those before them; else how much room an answer has may change it.
     """
@@ -105,7 +105,7 @@ class Asked:
 class Answer:
     """An answer while it is made. It sends `(index, item, chances)`: text, thoughts or a tool call, an exception that
     ends it, or `None` at its end; then `finish_reason` says why it ended. The [`Chances`] are of its tokens so far
-    that were not told of, if they are asked for."""
+    that were not sent, if they are asked for."""
 
     def __init__(self, asked: Asked, request_id: str, tokenizer: Any, send: Callable[[Any], Any], index: int):
         self.asked, self.request_id, self.send, self.index = asked, request_id, send, index
@@ -126,7 +126,7 @@ class Answer:
         # So many tokens hold any stop string that ends with the last one, whose first character is whole.
         self.tail = max((len(stop.encode()) for stop in asked.stops), default=0) + 4
         self._plain = TextDecoder(tokenizer._tokenizer, True)
-        self._untold: list[tuple[int, Chances]] = []  # with the characters before the token
+        self._unsent: list[tuple[int, Chances]] = []  # with the characters before the token
         self._read_count = self._sent_count = 0  # characters
         if self._parser is not None:
             self._send(response_events_to_chunks(self._parser.initial_events))
@@ -143,7 +143,7 @@ class Answer:
                 continue
             self.tokens.append(token)
             if chances is not None and token not in self.ends:
-                self._untold.append((self._read_count, chances))
+                self._unsent.append((self._read_count, chances))
             self._read(self._decoder.feed(token))
             is_called = self.has_calls and self.asked.makes_one_call
             if token in self.ends or self.is_stopped(self.tokens) or self._trimmer.is_over or is_called:
@@ -216,11 +216,11 @@ class Answer:
                 self._enqueue(item)
 
     def _enqueue(self, item: Any) -> None:
-        # Characters that a parser takes away are not counted: all is told of then.
+        # Characters that a parser takes away are not counted: all is sent then.
         self._sent_count = self._read_count if self._is_parsed else self._sent_count + len(item or "")
-        told = [chances for start, chances in self._untold if start < self._sent_count]
-        self._untold = self._untold[len(told) :]
-        self.send((self.index, item, told))
+        sent = [chances for start, chances in self._unsent if start < self._sent_count]
+        self._unsent = self._unsent[len(sent) :]
+        self.send((self.index, item, sent))
 
 
 class Batch(BaseStreamer, StoppingCriteria):

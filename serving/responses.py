@@ -41,8 +41,8 @@ class Vocabulary:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
-    def told(self, token: int, log_prob: float) -> dict[str, Any]:
-        """A token as chats are told of it."""
+    def entry(self, token: int, log_prob: float) -> dict[str, Any]:
+        """A token among the log-probabilities of a chat."""
         found = self.bytes_of(token)
         return {"token": found.decode(errors="replace"), "logprob": finite(log_prob), "bytes": list(found)}
 
@@ -179,10 +179,10 @@ class ChatResponse(Response):
             message["content"] = message["content"] or ""
         logprobs = None
         if self._has_chances(index):
-            tell = self.vocabulary.told
+            entry = self.vocabulary.entry
             logprobs = {
                 "content": [
-                    tell(one.token, one.log_prob) | {"top_logprobs": [tell(*other) for other in one.likeliest]}
+                    entry(one.token, one.log_prob) | {"top_logprobs": [entry(*other) for other in one.likeliest]}
                     for one in chances
                 ],
                 "refusal": None,

@@ -24,7 +24,7 @@ from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 from .calls import RequestError
 
 MOST_ANSWERS = 128  # to one request, as in OpenAI's API
-MOST_LIKELIEST = 20  # tokens that are told of at a place
+MOST_LIKELIEST = 20  # tokens that are listed at a place
 MOST_STOPS, LONGEST_STOP = 32, 1000  # strings, characters
 
 _Count = Annotated[int | None, Field(ge=1)]

@@ -101,8 +101,8 @@ def _parsed(text: str, path: str, first: int) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         place, line = f"{path}:{first + error.lineno - 1}", text.split("\n")[error.lineno - 1][:40]
-        is_told = text.startswith("[") or not path.lower().endswith(".json")
-        hint = "" if is_told else " A .json file may also hold one array of objects."
+        is_json = path.lower().endswith(".json") and not text.startswith("[")
+        hint = " A .json file may also hold one array of objects." if is_json else ""
         raise ValueError(f"{place}: {_WANTED}{error.msg} at column {error.colno} of {line!r}.{hint}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}:{first}: {_WANTED}{error}.") from None

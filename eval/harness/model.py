@@ -78,7 +78,7 @@ class WeDLMHarnessLM(HFLM):
             torch.set_num_threads(default_threads(self.model))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The parent's for one task after the other, because `_model_generate` is not told whose prompts it gets."""
+        """The parent's for one task after the other, because `_model_generate` does not know whose prompts it gets."""
         by_task: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_task.setdefault(request.task_name or "", []).append(index)

@@ -63,8 +63,8 @@ def record(
                     break
             for name, options in decoders.items():
                 kept = {} if turn else {"output_logits" if name == AR else "output_trace": True}
-                told = None if turn or streamer is None else streamer(name)
-                call = decode_call(model, tokenizer, [tokens], {**options, **kept}, told, seed=request.seed)
+                stream = None if turn or streamer is None else streamer(name)
+                call = decode_call(model, tokenizer, [tokens], {**options, **kept}, stream, seed=request.seed)
                 calls[name].append(call)
         runs = [_run(model, tokenizer, options, tokens, calls[name]) for name, options in decoders.items()]
         recordings.append(Recording(prompt, tokens, runs))

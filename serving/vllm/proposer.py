@@ -79,7 +79,7 @@ class Proposer:
         self.times = StepTimes(slot_cost, step_clock(device) if is_alone else None)
         self.planner: Any = None  # once the model is there
         self._gain: float | None = None  # tokens that drafts and masks bring a request's step, a running mean
-        self._told: tuple[bool | None, float] = None, -PAUSE  # whether they gain, by the log's last line, and when
+        self._logged: tuple[bool | None, float] = None, -PAUSE  # whether they gain, by the log's last line, and when
         self.states: dict[str, RequestState] = {}
         self.model: Any = None
         self._step: Step | None = None
@@ -135,9 +135,9 @@ class Proposer:
     def _tell(self, gain: float) -> None:
         """Has a line in vLLM's log where drafting begins or ends."""
         mean = self._gain = gain if self._gain is None else self._gain + (gain - self._gain) * RATE
-        is_better, (was_better, when) = mean > 0, self._told
+        is_better, (was_better, when) = mean > 0, self._logged
         if is_better != was_better and monotonic() > when + PAUSE:
-            self._told = is_better, monotonic()
+            self._logged = is_better, monotonic()
             what, sign = ("Parallel decoding", "more") if is_better else ("AR steps", "fewer")
             why = "drafts and masks bring %.2f tokens a step %s than AR steps in the same time, as measured so far"
             logger.info(f"{what}: {why}.", abs(mean), sign)

@@ -221,7 +221,7 @@ def test_log_probabilities_are_those_of_the_logits_that_tokens_were_chosen_from(
     assert [one.token for one in streamed] == [one.token for one in told]
     torch.testing.assert_close(torch.tensor([one.logprob for one in streamed]), expected)
     cut = server.chat(**asked, stop=["25"], n=2)
-    for choice in cut.choices:  # two in a call; what the stop string took away is not told of
+    for choice in cut.choices:  # two in a call; what the stop string took away is not listed
         assert "".join(one.token for one in choice.logprobs.content) == "5, 10, 15, 20, "
 
 
