@@ -1,6 +1,7 @@
 """How options are made of the fields of dataclasses, and those that commands share: prompts, loading, decoding."""
 
 import inspect
+import logging
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -102,6 +103,8 @@ class LoadingOptions:
             torch.set_num_threads(own.threads)
         device = str(find_device(own.device, called="`--device {}`"))
         disable_progress_bar()
+        if device == "cpu":  # it warns of kernels that need a GPU
+            logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         source = str(NANO) if checkpoint is None else checkpoint
         model, tokenizer = load_adapted(source, own.adapter, dtype=own.dtype, device=device)
         if own.threads is None:

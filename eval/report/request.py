@@ -42,7 +42,7 @@ class ReportRequest:
         timed: headline prompts of each task that are timed.
         sweep_timed: prompts of each task that are timed in the sweep.
         repeats: times are medians of so many (sweep, batches: half).
-        batch_sizes: prompts decoded together and timed.
+        batch_sizes: prompts decoded together and timed; 1 for a model that keeps a state.
         batch_size: prompts decoded together for their quality.
         max_new_tokens: longest answer, in tokens.
         temperature: temperature of sampling; default: greedy.

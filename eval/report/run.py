@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...checkpoints.files import write_text
 from ...generation.settings import WeDLMGenerationSettings
+from ...generation.state import keeps_state
 from ...modeling_wedlm import WeDLMForCausalLM
 from ..decoders import BLOCK, COMPARED, FIELDS, WEDLM, configured
 from ..measure import environment, fingerprint
@@ -45,6 +46,7 @@ def run(
     Raises:
         ValueError: for prompts that leave no room for an answer, and whatever `generate` refuses.
     """
+    sizes = _batch_sizes(request, model)
     raw = request.raw or tokenizer.chat_template is None
     encoded = [encode_prompt(model, tokenizer, prompt, raw=raw) for prompt in prompts]
     tuning, others = split_prompts(encoded, request.sweep_count, request.count)
@@ -65,7 +67,7 @@ def run(
         for name, keywords in COMPARED.items()
         if name in tried["kind"].unique()
     }
-    shown = Part("headline", others, request.common(headline), request.timed, sorted({1, *request.batch_sizes}))
+    shown = Part("headline", others, request.common(headline), request.timed, sizes)
     table = measurement.run(shown)
     about = {
         "command": shlex.join(["wedlm", *sys.argv[1:]]),
@@ -89,6 +91,17 @@ def run(
         console.print(text, highlight=False, soft_wrap=True)
     console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
     return picked
+
+
+def _batch_sizes(request: ReportRequest, model: WeDLMForCausalLM) -> list[int]:
+    """Those that are timed. A model that keeps a state decodes one sequence at a time."""
+    sizes = sorted({1, *request.batch_sizes})
+    if not keeps_state(model):
+        return sizes
+    if sizes[-1] > 1 and request.batch_sizes != ReportRequest.batch_sizes:
+        wanted = f"it decodes one sequence at a time: leave `--batch-sizes` out. Got {sizes[-1]}"
+        raise ValueError(f"{type(model).__name__} keeps a state, so {wanted}.")
+    return [1]
 
 
 def _data(

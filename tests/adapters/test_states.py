@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import PeftModel
+from rich.console import Console
 from test_families import EXPERTS, PAGE, build, prompt
 from test_mask_adapter import with_adapter
 from test_quantized import QUANTIZED
@@ -24,7 +25,10 @@ from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
+from wedlm_hf.eval.report.request import ReportRequest
+from wedlm_hf.eval.report.run import run
 from wedlm_hf.eval.table import speed_table
+from wedlm_hf.generation import mixin
 from wedlm_hf.generation.rows import Row
 from wedlm_hf.generation.state import CHUNKED
 from wedlm_hf.generation.tree_drafter import TreeDrafter
@@ -134,6 +138,30 @@ def test_verified_decoding_is_plain_generate(name: str, monkeypatch: pytest.Monk
     tokens, often, seldom = map(sum, zip(*found, strict=True))
     print(f"{name}: {TEXTS} texts of {tokens} tokens; {often} forwards with drafts right by 90 %, {seldom} by 30 %")
     assert often < 0.7 * tokens and often < seldom
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chance", [0.3, 0.5, 0.7, 0.9])
+def test_where_rows_are_free_forwards_are_about_as_few_as_of_a_chain_on_attention(
+    chance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+    for model in (with_adapter(build("Qwen3", HEADS)), adapted("Qwen3_5")):
+        model.generation_config.eos_token_id = model.config.eos_token_id = None
+        tokens = forwards = 0
+        for number in range(4):
+            ids = prompt(10 + number)
+            options: dict[str, Any] = {"max_new_tokens": 200, "do_sample": False, "return_dict_in_generate": True}
+            text = model.generate(ids, **options).sequences
+            monkeypatch.setattr(mixin, "DENSE_MASK_ATTENTION", ())  # no branches
+            know(monkeypatch, text[0].tolist(), chance, number)
+            output = model.generate(ids, **options, **EXACT, slot_cost=0.0)
+            monkeypatch.undo()
+            assert torch.equal(output.sequences, text)
+            tokens, forwards = tokens + output.stats.new_tokens.item(), forwards + output.stats.forwards.item()
+        rates.append(tokens / forwards)
+    print(f"{chance}: {rates[0]:.2f} and {rates[1]:.2f} tokens per forward")
+    assert rates[1] > rates[0] / 1.15
 
 
 @pytest.mark.parametrize(("name", "usual"), [("FalconH1", 8), ("Mamba2", 8), ("Qwen3_5", 64)])
@@ -298,6 +326,12 @@ def test_what_a_state_forbids_is_refused_with_the_reason(how: dict[str, Any], go
     model.config.mask_token_id = 95
     with pytest.raises(ValueError, match=f"keeps a recurrent state.*one sequence at a time.*got {got}"):
         model.generate(prompt(5), max_new_tokens=8, **how)
+
+
+def test_a_report_in_batches_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    request = ReportRequest(model="any", batch_sizes=(1, 4), output=tmp_path)
+    with pytest.raises(ValueError, match="decodes one sequence at a time: leave `--batch-sizes` out"):
+        run(request, adapted("Lfm2"), tiny_tokenizer(), [], "", Console())
 
 
 def test_the_table_of_an_adapter_leaves_out_prompt_lookup_which_takes_no_states() -> None:
