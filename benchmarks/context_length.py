@@ -2,8 +2,8 @@
 
     python benchmarks/context_length.py BASE examples/smollm2/prompts-heldout.jsonl --adapter examples/smollm2
 
-Each question is asked behind a chat of the model's own answers to the other questions, cut to the last turns that fit
-a length, and decoded with planned costs, which no clock changes: 3.5 % of a step for each row.
+Each question is asked behind a chat of the model's own answers to the other questions, of the first turns that fit a
+length, and decoded with planned costs, which no clock changes: 3.5 % of a step for each row.
 """
 
 from pathlib import Path
@@ -22,8 +22,8 @@ def answer(model: Any, tokenizer: Any, chat: list[dict[str, str]], max_new_token
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     options = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.035, "do_sample": False}
     output = model.generate(**inputs, **options, max_new_tokens=max_new_tokens, return_dict_in_generate=True)
-    count = inputs["input_ids"].shape[1]
-    return tokenizer.decode(output.sequences[0, count:], skip_special_tokens=True), output.stats, count
+    size = inputs["input_ids"].shape[1]
+    return tokenizer.decode(output.sequences[0, size:], skip_special_tokens=True), output.stats, size
 
 
 def main(
@@ -57,8 +57,8 @@ def main(
         found = [answer(model, tokenizer, chat + question.messages, max_new_tokens)[1:] for question in asked]
         tokens = sum(int(stats.new_tokens.sum()) for stats, _ in found)
         forwards = sum(int(stats.forwards.sum()) for stats, _ in found)
-        prompt_tokens = sum(count for _, count in found) / len(found)
-        rows.append({"tokens in front": round(prompt_tokens), "tokens per forward": tokens / forwards})
+        length = sum(size for _, size in found) / len(found)
+        rows.append({"tokens of the prompt": round(length), "tokens per forward": tokens / forwards})
         print(rows[-1], flush=True)
     print(f"{len(asked)} questions, at most {max_new_tokens} tokens\n")
     print(pd.DataFrame(rows).round(2).to_markdown(index=False))

@@ -7,10 +7,8 @@ MOST_PENDING = 64
 class Commits:
     """Decides when a step goes without drafts and masks. Such a step commits the pending tokens; all others read them
     again, which costs the more the more they are. A commit costs what the drafts and masks of its step would have
-    netted.
-
-    From one commit to the next, the mean cost of a step is least if the commit comes once reading the pending tokens
-    costs more than this mean. All costs are tokens.
+    netted. A commit is due once reading the pending tokens costs a step more than the mean of all these costs over the
+    steps since the last commit: from there on, the mean would rise. All costs are tokens.
     """
 
     def __init__(self) -> None:
@@ -25,7 +23,8 @@ class Commits:
             pending: how many they are, without the root.
         """
         if not pending:
-            self._cost, self._steps = 0.0, 0
+            self._cost, self._steps = 0.0, 1
+            return False
         is_due = pending >= MOST_PENDING or cost * self._steps > self._cost + net
         self._cost, self._steps = self._cost + cost, self._steps + 1
         return is_due

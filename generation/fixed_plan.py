@@ -7,19 +7,18 @@ from .planner import Planner
 from .rows import Row, with_masks
 from .step_times import StepTimes
 
-PENDING = 8
-
 
 class FixedPlan(Planner):
     """Every step checks up to `depth` drafts, and has as many masks behind each real row, or behind the last one.
-    Where a state is kept, a step without both commits the pending tokens once they are `PENDING`."""
+    Where a state is kept, a step without both commits the tokens once `pending` are."""
 
-    def __init__(self, depth: int, is_chain: bool, skipped_masks: int, keeps_state: bool = False):
+    def __init__(self, depth: int, is_chain: bool, skipped_masks: int, keeps_state: bool = False, pending: int = 8):
+        self.pending = pending
         super().__init__(StepTimes(0.0), depth, is_chain, skipped_masks, keeps_state)
 
     def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
         """See [`Planner.plan`]."""
-        if self.commits and before >= PENDING:
+        if self.commits and before >= self.pending:
             return [[] for _ in outlooks]
         plans = []
         for outlook in outlooks:

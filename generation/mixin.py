@@ -374,7 +374,8 @@ def _rule(
     if is_planned:
         planner = _planner(model, settings, sampler, size - drafter.skipped_masks, *how)
     is_by_row = not is_static and len(request.prompts) == 1 and attends_by_row(model)
-    planner.most_rows = ROWS_ALIKE if is_by_row else maxsize
+    # A commit may have a row more than the step before.
+    planner.most_rows = ROWS_ALIKE - has_state if is_by_row else maxsize
     return VerifyRule(sampler, drafter, planner, size, is_by_row, has_state)
 
 

@@ -123,7 +123,9 @@ class Planner:
         """The tokens that each option must bring to pay for its time, by numbers of drafts and of masks."""
         time = np.where(np.arange(rows.shape[1]), times(count * rows, True), times(count * rows, False))
         longer = time - self.times.of(count * rows[0, 0], False)
-        return np.where(rows <= self.most_rows, self._rate(count) * longer, np.inf)
+        prices = np.where(rows <= self.most_rows, self._rate(count) * longer, np.inf)
+        prices[0, 0] = 0.0  # a step that has no choice may have more rows
+        return prices
 
     def _rate(self, count: int) -> float:
         """Tokens of all sequences per time, lately or of AR decoding."""
@@ -144,7 +146,10 @@ class Planner:
             hopes = np.where(nets[best] - nets <= self._credit * count, hopes, -np.inf)
             look = _argmax(hopes) if hopes.max() > nets[best] else best
         loss = float(nets[best] - nets[look]) / count
-        if loss > self._credit or min(each.room for each in outlooks) <= 2 * self.depth:  # there is no use for it
+        if self.commits:  # reads the look's own token again
+            loss += self._rate(1) * float(self.times.of(rows[0, 0] + 1, False) - self.times.of(rows[0, 0], False))
+        is_commit = rows[0, 0] > 1 and not sum(best)  # comes before a look
+        if loss > self._credit or is_commit or min(each.room for each in outlooks) <= 2 * self.depth:  # of no use
             return best
         self._credit -= loss
         return look

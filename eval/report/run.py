@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ def run(
     Raises:
         ValueError: for prompts that leave no room for an answer, and whatever `generate` refuses.
     """
-    sizes = _batch_sizes(request, model)
+    request = replace(request, batch_sizes=_batch_sizes(request, model, console))
     raw = request.raw or tokenizer.chat_template is None
     encoded = [encode_prompt(model, tokenizer, prompt, raw=raw) for prompt in prompts]
     tuning, others = split_prompts(encoded, request.sweep_count, request.count)
@@ -67,7 +68,7 @@ def run(
         for name, keywords in COMPARED.items()
         if name in tried["kind"].unique()
     }
-    shown = Part("headline", others, request.common(headline), request.timed, sizes)
+    shown = Part("headline", others, request.common(headline), request.timed, request.batch_sizes)
     table = measurement.run(shown)
     about = {
         "command": shlex.join(["wedlm", *sys.argv[1:]]),
@@ -93,15 +94,16 @@ def run(
     return picked
 
 
-def _batch_sizes(request: ReportRequest, model: WeDLMForCausalLM) -> list[int]:
+def _batch_sizes(request: ReportRequest, model: WeDLMForCausalLM, console: Console) -> tuple[int, ...]:
     """Those that are timed. A model that keeps a state decodes one sequence at a time."""
-    sizes = sorted({1, *request.batch_sizes})
-    if not keeps_state(model):
+    sizes = tuple(sorted({1, *request.batch_sizes}))
+    if not keeps_state(model) or sizes == (1,):
         return sizes
-    if sizes[-1] > 1 and request.batch_sizes != ReportRequest.batch_sizes:
-        wanted = f"it decodes one sequence at a time: leave `--batch-sizes` out. Got {sizes[-1]}"
-        raise ValueError(f"{type(model).__name__} keeps a state, so {wanted}.")
-    return [1]
+    if request.batch_sizes != ReportRequest.batch_sizes:
+        name, got = type(model).__name__, f"got {sizes[-1]}"
+        raise ValueError(f"{name} keeps a state and decodes one sequence at a time: leave `--batch-sizes` out, {got}.")
+    console.print("The model keeps a state: prompts are timed one at a time.", style="dim", highlight=False)
+    return (1,)
 
 
 def _data(

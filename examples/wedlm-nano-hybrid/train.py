@@ -3,9 +3,8 @@
 What it does: builds a small stock `Qwen3_5ForCausalLM`, three layers of which keep a recurrent state and one attends.
 It takes wedlm-nano's weights, but for the attention of these three layers. Their recurrent mixers learn from nano:
 first, each by itself, what the attention in its place gives; then all weights what nano's next-token head says on the
-text of nano's generators (training split). The steps are those of plain `transformers.Trainer`. It knows nothing of
-masks; `wedlm adapt` gives it drafts afterwards, from its own answers to prompts that this script writes beside the
-weights (of the training split, too).
+text of nano's generators (training split). It knows nothing of masks; `wedlm adapt` gives it drafts afterwards, from
+its own answers to prompts that this script writes beside the weights (of the training split, too).
 
     python examples/wedlm-nano-hybrid/train.py --output-dir build/hybrid
     wedlm adapt build/hybrid build/hybrid-adapter --prompts build/hybrid/prompts.jsonl --minutes 25
@@ -148,6 +147,14 @@ class Imitation(Trainer):
         """In the first `alone` steps, the error of each mixer in its teacher's place, relative to the variance there;
         then the divergence of the next-token distributions at the answers."""
         ids, taught = inputs["input_ids"], inputs["labels"][:, 1:] != -100
+        if self.state.global_step < self.alone:
+            return self._errors_of_mixers(ids)
+        with torch.no_grad():
+            expected = self.teacher(input_ids=ids).logits[:, :-1][taught].log_softmax(-1)
+        found = model(input_ids=ids).logits[:, :-1][taught].log_softmax(-1)
+        return F.kl_div(found, expected, log_target=True, reduction="batchmean")
+
+    def _errors_of_mixers(self, ids: torch.Tensor) -> torch.Tensor:
         seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         hooks = [
             layer.self_attn.register_forward_hook(
@@ -156,14 +163,11 @@ class Imitation(Trainer):
             for layer in self.teacher.model.layers
         ]
         with torch.no_grad():
-            expected = self.teacher(input_ids=ids).logits[:, :-1][taught].log_softmax(-1)
+            self.teacher.model(input_ids=ids)
         for hook in hooks:
             hook.remove()
-        if self.state.global_step >= self.alone:
-            found = model(input_ids=ids).logits[:, :-1][taught].log_softmax(-1)
-            return F.kl_div(found, expected, log_target=True, reduction="batchmean")
         is_text, errors = ids != self.teacher.config.pad_token_id, []
-        for layer, (hidden, output) in zip(model.model.layers, seen, strict=True):
+        for layer, (hidden, output) in zip(self.model.model.layers, seen, strict=True):
             if hasattr(layer, "linear_attn"):
                 error = (layer.linear_attn(hidden_states=hidden) - output)[is_text]
                 errors.append(error.square().sum() / output[is_text].var(0).sum() / len(error))

@@ -20,6 +20,7 @@ def test_mixers_learn_by_themselves_before_other_weights_change(nano, tmp_path, 
     _, tokenizer = nano
     monkeypatch.setattr(TRAIN, "ALONE", 1.0)
     monkeypatch.setattr(TRAIN, "PROMPTS", 2)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # for the whole process
     TRAIN.main(tmp_path, steps=2, batch_size=2)
     found = TRAIN.Qwen3_5ForCausalLM.from_pretrained(tmp_path)
     TRAIN.set_seed(0)

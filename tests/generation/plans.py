@@ -6,7 +6,7 @@ drafts of each step, with m masks behind each row. Where a state is kept, drafts
 and a fixed shape commits once k tokens are pending. Speeds are relative to AR decoding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from math import ceil
 from random import Random
@@ -155,19 +155,13 @@ def best_fixed(curve: Curve, acceptance: float, batch: int = 1) -> float:
     return max([1.0, *speeds])
 
 
-class FixedChain(FixedPlan):
-    """Checks all drafts, with masks behind the last one, and commits `pending` tokens."""
-
-    def __init__(self, masks: int, pending: int):
-        super().__init__(masks, True, 0, True)
-        self.pending = pending
-
-    def plan(self, outlooks: Sequence[Outlook], before: int = 0) -> list[list[Row]]:
-        """See [`Planner.plan`]."""
-        return [[]] if before >= self.pending else super().plan(outlooks)
-
-
 def best_fixed_chain(curve: Curve, acceptance: float) -> float:
     """The speed of the best fixed chain of a model that keeps a state, AR decoding among them."""
     shapes = [(masks, pending) for masks in (1, 2, 3, 5) for pending in (2, 4, 8, 16, 32)]
-    return max(1.0, *(speed(FixedChain(*each), lambda rows, *_: curve(rows), acceptance, seed=7) for each in shapes))
+    return max(
+        1.0,
+        *(
+            speed(FixedPlan(masks, True, 0, True, pending), lambda rows, *_: curve(rows), acceptance, seed=7)
+            for masks, pending in shapes
+        ),
+    )
