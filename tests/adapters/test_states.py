@@ -26,7 +26,7 @@ from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
 from wedlm_hf.eval.report.request import ReportRequest
-from wedlm_hf.eval.report.run import run
+from wedlm_hf.eval.report.run import _batch_sizes, run
 from wedlm_hf.eval.table import speed_table
 from wedlm_hf.generation import mixin
 from wedlm_hf.generation.rows import Row
@@ -328,7 +328,10 @@ def test_what_a_state_forbids_is_refused_with_the_reason(how: dict[str, Any], go
         model.generate(prompt(5), max_new_tokens=8, **how)
 
 
-def test_a_report_in_batches_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_report_times_single_prompts_and_refuses_batches_before_anything_is_measured(tmp_path: Path) -> None:
+    request = ReportRequest(model="any", output=tmp_path)
+    assert _batch_sizes(request, adapted("Lfm2"), Console()) == (1,)
+    assert _batch_sizes(request, build("Qwen3", HEADS), Console()) == (1, 4, 16)
     request = ReportRequest(model="any", batch_sizes=(1, 4), output=tmp_path)
     with pytest.raises(ValueError, match="decodes one sequence at a time: leave `--batch-sizes` out"):
         run(request, adapted("Lfm2"), tiny_tokenizer(), [], "", Console())
