@@ -51,7 +51,6 @@ RESULTS = ROOT / "examples" / "wedlm-nano" / "results"
 # Added to long commands, so that they take seconds: later options win.
 SHORTER = {
     "examples/wedlm-nano/train.py": ["--max-steps", "2", "--batch-size", "2"],
-    "examples/wedlm-nano-hybrid/train.py": ["--steps", "2", "--batch-size", "2"],
     "examples/new-task/train.py": ["--steps", "2", "--count", "6", "--examples", "24", "--old-examples", "12"],
     "examples/adaptation/train.py": ["--stock-steps", "2", "--steps", "2"],
     "examples/dpo/train.py": ["--prompts", "12", "--rollouts", "4", "--held-out", "1"],

@@ -1,10 +1,16 @@
-"""The hybrid that wedlm-nano becomes: what it starts from, and what it learns first."""
+"""The hybrid that wedlm-nano becomes: what it starts from, what it learns first, and its answers."""
 
 import torch
+from nano_tasks import TASKS, generate_samples
 from tiny import script
+from transformers import AutoModelForCausalLM
 
+from wedlm_hf import load_mask_adapter
+from wedlm_hf.checkpoints import NANO
+from wedlm_hf.eval.prompts import encode
 from wedlm_hf.generation.state import keeps_state
 
+HYBRID = NANO.parent / "wedlm-nano-hybrid"
 TRAIN = script("examples/wedlm-nano-hybrid/train.py")
 
 
@@ -30,3 +36,17 @@ def test_mixers_learn_by_themselves_before_other_weights_change(nano, tmp_path, 
         if not torch.equal(weight, found.state_dict()[name])
     }
     assert keeps_state(found) and changed and all(".linear_attn." in name for name in changed)
+
+
+def test_it_answers_held_out_prompts_as_ar_does_in_fewer_forwards(nano):
+    _, tokenizer = nano
+    model = AutoModelForCausalLM.from_pretrained(HYBRID, dtype=torch.float32).eval()
+    load_mask_adapter(model, HYBRID / "adapter")
+    options = {"max_new_tokens": 128, "do_sample": False, "return_dict_in_generate": True}
+    tokens = forwards = 0
+    for sample in [sample for task in TASKS for sample in generate_samples(task, 2, 3, "heldout")]:
+        ids = torch.tensor([encode(tokenizer, sample.messages)])
+        output = model.generate(ids, strategy="wedlm", verification="exact", slot_cost=0.01, **options)
+        assert torch.equal(output.sequences, model.generate(ids, strategy="ar", **options).sequences)
+        tokens, forwards = tokens + output.stats.new_tokens.item(), forwards + output.stats.forwards.item()
+    assert tokens / forwards > 2.5
