@@ -60,7 +60,7 @@ def check_chain(curve, acceptances, seeds):
         found = plans.planned(plans.CURVES[curve], acceptance, seeds=seeds, keeps_state=True)
         fixed = plans.best_fixed_chain(plans.CURVES[curve], acceptance)
         assert found >= 0.91 * fixed, (acceptance, found, fixed)
-        assert found >= 0.97 or curve == "stairs of 3", (acceptance, found)  # there a commit takes a stair more
+        assert found >= 0.96 or curve == "stairs of 3", (acceptance, found)  # there a commit takes a stair more
 
 
 @pytest.mark.parametrize("curve", plans.CURVES)
