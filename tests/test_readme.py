@@ -145,7 +145,14 @@ def models(tmp_path_factory) -> Path:
 def workplace(tmp_path, monkeypatch, models, page, block):
     """A folder with what a block names and does not make itself, as the current one."""
     shutil.copytree(NANO, tmp_path / "examples" / "wedlm-nano")
-    for name in ("README.md", CARD, "docs/measure.md", "examples/recipes", "examples/distributed"):
+    for name in (
+        "README.md",
+        CARD,
+        "docs/measure.md",
+        "examples/recipes",
+        "examples/distributed",
+        "examples/wedlm-nano-hybrid",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, tmp_path / name)
