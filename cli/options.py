@@ -63,6 +63,10 @@ class PromptOptions:
         return given or list(DEMO_PROMPTS)
 
 
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    return "falling back to its reference" not in record.getMessage()
+
+
 @dataclass(frozen=True)
 class LoadingOptions:
     """Model and machine.
@@ -104,8 +108,7 @@ class LoadingOptions:
         device = str(find_device(own.device, called="`--device {}`"))
         disable_progress_bar()
         if device.startswith("cpu"):  # each kernel that is missing needs a GPU
-            logger = logging.getLogger("transformers.integrations.hub_kernels")
-            logger.addFilter(lambda record: "falling back to its reference" not in record.getMessage())
+            logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_fallback)
         source = str(NANO) if checkpoint is None else checkpoint
         model, tokenizer = load_adapted(source, own.adapter, dtype=own.dtype, device=device)
         if own.threads is None:

@@ -145,11 +145,13 @@ class Planner:
             hopes = gains - self._prices(rows, count, self.times.least)
             hopes = np.where(nets[best] - nets <= self._credit * count, hopes, -np.inf)
             look = _argmax(hopes) if hopes.max() > nets[best] else best
-        loss = float(nets[best] - nets[look]) / count
-        if self.commits:  # reads the look's own token again
-            loss += self._rate(1) * float(self.times.of(rows[0, 0] + 1, False) - self.times.of(rows[0, 0], False))
         is_commit = rows[0, 0] > 1 and not sum(best)  # comes before a look
-        if loss > self._credit or is_commit or min(each.room for each in outlooks) <= 2 * self.depth:  # of no use
+        if look == best or is_commit or min(each.room for each in outlooks) <= 2 * self.depth:  # of no use
+            return best
+        loss = float(nets[best] - nets[look]) / count
+        if self.commits:  # its token, and about two of the step that checks its drafts, are read again
+            loss += self._rate(1) * float(self.times.of(rows[0, 0] + 3, False) - self.times.of(rows[0, 0], False))
+        if loss > self._credit:
             return best
         self._credit -= loss
         return look

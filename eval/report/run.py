@@ -100,8 +100,8 @@ def _batch_sizes(request: ReportRequest, model: WeDLMForCausalLM, console: Conso
     if not keeps_state(model) or sizes == (1,):
         return sizes
     if request.batch_sizes != ReportRequest.batch_sizes:
-        name, got = type(model).__name__, f"got {sizes[-1]}"
-        raise ValueError(f"{name} keeps a state and decodes one sequence at a time: leave `--batch-sizes` out, {got}.")
+        wanted = "keeps a state and decodes one sequence at a time: leave `--batch-sizes` out"
+        raise ValueError(f"{type(model).__name__} {wanted}, got {sizes[-1]}.")
     console.print("The model keeps a state: prompts are timed one at a time.", style="dim", highlight=False)
     return (1,)
 

@@ -9,7 +9,7 @@ its own answers to prompts that this script writes beside the weights (of the tr
     python examples/wedlm-nano-hybrid/train.py --output-dir build/hybrid
     wedlm adapt build/hybrid build/hybrid-adapter --prompts build/hybrid/prompts.jsonl --minutes 25
 
-Hardware: one thread of a CPU takes about 35 minutes; any GPU works too.
+Hardware: one thread of a CPU takes about 40 minutes; any GPU works too.
 """
 
 import json
