@@ -46,21 +46,27 @@ class MaskAdapterSettings:
             projection out of attention and the last one of the MLP, whatever they are called.
         head_width: hidden units of the previous-token head; 0 for none.
         num_masks: masks behind one row that it is trained to predict; decoding asks for no more.
+        layers_to_transform: decoder layers that are updated, counted from 0; none: all of them.
     """
 
     rank: int = 64
     target_modules: tuple[str, ...] = ()
     head_width: int = 640
     num_masks: int = 8
+    layers_to_transform: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
+        object.__setattr__(self, "layers_to_transform", tuple(sorted(self.layers_to_transform)))
         is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
         if self.rank < 1 or self.head_width < 0 or self.num_masks < 1 or is_named_twice:
             raise ValueError(
                 "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, a `head_width` of at "
                 f"least 0 and `num_masks` of at least 1; got {self}."
             )
+        layers = self.layers_to_transform
+        if len(set(layers)) != len(layers) or min(layers, default=0) < 0:
+            raise ValueError(f"`layers_to_transform` counts layers from 0 and names each once; got {layers}.")
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,10 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
         )
     if type(masks) is not int:
         raise ValueError(f"{CONFIG_NAME} may state `num_masks`, a whole number; got {masks!r}.")
-    return MaskAdapterSettings(rank, tuple(names), width, masks)
+    layers = config.get("layers_to_transform") or []
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise ValueError(f"{CONFIG_NAME} may state `layers_to_transform`, a list of whole numbers; got {layers!r}.")
+    return MaskAdapterSettings(rank, tuple(names), width, masks, tuple(layers))
 
 
 def base_of(model: Any) -> dict[str, Any]:

@@ -229,7 +229,13 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     layers = decoder_layers(model)
     if not settings.target_modules:
         settings = replace(settings, target_modules=output_projections(model))
-    targets = {target: _target_modules(model, layers, target) for target in settings.target_modules}
+    if max(settings.layers_to_transform, default=0) >= len(layers):
+        raise ValueError(
+            f"`layers_to_transform` names layer {max(settings.layers_to_transform)}; {type(model).__name__} has the "
+            f"layers 0 to {len(layers) - 1}."
+        )
+    updated = [layers[index] for index in settings.layers_to_transform] or list(layers)
+    targets = {target: _target_modules(model, updated, target) for target in settings.target_modules}
     sizes = []
     for target, modules in targets.items():
         shapes = {(module.out_features, module.in_features) for module in modules}
@@ -517,7 +523,7 @@ def _base_layer(module: Any) -> Any:
     return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
-def _target_modules(model: Any, layers: nn.ModuleList, target: str) -> list[Any]:
+def _target_modules(model: Any, layers: nn.ModuleList | list[nn.Module], target: str) -> list[Any]:
     """The linear layers that `target` names: one of each decoder layer, or where a state is kept, of those with it."""
     having = [layer for layer in layers if any(_is_named(name, target) for name, _ in layer.named_modules())]
     return [_linear(layer, target) for layer in (having if having and keeps_state(model) else layers)]

@@ -34,6 +34,7 @@ class MaskAdapterConfig(PeftConfig):
     target_modules: list[str] = field(default_factory=list)
     head_width: int = 640
     num_masks: int = 8
+    layers_to_transform: list[int] = field(default_factory=list)
     base: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,8 +89,13 @@ class MaskAdapterTuner(BaseTuner):
             check_base(owner, config.base)
         else:
             config.base = base_of(owner)
-        targets = tuple(config.target_modules)
-        settings = MaskAdapterSettings(config.rank, targets, config.head_width, config.num_masks)
+        settings = MaskAdapterSettings(
+            config.rank,
+            tuple(config.target_modules),
+            config.head_width,
+            config.num_masks,
+            tuple(config.layers_to_transform),
+        )
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
         adapter = add_mask_adapter(owner, settings)
         config.target_modules = list(adapter.settings.target_modules)

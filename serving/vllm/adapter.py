@@ -79,18 +79,21 @@ class VllmMaskAdapter(nn.Module):
         rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         parts = FUSED.get(name, (name,))
         sums = name not in FUSED and world > 1  # cut along its inputs
-        for index in range(model.model.start_layer, model.model.end_layer):
+        updated = settings.layers_to_transform or range(len(model.model.layers))
+        for place, index in enumerate(updated):
+            if not model.model.start_layer <= index < model.model.end_layer:  # another process has it
+                continue
             layer = model.model.layers[index]
             owner = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
             linear = getattr(owner, name)
             downs: list[torch.Tensor] = []
             ups: list[torch.Tensor] = []  # of each part, what this process has; no rows where it has no update
-            for place, target in enumerate(parts):
-                size = linear.output_partition_sizes[place] if name in FUSED else linear.output_size
+            for part, target in enumerate(parts):
+                size = linear.output_partition_sizes[part] if name in FUSED else linear.output_size
                 if target not in settings.target_modules:
                     ups.append(self.flags.new_zeros(0, size))
                     continue
-                down, up = weights[f"down.{target}"][index].T, weights[f"up.{target}"][index].T
+                down, up = weights[f"down.{target}"][place].T, weights[f"up.{target}"][place].T
                 if name in FUSED:
                     pieces = up.split(size, dim=1)  # fewer than processes where key/value heads are shared
                     up = pieces[rank * len(pieces) // world]
