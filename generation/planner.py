@@ -36,7 +36,8 @@ from .step_times import ENOUGH, MEMORY, StepTimes
 
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
-# Share of the tokens that looking may cost; those of the first hundred steps at once.
+# Share of the tokens that looking may cost; those of the first hundred steps at once, of a hundred and fifty where a state is kept,
+# since what a look finds is read again there.
 LOOK_SHARE = 0.01
 
 Tree = list[tuple[float, int]]  # reach and place of drafts, the likeliest first
@@ -67,7 +68,7 @@ class Planner:
         first = np.eye(1, max(1, depth))[0]
         self._worth, self._known = CHANCE * first, ENOUGH * first  # mu of each depth; how many steps it is the mean of
         self._reached, self._took = 1.0, 1.0  # lately: tokens of a sequence, and the time of steps in AR steps
-        self._credit = 100 * LOOK_SHARE  # tokens that looks may cost
+        self._credit = (150 if keeps_state else 100) * LOOK_SHARE  # tokens that looks may cost
         self._steps = 0
         self._step = 0.0, 1, False, 1
 
