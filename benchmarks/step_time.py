@@ -1,43 +1,100 @@
-"""Where the time of a step of verified decoding with a mask adapter goes.
+"""Where the time of a step goes: AR decoding beside verified decoding with a mask adapter.
 
-    python benchmarks/step_time.py BASE ADAPTER PROMPTS.jsonl     # BASE: a WeDLM checkpoint
+    python benchmarks/step_time.py BASE ADAPTER PROMPTS.jsonl --dtype packed
 
-A few prompts are answered with a fixed number of drafts, under Python's profiler, on one thread: the seconds are those
-of the thread's own work, so that other processes disturb little. The profiler itself makes Python's part look larger.
+A few prompts are answered with fixed numbers of drafts, each number in turn. The times of a column are medians of its
+steps with the commonest number of rows. With one thread they are the thread's own: other programs disturb little.
 """
 
-import cProfile
-import pstats
 import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from statistics import median
+from typing import Annotated, Any
+from unittest.mock import patch
 
+import pandas as pd
 import torch
 import typer
 
 from wedlm_hf.adapters.loading import load_adapted
+from wedlm_hf.adapters.mask_adapter import Update
 from wedlm_hf.eval.prompts import encode_prompt, read_prompts
+from wedlm_hf.generation.decoding import ParallelDecoder
+from wedlm_hf.generation.verify import VerifyRule
 
-# Of the profile's functions: a part of their file's name, their own names, and whether they are parts of the forward.
-PARTS = {
-    "matrices of the base and its head": ("", "<built-in method torch._C._nn.linear>"),
-    "attention kernel": ("", "<built-in method torch._C._nn.scaled_dot_product_attention>"),
-    "norms": ("modeling_qwen3", "forward"),
-    "updates of the mask adapter": ("mask_adapter", "__call__"),
-    "choosing the next drafts": ("drafter", "draft guess"),
-    "planning": ("planner", "plan"),
-}
-OF_FORWARD = 4  # of these, the first ones
+FORWARD, WHOLE = "forward", "whole step"
+INNER = ("linear layers", "updates of masks", "attention kernel", "norms")  # parts of the forward
+OUTER = ("reading logits", "planning")
+Times = dict[str, list[float]]
 
 
-def seconds_in(stats: pstats.Stats, file: str, name: str, line: int | None = None) -> float:
-    """Seconds in a function, or in several, and in what they call."""
-    found = stats.stats.items()  # type: ignore[attr-defined]
-    return sum(
-        row[3]
-        for (path, at, function), row in found
-        if file in path and (function == name or function in name.split()) and line in (None, at)
-    )
+class StepTimer:
+    """Notes the seconds of each step's parts, by the step's numbers of rows and masks."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.clock, self._seconds = clock, Counter[str]()
+        self.found: dict[tuple[int, int], Times] = {}
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose seconds count for a part."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = self.clock()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._seconds[part] += self.clock() - began
+
+        return call
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A step, whose parts are noted when it ends."""
+        whole = self.timed(WHOLE, function)
+
+        def call(decoder: Any) -> Any:
+            self._seconds.clear()
+            outcome = whole(decoder)
+            times = self.found.setdefault((outcome.step.counts[0], outcome.step.masks[0]), defaultdict(list))
+            for part in (*INNER, FORWARD, *OUTER, WHOLE):
+                times[part].append(self._seconds[part])
+            return outcome
+
+        return call
+
+    @contextmanager
+    def watching(self, model: Any) -> Iterator[None]:
+        """Within this context, the parts of a model's steps are timed."""
+        with ExitStack() as stack:
+
+            def watch(owner: Any, name: str, part: str) -> None:
+                stack.enter_context(patch.object(owner, name, self.timed(part, getattr(owner, name))))
+
+            for module in model.modules():
+                if hasattr(module, "in_features"):
+                    watch(module, "forward", "linear layers")
+                elif type(module).__name__.endswith("Norm"):
+                    watch(module, "forward", "norms")
+            watch(torch.nn.functional, "scaled_dot_product_attention", "attention kernel")
+            watch(Update, "__call__", "updates of masks")
+            watch(ParallelDecoder, "_forward", FORWARD)
+            watch(VerifyRule, "read", "reading logits")
+            watch(ParallelDecoder, "_plan", "planning")
+            stack.enter_context(patch.object(ParallelDecoder, "_step", self.step(ParallelDecoder._step)))
+            yield
+
+
+def column(found: dict[tuple[int, int], Times]) -> tuple[str, dict[str, float]]:
+    """A name, and the milliseconds of a step's parts, of the commonest step."""
+    (rows, masks), times = max(found.items(), key=lambda item: len(item[1][WHOLE]))
+    ms = {part: 1e3 * median(seconds) for part, seconds in times.items()}
+    inner, outer = {part: ms[part] for part in INNER}, {part: ms[part] for part in OUTER}
+    parts = inner | {"rest of the forward": ms[FORWARD] - sum(inner.values())} | outer
+    parts["rest of the step"] = ms[WHOLE] - ms[FORWARD] - sum(outer.values())
+    name = f"{rows} row{'s' * (rows > 1)}" + (f", {masks} of them masks" if masks else "")
+    return name, parts | {WHOLE: ms[WHOLE]}
 
 
 def main(
@@ -45,41 +102,31 @@ def main(
     adapter: str,
     prompts: Path,
     dtype: str = "bfloat16",
-    drafts: Annotated[int, typer.Option(help="Checked in every step, at most.")] = 4,
+    drafts: Annotated[list[int] | None, typer.Option(help="Checked in every step, at most; default: 1, 2, 4.")] = None,
     count: Annotated[int, typer.Option(help="Prompts.")] = 4,
     max_new_tokens: int = 64,
+    threads: int = 1,
 ) -> None:
     """Print a table."""
-    torch.set_num_threads(1)
-    model, tokenizer = load_adapted(base, adapter, dtype=getattr(torch, dtype))
+    torch.set_num_threads(threads)
+    model, tokenizer = load_adapted(base, adapter, dtype=dtype)
     model.eval()
     questions = read_prompts(prompts.name, prompts.read_text(encoding="utf-8"))
     questions = questions[:: max(1, len(questions) // count)][:count]
-    settings = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": drafts}
-    settings |= {"max_new_tokens": max_new_tokens, "do_sample": False, "repetition_penalty": 1.0}
-    profile = cProfile.Profile(time.thread_time)
+    shared = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": max_new_tokens, "do_sample": False}
+    fixed = [{"adaptive_window": False, "window_size": size} for size in drafts or (1, 2, 4)]
+    ways = [{"slot_cost": 1e9}, *fixed]  # with a row that costs so much, every step is an AR step
+    timers = [StepTimer(time.thread_time if threads == 1 else time.perf_counter) for _ in ways]
     for number, question in enumerate([questions[0], *questions]):
         ids = torch.tensor([encode_prompt(model, tokenizer, question).tokens])
-        if number:  # the first is a warm-up
-            profile.enable()
-        model.generate(ids, **settings)
-        profile.disable()
-    stats = pstats.Stats(profile)
-    norm_line = type(model.model.norm).forward.__code__.co_firstlineno
-    seconds = {
-        name: seconds_in(stats, file, function, norm_line if name == "norms" else None)
-        for name, (file, function) in PARTS.items()
-    }
-    whole, forward = seconds_in(stats, "decoding", "_step"), seconds_in(stats, "decoding", "_forward")
-    steps = sum(row[0] for key, row in stats.stats.items() if key[2] == "_step" and "decoding" in key[0])  # type: ignore[attr-defined]
-    names = list(seconds)
-    inner = sum(seconds[name] for name in names[:OF_FORWARD])
-    rows = {name: seconds[name] for name in names[:OF_FORWARD]} | {"rest of the forward": forward - inner}
-    rows |= {name: seconds[name] for name in names[OF_FORWARD:]}
-    rows["rest of the step"] = whole - sum(rows.values())
-    print(f"{steps} steps, {1e3 * whole / steps:.1f} ms each\n\n| part | ms a step | share |\n|---|---:|---:|")
-    for name, value in rows.items():
-        print(f"| {name} | {1e3 * value / steps:.1f} | {value / whole:.0%} |")
+        for timer, way in zip(timers, ways, strict=True):
+            with timer.watching(model):
+                model.generate(ids, **shared, **way)
+            if not number:  # the first is a warm-up
+                timer.found.clear()
+    table = pd.DataFrame(dict(column(timer.found) for timer in timers))
+    print(f"Milliseconds of a step, {threads} thread{'s' * (threads > 1)}:\n")
+    print(table.to_markdown(floatfmt=".1f"))
 
 
 if __name__ == "__main__":

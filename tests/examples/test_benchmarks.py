@@ -3,6 +3,7 @@
 import json
 
 import fixed_windows
+import pytest
 import random_weights
 import step_time
 import torch
@@ -59,7 +60,12 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     base.save_mask_adapter(tmp_path / "adapter")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "count to ten"}\n' * 2)
     capsys.readouterr()
-    step_time.main(str(tmp_path / "base"), str(tmp_path / "adapter"), tmp_path / "prompts.jsonl", "float32", 2, 2, 8)
-    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")][1:]
-    times = {name.strip(): float(time) for _, name, time, _, _ in rows}
-    assert len(times) == 8 and times["matrices of the base and its head"] > 0
+    step_time.main(
+        str(tmp_path / "base"), str(tmp_path / "adapter"), tmp_path / "prompts.jsonl", "float32", [2], 2, 16
+    )
+    header, _, *rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [name.strip() for name in header[1:]] == ["1 row", "9 rows, 6 of them masks"]
+    times = {name.strip(): [float(each) for each in found] for name, *found in rows}
+    columns = list(zip(*times.values(), strict=True))
+    assert len(times) == 9 and all(sum(parts) == pytest.approx(whole, abs=0.6) for *parts, whole in columns)
+    assert times["updates of masks"][1] > 0
