@@ -1,6 +1,7 @@
 """Mask adapters: what they may touch, how they are saved and loaded."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,26 @@ def test_it_stands_beside_a_task_lora_on_all_rows(tmp_path: Path, mask_first: bo
         with torch.no_grad():
             merged = predict(both.merge_and_unload(), IDS, 2)
         torch.testing.assert_close(merged, actual, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_may_update_some_layers_alone(tmp_path: Path) -> None:
+    settings = MaskAdapterSettings(rank=4, target_modules=("down_proj",), head_width=8, layers_to_transform=(1,))
+    some, whole = (with_adapter(tiny_model(), each) for each in (settings, replace(settings, layers_to_transform=())))
+    weights = some.mask_adapter.state_dict()
+    for kind in ("down", "up"):
+        assert len(weights[f"{kind}.down_proj"]) == 1
+        every = torch.zeros_like(whole.mask_adapter.state_dict()[f"{kind}.down_proj"])
+        every[1] = weights[f"{kind}.down_proj"][0]
+        weights[f"{kind}.down_proj"] = every
+    whole.mask_adapter.load_state_dict(weights)
+    expected = predict(whole, IDS[:1], 3)
+    assert torch.equal(predict(some, IDS[:1], 3), expected)
+    some.save_mask_adapter(tmp_path)
+    ours = tiny_model()
+    load_mask_adapter(ours, tmp_path)
+    peft: Any = PeftModel.from_pretrained(tiny_model(), str(tmp_path))
+    assert ours.mask_adapter.settings == peft.get_base_model().mask_adapter.settings == settings
+    for model in (ours, peft.get_base_model()):
+        assert torch.equal(predict(model, IDS[:1], 3), expected)
+    with pytest.raises(ValueError, match="names layer 9; WeDLMForCausalLM has the layers 0 to 1"):
+        add_mask_adapter(tiny_model(), replace(settings, layers_to_transform=(1, 9)))
