@@ -29,9 +29,10 @@ import wedlm_hf
 from wedlm_hf.modeling_wedlm import hub
 
 ROOT = Path(__file__).parents[1]
+# Lowest first.
 LAYERS = (
     "threads checkpoints generation modeling_wedlm console training adapters eval serving apps cli __main__".split()
-)  # lowest first
+)
 OUTSIDE_PACKAGE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
 
 SETUP = configparser.ConfigParser()
@@ -82,26 +83,26 @@ def resolved(file: Path, level: int, name: str, line: int) -> str:
 
 
 def string_targets(file: Path) -> dict[str, int]:
-    """Modules of ours that `import_module` reaches by relative names, in a call or in a table of names, and where."""
+    """Modules of ours that `import_module` reaches by relative names, in a call or in the table `_HOME`, and where."""
     found = {}
+    tables = [
+        node.value for node in tree_of(file).body if isinstance(node, ast.Assign) and node.targets[0].id == "_HOME"
+    ]
+    homes = [ast.literal_eval(table).values() for table in tables]
     for node in ast.walk(tree_of(file)):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
-            continue
-        name = ast.unparse(node.args[0])
-        texts = [each for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)]
-        if "_HOME[" in name:
-            prefix = "".join(str(each.value) for each in texts if str(each.value).startswith("."))
-            (table,) = [
-                each.value for each in tree_of(file).body
-                if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "_HOME"
-            ]  # fmt: skip
-            names = [prefix + value for value in ast.literal_eval(table).values()]
-        else:
-            assert isinstance(node.args[0], ast.Constant), f"{file.relative_to(ROOT)}:{node.lineno} imports {name}"
-            names = [node.args[0].value]
-        for each in names:
-            if level := len(each) - len(each.lstrip(".")):
-                found[resolved(file, level, each.lstrip("."), node.lineno)] = node.lineno
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            name = node.args[0]
+            if "_HOME[" in ast.unparse(name):
+                prefix = "." if isinstance(name, ast.JoinedStr) else ""
+                names = [prefix + home for home in homes[0]]
+            else:
+                assert isinstance(name, ast.Constant), (
+                    f"{file.relative_to(ROOT)}:{node.lineno} imports a name of parts"
+                )
+                names = [name.value]
+            for each in names:
+                if level := len(each) - len(each.lstrip(".")):
+                    found[resolved(file, level, each.lstrip("."), node.lineno)] = node.lineno
     return found
 
 
@@ -114,10 +115,15 @@ def outside_packages(node: ast.Import | ast.ImportFrom) -> set[str]:
     return {name.split(".")[0] for name in names} - sys.stdlib_module_names
 
 
+def requirements(*extras: str) -> list[Requirement]:
+    """What setup.cfg requires, with the given extras."""
+    texts = [SETUP["options"]["install_requires"], *(SETUP["options.extras_require"][extra] for extra in extras)]
+    return [Requirement(line) for text in texts for line in text.split("\n") if line]
+
+
 def declared(*extras: str) -> set[str]:
     """Import names of the packages that setup.cfg requires, with the given extras and those that they name."""
-    texts = [SETUP["options"]["install_requires"], *(SETUP["options.extras_require"][extra] for extra in extras)]
-    found = [Requirement(line) for text in texts for line in text.split("\n") if line]
+    found = requirements(*extras)
     named = {extra for each in found for extra in each.extras if each.name == SETUP["metadata"]["name"]}
     names = {each.name.replace("-", "_").removesuffix("_py") for each in found} - {"wedlm_hf"}
     return names | (declared(*named) if named else set())
@@ -160,13 +166,7 @@ def test_modules_form_no_cycle():
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
-def test_the_package_imports_itself_only_by_relative_imports():
-    for file in FILES:
-        for node in imports_of(file):
-            assert "wedlm_hf" not in outside_packages(node), f"{file.relative_to(ROOT)}:{node.lineno}"
-
-
-def test_every_outside_package_is_declared_in_setup_cfg():
+def test_every_outside_package_is_declared_in_setup_cfg_and_the_package_imports_itself_relatively():
     allowed = {
         "": set(), "__main__": set(), "threads": set(),
         "checkpoints": declared("gguf"), "generation": declared("grammar"),
@@ -186,13 +186,6 @@ def test_a_model_loads_and_generates_with_the_packages_of_the_plain_install(name
         for node in tree_of(MODULES[module]).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 assert outside_packages(node) <= declared(), f"{module}:{node.lineno}"
-
-
-def test_the_command_says_what_to_install_where_its_packages_are_missing():
-    hide = "import wedlm_hf.__main__ as command; command.find_spec = lambda name: None; command.main()"
-    result = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr == "The command `wedlm` needs rich, typer: pip install '.[cli]' in the clone\n"
 
 
 def test_public_names_resolve_and_are_listed_for_type_checkers():
@@ -219,14 +212,13 @@ def test_no_module_is_loaded_twice():
             assert names[file.resolve()] == {f"wedlm_hf.{name}"}
 
 
-def test_shipped_files_have_unique_names():
-    names = [file.name for file in SHIPPED]
-    assert sorted(names) == sorted(set(names))
-
-
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
 def test_shipped_file_imports_in_the_forms_that_the_hub_loader_follows(file: Path):
+    assert [each.name for each in SHIPPED].count(file.name) == 1
     nodes = imports_of(file)
+    # Those beside torch and transformers come with transformers, which needs them itself.
+    outside = set().union(*map(outside_packages, nodes))
+    assert outside <= {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"}
     nested = [node.lineno for node in nodes if node not in tree_of(file).body]
     assert not nested, f"imports inside functions, conditions or try blocks, lines {nested}"
 
@@ -243,22 +235,26 @@ def test_shipped_file_imports_in_the_forms_that_the_hub_loader_follows(file: Pat
     assert set(get_relative_imports(file)) == {"." * (node.level - 1) + (node.module or "") for node in relative}
 
 
+def pins_of(name: str) -> dict[str, Requirement]:
+    """What a list of requirements pins."""
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and line[0] != "#"]
+    return {canonicalize_name(each.name): each for each in pins}
+
+
 def test_every_pinned_package_takes_the_oldest_python_that_the_readme_names():
-    lines = [line.strip() for line in (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()]
-    pinned = {canonicalize_name(Requirement(line).name) for line in lines if line and line[0] != "#"}
-    needed = {
-        canonicalize_name(found.metadata["Name"]): found.metadata.get("Requires-Python") or ""
-        for found in distributions()
-    }
-    assert {name for name in pinned & needed.keys() if "3.11.0" not in SpecifierSet(needed[name])} == set()
+    for found in distributions():
+        if canonicalize_name(found.metadata["Name"]) in pins_of("requirements.txt"):
+            assert "3.11.0" in SpecifierSet(found.metadata.get("Requires-Python") or ""), found.metadata["Name"]
 
 
-@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
-def test_shipped_file_needs_nothing_that_transformers_and_torch_do_not_need(file: Path):
-    for node in imports_of(file):
-        # Those beside torch and transformers come with transformers, which needs them itself.
-        allowed = {"torch", "transformers", "huggingface_hub", "safetensors", "numpy"}
-        assert outside_packages(node) <= allowed, f"line {node.lineno}"
+def test_the_lowest_set_pins_the_lower_bounds_of_setup_cfg():
+    pinned = pins_of("requirements-lowest.txt")
+    extras = [extra for extra in SETUP["options.extras_require"] if extra not in ("docs", "vllm")]
+    for each in requirements(*extras):
+        if each.name != SETUP["metadata"]["name"]:
+            (lowest,) = [one.version for one in each.specifier if one.operator == ">="]
+            assert lowest in pinned[canonicalize_name(each.name)].specifier, each
 
 
 def test_every_package_folder_is_listed_in_setup_cfg():
@@ -288,17 +284,3 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     files = [*FILES, *data, ROOT / "py.typed"]
     expected = {f"wedlm_hf/{file.relative_to(ROOT).as_posix()}" for file in files}
     assert packed == expected | {"wedlm_hf/training/probe.jinja"}
-
-
-def test_the_lowest_set_pins_the_lower_bounds_of_setup_cfg():
-    lines = (ROOT / "requirements-lowest.txt").read_text(encoding="utf-8").splitlines()
-    pins = [Requirement(line) for line in lines if line and line[0] != "#"]
-    pinned = {canonicalize_name(each.name): each.specifier for each in pins}
-    extras = [extra for extra in SETUP["options.extras_require"] if extra not in ("docs", "vllm")]
-    texts = [SETUP["options"]["install_requires"], *(SETUP["options.extras_require"][extra] for extra in extras)]
-    needed = [
-        Requirement(line) for text in texts for line in text.split("\n") if line and not line.startswith("wedlm")
-    ]
-    for each in needed:
-        (lowest,) = [one.version for one in each.specifier if one.operator == ">="]
-        assert lowest in pinned[canonicalize_name(each.name)], each

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,10 @@ from wedlm_hf.eval.prompts import read_tasks
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
 PAGES = [
-    *(page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))),
-    *(page.relative_to(ROOT).as_posix() for page in sorted((ROOT / "examples").glob("*/README.md"))),
+    *(
+        page.relative_to(ROOT).as_posix()
+        for page in (*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md")))
+    ),
     "CONTRIBUTING.md",
     "README.md",
 ]
@@ -67,7 +70,7 @@ SHORTER = {
     "wedlm_hf.eval": ["--limit", "1"],
 }
 QUICKER = {"300_000": "30"}  # the same, in Python
-SLOW = ("max_steps=100",)  # what makes a Python block slow
+SLOW = "max_steps=100"  # what makes a Python block slow
 REAL_ID, REAL_FILE = "HuggingFaceTB/SmolLM2-135M-Instruct", "build/smollm2"  # the real model, as pages name it
 ELSEWHERE = {"cd", "git", "hf", "pip", "sbatch", "vllm"}  # programs that no test calls
 
@@ -84,23 +87,19 @@ def blocks(page: str, language: str, titled: bool = False) -> list[str]:
     return [content for name, title, content, _ in fences(page) if name == language and bool(title.strip()) == titled]
 
 
-def cases(language: str, titled: bool = False, pages: list[str] = PAGES) -> list[Any]:
+def cases(language: str, titled: bool = False) -> list[Any]:
     return [
-        pytest.param(
-            page,
-            block,
-            id=f"{page.removesuffix('.md').replace('/', '-')}-{index}",
-            marks=[pytest.mark.slow] if language == "python" and any(words in block for words in SLOW) else [],
-        )
-        for page in pages
+        pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}", marks=marks)
+        for page in PAGES
         for index, block in enumerate(blocks(page, language, titled))
+        for marks in [[pytest.mark.slow] if language == "python" and SLOW in block else []]
         if titled or REAL_FILE not in block
     ]
 
 
 def real_cases(language: str) -> list[Any]:
     """Blocks that name the real model, but for those that a title keeps from being run."""
-    kept = re.compile("|".join(("trains for", "takes ", "runs until", "several GPUs", "account")))
+    kept = re.compile("trains for|takes |runs until|several GPUs|account")
     return [
         pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}")
         for page in PAGES
@@ -124,18 +123,19 @@ def check_printed(page: str, block: str, printed: str) -> None:
 def models(tmp_path_factory) -> Path:
     """A folder with checkpoints under the names that the pages use."""
     folder = tmp_path_factory.mktemp("models")
-    for name, style in (("Qwen/Qwen3-0.6B", "qwen3"), ("HuggingFaceTB/SmolLM2-135M-Instruct", "qwen2.5")):
-        stock_twin(tiny_model(style)).save_pretrained(folder / name)
-        tiny_tokenizer().save_pretrained(folder / name)
     twin = tiny_model("qwen2.5")
-    for name in ("tencent/WeDLM-8B-Instruct", "my-model"):
-        twin.save_pretrained(folder / name)
+    for name, model in {
+        "Qwen/Qwen3-0.6B": stock_twin(tiny_model()),
+        "HuggingFaceTB/SmolLM2-135M-Instruct": stock_twin(twin),
+        "tencent/WeDLM-8B-Instruct": twin,
+        "my-model": twin,
+    }.items():
+        model.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
     WeDLMForCausalLM.from_pretrained(NANO).save_pretrained(folder / "my-wedlm")
     AutoTokenizer.from_pretrained(NANO).save_pretrained(folder / "my-wedlm")
-    get_peft_model(tiny_model("qwen2.5"), LoraConfig(target_modules=["q_proj"])).save_pretrained(
-        folder / "my-task-lora"
-    )
+    lora = get_peft_model(tiny_model("qwen2.5"), LoraConfig(target_modules=["q_proj"]))
+    lora.save_pretrained(folder / "my-task-lora")
     add_mask_adapter(twin, MaskAdapterSettings(rank=2, head_width=8))
     twin.save_mask_adapter(folder / "my-adapter")
     return folder
@@ -145,24 +145,16 @@ def models(tmp_path_factory) -> Path:
 def workplace(tmp_path, monkeypatch, models, page, block):
     """A folder with what a block names and does not make itself, as the current one."""
     shutil.copytree(NANO, tmp_path / "examples" / "wedlm-nano")
-    for name in (
-        "README.md",
-        CARD,
-        "docs/measure.md",
-        "examples/recipes",
-        "examples/distributed",
-        "examples/wedlm-nano-hybrid",
-    ):
+    folders = [f"examples/{name}" for name in ("recipes", "distributed", "wedlm-nano-hybrid")]
+    for name in ("README.md", CARD, "docs/measure.md", *folders):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
         copy(ROOT / name, tmp_path / name)
-    for name in ("Qwen", "HuggingFaceTB", "tencent"):
+    for name in ("Qwen", "HuggingFaceTB", "tencent", "my-task-lora", "my-model"):
         shutil.copytree(models / name, tmp_path / name)
     for name, source in (("my-adapter", models / "my-adapter"), ("my-wedlm", models / "my-wedlm"), ("my-chat", NANO)):
         if not re.search(rf"(adapt|convert) \S+ {name}|--output_dir {name}", block):
             shutil.copytree(source, tmp_path / name)
-    for name in ("my-task-lora", "my-model"):
-        shutil.copytree(models / name, tmp_path / name)
     (chat,) = blocks("README.md", "json")
     (tmp_path / "chats.jsonl").write_text(chat * 20, encoding="utf-8")
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES * 4))
@@ -270,12 +262,15 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: 
     elif program == "python":
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
         if module == "wedlm_hf.eval":
-            return run_harness([*arguments, *SHORTER[module]], monkeypatch)
+            monkeypatch.setattr(sys, "argv", ["eval", *arguments, *SHORTER[module]])
+            import_module("wedlm_hf.eval.harness.run").main()
+            return ""
         if module == "examples/paper-findings/trends.py":
-            return ""  # tests/examples/test_paper_findings.py
-        app = typer.Typer()
+            return ""  # tests/examples/test_tools.py
+        found, app = script(module), typer.Typer()
+        found.VOCABULARY_SAMPLES_PER_TASK = 20
         arguments += SHORTER[module]
-        app.command()(main_of(module))
+        app.command()(found.main)
     else:
         assert program in ELSEWHERE, f"no test knows how to run {shlex.join(words)}"
         return ""
@@ -284,22 +279,6 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: 
     result = CliRunner().invoke(app, arguments, input=stdin)
     assert result.exit_code == 0, (words, result.output, result.exception)
     return result.stdout
-
-
-def run_harness(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Runs `python -m wedlm_hf.eval` in this process."""
-    from wedlm_hf.eval.harness.run import main
-
-    monkeypatch.setattr(sys, "argv", ["eval", *arguments])
-    main()
-    return ""
-
-
-def main_of(module: str):
-    """The command's function."""
-    found = script(module)
-    found.VOCABULARY_SAMPLES_PER_TASK = 20
-    return found.main
 
 
 @pytest.mark.parametrize(("page", "block"), cases("sh", titled=True))
@@ -326,20 +305,17 @@ def parse(words: list[str]) -> None:
         assert program == "wedlm", words
         module, *arguments = arguments
     if module in ("wedlm_hf.training.train", "train"):
-        from wedlm_hf.training.train import _parse
-
-        _parse([*arguments, *("" if "--dataset" in arguments else ("--dataset", "chats.jsonl")), "--bf16", "false"])
+        import_module("wedlm_hf.training.train")._parse(
+            [*arguments, *("" if "--dataset" in arguments else ("--dataset", "chats.jsonl")), "--bf16", "false"]
+        )
     elif module.startswith("-"):
         assert any(module in option.opts for option in get_command(cli.app).params), module
     elif program == "wedlm":
         get_command(cli.app).commands[module].make_context(module, arguments)
     else:
-        file = (
-            ROOT.joinpath(*module.split(".")[1:]).with_suffix(".py")
-            if module.startswith("wedlm_hf")
-            else ROOT / module
-        )
-        source = (file if file.exists() else file.with_suffix("") / "harness" / "run.py").read_text(encoding="utf-8")
+        place = "/".join(module.split(".")[1:]) if module.startswith("wedlm_hf") else module.removesuffix(".py")
+        file = ROOT / f"{place}.py"
+        source = (file if file.exists() else ROOT / place / "harness" / "run.py").read_text(encoding="utf-8")
         for option in (word for word in arguments if word.startswith("--")):
             is_harness = module == "wedlm_hf.eval" and option in HARNESS_OPTIONS
             assert is_harness or re.search(rf'"{option}"|\b{option[2:].replace("-", "_")}:', source), option
@@ -388,6 +364,7 @@ def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("https://") or ((ROOT / page).parent / target).exists(), target
+    assert not re.search(r"install [\"']?wedlm-hf", text)  # no index has it
 
 
 def test_the_file_tree_names_files_that_exist():
@@ -400,13 +377,8 @@ def test_the_file_tree_names_files_that_exist():
         for name in re.findall(r"\w+\.py", line):
             assert (folder / name).exists(), name
     listed = set(re.findall(r"\w+\.py", tree))
-    present = {
-        path.name
-        for name in ("modeling_wedlm", "generation", "adapters")
-        for path in (ROOT / name).glob("*.py")
-        if path.stem[0] != "_"
-    }
-    assert present <= listed
+    for folder in ("modeling_wedlm", "generation", "adapters"):
+        assert {path.name for path in (ROOT / folder).glob("*.py") if path.stem[0] != "_"} <= listed
 
 
 def test_measured_numbers_are_those_of_the_stored_report():
@@ -444,9 +416,3 @@ def test_the_readme_lists_every_extra():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"`(\w+)`", text.partition("The extras: ")[2].partition("\n\n")[0])
     assert sorted(listed) == sorted(setup["options.extras_require"])
-
-
-def test_no_page_installs_from_an_index_that_has_no_such_package():
-    for page in PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert not re.search(r"install [\"']?wedlm-hf", text), page

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -61,11 +61,8 @@ def test_a_run_holds_what_both_decoders_answer_and_tells_how_it_goes(run, demo, 
     (recording,) = trace_of(events).recordings
     loaded = demo.models.load(ModelChoice(checkpoint))
     prompt = torch.tensor([recording.prompt_tokens])
-    for answer, options in zip(
-        recording.runs,
-        ({"strategy": "wedlm", "window_size": 4, "entropy_threshold": 1.5}, {"strategy": "ar"}),
-        strict=True,
-    ):
+    asked = ({"strategy": "wedlm", "window_size": 4, "entropy_threshold": 1.5}, {"strategy": "ar"})
+    for answer, options in zip(recording.runs, asked, strict=True):
         tokens = loaded.model.generate(prompt, max_new_tokens=12, do_sample=False, **options)[0, prompt.shape[1] :]
         assert answer.tokens == tokens.tolist()
         told = [event["text"] for event in events if event.get("decoder") == options["strategy"]]
@@ -161,17 +158,13 @@ def test_a_request_that_nobody_waits_for_stops(demo, checkpoint, run):
 
 def test_requests_at_the_same_time_get_their_own_answers(run):
     prompts = ["1, 2, 3", "Sort 31, 7", "3 + 4 =", '{"name"']
-    answers = {}
-    threads = [threading.Thread(target=lambda p=prompt: answers.update({p: run(prompt=p)[1]})) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for prompt in prompts:
+    with ThreadPoolExecutor(4) as pool:
+        answers = [*pool.map(lambda prompt: run(prompt=prompt)[1], prompts)]
+    for prompt, answer in zip(prompts, answers, strict=True):
         alone = trace_of(run(prompt=prompt)[1]).recordings[0]
-        together = trace_of(answers[prompt]).recordings[0]
+        together = trace_of(answer).recordings[0]
         assert (together.prompt, together.prompt_tokens) == (prompt, alone.prompt_tokens)
-        assert [answer.tokens for answer in together.runs] == [answer.tokens for answer in alone.runs]
+        assert [each.tokens for each in together.runs] == [each.tokens for each in alone.runs]
 
 
 def test_pages_of_other_sites_cannot_use_it(client):

@@ -99,26 +99,21 @@ def test_a_card_needs_a_licence_which_an_option_states(folder):
     assert "# model\n" in push.card(folder, "someone/model", "mit")
 
 
-def test_an_adapter_without_a_card_is_refused(tmp_path):
-    (tmp_path / "adapter_config.json").write_text("{}")
+def test_an_adapter_needs_a_card_of_its_own_and_a_base_that_others_can_load(tmp_path):
+    file, config = tmp_path / "adapter_config.json", {"peft_type": "LORA"}
+    file.write_text("{}")
     with pytest.raises(FileNotFoundError, match=r"has no README.md: write one, with a `license` at its top"):
         push.card(tmp_path, "someone/adapter")
-
-
-def test_an_adapter_names_a_base_that_others_can_load(tmp_path):
-    config = {"base_model_name_or_path": "/home/me/model", "peft_type": "LORA"}
-    file = tmp_path / "adapter_config.json"
-    file.write_text(json.dumps(config))
     text = "---\nlicense: mit\nbase_model: /home/me/model\ntags:\n- base_model:adapter:/home/me/model\n- lora\n---\n\n"
     code = f'AutoModel.from_pretrained("model")\nload_mask_adapter(model, "{tmp_path.name}")\n'
     (tmp_path / "README.md").write_text(text + code)
-    with pytest.raises(ValueError, match="names a base of this machine, '/home/me/model', which nobody else can load"):
-        push.card(tmp_path, "someone/adapter")
-    file.write_text(json.dumps(config | {"base_model_name_or_path": "gpt2"}))
-    with pytest.raises(
-        ValueError, match=r"names its base 'gpt2', without an owner, .* write the Hub id .* OWNER/NAME"
+    for base, message in (
+        ("/home/me/model", "names a base of this machine, '/home/me/model', which nobody else can load"),
+        ("gpt2", r"names its base 'gpt2', without an owner, .* write the Hub id .* OWNER/NAME"),
     ):
-        push.card(tmp_path, "someone/adapter")
+        file.write_text(json.dumps(config | {"base_model_name_or_path": base}))
+        with pytest.raises(ValueError, match=message):
+            push.card(tmp_path, "someone/adapter")
     file.write_text(json.dumps(config | {"base_model_name_or_path": "someone/model"}))
     made = push.card(tmp_path, "someone/adapter")
     assert "/home/me" not in made and 'load_mask_adapter(model, "someone/adapter")' in made
@@ -160,10 +155,9 @@ class Hub:
         for name in filter_repo_objects([*contents(folder_path)], ignore_patterns=ignore_patterns):
             (self.folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder_path / name, self.folder / name)
-        is_pull_request = {"pr_url": "https://hub/pull/1", "pr_revision": "refs/pr/1"} if create_pr else {}
-        return types.SimpleNamespace(
-            **{"pr_url": None, "pr_revision": None, "commit_url": "https://hub/commit"} | is_pull_request
-        )
+        pull_request = ("https://hub/pull/1", "refs/pr/1") if create_pr else (None, None)
+        names = ("commit_url", "pr_url", "pr_revision")
+        return types.SimpleNamespace(**dict(zip(names, ("https://hub/commit", *pull_request), strict=True)))
 
     def upload_file(self, *, path_or_fileobj, path_in_repo, **_):
         (self.folder / path_in_repo).write_bytes(path_or_fileobj)

@@ -4,34 +4,25 @@ import copy
 import logging
 import pickle
 import threading
+from functools import cache
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import wedlm_hf
 from wedlm_hf.checkpoints import packed
 from wedlm_hf.checkpoints.loading import load_model
-from wedlm_hf.checkpoints.packed import (
-    PackedEmbedding,
-    PackedLinear,
-    PackedNorm,
-    can_pack,
-    count_weights,
-    is_packed,
-    pack,
-    use_fastest,
-)
+from wedlm_hf.checkpoints.packed import PackedLinear, PackedNorm, can_pack, count_weights, is_packed, pack, use_fastest
 from wedlm_hf.eval.measure import environment, fingerprint
 
 IDS = torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
 
-has_kernels = pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
-pytestmark = has_kernels
+pytestmark = pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
 
 
 def stock_model(tied=False, dtype=torch.float32):
@@ -40,19 +31,6 @@ def stock_model(tied=False, dtype=torch.float32):
     tokens = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = LlamaConfig(**sizes, **tokens, num_key_value_heads=2, tie_word_embeddings=tied)
     return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
-
-
-@pytest.mark.parametrize("method", ["gguf", "bitsandbytes"])
-def test_weights_of_a_gguf_file_are_packed_and_quantized_ones_left_as_they_are(method):
-    model, plain = stock_model(), pack(stock_model())
-    model.is_quantized, model.quantization_method, model.hf_quantizer = True, method, object()
-    if method == "gguf":
-        assert logits_of(wedlm_hf.pack(model)).equal(logits_of(plain))
-        return
-    before = dict(model.named_modules())
-    with pytest.raises(ValueError, match="are quantized: load the model with a dtype"):
-        pack(model)
-    assert dict(model.named_modules()) == before
 
 
 def logits_of(model):
@@ -77,12 +55,10 @@ def test_a_row_has_the_same_bits_whatever_stands_beside_it(out, width):
 def test_a_row_has_the_same_bits_for_any_number_of_threads():
     layer, rows, threads = PackedLinear(nn.Linear(576, 200)), torch.randn(7, 576), torch.get_num_threads()
     found = []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(layer(rows))
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(layer(rows))
+    torch.set_num_threads(threads)
     assert found[0].equal(found[1]) and found[0].equal(found[2])
 
 
@@ -138,46 +114,60 @@ def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_ea
     assert together[2](others).equal(alone[2](others))
 
 
-def test_norms_take_fewer_operations_where_they_have_the_same_bits():
+def test_norms_take_fewer_operations_where_they_have_the_same_bits_and_layers_of_another_kind_stay():
     class ScaledRMSNorm(nn.RMSNorm):
         def forward(self, x):
             return super().forward(x) * 1.5
 
+    class ScaledEmbedding(nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
     model = stock_model()
     model.model.layers[1].input_layernorm = other = ScaledRMSNorm(32, eps=1e-6)
+    model.model.embed_tokens = table = ScaledEmbedding(97, 32).bfloat16()
     with torch.no_grad():
         model.model.norm.weight.uniform_(0.5, 2)
     plain = copy.deepcopy(model.model.norm)
     pack(model)
     assert model.model.layers[1].input_layernorm is other
+    assert model.model.embed_tokens is table and table.weight.dtype == torch.float32
     assert type(model.model.norm) is PackedNorm is type(model.model.layers[0].input_layernorm)
     for count in (1, 2, 7, 300):
         rows = torch.randn(1, count, 32) * 10
         assert model.model.norm(rows).equal(plain(rows))
 
 
-@pytest.mark.parametrize("change", ["meta", torch.bfloat16, torch.float64])
-def test_a_packed_model_is_not_moved_by_halves(change):
+def test_what_cannot_be_packed_is_refused_and_stays_as_it_is():
+    quantized, plain = stock_model(), pack(stock_model())
+    quantized.is_quantized, quantized.quantization_method, quantized.hf_quantizer = True, "bitsandbytes", object()
+    before = dict(quantized.named_modules())
+    with pytest.raises(ValueError, match="are quantized: load the model with a dtype"):
+        pack(quantized)
+    assert dict(quantized.named_modules()) == before
+    quantized.quantization_method = "gguf"  # whose weights have been read
+    assert logits_of(wedlm_hf.pack(quantized)).equal(logits_of(plain))
+    with pytest.raises(ValueError, match="on 'meta'"):
+        pack(stock_model().to("meta"))
+    with pytest.raises(ValueError, match=r"nn\.Linear layers hold 0% of the weights of this GPT2LMHeadModel"):
+        pack(GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2)))
+
+
+def test_what_needs_the_weights_of_a_packed_model_or_moves_it_by_halves_is_told_so():
     model = pack(stock_model())
     expected = logits_of(model)
-    with pytest.raises(ValueError, match="computes in float32 on a CPU"):
-        model.to(change)
-    assert logits_of(model.to("cpu", torch.float32)).equal(expected)
-
-
-def test_what_needs_the_weights_is_told_so():
-    model = pack(stock_model())
-    embeds = torch.randn(1, 3, 32)
+    for change in ("meta", torch.bfloat16, torch.float64):
+        with pytest.raises(ValueError, match="computes in float32 on a CPU"):
+            model.to(change)
+        assert logits_of(model.to("cpu", torch.float32)).equal(expected)
     with pytest.raises(RuntimeError, match="no gradients"):
-        model(inputs_embeds=embeds.clone().requires_grad_())
+        model(inputs_embeds=torch.randn(1, 3, 32).requires_grad_())
     with pytest.raises(TypeError, match=r"float32 rows, got torch\.bfloat16"):
-        model.lm_head(embeds.bfloat16())
+        model.lm_head(torch.randn(1, 3, 32).bfloat16())
     with pytest.raises(AttributeError, match="has no `weight`"):
         model.resize_token_embeddings(120)
     with pytest.raises(ValueError, match=r"PackedLinear.*is not supported"):
         get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="on 'meta'"):
-        pack(stock_model().to("meta"))
 
 
 def test_of_layers_with_a_lora_the_base_is_packed():
@@ -203,12 +193,6 @@ def test_weights_beyond_float16_stay_as_they_are(caplog, value):
     assert "1 linear layers have weights beyond float16 and stay in float32: up_proj" in caplog.text
 
 
-def test_a_model_without_linear_layers_is_refused():
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2))
-    with pytest.raises(ValueError, match=r"nn\.Linear layers hold 0% of the weights of this GPT2LMHeadModel"):
-        pack(model)
-
-
 def test_hooks_and_layers_that_are_shared_are_kept():
     model = stock_model()
     shared, seen = model.model.layers[0].mlp, []
@@ -228,15 +212,12 @@ def test_without_the_kernels_a_model_stays_as_it_is(monkeypatch, caplog):
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16")
 
     monkeypatch.setattr(packed, "_pack", pack_weight)
-    packed.can_pack.cache_clear()
-    try:
-        model = stock_model()
-        expected = logits_of(model)
-        assert not is_packed(pack(model)) and not is_packed(pack(model))
-        assert logits_of(model).equal(expected)
-        assert caplog.text.count("this torch has no FBGEMM kernels") == 1
-    finally:
-        packed.can_pack.cache_clear()
+    monkeypatch.setattr(packed, "can_pack", cache(packed.can_pack.__wrapped__))  # asked anew
+    model = stock_model()
+    expected = logits_of(model)
+    assert not is_packed(pack(model)) and not is_packed(pack(model))
+    assert logits_of(model).equal(expected)
+    assert caplog.text.count("this torch has no FBGEMM kernels") == 1
 
 
 def test_threads_that_start_while_kernels_are_timed_keep_their_number_of_torch_threads():
@@ -272,11 +253,9 @@ def test_the_fastest_dtype_is_measured(monkeypatch, caplog, times, chosen):
     assert is_packed(model) == (chosen == "packed")
     assert model.dtype == (torch.bfloat16 if chosen == torch.bfloat16 else torch.float32)
     assert f"Linear layers are {chosen}" in caplog.text
-
-
-def test_a_model_that_fits_in_a_cache_keeps_its_own_dtype():
-    model = stock_model(dtype=torch.bfloat16)
-    assert use_fastest(model) == torch.bfloat16 == model.dtype
+    monkeypatch.undo()
+    small = stock_model(dtype=torch.bfloat16)  # it fits in a cache, and keeps its own dtype
+    assert use_fastest(small) == torch.bfloat16 == small.dtype
 
 
 def test_a_checkpoint_is_loaded_packed(tmp_path, monkeypatch):
@@ -290,24 +269,5 @@ def test_a_checkpoint_is_loaded_packed(tmp_path, monkeypatch):
     with torch.no_grad():
         plain.model.layers[0].mlp.up_proj.weight[0, 0] += 1
     models = model, pack(plain), pack(load_model(tmp_path))
-    digests = [fingerprint(model, _Tokenizer())["weights"] for model in models]
+    digests = [fingerprint(model, tiny_tokenizer())["weights"] for model in models]
     assert digests[0] == digests[2] != digests[1]
-
-
-class _Tokenizer:
-    backend_tokenizer = chat_template = None
-
-    def get_vocab(self):
-        return {}
-
-
-def test_embeddings_of_their_own_kind_stay():
-    class Scaled(nn.Embedding):
-        def forward(self, ids):
-            return 2 * super().forward(ids)
-
-    model = stock_model(dtype=torch.bfloat16)
-    model.model.embed_tokens = Scaled(97, 32).bfloat16()
-    pack(model)
-    assert type(model.model.embed_tokens) is Scaled and model.model.embed_tokens.weight.dtype == torch.float32
-    assert not isinstance(model.model.embed_tokens, PackedEmbedding)

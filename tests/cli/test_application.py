@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,13 @@ from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
+from wedlm_hf import __main__ as program
 from wedlm_hf import __version__, add_mask_adapter, cli, threads
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.checkpoints.loading import load_model
 from wedlm_hf.cli import application, options
+from wedlm_hf.eval.report import request as requests
 from wedlm_hf.generation.settings import STRATEGIES
 
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -62,8 +63,9 @@ def folder(tmp_path_factory):
     (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     (folder / "empty").mkdir()
     (folder / "empty" / "README.md").write_text("---\nlicense: mit\n---\n")
-    weights = shutil.copytree(folder / "model", folder / "damaged") / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
+    for name in ("model", "stock"):
+        weights = shutil.copytree(folder / name, folder / f"damaged-{name}") / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:1000])
     GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder / "gpt2")
     (folder / "truncated.gguf").write_bytes(b"GGUF\3\0\0\0")
     other = tiny_model(seed=1)
@@ -112,6 +114,18 @@ def test_help_is_whole_on_a_narrow_and_on_a_dumb_terminal_and_one_without_greek_
     assert "\x1b" not in shown and shown.count("my-wedlm") == 1
 
 
+def test_help_needs_neither_torch_nor_transformers():
+    check = (
+        "import sys; from typer.testing import CliRunner; from wedlm_hf import cli\n"
+        "for command in ([], ['generate'], ['convert']):\n"
+        "    result = CliRunner().invoke(cli.app, [*command, '--help'])\n"
+        "    assert result.exit_code == 0 and 'Usage' in result.stdout\n"
+        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize(
     ("begun", "offered"),
     [
@@ -127,6 +141,23 @@ def test_the_shell_completes_commands_options_and_values(begun, offered):
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------------
+
+
+LOADING = {  # words of each command that loads a checkpoint
+    "generate": "hi --model CHECKPOINT",
+    "chat": "CHECKPOINT",
+    "demo": "--model CHECKPOINT --port 0 --no-browser",
+    "serve": "CHECKPOINT --port 0",
+    "trace": "hi --model CHECKPOINT --output OUT/page.html",
+    "report": "CHECKPOINT --file prompts.txt --output OUT",
+    "convert": "CHECKPOINT OUT",
+    "train": "--model_name_or_path CHECKPOINT --dataset chats.jsonl --output_dir OUT --use_cpu true --bf16 false",
+    "adapt": "CHECKPOINT OUT --tokens 9",
+}
+
+
+def loading(command, checkpoint):
+    return f"{command} {LOADING[command].replace('CHECKPOINT', checkpoint)}"
 
 
 STOCK = "'stock' is a model of type 'qwen3', not a WeDLM checkpoint: pass its mask adapter (`--adapter`, in Python "
@@ -206,87 +237,69 @@ WRONG = {
     TRAIN + "--num_train_epochs 0": "Without `max_steps`, `num_train_epochs` must be more than 0, got 0.",
     TRAIN + "--blok_size 8": "Some specified arguments are not used by the HfArgumentParser: ['--blok_size', '8']",
     TRAIN + "--model_name_or_path ./no": "There is no checkpoint folder './no'.",
+    **{
+        loading(command, "damaged-model"): "'damaged-model' are damaged"
+        for command in sorted({*LOADING} - {"convert"})
+    },
+    loading("convert", "damaged-stock"): "'damaged-stock' are damaged or truncated",
+    **{loading("generate", name): name for name in ("./missing", "empty", "gpt2", "truncated.gguf")},
+    **{
+        f"{loading(command, 'model')} --adapter adapter": "was trained for another model of this shape"
+        for command in ("generate", "chat", "demo", "serve", "trace", "report")
+    },
+    "generate hi --adapter ./missing": "'./missing'",
+    "generate hi --device abacus": "`--device abacus` is not available",
+    "generate hi --dtype int8": "Invalid value for '--dtype'",
+    "generate hi --threads 0": "`threads` must be at least 1, got 0.",
+    "merge 'base of adapter' adapter out": "is a mask adapter, which cannot be merged",
+    "merge model model out": "adapter_config.json",
 }
 
 
 @pytest.mark.parametrize(
     "words", WRONG, ids=lambda words: words.removeprefix(TRAIN)[:40].encode("ascii", "replace").decode()
 )
-def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(folder, monkeypatch, words):
+def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(folder, monkeypatch, tmp_path, words):
     monkeypatch.chdir(folder)
     Path("latin.txt").write_bytes(b"caf\xe9\n")
     if not Path("link.txt").exists():
         Path("link.txt").symlink_to("prompts.txt")
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
     model = ["--model", "model"] if words.startswith("generate") and "--model" not in words else []
-    result = invoke(*shlex.split(words), *model, input="")
+    result = invoke(*shlex.split(words.replace("OUT", str(tmp_path / "out"))), *model, input="")
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     *progress, error = result.stderr.splitlines()
     assert error.startswith("Error: ") and WRONG[words] in error
     assert "Missing argument" not in error or error.endswith("`wedlm convert --help` says what there is.")
-    assert not progress or words.startswith("train")
+    assert not progress or words.startswith("train")  # it has read the dataset
     assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
-
-
-LOADING = {  # words of each command that loads a checkpoint
-    "generate": "hi --model CHECKPOINT",
-    "chat": "CHECKPOINT",
-    "demo": "--model CHECKPOINT --port 0 --no-browser",
-    "serve": "CHECKPOINT --port 0",
-    "trace": "hi --model CHECKPOINT --output OUT/page.html",
-    "report": "CHECKPOINT --file prompts.txt --output OUT",
-    "convert": "CHECKPOINT OUT",
-    "train": "--model_name_or_path CHECKPOINT --dataset chats.jsonl --output_dir OUT --use_cpu true --bf16 false",
-    "adapt": "CHECKPOINT OUT --tokens 9",
-}
-
-
-@pytest.fixture
-def refused(folder, tmp_path, monkeypatch):
-    """`refused(command, checkpoint, options…)` is what the command says: one line, and no file is written."""
-    monkeypatch.chdir(folder)
-    return partial(refusal, tmp_path / "out")
-
-
-def refusal(out, command, checkpoint, *options):
-    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
-    words = LOADING[command].replace("CHECKPOINT", checkpoint).replace("OUT", str(out)).split()
-    result = invoke(command, *words, *options)
-    *progress, error = result.stderr.splitlines()
-    assert (result.exit_code, result.stdout) == (2, "") and error.startswith("Error: "), result.output
-    assert not progress or command == "train"  # it has read the dataset
-    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*")} == before
-    left = {path.name for path in out.rglob("*") if path.is_file()}
-    assert left <= ({"adapt.json", "_lock"} if command == "adapt" else set())  # what the run was asked for
-    return error
+    left = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert left <= ({"adapt.json", "_lock"} if words.startswith("adapt") else set())  # what the run was asked for
 
 
 @pytest.mark.parametrize(
-    ("command", "checkpoint"),
+    ("words", "needs", "extra"),
     [
-        *((command, "damaged") for command in LOADING),
-        *(("generate", checkpoint) for checkpoint in ("./missing", "empty", "gpt2", "truncated.gguf")),
+        ("train", "Training needs trl", "train"),
+        ("adapt base out --tokens 9", "`wedlm adapt` needs accelerate, filelock, matplotlib, pandas", "train"),
+        ("report --output out", "The report needs matplotlib", "eval"),
     ],
 )
-def test_a_checkpoint_that_cannot_be_used_is_one_error_of_every_command(refused, command, checkpoint):
-    assert checkpoint in refused(command, checkpoint)
+def test_a_command_says_what_to_install_before_weights_are_read(monkeypatch, words, needs, extra):
+    monkeypatch.setattr(options.LoadingOptions, "load", lambda *args: pytest.fail("weights were read"))
+    for module in (application, requests):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    result = invoke(*words.split())
+    assert (result.exit_code, result.stderr.startswith(f"Error: {needs}")) == (2, True), result.stderr
+    assert result.stderr.endswith(f": pip install '.[{extra}]' in the clone.\n")
 
 
-@pytest.mark.parametrize(
-    ("command", "option", "message"),
-    [
-        *(
-            (command, "--adapter adapter", "was trained for another model of this shape")
-            for command in ("generate", "chat", "demo", "serve", "trace", "report")
-        ),
-        ("generate", "--adapter ./missing", "'./missing'"),
-        ("generate", "--device abacus", "`--device abacus` is not available"),
-        ("generate", "--dtype int8", "Invalid value for '--dtype'"),
-        ("generate", "--threads 0", "`threads` must be at least 1, got 0."),
-    ],
-)
-def test_an_option_of_loading_that_is_wrong_is_one_error_of_every_command(refused, command, option, message):
-    assert message in refused(command, "model", *option.split())
+def test_the_program_says_what_to_install_where_its_own_packages_are_missing(monkeypatch):
+    monkeypatch.setattr(program, "find_spec", lambda name: None)
+    monkeypatch.setattr(program.signal, "getsignal", lambda number: None)  # Ctrl-C stays what it is
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == "The command `wedlm` needs rich, typer: pip install '.[cli]' in the clone"
 
 
 @pytest.mark.parametrize("given", ["model", "lora", "mask", "model --adapter lora", "stock --adapter mask"])
@@ -311,10 +324,6 @@ def test_a_lora_is_written_into_a_checkpoint(folder, tmp_path):
         merged, _ = load_adapted(folder / "lora")
         written = load_model(out).state_dict()
         assert all(torch.equal(written[name], weight) for name, weight in merged.state_dict().items())
-    for lora, message in (("adapter", "is a mask adapter, which cannot be merged"), ("model", "adapter_config.json")):
-        result = invoke("merge", folder / "base of adapter", folder / lora, tmp_path / "none")
-        assert result.exit_code == 2 and message in result.stderr, result.stderr
-    assert not (tmp_path / "none").exists()
 
 
 def test_the_version_is_printed_and_help_without_a_command():
@@ -368,17 +377,6 @@ def results_of(*words, code=0):
     result = invoke(*words, "--json")
     assert result.exit_code == code, result.stderr
     return json.loads(result.stdout)
-
-
-def test_answers_and_what_they_took_are_printed_as_json(folder):
-    words = ("generate", "1, 2", "4", "--model", folder / "model", "--max-new-tokens", 6, "--verification", "exact")
-    results = results_of(*words)
-    assert [answer["prompt"] for answer in results["answers"]] == ["1, 2", "4"]
-    for answer in results["answers"]:
-        assert answer["wedlm"]["text"] == answer["ar"]["text"]
-        assert answer["ar"]["forwards"] == len(answer["ar"]["tokens"]) == 6
-    assert results["decoders"]["ar"]["new_tokens"] == 12
-    assert results["decoders"]["ar"]["speed_against_ar"] == 1
 
 
 def test_a_trace_names_its_files_and_a_conversion_its_keys_as_json(folder, tmp_path):

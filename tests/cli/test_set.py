@@ -18,15 +18,8 @@ from wedlm_hf.serving import server
 
 LIMIT = 8
 CHAT = [{"role": "user", "content": "1, 2"}]
-OWN_OPTION = {
-    "strategy",
-    "temperature",
-    "verification",
-    "window_size",
-    "entropy_threshold",
-    "distance_penalty",
-    "max_new_tokens",
-}
+OWN_OPTION = {"strategy", "temperature", "verification", "max_new_tokens"}
+OWN_OPTION |= {"window_size", "entropy_threshold", "distance_penalty"}
 SAMPLED = ("do_sample=true",)
 PLAN = ("slot_cost=0.04",)  # by no clock: draws depend on the plan
 LOOKUP = ("prompt_lookup_num_tokens=3",)
@@ -60,12 +53,9 @@ AR_ALONE: dict[str, tuple[str, tuple[str, ...]]] = {
 EXACT, AR = ("--strategy", "wedlm", "--verification", "exact"), ("--strategy", "ar")
 
 
-def names() -> set[str]:
-    return {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {*SETTING_NAMES}
-
-
 def test_every_keyword_of_generate_is_tried():
-    assert names() == OWN_OPTION | HONOURED.keys() | AR_ALONE.keys() | REFUSED.keys()
+    names = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | {*SETTING_NAMES}
+    assert names == OWN_OPTION | HONOURED.keys() | AR_ALONE.keys() | REFUSED.keys()
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +83,13 @@ def command(loaded, monkeypatch, tmp_path):
     monkeypatch.setattr(server, "run", serve)
 
     def run(name: str, decoding: tuple[str, ...], settings: tuple[str, ...]) -> tuple[int, str, str]:
+        length = ["--max-new-tokens", str(LIMIT)]
         own = {
-            "generate": ["1, 2", "--json"],
-            "trace": ["1, 2", "--json", "--repeats", "1", "--output", str(tmp_path / "page.html")],
-            "chat": [],
+            "generate": ["1, 2", "--json", *length],
+            "trace": ["1, 2", "--json", "--repeats", "1", "--output", str(tmp_path / "page.html"), *length],
+            "chat": length,
             "serve": ["m", "--port", "0"],
         }[name]
-        if name != "serve":
-            own += ["--max-new-tokens", str(LIMIT)]
         sets = [word for one in settings for word in ("--set", one)]
         loads.clear(), answered.clear()
         try:

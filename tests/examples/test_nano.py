@@ -1,54 +1,54 @@
-"""The checkpoint in the repository: its files, its answers, and decoding on trained weights."""
+"""wedlm-nano and the hybrid that it becomes: their files, their answers, and the tokenizer that they share."""
 
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from nano_tasks import TASKS, generate_samples
+from nano_tokenizer import train_tokenizer
 from oracle import decode
+from tiny import script
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from wedlm_hf import load_mask_adapter
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_tokenizer
 from wedlm_hf.eval.measure import measure
 from wedlm_hf.eval.prompts import encode, encode_prompt
+from wedlm_hf.generation.state import keeps_state
+
+HYBRID = NANO.parent / "wedlm-nano-hybrid"
 
 
-def prompts(tokenizer, seed=3):
-    return [
-        encode(tokenizer, sample.messages) for task in TASKS for sample in generate_samples(task, 1, seed, "heldout")
-    ]
+def heldout(count=1, seed=3, tasks=TASKS):
+    return [sample for task in tasks for sample in generate_samples(task, count, seed, "heldout")]
 
 
-def test_it_names_no_code_so_its_tokenizer_loads_unasked_without_this_package():
-    assert not list(NANO.glob("*_wedlm.py"))
+# --- the checkpoint -------------------------------------------------------------------------------------------------
+
+
+def test_it_is_small_has_room_for_512_tokens_and_names_no_code_so_its_tokenizer_loads_without_this_package(nano):
+    model, tokenizer = nano
+    assert sum(path.stat().st_size for path in NANO.rglob("*") if path.is_file()) <= 10 * 2**20
+    assert not list(NANO.glob("*_wedlm.py")) and not list(NANO.glob("*.bin"))
+    assert all("auto_map" not in json.loads(file.read_text()) for file in NANO.glob("*config.json"))
+    assert model.config.max_position_embeddings >= 512 and tokenizer.model_max_length >= 512
+    assert model.config.mask_token_id == tokenizer.mask_token_id
     load = "import sys; from transformers import AutoTokenizer; assert 'wedlm_hf' not in sys.modules; "
     load += f"print(AutoTokenizer.from_pretrained({str(NANO)!r}).mask_token_id)"
     done = subprocess.run([sys.executable, "-c", load], input="", capture_output=True, text=True, check=True)
     assert done.stdout == f"{load_tokenizer(NANO).mask_token_id}\n"
 
 
-def test_it_is_small_and_has_room_for_512_tokens(nano):
-    model, tokenizer = nano
-    assert sum(path.stat().st_size for path in NANO.rglob("*") if path.is_file()) <= 10 * 2**20
-    assert not list(Path(NANO).glob("*.bin"))
-    assert model.config.max_position_embeddings >= 512 and tokenizer.model_max_length >= 512
-    assert model.config.mask_token_id == tokenizer.mask_token_id
-
-
-def test_it_is_small_and_names_no_code_so_that_its_tokenizer_loads_unasked_without_this_package():
-    assert sum(path.stat().st_size for path in NANO.rglob("*") if path.is_file()) <= 10 * 2**20
-    assert not list(NANO.glob("*_wedlm.py")) and not list(NANO.glob("*.bin"))
-    assert all("auto_map" not in json.loads(file.read_text()) for file in NANO.glob("*config.json"))
-
-
 @pytest.mark.parametrize(("window_size", "tau", "lam"), [(4, 1.5, 0.02), (16, 0.3, 0.02)])
 def test_greedy_decoding_equals_the_oracle_on_trained_weights(nano, window_size, tau, lam):
     model, tokenizer = nano
-    for prompt in prompts(tokenizer):
+    for prompt in (encode(tokenizer, sample.messages) for sample in heldout()):
         ids = {"mask_id": tokenizer.mask_token_id, "eos_ids": [tokenizer.eos_token_id]}
         expected, forwards, _ = decode(model, prompt, window_size=window_size, tau=tau, lam=lam, limit=32, **ids)
         settings = {"window_size": window_size, "entropy_threshold": tau, "distance_penalty": lam}
@@ -59,16 +59,107 @@ def test_greedy_decoding_equals_the_oracle_on_trained_weights(nano, window_size,
 
 
 def test_it_answers_held_out_prompts_in_parallel_with_its_stored_settings(nano):
-    model, tokenizer = nano
-    samples = [
-        encode_prompt(model, tokenizer, sample)
-        for task in ("counting", "arithmetic", "sorting", "json")
-        for sample in generate_samples(task, 15, 4, "heldout")
-    ]
-    options = {"max_new_tokens": 160, "do_sample": False}
-    settings = {"ar": {"strategy": "ar"} | options, "wedlm": {"strategy": "wedlm"} | options}
-    rows = pd.DataFrame(measure(model, tokenizer, samples, settings, batch_size=15)).groupby("decoder")
+    prompts = [encode_prompt(*nano, each) for each in heldout(15, 4, ("counting", "arithmetic", "sorting", "json"))]
+    decoders = {name: {"strategy": name, "max_new_tokens": 160, "do_sample": False} for name in ("ar", "wedlm")}
+    rows = pd.DataFrame(measure(*nano, prompts, decoders, batch_size=15)).groupby("decoder")
     right, sums = rows["right"].mean(), rows[["new_tokens", "forwards"]].sum()
     assert right["ar"] >= 0.85
     assert right["wedlm"] >= 0.8
     assert sums["new_tokens"]["wedlm"] / sums["forwards"]["wedlm"] >= 1.8
+
+
+# --- the hybrid -----------------------------------------------------------------------------------------------------
+
+
+def test_with_attention_in_every_layer_the_hybrid_is_nano_and_its_mixers_learn_by_themselves_first(
+    nano, tmp_path, monkeypatch
+):
+    model, tokenizer = nano
+    train = script("examples/wedlm-nano-hybrid/train.py")
+    whole = train.build_model(tokenizer, ["full_attention"] * 4).eval()
+    ids = torch.randint(4, len(tokenizer), (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(whole(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-3, rtol=0)
+    monkeypatch.setattr(train, "ALONE", 1.0)
+    monkeypatch.setattr(train, "PROMPTS", 2)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # for the whole process
+    train.main(tmp_path, steps=2, batch_size=2)
+    found = train.Qwen3_5ForCausalLM.from_pretrained(tmp_path)
+    train.set_seed(0)
+    weights = train.build_model(tokenizer).state_dict().items()
+    changed = {name for name, weight in weights if not torch.equal(weight, found.state_dict()[name])}
+    assert keeps_state(found) and changed and all(".linear_attn." in name for name in changed)
+
+
+def test_the_hybrid_answers_held_out_prompts_as_ar_does_in_fewer_forwards(nano):
+    model = AutoModelForCausalLM.from_pretrained(HYBRID, dtype=torch.float32).eval()
+    load_mask_adapter(model, HYBRID / "adapter")
+    options = {"max_new_tokens": 128, "do_sample": False, "return_dict_in_generate": True}
+    tokens = forwards = 0
+    for sample in heldout(2):
+        ids = torch.tensor([encode(nano[1], sample.messages)])
+        output = model.generate(ids, strategy="wedlm", verification="exact", slot_cost=0.01, **options)
+        assert torch.equal(output.sequences, model.generate(ids, strategy="ar", **options).sequences)
+        tokens, forwards = tokens + output.stats.new_tokens.item(), forwards + output.stats.forwards.item()
+    assert tokens / forwards > 2.5
+
+
+# --- the tokenizer --------------------------------------------------------------------------------------------------
+
+
+def task_texts():
+    return [text for task in TASKS for s in generate_samples(task, 300, 0) for text in (s.text, s.answers[0])]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_tokenizer(task_texts(), 1024)
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Count to 3."},
+    {"role": "assistant", "content": "1, 2, 3"},
+    {"role": "user", "content": "Now code."},
+    {"role": "assistant", "content": "    return 3\n"},
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text())
+def test_any_text_is_decoded_without_loss(trained, text):
+    assert trained.decode(trained(text)["input_ids"]) == text
+
+
+def test_each_digit_and_each_newline_is_a_token_and_every_sample_of_the_tasks_fits_into_384(trained):
+    assert trained.tokenize("7+5+0=12\n\n") == [*"7+5+0=12", "Ċ", "Ċ"]
+    assert not [token for token in trained.get_vocab() if len(token) > 1 and any(c.isdigit() for c in token)]
+    for sample in (each for task in TASKS for each in generate_samples(task, 100, 5, "train")):
+        turns = [*sample.messages, {"role": "assistant", "content": sample.answers[0]}]
+        assert len(trained.apply_chat_template(turns, return_dict=True)["input_ids"]) <= 384
+
+
+def test_the_template_is_chatml_marks_every_answer_with_its_end_and_begins_it_with_the_generation_prompt(trained):
+    text = trained.apply_chat_template(CONVERSATION[1:3], tokenize=False)
+    assert text == "<|im_start|>user\nCount to 3.<|im_end|>\n<|im_start|>assistant\n1, 2, 3<|im_end|>\n"
+    row = trained.apply_chat_template(CONVERSATION, return_assistant_tokens_mask=True, return_dict=True)
+    kept = [token for token, kept in zip(row["input_ids"], row["assistant_masks"], strict=True) if kept]
+    assert trained.decode(kept) == "1, 2, 3<|im_end|>    return 3\n<|im_end|>"
+    prompt = trained.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
+    for answer in ("1, 2", "    return 3", "\nx", " - y"):
+        turns = [*CONVERSATION[:2], {"role": "assistant", "content": answer}]
+        assert trained.apply_chat_template(turns, return_dict=True)["input_ids"][: len(prompt)] == prompt
+
+
+def test_training_twice_gives_the_same_bytes_and_a_loaded_tokenizer_behaves_like_the_trained_one(trained, tmp_path):
+    train_tokenizer(iter(task_texts()), 1024).save_pretrained(tmp_path / "again")
+    trained.save_pretrained(tmp_path / "first")
+    first, again = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("first", "again")
+    )
+    assert first == again
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "first")
+    rows = [dict(each.apply_chat_template(CONVERSATION, return_dict=True)) for each in (trained, loaded)]
+    assert rows[0] == rows[1]
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.mask_token_id) == (0, 2, 3)
+    assert (loaded.padding_side, loaded.model_max_length) == ("left", 512)

@@ -10,8 +10,6 @@ from nano_tasks import TASKS, generate_samples, is_heldout, main
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.eval.prompts import Prompt
 
-ALL = list(TASKS)
-
 
 def numbers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
@@ -21,21 +19,15 @@ def samples(task: str, count: int = 400, seed: int = 0, split: str = "heldout") 
     return list(generate_samples(task, count, seed, split))
 
 
-@pytest.mark.parametrize("task", ALL)
-def test_train_and_heldout_prompts_are_disjoint_and_heldout_prompts_are_unique(task):
-    train = {sample.text for sample in samples(task, 2000, 0, "train")}
-    heldout = [sample.text for sample in samples(task, 1000)]
-    assert not any(is_heldout(prompt) for prompt in train)
-    assert all(is_heldout(prompt) for prompt in heldout)
-    assert len(set(heldout)) == len(heldout)
-
-
-@pytest.mark.parametrize("task", ALL)
-def test_every_sample_is_a_conversation_that_ends_with_the_user_and_its_answer_is_correct(task):
-    for sample in samples(task):
+@pytest.mark.parametrize("task", TASKS)
+def test_splits_are_disjoint_and_every_sample_ends_with_the_user_and_has_a_correct_answer(task):
+    heldout = samples(task, 1000)
+    assert not any(is_heldout(sample.text) for sample in samples(task, 2000, 0, "train"))
+    assert all(is_heldout(sample.text) for sample in heldout)
+    assert len({sample.text for sample in heldout}) == len(heldout)
+    for sample in heldout[:400]:
         roles = [message["role"] for message in sample.messages]
-        assert roles == ["user", "assistant", "user"][-len(roles) :]
-        assert len(roles) in (1, 3)
+        assert roles in (["user"], ["user", "assistant", "user"])
         assert sample.task == task
         assert sample.answers[0].isascii()
         assert sample.is_right(sample.answers[0])

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -129,19 +128,15 @@ def test_a_limit_ends_an_answer_for_its_length(server):
     assert server.chat(max_tokens=29).choices[0].finish_reason == "stop"  # the last token is the end
 
 
-def test_an_answer_ends_before_a_stop_string(server):
+def test_an_answer_ends_before_a_stop_string_which_is_looked_for_in_the_answer_alone(server):
     for options in ({}, {"extra_body": {"strategy": "ar"}}):
         assert server.text(stop=["25", "nothing"], **options) == "5, 10, 15, 20, "
         chunks = server.chat(stop="5, 3", stream=True, **options)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "5, 10, 15, 20, 2"
+        whole = server.chat(stop=["\n5"], **options).choices[0]  # the header of the answer ends in a newline
+        assert (whole.finish_reason, whole.message.content) == ("stop", ANSWER)
     for nothing in ("", [], [""]):
         assert server.text(stop=nothing) == ANSWER
-
-
-def test_a_stop_string_is_looked_for_in_the_answer_alone(server):
-    for settings in ({}, {"strategy": "ar"}):  # the header of the answer ends in a newline
-        choice = server.chat(stop=["\n5"], extra_body=settings).choices[0]
-        assert (choice.finish_reason, choice.message.content) == ("stop", ANSWER)
 
 
 def byte_fallback():
@@ -174,10 +169,15 @@ def test_tokens_one_by_one_are_decoded_as_all_of_them(tokens, text):
         assert "".join(map(decoder.feed, ids)) + decoder.rest() == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-def test_n_answers_are_those_to_the_seeds_that_follow(server):
+def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for_and_n_answers_are_those_to_the_seeds_that_follow(
+    server,
+):
     asked = {"temperature": 6, "max_tokens": 12, "extra_body": {"verification": "exact"}}
     alone = [server.text(**asked, seed=seed) for seed in (3, 4, 5)]
     assert len(set(alone)) == 3
+    with ThreadPoolExecutor(3) as pool:
+        together = [pool.submit(server.text, **asked, seed=seed) for seed in (3, 4, 5)]
+    assert [each.result() for each in together] == alone
     whole = server.chat(**asked, seed=3, n=3)
     assert [choice.message.content for choice in whole.choices] == alone
     texts = ["", "", ""]
@@ -185,6 +185,7 @@ def test_n_answers_are_those_to_the_seeds_that_follow(server):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
     assert (texts, chunk.usage) == (alone, whole.usage)
     assert whole.usage.completion_tokens > whole.usage.prompt_tokens
+    assert server.text(temperature=0, seed=3) == server.text(temperature=1e-300) == ANSWER
 
 
 def test_a_seed_leaves_nothing_behind_for_the_next_request(server):
@@ -226,12 +227,8 @@ def test_log_probabilities_are_those_of_the_logits_that_tokens_were_chosen_from(
 
 
 def test_an_answer_follows_the_schema_that_it_is_asked_to_as_generate_does(server):
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", 5]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", 5]}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     for settings in ({"strategy": "ar"}, {"strategy": "wedlm", "verification": "exact"}):
         constraint = JSONConstraint(Grammar(server.tokenizer, schema))
@@ -268,35 +265,16 @@ def test_a_tool_call_is_one_and_what_is_none_is_text(text, one, expected):
     assert answer.finish_reason == ("tool_calls" if calls else "stop")
 
 
-def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for(server):
-    asked = {"temperature": 6, "seed": 3, "max_tokens": 20, "extra_body": {"verification": "exact"}}
-    first = server.text(**asked)
-    others = [threading.Thread(target=server.text, kwargs={**asked, "seed": seed}) for seed in (1, 2)]
-    for other in others:
-        other.start()
-    assert server.text(**asked) == first
-    for other in others:
-        other.join()
-    samples = {server.text(**{**asked, "seed": seed}) for seed in range(4, 8)}
-    assert samples - {first}
-    assert server.text(temperature=0, seed=3) == server.text(temperature=1e-300) == ANSWER
-
-
 def test_concurrent_requests_share_calls_and_are_all_answered(server, log):
-    answers = {}
-
-    def ask(last, name=None, **options):
+    def ask(last, **options):
         question = [{"role": "user", "content": f"Count from 5 to {last} by 5."}]
-        answers[name or last] = server.text(messages=question, extra_body={"verification": "exact"}, **options)
+        return server.text(messages=question, extra_body={"verification": "exact"}, **options)
 
-    threads = [threading.Thread(target=ask, args=(last,)) for last in range(20, 60, 5)]
-    threads += [threading.Thread(target=ask, args=(30, "cut"), kwargs={"max_tokens": 4})]  # a limit of its own
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers.pop("cut") == "5, 10"
-    assert {last: text.split(", ")[-1] for last, text in answers.items()} == {n: str(n) for n in range(20, 60, 5)}
+    with ThreadPoolExecutor(9) as pool:
+        cut = pool.submit(ask, 30, max_tokens=4)  # a limit of its own
+        answers = {last: pool.submit(ask, last) for last in range(20, 60, 5)}
+    assert cut.result() == "5, 10"
+    assert all(answer.result().split(", ")[-1] == str(last) for last, answer in answers.items())
     log(r"beside \d others")
 
 
@@ -391,12 +369,14 @@ def test_a_host_or_a_port_that_cannot_be_had_ends_the_command_with_one_line():
                 assert said in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_a_checkpoint_without_a_mask_token_ends_the_start_unless_it_decodes_token_by_token():
+def test_a_checkpoint_without_a_mask_token_and_an_empty_key_end_the_start():
     model = tiny_model()
     model.config.mask_token_id = None
     with pytest.raises(ValueError, match="needs a mask token"):
         build_app("tiny", model, tiny_tokenizer(), {"strategy": "wedlm"})
-    build_app("tiny", model, tiny_tokenizer(), {"strategy": "ar"})
+    build_app("tiny", model, tiny_tokenizer(), {"strategy": "ar"})  # which needs none
+    with pytest.raises(ValueError, match="The API key must not be empty"):
+        build_app("tiny", model, tiny_tokenizer(), {"strategy": "ar"}, api_key="")
 
 
 @pytest.mark.parametrize(
@@ -406,11 +386,6 @@ def test_an_address_that_others_reach_without_a_key_is_warned_of(monkeypatch, wo
     monkeypatch.setattr("wedlm_hf.serving.server.run", lambda *_: None)
     result = CliRunner().invoke(cli.app, ["serve", "--port", "0", *words.split()])
     assert (result.exit_code, "Everyone who reaches this address may ask" in result.stderr) == (0, warns)
-
-
-def test_a_key_that_is_empty_is_refused():
-    with pytest.raises(ValueError, match="The API key must not be empty"):
-        build_app("tiny", tiny_model(), tiny_tokenizer(), {"strategy": "ar"}, api_key="")
 
 
 def test_the_command_serves_until_ctrl_c():

@@ -256,6 +256,3 @@ def test_errors_of_the_command_are_one_message():
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "OptionError: `strategy` must be one of 'ar', 'wedlm', 'block', got 'x'." in done.stderr
-
-
-# --- the command line ---------------------------------------------------------------------------

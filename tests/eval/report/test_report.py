@@ -12,12 +12,10 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
-from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import decode
 from wedlm_hf.eval.prompts import encode, read_prompts, split_prompts
 from wedlm_hf.eval.report import page as pages
-from wedlm_hf.eval.report import request as requests
 from wedlm_hf.eval.report import run as running
 
 SMALL = "--windows 4 --thresholds 0.5,5 --penalties 0,0.5 --draft-thresholds 5 --max-new-tokens 6 --repeats 2".split()
@@ -31,13 +29,8 @@ def rows(*items):
     return "".join(json.dumps(item) + "\n" for item in items)
 
 
-DATA = rows(
-    *(
-        {"task": task, "prompt": f"{task} {index}, {9 - index}", "answer": str(index)}
-        for task in TASKS
-        for index in range(4)
-    )
-)
+ASKED = [(f"{task} {index}, {9 - index}", str(index), task) for task in TASKS for index in range(4)]
+DATA = rows(*({"prompt": prompt, "answer": answer, "task": task} for prompt, answer, task in ASKED))
 
 
 def timeless_model(**options):
@@ -67,33 +60,22 @@ def invoke(*arguments):
     return CliRunner().invoke(cli.app, ["report", *map(str, arguments)])
 
 
-def succeed(*arguments):
-    result = invoke(*arguments)
+def report(output, *arguments, counts=COUNTS):
+    """What the command prints, in one line, and the numbers that it writes into a folder."""
+    result = invoke(*arguments[:1], *SMALL, *counts, *arguments[1:], "--output", output)
     assert result.exit_code == 0, (result.output, result.exception)
-    return " ".join(result.output.split())
+    return " ".join(result.output.split()), json.loads((output / "report.json").read_text())
 
 
-def refused(*arguments) -> str:
-    result = invoke(*arguments)
-    assert result.exit_code == 2, result.output
-    return " ".join(result.stderr.split())
-
-
-def read(folder):
-    return json.loads((folder / "report.json").read_text())
-
-
-def by_decoder(report, part="headline"):
-    return {row["decoder"]: row for row in report[part]}
+def by_decoder(report):
+    return {row["decoder"]: row for row in report["headline"]}
 
 
 @pytest.fixture(scope="module")
 def made(checkpoint, tmp_path_factory):
-    """A finished report on the prompts of the checkpoint."""
+    """A finished report on the prompts of the checkpoint: its folder, its figures, what was printed, its numbers."""
     folder = tmp_path_factory.mktemp("report")
-    figures = folder / "figures"
-    text = succeed(checkpoint, *SMALL, *COUNTS, "--output", folder / "out", "--figures", figures)
-    return folder / "out", figures, text
+    return folder / "out", folder / "figures", *report(folder / "out", checkpoint, "--figures", folder / "figures")
 
 
 @pytest.fixture(autouse=True)
@@ -102,28 +84,22 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(pages, "figures", lambda *args: [])
 
 
-def visible(folder):
-    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
-
-
 # --- what is asked for ---------------------------------------------------------------------------------------------
 
 
 def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_compared_alone(checkpoint, tmp_path):
-    folder = tmp_path / "out"
     decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--count", 4]
-    decoders += ["--output", folder]
-    text = succeed(checkpoint, *SMALL, *COUNTS, *decoders)
-    report, markdown = read(folder), (folder / "report.md").read_text()
+    text, found = report(tmp_path, checkpoint, *decoders)
+    markdown = (tmp_path / "report.md").read_text()
     assert "Verified decoding:" in text and "setting of unverified" not in text
     assert "\n\n\n" not in markdown
-    assert list(by_decoder(report)) == ["ar", "wedlm+exact", "ar+lookup"]
-    assert report["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 4)}
-    assert report["sweep"] == [] and "## Settings" not in markdown and "tuning" not in markdown
+    assert list(by_decoder(found)) == ["ar", "wedlm+exact", "ar+lookup"]
+    assert found["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 4)}
+    assert found["sweep"] == [] and "## Settings" not in markdown and "tuning" not in markdown
     assert "ar+lookup: tokens per forward" in markdown
-    sizes = [(row["batch_size"], row["decoder"]) for row in report["batches"]]
+    sizes = [(row["batch_size"], row["decoder"]) for row in found["batches"]]
     assert sizes == [(1, "ar"), (1, "wedlm+exact"), (1, "ar+lookup"), (2, "ar"), (2, "wedlm+exact")]
-    depths = [row for row in report["depths"] if row["decoder"] == "wedlm+exact"]
+    depths = [row for row in found["depths"] if row["decoder"] == "wedlm+exact"]
     assert [row["depth"] for row in depths] == [*range(1, len(depths) + 1)] and depths[0]["drafted"] > 0
     assert depths[0]["accepted"] >= depths[-1]["accepted"]
 
@@ -132,31 +108,36 @@ def test_samples_are_not_compared_with_ars_token_for_token(checkpoint, tmp_path)
     unanswered = rows(*({"task": "chat", "prompt": f"Write about {index}."} for index in range(4)))
     (tmp_path / "data.jsonl").write_text(unanswered)
     sampled = ["--temperature", 0.9, "--decoders", "wedlm+exact", "--file", tmp_path / "data.jsonl"]
-    text = succeed(checkpoint, *SMALL, *COUNTS, *sampled, "--output", tmp_path / "out")
-    report, markdown = read(tmp_path / "out"), (tmp_path / "out" / "report.md").read_text()
-    assert by_decoder(report)["wedlm+exact"]["same"] is None and report["differences"] == []
-    assert {row["same"] for row in report["sweep"]} == {None}
-    assert by_decoder(report)["ar"]["quality"] < 1  # its own samples are not the likeliest tokens
+    text, found = report(tmp_path / "out", checkpoint, *sampled)
+    markdown = (tmp_path / "out" / "report.md").read_text()
+    assert by_decoder(found)["wedlm+exact"]["same"] is None and found["differences"] == []
+    assert {row["same"] for row in found["sweep"]} == {None}
+    assert by_decoder(found)["ar"]["quality"] < 1  # its own samples are not the likeliest tokens
     assert "temperature 0.9" in markdown and "greedy;" not in markdown and "Verified decoding" in text
 
 
 # --- what it writes -----------------------------------------------------------------------------------------------
 
 
-def test_it_writes_a_page_json_csv_and_figures(made):
-    folder, figures, text = made
-    assert visible(folder) == NEW_FILES
-    report = read(folder)
-    assert list(by_decoder(report)) == list(DECODERS)
-    assert len(report["sweep"]) == SETTINGS
-    assert report["data"]["counts"] == {"tuning": dict.fromkeys(TASKS, 1), "headline": dict.fromkeys(TASKS, 2)}
-    ar = by_decoder(report)["ar"]
+def test_it_writes_figures_json_csv_and_a_page_that_needs_nothing_from_outside(made):
+    folder, figures, text, found = made
+    assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == NEW_FILES
+    assert list(by_decoder(found)) == list(DECODERS)
+    assert len(found["sweep"]) == SETTINGS
+    assert found["data"]["counts"] == {"tuning": dict.fromkeys(TASKS, 1), "headline": dict.fromkeys(TASKS, 2)}
+    ar = by_decoder(found)["ar"]
     assert (ar["tokens_per_forward"], ar["speed"], ar["prompts"], ar["timed"]) == (1, 1, 6, 3)
-    assert {"torch", "transformers", "threads", "wedlm_hf"} <= set(report["environment"])
+    assert {"torch", "transformers", "threads", "wedlm_hf"} <= set(found["environment"])
     drawn = {path.stem: path for path in figures.iterdir()}
     assert set(drawn) == {"front", "thresholds", "penalties", "block", "batches"}
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn.values())
     assert "AR’s speed" in text and "report.html" in text
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    links = re.findall(r'\b(?:href|src|srcset|action)="([^"]*)"', html)
+    assert links and all(link.startswith("data:image/svg+xml;base64,") for link in links)
+    assert not re.search(r"<script|<link|url\((?!#)|@import", html)
+    assert found["command"] in html.replace("&#39;", "'")
+    assert str(found["environment"]["torch"]) in html
 
 
 def test_counts_are_those_of_decoding_each_prompt_alone(made):
@@ -165,20 +146,18 @@ def test_counts_are_those_of_decoding_each_prompt_alone(made):
     limits = {"max_new_tokens": 6, "do_sample": False}
     stored = {"strategy": "wedlm", **limits}
     exact = {**stored, "verification": "exact"}
-    report = read(made[0])
     for name, options in {"ar": {"strategy": "ar", **limits}, "wedlm": stored, "wedlm+exact": exact}.items():
         alone = [decode(model, tokenizer, [encode(tokenizer, p.messages)], options)[0] for p in prompts]
-        row = by_decoder(report)[name]
+        row = by_decoder(made[3])[name]
         tokens, forwards = sum(len(d.tokens) for d in alone), sum(d.forwards for d in alone)
         assert row["tokens_per_forward"] == pytest.approx(tokens / forwards, rel=1e-5)
         instances = sum(d.token_instances for d in alone)
         assert row["prefix_cacheability"] == pytest.approx(min(1, tokens / instances), rel=1e-5)
-    assert by_decoder(report)["wedlm+exact"]["same"] == 1 and report["differences"] == []
+    assert by_decoder(made[3])["wedlm+exact"]["same"] == 1 and made[3]["differences"] == []
 
 
 def test_every_decoder_is_timed_at_every_batch_size(made):
-    report = read(made[0])
-    entries = report["batches"]
+    entries = made[3]["batches"]
     assert [(e["batch_size"], e["decoder"]) for e in entries] == [(size, name) for size in (1, 2) for name in DECODERS]
     for entry in entries:
         reference = next(e for e in entries if e["batch_size"] == entry["batch_size"] and e["decoder"] == "ar")
@@ -192,30 +171,19 @@ def test_every_decoder_is_timed_at_every_batch_size(made):
     assert all(float(row["seconds"]) > float(row["forward_seconds"]) > 0 for row in timed)
 
 
-def test_the_page_needs_nothing_from_outside(made):
-    html = (made[0] / "report.html").read_text(encoding="utf-8")
-    links = re.findall(r'\b(?:href|src|srcset|action)="([^"]*)"', html)
-    assert links and all(link.startswith("data:image/svg+xml;base64,") for link in links)
-    assert "<script" not in html and "<link" not in html
-    assert not re.search(r"url\((?!#)|@import", html)
-    report = read(made[0])
-    assert report["command"] in html.replace("&#39;", "'")
-    assert str(report["environment"]["torch"]) in html
-
-
 def test_picked_settings_are_stored_and_are_those_of_the_headline(copied, tmp_path):
     before = json.loads((copied / "generation_config.json").read_text())
     # With this flag, transformers would drop our fields when it loads them.
     (copied / "generation_config.json").write_text(json.dumps({"_from_model_config": True, **before}))
-    arguments = [copied, *SMALL, *COUNTS, "--decoders", "wedlm", "--output", tmp_path / "out", "--max-loss", 100]
-    text = succeed(*arguments, "--save-settings")
-    report, stored = read(tmp_path / "out"), json.loads((copied / "generation_config.json").read_text())
-    settings = [row for row in report["sweep"] if row["kind"] == "wedlm"]
+    asked = ["--decoders", "wedlm", "--max-loss", 100, "--save-settings"]
+    text, found = report(tmp_path / "out", copied, *asked)
+    stored = json.loads((copied / "generation_config.json").read_text())
+    settings = [row for row in found["sweep"] if row["kind"] == "wedlm"]
     best = max(settings, key=lambda row: row["tokens_per_forward"])
     used = AutoModelForCausalLM.from_pretrained(copied).generation_config
     for field in ("window_size", "entropy_threshold", "distance_penalty"):
-        assert stored[field] == getattr(used, field) == report["settings"][field] == best[field]
-    assert report["picked"] == best["decoder"]
+        assert stored[field] == getattr(used, field) == found["settings"][field] == best[field]
+    assert found["picked"] == best["decoder"]
     assert f"generation_config.json now has window_size = {best['window_size']:g}" in text
     assert before.items() <= stored.items()
 
@@ -231,26 +199,16 @@ def test_where_no_setting_is_good_enough_none_is_stored(copied, tmp_path, monkey
     assert (tmp_path / "out" / "report.html").exists()
 
 
-def test_missing_packages_are_named_before_weights_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(LoadingOptions, "load", lambda *args: pytest.fail("weights were read"))
-    monkeypatch.setattr(requests, "find_spec", lambda name: None)
-    assert "needs matplotlib: pip install '.[eval]' in the clone" in refused("--output", tmp_path / "out")
-
-
-# --- what is refused before weights are read ----------------------------------------------------------------------
-
-
 # --- the user's own data ------------------------------------------------------------------------------------------
 
 
 def test_prompts_without_answers_are_judged_by_agreement_with_ar(checkpoint, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("".join(f"Sort {i}, {9 - i}\n" for i in range(8)))
-    succeed(checkpoint, *SMALL, "--batch-sizes", 1, "--file", path, "--output", tmp_path / "out")
-    report = read(tmp_path / "out")
-    assert report["data"]["counts"] == {"tuning": {"prompts": 4}, "headline": {"prompts": 4}}
-    assert by_decoder(report)["ar"]["quality"] == by_decoder(report)["wedlm+exact"]["quality"] == 1
-    qualities = [row["quality"] for row in report["sweep"] if row["kind"] == "wedlm"]
+    _, found = report(tmp_path / "out", checkpoint, "--file", path, counts=["--batch-sizes", 1])
+    assert found["data"]["counts"] == {"tuning": {"prompts": 4}, "headline": {"prompts": 4}}
+    assert by_decoder(found)["ar"]["quality"] == by_decoder(found)["wedlm+exact"]["quality"] == 1
+    qualities = [row["quality"] for row in found["sweep"] if row["kind"] == "wedlm"]
     assert 0 < max(qualities) < 1
     html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "agreement with AR, no answers being known" in html and "right answers" not in html
@@ -266,9 +224,9 @@ def test_answers_of_a_file_decide_what_is_right(checkpoint, tmp_path):
         data.append({"prompt": prompt, "answer": "no" if index == 2 else f" {decoding.text} ", "task": "mine"})
     path = tmp_path / "data.jsonl"
     path.write_text(rows(*data))
-    few = [checkpoint, *SMALL, "--decoders", "wedlm", "--batch-sizes", 1, "--file", path]
-    succeed(*few, "--output", tmp_path / "out")
-    assert by_decoder(read(tmp_path / "out"))["ar"]["quality"] == 0.75  # the headline has rows 0, 2, 4, 6
+    asked = ["--decoders", "wedlm", "--file", path]
+    _, found = report(tmp_path / "out", checkpoint, *asked, counts=["--batch-sizes", 1])
+    assert by_decoder(found)["ar"]["quality"] == 0.75  # the headline has rows 0, 2, 4, 6
 
 
 def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_path):
@@ -280,13 +238,13 @@ def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_pa
     lengths = [len(tokenizer(text)["input_ids"]) for text in texts]
     assert 34 < lengths[0] < 40 and max(lengths[1:]) < 34
     path.write_text("\n".join(texts))
-    few = [copied, *SMALL, "--raw", "--decoders", "wedlm", "--batch-sizes", "1,2", "--file", path]
-    succeed(*few, "--output", tmp_path / "out")
+    asked = ["--raw", "--decoders", "wedlm", "--file", path]
+    _, found = report(tmp_path / "out", copied, *asked, counts=["--batch-sizes", "1,2"])
     with open(tmp_path / "out" / "table.csv", encoding="utf-8") as file:
         table = [row for row in csv.DictReader(file) if row["part"] == "headline" and row["kind"] == "quality"]
     answers = {(row["prompt"], float(row["new_tokens"])) for row in table}
     assert answers == {("0", 40 - lengths[0]), ("1", 6)}
-    (note,) = read(tmp_path / "out")["data"]["notes"]
+    (note,) = found["data"]["notes"]
     assert note.startswith("1 of 4 prompts leave room for fewer than 6 new tokens in the model's context")
 
 

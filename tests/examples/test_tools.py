@@ -1,0 +1,212 @@
+"""The tools of `benchmarks/` and `examples/` run on tiny models, and find what they are there to find."""
+
+import argparse
+import json
+
+import fixed_windows
+import gpu_hour
+import gpu_results
+import nbformat
+import pytest
+import random_weights
+import step_time
+import torch
+import training_methods
+import vllm_baseline
+from nbclient import NotebookClient
+from tiny import START, script, tiny_model, tiny_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3ForCausalLM
+
+from wedlm_hf import add_mask_adapter
+from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.checkpoints import NANO
+from wedlm_hf.eval.decoders import DECODERS
+from wedlm_hf.eval.measure import decode
+from wedlm_hf.eval.prompts import Prompt
+
+PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
+
+
+# --- benchmarks -----------------------------------------------------------------------------------------------------
+
+
+def test_decoders_are_measured_on_random_weights_and_at_fixed_windows(model, tokenizer):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    random = random_weights.random_model(sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8})
+    table = random_weights.by_batch_size(random, [1, 2], 4, repeats=1)
+    assert list(table.index) == [(size, name) for size in (1, 2) for name in DECODERS]
+    assert (table["tokens/s"] > 0).all() and table.loc[(2, "ar"), "tokens per forward"] == 1
+    table = random_weights.by_length(random, (8, 40), repeats=1)
+    assert (table["ms a step"] > table["in the forward"]).all() and table.loc[("ar", 40), "slots"] == 1
+    prompts = [fixed_windows.encode_prompt(model, tokenizer, Prompt.of("count", tokens=ids)) for ids in PROMPTS]
+    table = fixed_windows.compare(model, tokenizer, prompts, [1, 4], 2, 6)
+    assert list(table.index) == ["ar", "wedlm+exact", "window 1", "window 4"]
+    assert table.loc["ar", "tokens per forward"] == table.loc["ar", "speed against AR"] == 1
+
+
+def test_an_exported_checkpoint_is_a_stock_one_with_the_same_logits(tmp_path, model):
+    vllm_baseline.export_stock(model, tmp_path)
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.tensor(PROMPTS[:1])
+    assert type(loaded) is Qwen3ForCausalLM and not list(tmp_path.glob("*.py"))
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp_path, capsys):
+    base, answers = tiny_model(), tmp_path / "answers.jsonl"
+    base.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    lines = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], *prompt], "greedy": True} for prompt in PROMPTS]
+    answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    how = {"mask_rows": 200, "also": answers}
+    training_methods.train("gated-head", str(tmp_path / "base"), answers, tmp_path / "out", **how)
+    found = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert found["mask_rows"] >= 200 and all(rate >= 1 for rate in found["tokens_per_forward"])
+
+    add_mask_adapter(base, MaskAdapterSettings(rank=2, head_width=4))
+    base.save_mask_adapter(tmp_path / "adapter")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "count to ten"}\n' * 2)
+    capsys.readouterr()
+    folders = str(tmp_path / "base"), str(tmp_path / "adapter")
+    step_time.main(*folders, tmp_path / "prompts.jsonl", "float32", drafts=[2], count=2, max_new_tokens=16)
+    header, _, *rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [name.strip() for name in header[1:]] == ["1 row", "9 rows, 6 of them masks"]
+    times = {name.strip(): [float(each) for each in found] for name, *found in rows}
+    columns = list(zip(*times.values(), strict=True))
+    assert len(times) == 9 and all(sum(parts) == pytest.approx(whole, abs=0.6) for *parts, whole in columns)
+    assert times["updates of masks"][1] > 0
+
+
+# What no CPU can do, in the words that the page would show.
+REFUSED = {"flash_attention_2": "the package for FlashAttention2"}
+
+
+def measure_gpu(out, **options):
+    """`benchmarks/gpu_hour.py` on this CPU, tiny."""
+    defaults = {"model": str(NANO), "adapter": None, "device": "cpu", "tiny": True, "minutes": 25.0, "page": None}
+    threads = torch.get_num_threads()
+    gpu_hour.main(out, **defaults | {"pieces": ",".join(gpu_hour.PIECES), "one": ""} | options)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    "piece", [pytest.param(name, marks=[pytest.mark.slow] * (name != "forwards")) for name in gpu_hour.PIECES]
+)
+def test_a_piece_of_the_gpu_hour_that_is_stopped_goes_on_and_has_its_table(tmp_path, monkeypatch, piece):
+    written, write = [], gpu_results.write_text
+
+    def write_and_stop(path, text):
+        write(path, text)
+        written.append(text)
+        if len(written) == 2:  # the first says that a part has begun
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_results, "write_text", write_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        measure_gpu(tmp_path, one=piece)
+    (first,) = gpu_results.read(tmp_path, piece)["parts"].items()
+    measure_gpu(tmp_path, one=piece)
+    parts = gpu_results.read(tmp_path, piece)["parts"]
+    assert first in parts.items() or "error" in first[1]  # what was done was not done again
+    for name, part in parts.items():
+        refused = any(key in name and words in part.get("error", "") for key, words in REFUSED.items())
+        assert "error" not in part or refused, part
+    measure_gpu(tmp_path, page=tmp_path / "gpu.md")
+    text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    table = text.partition(f"## {piece}\n")[2].partition("\n## ")[0]
+    assert table.count("\n|") >= 2 and "tiny: no measurement" in table
+
+
+# --- examples -------------------------------------------------------------------------------------------------------
+
+
+def kinds_shown(notebook):
+    """What each code cell shows: text on its standard output, pictures by their kinds."""
+    shown = []
+    for cell in (cell for cell in notebook.cells if cell.cell_type == "code"):
+        kinds = {kind for output in cell.outputs for kind in (output.get("name", ""), *output.get("data", {}))}
+        shown.append({kind for kind in kinds if kind == "stdout" or kind.startswith("image/")})
+    return shown
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_and_shows_what_is_stored():
+    path = NANO.parent / "tour.ipynb"
+    stored, fresh = (nbformat.read(path, as_version=4) for _ in range(2))
+    NotebookClient(fresh, timeout=300, resources={"metadata": {"path": str(path.parent)}}).execute()
+    # Steps of verified decoding are planned by a clock: their numbers differ from run to run.
+    shown = kinds_shown(fresh)
+    assert shown == kinds_shown(stored)
+    assert all(shown[1:]) and shown.count({"image/png"}) == 2
+
+
+# One document of six tokens in blocks of two, of which the first is the prompt's; then its prediction stream.
+STREAM = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1]])
+BLOCKS = torch.tensor([[0, 0, 1, 1, 2, 2, 1, 1, 2, 2]])
+MEMORY = ["x.........", "xx........", "xxx.......", "xxxx......", "xxxxx.....", "xxxxxx...."]
+PREDICTION = {
+    "dual_stream_mask_function": ["xx....x...", "xx....xx..", "xxxx....x.", "xxxx....xx"],
+    "both_ways_mask_function": ["xx....xx..", "xx....xx..", "xxxx....xx", "xxxx....xx"],
+    "single_stream_mask_function": ["xx....x...", "xx....xx..", "xx....xxx.", "xx....xxxx"],
+}
+
+
+def test_findings_compare_three_masks_and_decode_blocks_by_definition_as_the_library_does():
+    run = script("examples/paper-findings/run.py")
+    index = torch.arange(10)
+    for name, prediction in PREDICTION.items():
+        visible = getattr(run, name)(STREAM, BLOCKS, torch.zeros_like(STREAM))
+        rows = visible(torch.tensor(0), None, index[:, None], index[None, :]).tolist()
+        assert ["".join("x" if seen else "." for seen in row) for row in rows] == MEMORY + prediction
+    options = {"strategy": "block", "window_size": run.WINDOW, "entropy_threshold": 0.8}
+    options |= {"distance_penalty": run.DISTANCE_PENALTY, "max_new_tokens": run.LONGEST_ANSWER}
+    for prompt in ([START, 20, 21], [START, *range(30, 41)]):
+        found = run.decode_blocks(tiny_model(), prompt, 0.8, both_ways=False, size=run.WINDOW, as_trained=False)
+        (expected,) = decode(tiny_model(), None, [prompt], options)
+        assert found == (expected.tokens, expected.forwards)
+
+
+class CharacterTokenizer:
+    """Stands for the model's: a token for each character of a question."""
+
+    eos_token_id = pad_token_id = 1
+
+    def apply_chat_template(self, messages, **kwargs):
+        return messages[0]["content"]
+
+    def __call__(self, texts, **kwargs):
+        ids = [[2 + ord(character) % 20 for character in text[:8]] for text in texts]
+        return {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), 8, dtype=torch.long)}
+
+
+def tiny_llama(seed):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=24, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.5, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+class OtherDecoder:
+    """Stands for the model that is checked: another Llama, with AR's `generate`."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def generate(self, **kwargs):
+        names = ("strategy", "verification", "adaptive_window", "window_size", "return_dict_in_generate")
+        sequences = self.model.generate(**{name: value for name, value in kwargs.items() if name not in names})
+        ones = torch.ones(len(sequences))
+        stats = argparse.Namespace(new_tokens=ones, forwards=ones, drafted=ones, accepted=ones)
+        return argparse.Namespace(sequences=sequences, stats=stats)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_check_of_smollm2_passes_the_same_model_and_fails_another(seed):
+    check = script("examples/smollm2/check.py")
+    found = dict(check.probabilities(tiny_llama(0), torch.tensor([[3, 4, 5]]), eos_token_id=1))
+    assert len(found) <= check.TOP_K**check.LENGTH and sum(found.values()) == pytest.approx(1)
+    sizes = {"answers": 4, "samples": 640, "max_new_tokens": 6, "batch_size": 2, "drafts": 2, "dtype": "float32"}
+    for look in (check.check_greedy, check.check_samples):
+        args = (OtherDecoder(tiny_llama(seed)), tiny_llama(0), CharacterTokenizer(), argparse.Namespace(**sizes))
+        assert look(*args) == (seed == 0)
