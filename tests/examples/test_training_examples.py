@@ -1,13 +1,78 @@
-"""The examples of docs/train.md, in short: a new task for wedlm-nano, and a stock Qwen3 that becomes a WeDLM."""
+"""The examples of docs/train.md, in short: preferences, a new task for wedlm-nano, a stock Qwen3 that becomes a WeDLM."""
 
+from copy import deepcopy
 from itertools import islice
 
 import pytest
+import torch
+from datasets import Dataset
 from peft import PeftModel
-from tiny import script
+from tiny import script, tiny_model, tiny_tokenizer
 from transformers import AutoTokenizer
+from trl import DPOConfig
 
 from wedlm_hf import WeDLMForCausalLM
+from wedlm_hf.eval.prompts import Prompt
+from wedlm_hf.training import DataCollatorForDualStreamMasking
+from wedlm_hf.training.log_probs import response_log_probs
+
+example = script("examples/dpo/train.py")
+
+PAIRS = {
+    "prompt": [[{"role": "user", "content": "3 + 4"}], [{"role": "user", "content": "Count"}]],
+    "chosen": [[{"role": "assistant", "content": "7"}], [{"role": "assistant", "content": "1, 2, 3, 4"}]],
+    "rejected": [[{"role": "assistant", "content": "77, 7"}], [{"role": "assistant", "content": "4"}]],
+}
+
+
+def trainer_with(tmp_path, **settings):
+    model = tiny_model()
+    masks = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_copies=2)
+    args = DPOConfig(
+        str(tmp_path), max_steps=6, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+        save_strategy="no", bf16=False, gradient_checkpointing=False, use_cpu=True, report_to="none",
+        disable_tqdm=True, **settings,
+    )  # fmt: skip
+    data = {"train_dataset": Dataset.from_dict(PAIRS), "processing_class": tiny_tokenizer(), "masks": masks}
+    return example.WeDLMDPOTrainer(model, ref_model=deepcopy(model), args=args, **data)
+
+
+def test_the_trainer_starts_at_log_2_and_learns_to_prefer_the_chosen_answers(tmp_path):
+    trainer = trainer_with(tmp_path)
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert float(log[0]["loss"]) == pytest.approx(0.6931, abs=1e-4)
+    assert float(log[0]["rewards/margins"]) == 0
+    assert float(log[-1]["loss"]) < 0.5
+    assert float(log[-1]["log_ratios/ar"]) > 0 and float(log[-1]["log_ratios/mask"]) > 0
+
+
+def test_the_loss_is_the_definition(tmp_path):
+    trainer = trainer_with(tmp_path, beta=0.3)
+    (batch,) = trainer.get_train_dataloader()
+    policy = tiny_model(seed=1)
+    rows = trainer._examples(batch)
+    with torch.no_grad():
+        loss = trainer._compute_loss(policy, batch)
+        new, old = (response_log_probs(model, rows, trainer.masks) for model in (policy, trainer.ref_model))
+    score = [
+        0.3 * ((a - b).sum() + (c - d).sum()).item() / 2
+        for a, b, c, d in zip(new.ar_tokens, old.ar_tokens, new.mask_tokens, old.mask_tokens, strict=True)
+    ]
+    margins = torch.tensor([score[0] - score[2], score[1] - score[3]])
+    assert loss.item() == pytest.approx(torch.log1p(torch.exp(-margins)).mean().item(), rel=1e-4)
+
+
+def test_pairs_are_made_of_a_right_and_a_wrong_answer():
+    samples = [
+        Prompt.of(f"Count from 1 to {last} by 1.", task="counting", answers=(answer,))
+        for last, answer in ((3, "1, 2, 3"), (4, "1, 2, 3, 4"), (2, "1, 2"))
+    ]
+    answers = [["1, 2", "1, 2, 3", "1"], ["1, 2, 3, 4", "1, 2, 3, 4"], ["2", "1"]]
+    (pair,) = example.preferences(samples, answers)
+    assert pair["chosen"][0]["content"] == "1, 2, 3" and pair["rejected"][0]["content"] == "1, 2"
+    with pytest.raises(example.typer.BadParameter, match="No prompt got both a right and a wrong answer"):
+        example.preferences(samples[1:], answers[1:])
 
 
 @pytest.mark.slow
