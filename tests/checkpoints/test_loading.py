@@ -1,5 +1,5 @@
-"""Loading runs no code of a checkpoint and waits for no Hub that is not there. Whatever happened to a file, it works or
-ends with one clear error."""
+"""Loading runs no code of a checkpoint and waits for no Hub that is not there. Whatever happened to a file, it works
+or ends with one clear error."""
 
 import ast
 import io

@@ -1,4 +1,4 @@
-"""The examples of docs/train.md, in short: preferences, a new task for wedlm-nano, a stock Qwen3 that becomes a WeDLM."""
+"""The examples of docs/train.md, in short: preferences, a new task for wedlm-nano, a stock Qwen3 made a WeDLM."""
 
 from copy import deepcopy
 from itertools import islice
