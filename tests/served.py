@@ -37,6 +37,11 @@ class Server:
     def text(self, **options):
         return self.chat(**options).choices[0].message.content
 
+    def streamed(self, **options):
+        """The text that arrives piece by piece, and the last chunk."""
+        chunks = list(self.chat(stream=True, **options))
+        return "".join(chunk.choices[0].delta.content or "" for chunk in chunks), chunks[-1]
+
     def stop(self):
         self.client.close()
         self.uvicorn.should_exit = True

@@ -9,7 +9,7 @@ import pytest
 from wedlm_hf.checkpoints.files import write_text, written_whole
 
 
-def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
+def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_another_keeps_its_permissions(tmp_path):
     path = tmp_path / "new" / "file"
 
     def write(text, divisor):
@@ -22,6 +22,12 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path):
         write("half", 0)
     assert path.read_text() == "old"
     assert list(path.parent.iterdir()) == [path]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+    path.chmod(0o640)
+    write_text(path, "new")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 def test_a_symbolic_link_stays_one_and_its_target_is_written(tmp_path):
@@ -32,17 +38,6 @@ def test_a_symbolic_link_stays_one_and_its_target_is_written(tmp_path):
         assert link.is_symlink()
         assert (target.read_text(), link.read_text()) == (text, text)
     assert list(target.parent.iterdir()) == [target]
-
-
-def test_a_file_keeps_its_permissions(tmp_path):
-    path = tmp_path / "file"
-    write_text(path, "old")
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-    path.chmod(0o640)
-    write_text(path, "new")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 def test_devices_and_fifos_are_written_to(tmp_path):

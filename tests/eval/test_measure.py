@@ -1,6 +1,5 @@
 """What the measuring core counts, and what the AR head says of an answer."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -49,13 +48,7 @@ def test_answers_end_after_the_first_end_token(model, tokenizer):
             assert first.tokens == endless.tokens[: endless.tokens.index(end) + 1]
 
 
-def test_statistics_that_disagree_with_the_hook_are_noticed(model, tokenizer, monkeypatch):
-    monkeypatch.setattr(ForwardCounter, "_count", lambda self, *args: None)
-    with pytest.raises(AssertionError, match="0 forwards were seen"):
-        decode(model, tokenizer, PROMPTS[:1], FAST)
-
-
-def test_the_counter_sees_and_times_every_forward_inside_its_block(model, monkeypatch):
+def test_the_counter_sees_and_times_every_forward_inside_its_block(model, tokenizer, monkeypatch):
     ticks = iter(range(100))
     monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     with ForwardCounter(model) as counter:
@@ -66,6 +59,10 @@ def test_the_counter_sees_and_times_every_forward_inside_its_block(model, monkey
     assert (counter.starts, counter.spans) == ([1, 4], [1, 1])
     assert counter.moments == [1, 4, 7]
     assert (counter.shapes, counter.forwards) == ([(1, 2), (3, 1)], 2)
+    monkeypatch.undo()
+    monkeypatch.setattr(ForwardCounter, "_count", lambda self, *args: None)
+    with pytest.raises(AssertionError, match="0 forwards were seen"):  # statistics that disagree are noticed
+        decode(model, tokenizer, PROMPTS[:1], FAST)
 
 
 def test_the_first_token_is_known_between_the_forward_that_gives_it_and_the_end(model):
@@ -77,10 +74,6 @@ def test_the_first_token_is_known_between_the_forward_that_gives_it_and_the_end(
             assert start + counter.spans[0] < first < second < end
 
 
-def encoded(*prompts):
-    return [replace(prompt, tokens=tokens) for prompt, tokens in zip(prompts, PROMPTS, strict=False)]
-
-
 def test_decoders_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, monkeypatch):
     calls = []
 
@@ -89,19 +82,15 @@ def test_decoders_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, mo
         return [Decoding([1], "", 1, 1, len(calls)) for _ in prompts]
 
     monkeypatch.setattr(measuring, "decode", recorded)
-    prompts = encoded(Prompt.of("a"), Prompt.of("b"))
+    prompts = [Prompt.of(text, tokens=tokens) for text, tokens in zip("ab", PROMPTS, strict=False)]
     rows = measure(model, tokenizer, prompts, {"a": AR, "w": FAST}, repeats=3)
     first, second = PROMPTS[:1], PROMPTS[1:2]
     turns = [(strategy, prompt) for prompt in (first, second) for _ in range(3) for strategy in ("ar", "wedlm")]
     assert calls == [("ar", first), ("wedlm", first), *turns]
     # The clock of call n says n.
     seen = [(row["decoder"], row["prompt"], row["repeat"], row["seconds"]) for row in rows]
-    assert seen == [
-        (name, prompt, repeat, 3 + 6 * prompt + 2 * repeat + place)
-        for prompt in range(2)
-        for repeat in range(3)
-        for place, name in enumerate("aw")
-    ]
+    turns = [(prompt, repeat, name) for prompt in range(2) for repeat in range(3) for name in "aw"]
+    assert seen == [(name, prompt, repeat, 3 + number) for number, (prompt, repeat, name) in enumerate(turns)]
 
 
 def test_tokens_agree_where_ar_would_choose_them_after_the_same_prefix():

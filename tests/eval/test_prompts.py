@@ -28,10 +28,7 @@ def rows(*items):
         (rows({"prompt": "a", "answer": 3}), "line 1: `answer` must be a text or a list of texts, got 3"),
         (rows({"prompt": "a", "match": "fuzzy"}), "line 1: `match` must be one of exact, number, json, got 'fuzzy'"),
         (rows({"messages": [{"role": "assistant", "content": "b"}]}), "must be the user's .*, got assistant"),
-        (
-            rows({"messages": [{"role": "user", "content": " "}]}),
-            "line 1: the last .* must be the user's .*, got noth",
-        ),
+        (rows({"messages": [{"role": "user", "content": " "}]}), "line 1: the last .* the user's .*, got noth"),
         (rows({"messages": SYSTEM}), "line 1: the last of the `messages` must be the user's .*, got system"),
         (rows({"prompt": "\ud800"}), r"line 1: a prompt must be UTF-8 text, got '\\ud800'"),
         ("a\0b", "Prompts must be UTF-8 text, got a binary file: 'data.jsonl'"),
@@ -61,15 +58,12 @@ def test_a_reply_behind_the_last_turn_of_the_users_is_left_out_but_where_replies
         read_prompts("d.jsonl", rows(*({"messages": chat} for chat in chats)))
 
 
-def test_the_end_of_its_name_says_whether_a_file_holds_json_rows():
+def test_the_end_of_its_name_says_whether_a_file_holds_json_rows_and_lines_end_as_in_any_text_file():
     text = rows({"prompt": "a"})
     for name in ("d.jsonl", "d.ndjson", "d.json", "folder.txt/D.JSONL"):
         assert [row.prompt for row in read_rows(name, text)] == ["a"]
     for name in ("d.txt", "jsonl", "d.jsonl.txt", STANDARD_INPUT):
         assert [row.prompt for row in read_rows(name, text)] == [text.strip()]
-
-
-def test_lines_end_as_in_any_text_file():
     found = read_rows("d.txt", "\ufeffa\r\nb\r\n\rc\x0b\x85\u2029d\n \ne")
     assert [(row.line, row.prompt) for row in found] == [(1, "a"), (2, "b"), (4, "c\x0b\x85\u2029d"), (6, "e")]
     found = read_rows("d.jsonl", '{"prompt": "a\u2028\x85"}\r{"prompt": "\\r\\n b"}\r\n')

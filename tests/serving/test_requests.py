@@ -164,20 +164,17 @@ def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_h
         "{% for m in messages %}{% if m.content == 'slow' %}{% for a in range(700) %}{% for b in range(99999) %}"
         "{% endfor %}{% endfor %}{% endif %}{{ m.content + 1 if m.content == 'bad' else m.content }}{% endfor %}"
     )
-
-    def ask(content):
-        return {"messages": [{"role": "user", "content": content}], "max_tokens": 2}
-
-    with Server(tiny_model(), tokenizer, {"strategy": "ar"}) as server:
-        status, error = refusal(server, ask("bad"))
+    bad, slow, fast = ({"messages": [{"role": "user", "content": text}]} for text in ("bad", "slow", "fast"))
+    with Server(tiny_model(), tokenizer, {"strategy": "ar", "max_new_tokens": 2}) as server:
+        status, error = refusal(server, bad)
         assert (status, error["param"]) == (400, "messages")
         assert "The chat template refuses these messages: can only concatenate str" in error["message"]
-        slow = Thread(target=post, args=(server, ask("slow")))
-        slow.start()
+        waiting = Thread(target=post, args=(server, slow))
+        waiting.start()
         time.sleep(0.2)
-        post(server, ask("fast"))
-        assert slow.is_alive()
-        slow.join()
+        post(server, fast)
+        assert waiting.is_alive()
+        waiting.join()
 
 
 def test_a_prompt_too_long_for_the_context_is_refused_before_it_is_read(server, monkeypatch):

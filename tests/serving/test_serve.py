@@ -68,10 +68,8 @@ def test_a_chat_is_answered_as_generate_answers_it_streaming_or_not(server, sett
     assert whole.choices[0].message.content == text
     assert (whole.choices[0].finish_reason, whole.usage.completion_tokens) == ("stop", count)
     assert whole.usage.prompt_tokens == len(encode(server.tokenizer, CHAT))
-    chunks = list(server.chat(extra_body={"generation_config": settings}, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
-    assert (chunks[-1].choices[0].finish_reason, chunks[-1].usage) == ("stop", whole.usage)
-    assert len(chunks) > 5
+    streamed, last = server.streamed(extra_body={"generation_config": settings})
+    assert (streamed, last.choices[0].finish_reason, last.usage) == (text, "stop", whole.usage)
 
 
 def test_text_is_completed_streaming_or_not(server):
@@ -90,11 +88,9 @@ def test_text_is_completed_streaming_or_not(server):
         with pytest.raises(openai.BadRequestError, match=said) as caught:
             server.client.completions.create(prompt=wrong, **options)
         assert caught.value.param.startswith("prompt")
-    biased = server.client.completions.create(
-        model=NAME, prompt=prompt, logit_bias={str(server.tokenizer("7").input_ids[-1]): 100}, max_tokens=3,
-        extra_body={"strategy": "ar"},
-    )  # fmt: skip
-    assert biased.choices[0].text == "777"
+    options = {"model": NAME, "max_tokens": 3, "extra_body": {"strategy": "ar"}}
+    bias = {str(server.tokenizer("7").input_ids[-1]): 100}
+    assert server.client.completions.create(prompt=prompt, logit_bias=bias, **options).choices[0].text == "777"
 
 
 def test_usage_comes_with_the_last_chunk_or_alone_and_a_stream_ends_as_openais(server):
@@ -102,7 +98,7 @@ def test_usage_comes_with_the_last_chunk_or_alone_and_a_stream_ends_as_openais(s
     alone = list(server.chat(stream=True, stream_options={"include_usage": True}))
     assert plain[-1].usage and plain[-1].choices
     assert (alone[-1].choices, alone[-1].usage) == ([], plain[-1].usage)
-    assert not any(chunk.usage for chunk in alone[:-1])
+    assert not any(chunk.usage for chunk in alone[:-1]) and len(alone) > 6
     with post(server, {"messages": CHAT, "stream": True}) as response:
         assert response.read().decode().endswith("\n\ndata: [DONE]\n\n")
 
@@ -124,15 +120,14 @@ def test_a_limit_ends_an_answer_for_its_length(server):
         assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 4)
     late = {"extra_body": {**ENDLESS, "max_time": 0.05}}
     assert server.chat(**late).choices[0].finish_reason == "length"
-    assert list(server.chat(stream=True, **late))[-1].choices[0].finish_reason == "length"
+    assert server.streamed(**late)[1].choices[0].finish_reason == "length"
     assert server.chat(max_tokens=29).choices[0].finish_reason == "stop"  # the last token is the end
 
 
 def test_an_answer_ends_before_a_stop_string_which_is_looked_for_in_the_answer_alone(server):
     for options in ({}, {"extra_body": {"strategy": "ar"}}):
         assert server.text(stop=["25", "nothing"], **options) == "5, 10, 15, 20, "
-        chunks = server.chat(stop="5, 3", stream=True, **options)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "5, 10, 15, 20, 2"
+        assert server.streamed(stop="5, 3", **options)[0] == "5, 10, 15, 20, 2"
         whole = server.chat(stop=["\n5"], **options).choices[0]  # the header of the answer ends in a newline
         assert (whole.finish_reason, whole.message.content) == ("stop", ANSWER)
     for nothing in ("", [], [""]):
@@ -186,11 +181,8 @@ def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for_and_n_answers_a
     assert (texts, chunk.usage) == (alone, whole.usage)
     assert whole.usage.completion_tokens > whole.usage.prompt_tokens
     assert server.text(temperature=0, seed=3) == server.text(temperature=1e-300) == ANSWER
-
-
-def test_a_seed_leaves_nothing_behind_for_the_next_request(server):
-    for settings in ({"strategy": "ar"}, {"verification": "exact"}):
-        server.app.state.desk.calls.wait()  # for those of the test before
+    for settings in ({"strategy": "ar"}, {"verification": "exact"}):  # nothing is left behind for the next request
+        server.app.state.desk.calls.wait()
         state = torch.get_rng_state()
         server.text(temperature=1, seed=3, max_tokens=2, extra_body=settings)
         server.app.state.desk.calls.wait()  # the answer is there before its call is over
@@ -291,18 +283,23 @@ def test_the_model_is_listed(server):
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stream", "good"), [(False, 0), (True, 0), (True, 5)])
-def test_a_failure_of_the_model_is_an_error_of_its_request_alone(server, monkeypatch, log, stream, good):
+def fail_at(patch, is_bad, reason):
+    """Lets forwards fail by their number, from 1."""
     forward, calls = WeDLMForCausalLM.forward, []
 
-    def fail_late(*args, **kwargs):
+    def failing(*args, **kwargs):
         calls.append(None)
-        if len(calls) > good:
-            raise RuntimeError('no memory for a "tensor"')
+        if is_bad(len(calls)):
+            raise RuntimeError(reason)
         return forward(*args, **kwargs)
 
+    patch.setattr(WeDLMForCausalLM, "forward", failing)
+
+
+@pytest.mark.parametrize(("stream", "good"), [(False, 0), (True, 0), (True, 5)])
+def test_a_failure_of_the_model_is_an_error_of_its_request_alone(server, monkeypatch, log, stream, good):
     with monkeypatch.context() as patch:
-        patch.setattr(WeDLMForCausalLM, "forward", fail_late)
+        fail_at(patch, lambda number: number > good, 'no memory for a "tensor"')
         with pytest.raises(openai.APIError, match='could not be generated: no memory for a "tensor"') as caught:
             list(server.chat(stream=stream, extra_body={"strategy": "ar"}))
     assert caught.value.type == "server_error"
@@ -315,16 +312,8 @@ def test_what_ends_one_answer_of_a_call_ends_no_other(server, monkeypatch, log):
     """An answer that cannot be read fails alone; and if the call itself fails, all others are made anew."""
     body = {"model": NAME, "prompt": [*map(str, range(8))], "max_tokens": 12, "extra_body": {"strategy": "ar"}}
     alone = [choice.text for choice in server.client.completions.create(**body).choices]
-    forward, calls = WeDLMForCausalLM.forward, []
-
-    def fail_once(*args, **kwargs):
-        calls.append(None)
-        if len(calls) == 5:
-            raise RuntimeError("one sequence is to blame")
-        return forward(*args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(WeDLMForCausalLM, "forward", fail_once)
+        fail_at(patch, lambda number: number == 5, "one sequence is to blame")
         assert [choice.text for choice in server.client.completions.create(**body).choices] == alone
     read = Answer._read
 

@@ -178,14 +178,11 @@ def test_a_text_longer_than_the_context_is_estimated_window_by_window():
     lm = tiny_lm(likelihood="elbo", elbo_samples=2, elbo_block_size=4, batch_size=2, max_length=16)
     text = "Count from 1 to 9: 1, 2, 3, 4, 5, 6, 7, 8, 9 and so on"
     (answer,) = lm.loglikelihood_rolling(instances("loglikelihood_rolling", (text,)))
-    tokens = lm.tok_encode(text)
-    assert len(tokens) > 32
-    windows = [
-        ([EOS] if start == 0 else [tokens[start - 1]], tokens[start : start + 16])
-        for start in range(0, len(tokens) - len(tokens) % 16, 16)
-    ]
-    tail = len(tokens) % 16  # the last window is full, too: its context reaches back
-    windows.append((tokens[-17:-tail], tokens[-tail:]))
+    tokens = [EOS, *lm.tok_encode(text)]
+    assert len(tokens) > 33
+    tail = len(tokens[1:]) % 16
+    windows = [(tokens[start : start + 1], tokens[start + 1 : start + 17]) for start in range(0, len(tokens) - 16, 16)]
+    windows.append((tokens[-17:-tail], tokens[-tail:]))  # the last window is full, too: its context reaches back
     direct = block_elbo(lm.model, lm.tokenizer, windows, samples=2, block_size=4)
     assert answer == pytest.approx(sum(estimate.value for estimate in direct), rel=1e-5)
 
