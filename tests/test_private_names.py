@@ -20,6 +20,7 @@ LISTED = tomllib.loads(Path(__file__).with_name("private_names.toml").read_text(
 DOCUMENTED = LISTED.pop("documented modules")
 PACKAGES = ("accelerate", "huggingface_hub", "peft", "transformers", "trl")
 ITSELF = ("self", "cls", "super()")
+ACCESS = ("getattr", "setattr", "hasattr", "delattr")
 NAMEDTUPLE = ("_asdict", "_fields", "_replace")  # documented
 # What vllm/ uses of vLLM, one minor version of it, is left out.
 FILES = {name: file for name, file in MODULES.items() if not name.startswith("serving.vllm")}
@@ -60,11 +61,7 @@ def attributes(tree: ast.AST) -> Iterator[tuple[str, bool]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             place, name = node.value, node.attr
-        elif (
-            isinstance(node, ast.Call)
-            and re.fullmatch("(get|set|has|del)attr", ast.unparse(node.func))
-            and node.args[1:]
-        ):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ACCESS and node.args[1:]:
             place, name = node.args[0], getattr(node.args[1], "value", None)
         else:
             continue

@@ -4,6 +4,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_what_fails_later_is_said_and_the_server_goes_on(run, checkpoint, tmp_pa
         assert message in events[-1]["error"], events[-1]
         assert "\n" not in events[-1]["error"]
     with monkeypatch.context() as patch:
-        patch.setattr(server, "record", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("out of memory")))
+        patch.setattr(server, "record", Mock(side_effect=RuntimeError("out of memory")))
         assert run()[1][-1]["error"].startswith("RuntimeError: out of memory")
     assert "trace" in run()[1][-1]
 
