@@ -6,15 +6,16 @@ import io
 import json
 import pickle
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from test_families import build
 from test_mask_adapter import SMALL
 from test_mask_adapter import with_adapter as attached
+from test_states import STATEFUL
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,7 +56,7 @@ def state_of(model: Any) -> tuple[Any, ...]:
     return type(model), hooks, trained(model), *configs, set(model.state_dict())
 
 
-def test_detaching_gives_the_object_back_as_it_was() -> None:
+def test_detaching_gives_the_object_back_as_it_was():
     model = llama()
     before, weights = state_of(model), [parameter.data_ptr() for parameter in model.parameters()]
     expected = model.generate(PROMPT, **GREEDY)
@@ -71,33 +72,28 @@ def test_detaching_gives_the_object_back_as_it_was() -> None:
         unload_mask_adapter(model)
 
 
+@pytest.mark.parametrize("name", ["Llama", "FalconH1", "Qwen3_5"])
 @pytest.mark.parametrize("load", ["load_mask_adapter", "peft"])
-def test_a_saved_adapter_is_loaded_by_our_function_and_by_peft(tmp_path: Path, load: str) -> None:
-    adapted = attached(llama())
-    adapted.save_mask_adapter(tmp_path)
-    model: Any = llama()
+def test_a_saved_adapter_is_loaded_by_our_function_and_by_peft(tmp_path, load, name):
+    model, base, adapted = (build(name, STATEFUL.get(name, {})) for _ in range(3))
+    attached(adapted).save_mask_adapter(tmp_path)
     if load == "load_mask_adapter":
         load_mask_adapter(model, tmp_path)
-        model.save_pretrained(tmp_path / "base")  # whole, as any model
-        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        assert torch.equal(plain.generate(PROMPT, **GREEDY), model.generate(PROMPT, **VERIFIED))
     else:
         model = PeftModel.from_pretrained(model, str(tmp_path))
-    for name, weight in adapted.mask_adapter.state_dict().items():
-        assert torch.equal(model.mask_adapter.state_dict()[name], weight)
-    assert torch.equal(model.generate(input_ids=PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
+    for key, weight in adapted.mask_adapter.state_dict().items():
+        assert torch.equal(model.mask_adapter.state_dict()[key], weight)
+    assert torch.equal(model.generate(input_ids=PROMPT, **VERIFIED), base.generate(PROMPT, **GREEDY))
 
 
-def test_transformers_own_loading_says_which_call_to_use(tmp_path: Path) -> None:
+def test_transformers_own_loading_says_which_call_to_use(tmp_path):
     attached(llama()).save_mask_adapter(tmp_path)
     model = llama()
     with pytest.raises(ValueError, match=r"call `wedlm_hf\.load_mask_adapter\(model, folder\)` or `PeftModel"):
         model.load_adapter(str(tmp_path))
-    load_mask_adapter(model, tmp_path)
-    assert torch.equal(model.generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
 
 
-def test_loading_leaves_what_trains_in_training(tmp_path: Path) -> None:
+def test_loading_leaves_what_trains_in_training(tmp_path):
     attached(llama()).save_mask_adapter(tmp_path)
     model = get_peft_model(llama(), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     base, before = model.base_model.model, trained(model)
@@ -110,7 +106,7 @@ def test_loading_leaves_what_trains_in_training(tmp_path: Path) -> None:
     assert trained(model) == before
 
 
-def test_a_lora_may_come_after_the_mask_adapter(tmp_path: Path) -> None:
+def test_a_lora_may_come_after_the_mask_adapter(tmp_path):
     task = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(3)
     get_peft_model(llama(), task).save_pretrained(tmp_path)
@@ -120,7 +116,7 @@ def test_a_lora_may_come_after_the_mask_adapter(tmp_path: Path) -> None:
     assert torch.equal(model.generate(PROMPT, **VERIFIED), expected)
 
 
-def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path: Path) -> None:
+def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path):
     model = attached(llama())
     model.generate(PROMPT, **VERIFIED | {"slot_cost": None})  # what it learned of times stays with it
     twin = copy.deepcopy(model)
@@ -140,7 +136,7 @@ def test_copies_pickles_and_saved_checkpoints_are_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["resized", "replaced"])
-def test_embeddings_and_head_may_be_replaced_while_an_adapter_sits_on_the_model(how: str) -> None:
+def test_embeddings_and_head_may_be_replaced_while_an_adapter_sits_on_the_model(how):
     model = attached(llama())
     if how == "resized":
         model.resize_token_embeddings(104)
@@ -154,7 +150,7 @@ def test_embeddings_and_head_may_be_replaced_while_an_adapter_sits_on_the_model(
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_what_was_made_in_inference_mode_is_used_outside(tmp_path: Path) -> None:
+def test_what_was_made_in_inference_mode_is_used_outside(tmp_path):
     attached(llama()).save_mask_adapter(tmp_path)
     model = llama()
     with torch.inference_mode():
@@ -165,7 +161,7 @@ def test_what_was_made_in_inference_mode_is_used_outside(tmp_path: Path) -> None
     assert torch.equal(second, llama().generate(longer, **GREEDY))
 
 
-def test_a_deleted_model_frees_its_memory_at_once() -> None:
+def test_a_deleted_model_frees_its_memory_at_once():
     model = attached(llama())
     model.generate(PROMPT, **VERIFIED)
     dead = weakref.ref(model), weakref.ref(model.lm_head.weight)
@@ -177,7 +173,7 @@ def test_a_deleted_model_frees_its_memory_at_once() -> None:
         gc.enable()
 
 
-def test_another_base_is_named(tmp_path: Path) -> None:
+def test_another_base_is_named(tmp_path):
     attached(llama()).save_mask_adapter(tmp_path)
     with pytest.raises(ValueError, match=r"another base than this model \(num_hidden_layers: 2, not 3"):
         load_mask_adapter(llama(num_hidden_layers=3), tmp_path)
@@ -196,7 +192,7 @@ WAYS = [(), *((dtype,) for dtype in FLOATS), (torch.float16, torch.bfloat16), (t
 
 @pytest.mark.parametrize("std", [0.3, 0.02, 1e-5])  # of the weights; small ones are no numbers of float16
 @pytest.mark.parametrize("saved", FLOATS)
-def test_an_adapter_knows_its_base_in_every_dtype_and_no_other(saved: torch.dtype, std: float) -> None:
+def test_an_adapter_knows_its_base_in_every_dtype_and_no_other(saved, std):
     base, tuned = llama(initializer_range=std), llama(initializer_range=std)
     with torch.no_grad():
         tuned.model.embed_tokens.weight.mul_(1 + 0.01 * torch.randn(97, 32))
@@ -210,9 +206,7 @@ def test_an_adapter_knows_its_base_in_every_dtype_and_no_other(saved: torch.dtyp
             check_base(other, stated)
 
 
-def test_an_adapter_that_states_a_digest_alone_is_taken_in_float16_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_adapter_that_states_a_digest_alone_is_taken_in_float16_with_a_warning(tmp_path, caplog):
     attached(llama()).save_mask_adapter(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     del config["base"]["sample"], config["base"]["is_float16"]
@@ -224,7 +218,7 @@ def test_an_adapter_that_states_a_digest_alone_is_taken_in_float16_with_a_warnin
         load_mask_adapter(llama(initializer_range=0.1), tmp_path)
 
 
-def test_a_folder_that_is_not_there_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(adapter_files, "cached_file", None)  # which would ask the Hub, six times
     for name, message in (("no-such-folder", "'no-such-folder' is no folder here"), ("./gone", "no adapter folder")):
         with pytest.raises(OSError, match=message):
@@ -233,7 +227,7 @@ def test_a_folder_that_is_not_there_is_named_at_once(tmp_path: Path, monkeypatch
         load_mask_adapter(llama(), tmp_path)
 
 
-def test_sharded_weights_are_refused_before_and_after(tmp_path: Path) -> None:
+def test_sharded_weights_are_refused_before_and_after(tmp_path):
     file = (tmp_path / "store").as_uri()
     torch.distributed.init_process_group("gloo", init_method=file, rank=0, world_size=1)
     try:
@@ -259,12 +253,12 @@ def test_sharded_weights_are_refused_before_and_after(tmp_path: Path) -> None:
         (lambda model: model.lm_head, "Linear is no one"),
     ],
 )
-def test_a_model_that_cannot_carry_one_now_is_refused(wrap: Any, message: str) -> None:
+def test_a_model_that_cannot_carry_one_now_is_refused(wrap, message):
     with pytest.raises((TypeError, ValueError), match=message):
         add_mask_adapter(wrap(llama()), SMALL)
 
 
-def test_attention_that_takes_no_masks_as_tensors_decodes_one_prompt_at_a_time() -> None:
+def test_attention_that_takes_no_masks_as_tensors_decodes_one_prompt_at_a_time():
     def maskless(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         assert attention_mask is None
         ends = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None]
@@ -279,14 +273,14 @@ def test_attention_that_takes_no_masks_as_tensors_decodes_one_prompt_at_a_time()
         model.generate(PROMPT.expand(2, -1), **VERIFIED)
 
 
-def test_a_model_in_training_mode_decodes_after_a_hint() -> None:
+def test_a_model_in_training_mode_decodes_after_a_hint():
     model = attached(llama(attention_dropout=0.1)).train()
     with pytest.raises(ValueError, match=r"call `model.eval\(\)`"):
         model.generate(PROMPT, **VERIFIED)
     assert torch.equal(model.eval().generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
 
 
-def test_an_unverified_call_needs_no_mask_token_either() -> None:
+def test_an_unverified_call_needs_no_mask_token_either():
     out = attached(llama()).generate(PROMPT, strategy="wedlm", **GREEDY, return_dict_in_generate=True, window_size=4)
     assert out.sequences.shape == (1, 25)
 
@@ -295,7 +289,7 @@ def test_an_unverified_call_needs_no_mask_token_either() -> None:
     ("dtype", "rows", "wrong", "is_same"),
     [("bfloat16", 4, 1, True), ("bfloat16", 4, 2, False), ("bfloat16", 2, 1, False), ("float32", 4, 1, False)],
 )
-def test_in_sixteen_bits_single_rows_may_differ(dtype: str, rows: int, wrong: int, is_same: bool) -> None:
+def test_in_sixteen_bits_single_rows_may_differ(dtype, rows, wrong, is_same):
     model = llama().to(getattr(torch, dtype))
     expected = torch.randn(rows, 32, dtype=model.dtype)
     found = expected.clone()
@@ -303,7 +297,7 @@ def test_in_sixteen_bits_single_rows_may_differ(dtype: str, rows: int, wrong: in
     assert is_close(found, expected, model) == is_same
 
 
-def test_a_lora_below_keeps_its_table_whether_the_mask_adapter_is_refused_or_unloaded(tmp_path: Path) -> None:
+def test_a_lora_below_keeps_its_table_whether_the_mask_adapter_is_refused_or_unloaded(tmp_path):
     attached(llama()).save_mask_adapter(tmp_path)
     lora = LoraConfig(target_modules=["q_proj"])
     other, below = get_peft_model(llama(initializer_range=0.1), lora), get_peft_model(llama(), lora)

@@ -37,82 +37,48 @@ EACH |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 UNTRAINED = "decodes only"
 
-# The name in transformers, what its config has beside the sizes, and kinds of layers that are worth a word.
+
+def alike(names: str, own: dict[str, Any], said: str = "") -> dict[str, tuple[dict[str, Any], str]]:
+    """Families whose configs have the same beside the sizes, and what is said of them: layers, or why not."""
+    return dict.fromkeys(names.split(), (own, said))
+
+
+SLIDING, SLIDING_AND_FULL = "sliding attention", "sliding and full attention"
+# By the name in transformers.
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {
-    "Afmoe": (EXPERTS, "experts"),
-    "Apertus": ({}, ""),
-    "Arcee": ({}, ""),
-    "BitNet": ({}, ""),
-    "Cohere": ({}, ""),
-    "Cohere2": (WINDOW, "sliding and full attention"),
-    "Cwm": (WINDOW, "sliding and full attention"),
-    "DeepseekV2": (DEEPSEEK, "experts; latent attention; " + UNTRAINED),
-    "DeepseekV3": (DEEPSEEK, "experts; latent attention; " + UNTRAINED),
-    "DiffLlama": ({}, UNTRAINED),
-    "Dots1": (DEEPSEEK | {"n_shared_experts": 1, "num_key_value_heads": 2}, "experts"),
-    "Ernie4_5": (HEADS, ""),
-    "Ernie4_5_Moe": (EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "experts"),
-    "Exaone4": (WINDOW | {"sliding_window_pattern": 4}, "sliding and full attention"),
-    "ExaoneMoe": (EXPERTS | WINDOW | {"n_group": 1, "topk_group": 1}, "experts; sliding and full attention"),
-    "Falcon": ({"alibi": False}, "rotary models; attention of its own; " + UNTRAINED),
-    "FlexOlmo": (EXPERTS, "experts"),
-    "GPTNeoX": ({}, "parallel attention and MLP"),
-    "Gemma": (HEADS, ""),
-    "Gemma2": (GEMMA, "sliding and full attention, eager"),
-    "Gemma3": (GEMMA, "sliding and full attention"),
-    "Gemma3n": (GEMMA | EACH, "sliding and full attention; " + UNTRAINED),
-    "Gemma4": (GEMMA | EACH | {"global_head_dim": 16}, "sliding and full attention; " + UNTRAINED),
-    "Glm": (HEADS, ""),
-    "Glm4": (HEADS, ""),
-    "Glm4Moe": (EXPERTS, "experts"),
-    "GptOss": (EXPERTS | WINDOW, "experts; sliding and full attention, eager"),
-    "Granite": ({}, ""),
-    "GraniteMoe": (EXPERTS, "experts"),
-    "GraniteMoeShared": (EXPERTS, "experts"),
-    "Helium": (HEADS, ""),
-    "HunYuanDenseV1": (HEADS, ""),
-    "HunYuanMoEV1": (EXPERTS, "experts"),
-    "HyperCLOVAX": ({}, ""),
-    "Jais2": ({}, ""),
-    "JetMoe": ({"kv_channels": 8, "num_key_value_heads": 2}, "experts; " + UNTRAINED),
-    "Llama": ({}, ""),
-    "Llama4": ({"attention_chunk_size": 16} | EXPERTS, "experts; chunked and full attention"),
-    "MiniCPM3": (LATENT, "latent attention; " + UNTRAINED),
-    "MiniMaxM2": (EXPERTS, "experts"),
-    "Ministral": (HEADS | WINDOW, "sliding attention"),
-    "Ministral3": (HEADS | WINDOW, "sliding attention"),
-    "Mistral": (WINDOW, "sliding attention"),
-    "Mixtral": (EXPERTS, "experts"),
-    "ModernBertDecoder": ({"local_attention": 16}, "sliding and full attention; " + UNTRAINED),
-    "NanoChat": ({}, ""),
-    "Nemotron": ({}, ""),
-    "Olmo": ({}, ""),
-    "Olmo2": ({}, ""),
-    "Olmo3": (WINDOW, "sliding and full attention"),
-    "Olmoe": (EXPERTS, "experts"),
-    "Persimmon": ({}, ""),
-    "Phi": ({}, "parallel attention and MLP"),
-    "Phi3": (WINDOW, "sliding attention"),
-    "Phimoe": (EXPERTS, "experts"),
-    "Qwen2": ({}, ""),
-    "Qwen2Moe": (EXPERTS | {"shared_expert_intermediate_size": 24}, "experts"),
-    "Qwen3": (HEADS, ""),
-    "Qwen3Moe": (EXPERTS, "experts"),
-    "SeedOss": (HEADS, ""),
-    "SmolLM3": ({}, ""),
-    "StableLm": ({}, "attention of its own"),
-    "Starcoder2": (WINDOW, "sliding attention"),
-    "VaultGemma": (GEMMA, "sliding and full attention, eager"),
-}  # fmt: skip
+    **alike("Apertus Arcee BitNet Cohere HyperCLOVAX Jais2 Llama NanoChat Nemotron Olmo Olmo2 Persimmon", {}),
+    **alike("Granite Qwen2 SmolLM3", {}),
+    **alike("Ernie4_5 Gemma Glm Glm4 Helium HunYuanDenseV1 Qwen3 SeedOss", HEADS),
+    **alike("Afmoe FlexOlmo Glm4Moe GraniteMoe GraniteMoeShared HunYuanMoEV1 MiniMaxM2 Mixtral", EXPERTS, "experts"),
+    **alike("Olmoe Phimoe Qwen3Moe", EXPERTS, "experts"),
+    **alike("Dots1", DEEPSEEK | {"n_shared_experts": 1, "num_key_value_heads": 2}, "experts"),
+    **alike("Ernie4_5_Moe", EXPERTS | {"moe_num_experts": 4, "moe_k": 2}, "experts"),
+    **alike("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 24}, "experts"),
+    **alike("JetMoe", {"kv_channels": 8, "num_key_value_heads": 2}, "experts; " + UNTRAINED),
+    **alike("DeepseekV2 DeepseekV3", DEEPSEEK, "experts; latent attention; " + UNTRAINED),
+    **alike("MiniCPM3", LATENT, "latent attention; " + UNTRAINED),
+    **alike("Llama4", {"attention_chunk_size": 16} | EXPERTS, "experts; chunked and full attention"),
+    **alike("ExaoneMoe", EXPERTS | WINDOW | {"n_group": 1, "topk_group": 1}, "experts; " + SLIDING_AND_FULL),
+    **alike("GptOss", EXPERTS | WINDOW, f"experts; {SLIDING_AND_FULL}, eager"),
+    **alike("Mistral Phi3 Starcoder2", WINDOW, SLIDING),
+    **alike("Ministral Ministral3", HEADS | WINDOW, SLIDING),
+    **alike("Cohere2 Cwm Olmo3", WINDOW, SLIDING_AND_FULL),
+    **alike("Exaone4", WINDOW | {"sliding_window_pattern": 4}, SLIDING_AND_FULL),
+    **alike("Gemma3", GEMMA, SLIDING_AND_FULL),
+    **alike("Gemma2 VaultGemma", GEMMA, SLIDING_AND_FULL + ", eager"),
+    **alike("Gemma3n", GEMMA | EACH, f"{SLIDING_AND_FULL}; {UNTRAINED}"),
+    **alike("Gemma4", GEMMA | EACH | {"global_head_dim": 16}, f"{SLIDING_AND_FULL}; {UNTRAINED}"),
+    **alike("ModernBertDecoder", {"local_attention": 16}, f"{SLIDING_AND_FULL}; {UNTRAINED}"),
+    **alike("Falcon", {"alibi": False}, "rotary models; attention of its own; " + UNTRAINED),
+    **alike("DiffLlama", {}, UNTRAINED),
+    **alike("StableLm", {}, "attention of its own"),
+    **alike("GPTNeoX Phi", {}, "parallel attention and MLP"),
+}
 GPTJ = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_inner": 48, "n_positions": 512, "rotary_dim": 4}
-POSITIONS = "no rotary position embeddings"
 REFUSED = {
-    **dict.fromkeys(("CodeGen", "GPTJ"), (GPTJ, "its rotary embeddings are a table")),
-    "Bloom": ({}, POSITIONS),
+    **alike("CodeGen GPTJ", GPTJ, "its rotary embeddings are a table"),
+    **alike("Bloom GPT2 Mpt OPT", {}, "no rotary position embeddings"),
     "Falcon": ({"alibi": True}, "positions are ALiBi's"),
-    "GPT2": ({}, POSITIONS),
-    "Mpt": ({}, POSITIONS),
-    "OPT": ({}, POSITIONS),
     "DeepseekV32": ({}, "its layers choose what a row sees in a way of their own"),
     "Moshi": ({}, "its prompts see further back than the sliding window of its cache"),
     "Doge": ({}, "a forward with masks fails"),
@@ -186,7 +152,7 @@ RARE = set(
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES])
-def test_verified_decoding_is_plain_generate(name: str, tmp_path: Path) -> None:
+def test_verified_decoding_is_plain_generate(name, tmp_path):
     model = with_adapter(build(name, FAMILIES[name][0]))
     assert tuple(equal_parts(model)) == WHAT
     model.save_mask_adapter(tmp_path)
@@ -199,7 +165,7 @@ def test_verified_decoding_is_plain_generate(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_cannot_carry_a_mask_adapter_is_refused_with_the_reason(name: str) -> None:
+def test_a_family_that_cannot_carry_a_mask_adapter_is_refused_with_the_reason(name):
     own, reason = REFUSED[name]
     model = build(name, own)
     with pytest.raises(ValueError, match=f"{type(model).__name__} cannot carry a mask adapter: .*{reason}"):
@@ -217,7 +183,7 @@ TURNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("kind", TURNS)
-def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None:
+def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind):
     name, own = TURNS[kind]
     model = with_adapter(build(name, own))
     exact: dict[str, Any] = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 6}
@@ -234,7 +200,7 @@ def test_what_changes_for_all_rows_at_a_length_is_not_crossed(kind: str) -> None
         assert torch.equal(again, model.generate(first.sequences, **behind))
 
 
-def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path: Path) -> None:
+def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path):
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     images = {"vision_config": vision | {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}
     config = transformers.Gemma3Config(text_config=SIZES | GEMMA, image_token_index=95, **images)
@@ -248,14 +214,14 @@ def test_a_model_that_takes_images_writes_text_behind_text_alone(tmp_path: Path)
         model.generate(prompt(5), pixel_values=torch.zeros(1, 3, 28, 28), strategy="wedlm", verification="exact")
 
 
-def test_layers_without_a_cache_of_their_own_decode_in_fixed_shapes() -> None:
+def test_layers_without_a_cache_of_their_own_decode_in_fixed_shapes():
     model = with_adapter(build("Gemma4", FAMILIES["Gemma4"][0]))
     greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "cache_implementation": "static"}
     exact = {"strategy": "wedlm", "verification": "exact", "disable_compile": True}
     assert torch.equal(model.generate(prompt(5), **greedy, **exact), model.generate(prompt(5), **greedy))
 
 
-def test_an_encoder_decoder_is_refused() -> None:
+def test_an_encoder_decoder_is_refused():
     config = transformers.T5Config(d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8, vocab_size=50)
     with pytest.raises(ValueError, match="it is an encoder-decoder"):
         add_mask_adapter(transformers.T5ForConditionalGeneration(config))
@@ -283,7 +249,7 @@ def table(head: list[str], rows: list[tuple[str, list[str]]]) -> list[str]:
 def main() -> None:
     """Writes the tables."""
     rows = []
-    for name, (own, _) in FAMILIES.items():
+    for name, (own, _) in sorted(FAMILIES.items()):
         model = with_adapter(build(name, own))
         missing = set(WHAT) - set(equal_parts(model))
         assert not missing, f"{name}: {missing}"

@@ -44,7 +44,7 @@ IDS = torch.tensor([[5, 6, 7, 8, MASK, MASK, MASK], [9, 10, 11, 12, 13, MASK, MA
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("style", ["qwen3", "qwen2.5"])
-def test_real_rows_are_the_bases_bit_for_bit(style: Any, attention: str) -> None:
+def test_real_rows_are_the_bases_bit_for_bit(style, attention):
     base = tiny_model(style)
     base.set_attn_implementation(attention)
     adapted = with_adapter(copy.deepcopy(base))
@@ -63,7 +63,7 @@ def test_real_rows_are_the_bases_bit_for_bit(style: Any, attention: str) -> None
             assert torch.equal(states.transpose(1, 2)[real], expected_states.transpose(1, 2)[real])
 
 
-def test_a_mask_token_outside_the_slots_is_ordinary_text() -> None:
+def test_a_mask_token_outside_the_slots_is_ordinary_text():
     adapted = with_adapter(tiny_model())
     ids = torch.tensor([[5, MASK, 7, MASK, MASK]])
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_a_mask_token_outside_the_slots_is_ordinary_text() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [{"fused": True}, {"foreach": True}, {"foreach": False}])
-def test_between_steps_of_training_the_newest_weights_act(optimizer: dict[str, bool]) -> None:
+def test_between_steps_of_training_the_newest_weights_act(optimizer):
     model = with_adapter(tiny_model())
     steps = torch.optim.AdamW(model.mask_adapter.parameters(), lr=0.1, **optimizer)
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_between_steps_of_training_the_newest_weights_act(optimizer: dict[str, b
         assert torch.equal(actual, expected)
 
 
-def test_a_new_adapter_predicts_as_the_base_does() -> None:
+def test_a_new_adapter_predicts_as_the_base_does():
     model = tiny_model()
     with torch.no_grad():
         expected = model(IDS).logits
@@ -97,7 +97,7 @@ def test_a_new_adapter_predicts_as_the_base_does() -> None:
         assert torch.equal(model.draft_hidden(hidden, torch.tensor([[4, 5]] * 3)), hidden)
 
 
-def test_the_previous_token_head_sees_both_tokens_in_their_order() -> None:
+def test_the_previous_token_head_sees_both_tokens_in_their_order():
     model = with_adapter(tiny_model())
     hidden = torch.randn(1, 32)
     pairs = torch.tensor([[4, 5], [5, 4], [4, 6], [7, 5]])
@@ -106,7 +106,7 @@ def test_the_previous_token_head_sees_both_tokens_in_their_order() -> None:
     assert len({tuple(state.tolist()) for state in states}) == 4
 
 
-def test_after_an_error_the_next_forward_is_the_bases() -> None:
+def test_after_an_error_the_next_forward_is_the_bases():
     model = with_adapter(tiny_model())
 
     def interrupt(*_: Any) -> None:
@@ -123,7 +123,7 @@ def test_after_an_error_the_next_forward_is_the_bases() -> None:
         assert torch.equal(model(IDS).logits, expected)
 
 
-def test_gradient_checkpointing_is_refused() -> None:
+def test_gradient_checkpointing_is_refused():
     model = with_adapter(tiny_model()).train()
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="without the mask adapter"):
@@ -135,7 +135,7 @@ def test_gradient_checkpointing_is_refused() -> None:
 TASK = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
 
 
-def test_peft_loads_and_saves_it(tmp_path: Path) -> None:
+def test_peft_loads_and_saves_it(tmp_path):
     loaded = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path / "ours")))
     with torch.no_grad():
         torch.testing.assert_close(predict(loaded, IDS, 2), predict(with_adapter(tiny_model()), IDS, 2))
@@ -147,7 +147,7 @@ def test_peft_loads_and_saves_it(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_peft_switches_it_off_and_takes_it_away_but_does_not_merge_it(tmp_path: Path) -> None:
+def test_peft_switches_it_off_and_takes_it_away_but_does_not_merge_it(tmp_path):
     model = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path)))
     base = model.base_model.model
     with model.disable_adapter():
@@ -162,7 +162,7 @@ def test_peft_switches_it_off_and_takes_it_away_but_does_not_merge_it(tmp_path: 
         assert torch.equal(base(IDS).logits, tiny_model()(IDS).logits)
 
 
-def test_peft_makes_a_new_one_to_train(tmp_path: Path) -> None:
+def test_peft_makes_a_new_one_to_train(tmp_path):
     saved_adapter(tmp_path)
     config = PeftConfig.from_pretrained(str(tmp_path))
     config.inference_mode = False
@@ -172,7 +172,7 @@ def test_peft_makes_a_new_one_to_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mask_first", [True, False])
-def test_it_stands_beside_a_task_lora_on_all_rows(tmp_path: Path, mask_first: bool) -> None:
+def test_it_stands_beside_a_task_lora_on_all_rows(tmp_path, mask_first):
     saved_adapter(tmp_path)
     torch.manual_seed(0)
     task = get_peft_model(tiny_model(), TASK)

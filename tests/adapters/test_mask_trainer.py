@@ -23,16 +23,17 @@ from wedlm_hf.adapters.layout import AnswerBatches, DataCollatorForMaskRuns
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.generation.attention import layer_types
+from wedlm_hf.generation.state import keeps_state
 
 K = 4
 
 
-def answers(count: int = 5, seed: int = 0) -> list[dict[str, Any]]:
+def answers(count: int = 5, seed: int = 0, vocabulary: int = 300) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(3, 20, (count, 2), generator=generator).tolist()
     return [
-        {"prompt_ids": torch.randint(4, 300, (a,), generator=generator).tolist(),
-         "response_ids": torch.randint(4, 300, (b,), generator=generator).tolist()}
+        {"prompt_ids": torch.randint(4, vocabulary, (a,), generator=generator).tolist(),
+         "response_ids": torch.randint(4, vocabulary, (b,), generator=generator).tolist()}
         for a, b in sizes
     ]  # fmt: skip
 
@@ -60,6 +61,8 @@ def states_behind(model: Any, tokens: torch.Tensor, cut: int) -> torch.Tensor:
             seen = causal & (chunks == chunks[:, None])
         masks[kind] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)[None, None]
     mask = masks if len(masks) > 1 else next(iter(masks.values()))
+    if keeps_state(model):
+        mask = torch.ones_like(ids)
     with model.predicting(K) as slots:
         model(input_ids=ids, position_ids=positions[None], attention_mask=mask, use_cache=False)
     return slots.hidden[0]
@@ -81,18 +84,8 @@ def stock_model(name: str) -> Any:
     return with_adapter(build(name, test_families.FAMILIES[name][0] | shape | FAMILIES[name]))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_targets_are_the_models_own_distributions(name: str) -> None:
-    model, ids = stock_model(name), torch.randint(4, 300, (1, 12), generator=torch.Generator().manual_seed(0))
-    distillation = MaskDistillation(model, num_masks=K, top_tokens=320, sampled_tokens=1)
-    with torch.no_grad():
-        hidden, _ = distillation.memory(ids, torch.tensor([[-1]]))
-        chances, candidates, _ = distillation._teacher(hidden[0], 0)
-        torch.testing.assert_close(chances, model(ids).logits[0].softmax(-1)[:, candidates], atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["qwen3", "qwen2.5", *FAMILIES])
-def test_each_masks_state_is_that_of_a_plain_causal_forward_of_prefix_and_run(name: Any) -> None:
+def test_each_masks_state_is_that_of_a_plain_causal_forward_of_prefix_and_run(name):
     model = stock_model(name) if name in FAMILIES else adapted_model(name)
     distillation = MaskDistillation(model, num_masks=K)
     some = answers()
@@ -112,47 +105,43 @@ def test_each_masks_state_is_that_of_a_plain_causal_forward_of_prefix_and_run(na
     assert checked > 10
 
 
-def test_the_loss_is_the_cross_entropy_with_the_bases_own_distributions() -> None:
-    model = adapted_model()
-    distillation = MaskDistillation(model, num_masks=K, top_tokens=320, sampled_tokens=1)
-    some = answers(2)
+def check_loss_and_gradient(model: Any, some: list[dict[str, Any]]) -> None:
+    """Compares both with those of plain forwards of prefix and masks, one by one, with the base's own distributions.
+    All of the adapter has a gradient, and nothing else."""
+    adapter, head, vocabulary = model.mask_adapter, model.get_output_embeddings(), model.config.vocab_size
+    distillation = MaskDistillation(model, num_masks=K, top_tokens=vocabulary, sampled_tokens=1)
     batch = batch_of(some)
-    result = distillation(**batch)
-    total = weights = 0.0
-    adapter = model.mask_adapter
-    with torch.no_grad():
-        for row, answer in enumerate(some):
-            tokens = torch.tensor(answer["prompt_ids"] + answer["response_ids"])
-            teacher = model(tokens[None]).logits[0]
-            for cut in batch["cuts"][row].tolist():
-                if cut < 0:
-                    continue
-                hidden = states_behind(model, tokens, cut)
-                for depth in range(K):
-                    position = cut + 2 + depth
-                    if position >= len(tokens):
-                        continue
-                    before = model.model.embed_tokens(tokens[[max(0, position - 2), position - 1]])
-                    losses = []
-                    for state in (hidden[depth], adapter.head(hidden[depth], before)):
-                        logits = model.lm_head(state)
-                        target = teacher[position - 1].softmax(-1)
-                        losses.append(-(target * logits.log_softmax(-1)).sum())
-                    total += 0.85**depth * float(losses[1] + 0.5 * losses[0])
-                    weights += 0.85**depth
-    assert float(result["loss"].detach()) == pytest.approx(total / weights, rel=1e-4)
-
-
-def test_only_the_adapter_gets_gradients_and_all_of_it_does() -> None:
-    model = adapted_model()
-    MaskDistillation(model, num_masks=K)(**batch_of(answers()))["loss"].backward()
+    total, weights = torch.zeros(()), 0.0
+    for row, answer in enumerate(some):
+        tokens = torch.tensor(answer["prompt_ids"] + answer["response_ids"])
+        with torch.no_grad():
+            teacher = model(tokens[None], use_cache=False).logits[0].softmax(-1)
+        for cut in filter(lambda cut: cut >= 0, batch["cuts"][row].tolist()):
+            for depth, state in enumerate(states_behind(model, tokens, cut)[: len(tokens) - cut - 2]):
+                before = model.get_input_embeddings()(tokens[[cut + depth, cut + depth + 1]])
+                for share, one in ((1.0, adapter.head(state, before)), (0.5, state)):
+                    log_probs = distillation._scaled(head(one)).log_softmax(-1)
+                    total = total - 0.85**depth * share * (teacher[cut + depth + 1] * log_probs).sum()
+                weights += 0.85**depth
+    loss = distillation(**batch)["loss"]
+    torch.testing.assert_close(loss, total / weights, atol=1e-4, rtol=1e-4)
+    parameters = dict(adapter.named_parameters())
+    expected = torch.autograd.grad(total / weights, parameters.values())
+    loss.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None) == ("mask_adapter" in name), name
-        if parameter.grad is not None:
-            assert float(parameter.grad.abs().sum()) > 0, name
+    for (name, parameter), right in zip(parameters.items(), expected, strict=True):
+        largest = float(right.abs().max())
+        assert largest > 0, name
+        torch.testing.assert_close(parameter.grad, right, atol=2e-4 * largest, rtol=1e-3, msg=name)
 
 
-def test_sampled_candidates_stand_for_the_whole_vocabulary() -> None:
+@pytest.mark.parametrize("name", ["qwen3", "qwen2.5", *FAMILIES])
+def test_the_loss_is_the_cross_entropy_with_the_bases_own_distributions(name):
+    check_loss_and_gradient(stock_model(name) if name in FAMILIES else adapted_model(name), answers(2))
+
+
+def test_sampled_candidates_stand_for_the_whole_vocabulary():
     model = adapted_model()
     for parameter in model.mask_adapter.parameters():
         parameter.data *= 0.05  # so that tokens are unlikely by themselves, as in a large vocabulary
@@ -168,7 +157,7 @@ def test_sampled_candidates_stand_for_the_whole_vocabulary() -> None:
     assert float(shares.exp().sum()) == pytest.approx(model.config.vocab_size, rel=1e-5)
 
 
-def test_cuts_depend_on_seed_epoch_and_answer_alone() -> None:
+def test_cuts_depend_on_seed_epoch_and_answer_alone():
     some = answers()
     collator = DataCollatorForMaskRuns(0, K, 3)
     together = collator([some])["cuts"]
@@ -182,7 +171,7 @@ def test_cuts_depend_on_seed_epoch_and_answer_alone() -> None:
     assert torch.equal(collator([some])["cuts"], together)
 
 
-def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them() -> None:
+def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them():
     some = answers(20)
     collator = DataCollatorForMaskRuns(0, K, 3)
     batch = collator([some])
@@ -199,7 +188,7 @@ def test_cuts_cover_the_response_and_labels_are_the_tokens_behind_them() -> None
     assert firsts == {-1, 0, 1}  # the last token of the prompt is the first place
 
 
-def test_answers_may_share_their_cuts_and_every_place_is_as_likely() -> None:
+def test_answers_may_share_their_cuts_and_every_place_is_as_likely():
     long = {"prompt_ids": [1] * 4, "response_ids": [2] * 32}  # 31 places
     short = {"prompt_ids": [1] * 9, "response_ids": [3] * 2}  # a single place
     collator, counts = DataCollatorForMaskRuns(0, K, 3, is_shared=True), torch.zeros(36)
@@ -217,7 +206,7 @@ def test_answers_may_share_their_cuts_and_every_place_is_as_likely() -> None:
     assert [cut for cut in first if 4 <= cut < 25] == [cut for cut in second if cut >= 0]
 
 
-def test_batches_hold_every_answer_once() -> None:
+def test_batches_hold_every_answer_once():
     some = answers(30)
     batches = AnswerBatches(some, batch_slots=48, cut_stride=3, num_masks=K, seed=0)
     members = sorted(index for batch in batches.batches for index in batch)
@@ -261,7 +250,7 @@ def weights_of(trainer: MaskAdapterTrainer) -> dict[str, torch.Tensor]:
     return trainer.model.model.mask_adapter.state_dict()
 
 
-def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
+def test_resumed_is_uninterrupted(tmp_path):
     whole = trained(tmp_path / "whole")
     steps = whole.state.global_step
     assert steps > 8 and (whole.state.epoch or 0) > 1  # so that the epoch changes behind the stop
@@ -273,9 +262,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path) -> None:
         assert torch.equal(weights_of(resumed)[name], expected), name
 
 
-def test_a_finished_run_goes_on_with_more_answers_from_a_new_epoch_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_goes_on_with_more_answers_from_a_new_epoch_on(tmp_path, monkeypatch):
     seen: list[tuple[int, int]] = []  # epoch of the cuts, index of the batch
     collate, get = DataCollatorForMaskRuns.__call__, AnswerBatches.__getitem__
     monkeypatch.setattr(AnswerBatches, "__getitem__", lambda self, index: [index, *get(self, index)])
@@ -310,9 +297,7 @@ def test_a_finished_run_goes_on_with_more_answers_from_a_new_epoch_on(
     [({"num_masks": 3}, "`num_masks` 4 cannot go on with 3"), ({"cut_stride": 2}, "`cut_stride` 3 cannot go on"),
      ({"rank": 2}, "rank=4.* cannot go on with .*rank=2"), ({"model": "other"}, "trained for another model")],
 )  # fmt: skip
-def test_a_run_does_not_go_on_with_other_masks_another_shape_or_another_base(
-    tmp_path: Path, changed: dict[str, Any], message: str
-) -> None:
+def test_a_run_does_not_go_on_with_other_masks_another_shape_or_another_base(tmp_path, changed, message):
     trained(tmp_path, mask_rows=100)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()}
     if "model" in changed:
@@ -322,7 +307,7 @@ def test_a_run_does_not_go_on_with_other_masks_another_shape_or_another_base(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
 
 
-def test_the_budget_of_mask_rows_is_kept_and_the_learning_rate_follows_it(tmp_path: Path) -> None:
+def test_the_budget_of_mask_rows_is_kept_and_the_learning_rate_follows_it(tmp_path):
     trainer = trained(tmp_path, mask_rows=300)
     assert 300 <= trainer.budget.mask_rows < 300 + 60
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -332,7 +317,7 @@ def test_the_budget_of_mask_rows_is_kept_and_the_learning_rate_follows_it(tmp_pa
     assert len(lines[0]["accuracy"]) == K
 
 
-def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path) -> None:
+def test_accumulated_gradients_are_those_of_one_batch(tmp_path):
     some = answers(6)
     batches = [batch_of(some[:2]), batch_of(some[2:])]
     model = adapted_model()
@@ -343,7 +328,7 @@ def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path) -> None:
     assert float(parts.detach()) == pytest.approx(float(whole.detach()), rel=1e-5)
 
 
-def test_a_trained_adapter_drafts_what_the_model_says(tmp_path: Path) -> None:
+def test_a_trained_adapter_drafts_what_the_model_says(tmp_path):
     """Greedy answers of the model itself; what it learns by heart must be accepted, and real decoding agree."""
     model = tiny_model()
     with torch.no_grad():
@@ -374,12 +359,12 @@ def test_a_trained_adapter_drafts_what_the_model_says(tmp_path: Path) -> None:
      (AnswerConfig, {"max_new_tokens": -1}, "`max_new_tokens` must be at least 1, got -1"),
      (AnswerConfig, {"temperature": 0.0}, "`temperature` must be greater than 0, got 0.0")],
 )  # fmt: skip
-def test_impossible_settings_are_refused(tmp_path: Path, make: Any, settings: dict[str, Any], message: str) -> None:
+def test_impossible_settings_are_refused(tmp_path, make, settings, message):
     with pytest.raises(ValueError, match=message):
         make(*([tmp_path] if make is config else []), **settings)
 
 
-def test_answers_that_teach_nothing_are_refused() -> None:
+def test_answers_that_teach_nothing_are_refused():
     with pytest.raises(ValueError, match="None of the 2 answers has at least two tokens behind a prompt"):
         AnswerBatches(
             [{"prompt_ids": [1], "response_ids": [2]}, {"prompt_ids": [], "response_ids": [2, 3]}], 9, 3, K, 0

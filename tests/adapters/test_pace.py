@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,9 +15,11 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from test_adapt import SMALL, write_base
-from tiny import EOS, VOCAB_SIZE, randomize
+from test_families import build
+from test_states import STATEFUL
+from tiny import EOS, PAD, VOCAB_SIZE, randomize
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
 from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters import answers, load_mask_adapter
@@ -84,9 +85,7 @@ def answer_all(model: Any, tokenizer: Any, prompts: Any, max_new_tokens: int) ->
         pytest.param(60.0, Machine(0.02, 0.04, save=20.0), marks=pytest.mark.slow),
     ],
 )
-def test_the_minutes_go_into_learning_and_the_time_left_is_true(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: float, machine: Machine
-) -> None:
+def test_the_minutes_go_into_learning_and_the_time_left_is_true(tmp_path, monkeypatch, minutes, machine):
     base, seen = write_base(tmp_path / "llama"), {}
 
     @contextmanager
@@ -126,7 +125,7 @@ def test_the_minutes_go_into_learning_and_the_time_left_is_true(
         assert len(wrong) <= 1 + 0.02 * len(told)  # the last step may be longer than what was left
 
 
-def test_a_plan_follows_from_the_pace() -> None:
+def test_a_plan_follows_from_the_pace():
     steps = {1: 0.06, 8: 0.12, 48: 0.28}
     here = Pace(steps, 0.011, 0.03)
     slow = Pace({size: 10 * step for size, step in steps.items()}, 0.11, 0.3)
@@ -141,7 +140,7 @@ def test_a_plan_follows_from_the_pace() -> None:
     assert Pace.read(json.loads(json.dumps(vars(here)))) == here
 
 
-def test_a_budget_that_gives_next_to_nothing_is_said_before_any_answer_is_written(tmp_path, monkeypatch) -> None:
+def test_a_budget_that_gives_next_to_nothing_is_said_before_any_answer_is_written(tmp_path, monkeypatch):
     machine, lines = Machine(0.05, 0.01), Console(file=io.StringIO(), width=300)
     monkeypatch.setattr(adapting, "write_answers", Mock(side_effect=KeyboardInterrupt))
     config = AdaptConfig(minutes=5, prompts=None, **SMALL)
@@ -152,7 +151,7 @@ def test_a_budget_that_gives_next_to_nothing_is_said_before_any_answer_is_writte
     assert found is not None and int(found[1].replace(",", "")) < FEW_ROWS and int(found[2]) > 5
 
 
-def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goes_on(tmp_path, monkeypatch) -> None:
+def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goes_on(tmp_path, monkeypatch):
     machine, base = Machine(2.0, 0.1), write_base(tmp_path / "llama")
     settings = {"prompts": tmp_path / "prompts.txt", **SMALL}
     with machine.running(monkeypatch):
@@ -163,7 +162,7 @@ def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goe
 
 
 @pytest.mark.slow
-def test_answers_get_more_time_where_they_take_longer_than_was_measured(tmp_path, monkeypatch) -> None:
+def test_answers_get_more_time_where_they_take_longer_than_was_measured(tmp_path, monkeypatch):
     machine, base = Machine(0.05, 0.004), write_base(tmp_path / "llama")
 
     def measure(*args: Any, **kwargs: Any) -> Pace:
@@ -179,7 +178,7 @@ def test_answers_get_more_time_where_they_take_longer_than_was_measured(tmp_path
     assert machine.now <= 1.25 * 240 + 60
 
 
-def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(tmp_path, monkeypatch) -> None:
+def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(tmp_path, monkeypatch):
     machine, base = Machine(0.05, 0.004), write_base(tmp_path / "llama")
 
     def draw(writer: Any, rng: Any) -> list[tuple[int, ...]]:
@@ -193,16 +192,10 @@ def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(
     assert machine.now <= 1.25 * 120 + 60
 
 
-def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatch) -> None:
+def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatch):
     machine, base = Machine(0.5, 0.001), write_base(tmp_path / "hybrid")
-    config = Qwen3_5TextConfig(
-        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-        linear_value_head_dim=8, layer_types=["linear_attention", "full_attention"], initializer_range=0.3,
-        eos_token_id=EOS, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    randomize(Qwen3_5ForCausalLM(config)).save_pretrained(base)
+    tokens = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "pad_token_id": PAD}
+    randomize(build("Qwen3_5", STATEFUL["Qwen3_5"] | tokens)).save_pretrained(base)
     prompts = {"prompts": tmp_path / "prompts.txt"}
     with machine.running(monkeypatch):
         made = adapt(base, tmp_path / "out", AdaptConfig(minutes=20, tokens=60, **prompts, **SMALL), clock=machine)

@@ -1,11 +1,12 @@
 """Mask adapters on quantized bases: the base keeps its own linear classes, and its own text."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_attach import GREEDY, SMALL, llama
+from test_families import build
+from test_states import STATEFUL
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
@@ -30,11 +31,12 @@ QUANTIZED = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("base")
-    llama(hidden_size=64, intermediate_size=128).save_pretrained(path)
-    return path
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+BASES = {
+    "Llama": lambda: llama(**SIZES),
+    "FalconH1": lambda: build("FalconH1", STATEFUL["FalconH1"] | SIZES | {"mamba_d_ssm": 128, "mamba_d_head": 16}),
+    "Qwen3_5": lambda: build("Qwen3_5", STATEFUL["Qwen3_5"] | SIZES),
+}
 
 
 def attached(model: Any) -> Any:
@@ -44,22 +46,28 @@ def attached(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_verified_decoding_is_the_quantized_bases_own_text(folder: Path, name: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=QUANTIZED[name](), dtype=torch.float32
-    ).eval()
-    kinds = [type(module) for module in model.modules()], type(model.model.layers[0].mlp.down_proj.weight)
+def kinds_of(model: Any) -> list[Any]:
+    return [(type(module), type(getattr(module, "weight", None))) for module in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("base", "name"), [(base, name) for base in BASES for name in QUANTIZED if base == "Llama" or "bits" in name]
+)
+def test_verified_decoding_is_the_quantized_bases_own_text(tmp_path, base, name):
+    BASES[base]().save_pretrained(tmp_path)
+    how = {"quantization_config": QUANTIZED[name](), "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **how).eval()
+    kinds = kinds_of(model)
     expected, logits = model.generate(PROMPT, **GREEDY), model(PROMPT).logits
     attached(model)
     settings = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 3}
     assert torch.equal(model.generate(PROMPT, **GREEDY, **settings), expected)
     assert torch.equal(model(PROMPT).logits, logits)
     model.unload_mask_adapter()
-    assert ([type(module) for module in model.modules()], type(model.model.layers[0].mlp.down_proj.weight)) == kinds
+    assert kinds_of(model) == kinds
 
 
-def test_layers_that_quantize_what_they_read_get_the_rows_of_ar_decoding(tmp_path: Path) -> None:
+def test_layers_that_quantize_what_they_read_get_the_rows_of_ar_decoding(tmp_path):
     llama(hidden_size=256, intermediate_size=512, initializer_range=0.1, num_hidden_layers=6).save_pretrained(tmp_path)
     quantization = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=quantization, dtype=torch.float32)
@@ -73,8 +81,9 @@ def test_layers_that_quantize_what_they_read_get_the_rows_of_ar_decoding(tmp_pat
         torch.testing.assert_close(torch.cat(found.logits), torch.cat(expected.logits), rtol=0, atol=1e-3)
 
 
-def test_layers_that_mix_the_rows_of_a_forward_are_refused(folder: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+def test_layers_that_mix_the_rows_of_a_forward_are_refused(tmp_path):
+    BASES["Llama"]().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(ValueError, match=r"llm_int8_threshold=6.0\); use BitsAndBytesConfig.*llm_int8_threshold=0.0"):
         add_mask_adapter(model)
 
@@ -91,7 +100,7 @@ class WholeTensor(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def test_a_quantized_head_of_which_no_rows_can_be_read_drafts_as_any_other() -> None:
+def test_a_quantized_head_of_which_no_rows_can_be_read_drafts_as_any_other():
     model = attached(llama())
     settings = {"strategy": "wedlm", "verification": "exact", "slot_cost": 0.0, "return_dict_in_generate": True}
     expected = model.generate(PROMPT, **GREEDY, **settings)

@@ -6,25 +6,21 @@ STATE_TEXTS=200 pytest tests/adapters/test_states.py -k plain_generate      200 
 import os
 import random
 import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import PeftModel
 from rich.console import Console
 from test_families import EXPERTS, PAGE, build, prompt
 from test_mask_adapter import with_adapter
-from test_quantized import QUANTIZED
+from test_mask_trainer import K, answers, check_loss_and_gradient
 from tiny import VOCAB_SIZE, tiny_tokenizer
-from transformers import AutoModelForCausalLM
 
-from wedlm_hf import add_mask_adapter, load_mask_adapter
+from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import accepted_runs
-from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
 from wedlm_hf.eval.report.request import ReportRequest
 from wedlm_hf.eval.report.run import _batch_sizes, run
 from wedlm_hf.eval.table import speed_table
@@ -129,7 +125,7 @@ def lines_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", STATEFUL)
-def test_verified_decoding_is_plain_generate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verified_decoding_is_plain_generate(name, monkeypatch):
     model = adapted(name)
     targets = ", ".join(f"`{target}`" for target in model.mask_adapter.settings.target_modules)
     assert any(line.endswith(f" | {targets} |") for line in lines_of(name))
@@ -142,9 +138,7 @@ def test_verified_decoding_is_plain_generate(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chance", [0.3, 0.5, 0.7, 0.9])
-def test_where_rows_are_free_forwards_are_about_as_few_as_of_a_chain_on_attention(
-    chance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_rows_are_free_forwards_are_about_as_few_as_of_a_chain_on_attention(chance, monkeypatch):
     rates = []
     for model in (with_adapter(build("Qwen3", HEADS)), adapted("Qwen3_5")):
         model.generation_config.eos_token_id = model.config.eos_token_id = None
@@ -165,9 +159,7 @@ def test_where_rows_are_free_forwards_are_about_as_few_as_of_a_chain_on_attentio
 
 
 @pytest.mark.parametrize(("name", "usual"), [("FalconH1", 8), ("Mamba2", 8), ("Qwen3_5", 64)])
-def test_steps_read_chunks_no_longer_than_their_rows_and_prompts_those_of_plain_generate(
-    name: str, usual: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_read_chunks_no_longer_than_their_rows_and_prompts_those_of_plain_generate(name, usual, monkeypatch):
     model = build(name, STATEFUL[name])
     home = sys.modules[type(model).__module__]
     (function,) = (each for each in CHUNKED if hasattr(home, each))
@@ -188,7 +180,7 @@ def test_steps_read_chunks_no_longer_than_their_rows_and_prompts_those_of_plain_
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_state_that_cannot_be_read_as_decoding_reads_it_is_refused(name: str) -> None:
+def test_a_state_that_cannot_be_read_as_decoding_reads_it_is_refused(name):
     own, reason = REFUSED[name]
     model = build(name, own)
     with pytest.raises(ValueError, match=f"{type(model).__name__} cannot carry a mask adapter: {reason}"):
@@ -197,7 +189,7 @@ def test_a_state_that_cannot_be_read_as_decoding_reads_it_is_refused(name: str) 
     assert any(reason in line for line in lines_of(name))
 
 
-def test_a_state_that_no_cache_holds_is_seen() -> None:
+def test_a_state_that_no_cache_holds_is_seen():
     model = build("Lfm2", CONV)
     calls: list[int] = []
 
@@ -213,7 +205,7 @@ def test_a_state_that_no_cache_holds_is_seen() -> None:
 
 
 @pytest.mark.parametrize("name", ["Lfm2", "Qwen3_5", "FalconH1"])
-def test_turns_go_on_from_a_returned_cache(name: str) -> None:
+def test_turns_go_on_from_a_returned_cache(name):
     model = adapted(name)
     first = model.generate(prompt(7), **GREEDY, **EXACT, **FIXED, return_dict_in_generate=True)
     cache = cache_of(first)
@@ -236,7 +228,7 @@ def test_turns_go_on_from_a_returned_cache(name: str) -> None:
         cache.crop(-1)
 
 
-def test_a_failure_in_a_forgotten_forward_leaves_an_empty_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_a_forgotten_forward_leaves_an_empty_cache(monkeypatch):
     model = adapted("Qwen3_5")
     first = model.generate(prompt(7), **GREEDY, **EXACT, **FIXED, return_dict_in_generate=True)
     cache, longer = cache_of(first), torch.cat([first.sequences, prompt(4)], dim=1)
@@ -260,9 +252,7 @@ PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tok
 
 
 @pytest.mark.parametrize("name", ["FalconH1", "Lfm2", "Qwen3_5"])
-def test_processors_stop_strings_and_streamers_are_those_of_plain_generate(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processors_stop_strings_and_streamers_are_those_of_plain_generate(name, monkeypatch):
     model, tokenizer = with_adapter(build(name, STATEFUL[name] | {"vocab_size": VOCAB_SIZE})), tiny_tokenizer()
     whole = model.generate(prompt(9), **GREEDY)[0].tolist()
     words = [word for token in whole[20:] if (word := tokenizer.decode([token])).isascii() and word.strip()]
@@ -287,32 +277,6 @@ def test_processors_stop_strings_and_streamers_are_those_of_plain_generate(
     assert len(found[0]) < len(whole)
 
 
-@pytest.mark.parametrize("name", ["FalconH1", "Qwen3_5"])
-def test_an_adapter_is_saved_and_loaded_by_our_function_and_by_peft(tmp_path: Path, name: str) -> None:
-    adapted(name).save_mask_adapter(tmp_path)
-    expected = build(name, STATEFUL[name]).generate(prompt(9), **GREEDY)
-    for load in ("ours", "peft"):
-        model = build(name, STATEFUL[name])
-        if load == "ours":
-            load_mask_adapter(model, tmp_path)
-        else:
-            model = PeftModel.from_pretrained(model, str(tmp_path))
-        for key, weight in adapted(name).mask_adapter.state_dict().items():
-            assert torch.equal(model.mask_adapter.state_dict()[key], weight)
-        assert torch.equal(model.generate(input_ids=prompt(9), **GREEDY, **EXACT, **FIXED), expected)
-
-
-@pytest.mark.parametrize("kind", ["bitsandbytes int8", "bitsandbytes nf4"])
-@pytest.mark.parametrize("name", ["FalconH1", "Qwen3_5"])
-def test_a_quantized_base_keeps_its_own_text(tmp_path: Path, name: str, kind: str) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "mamba_d_ssm": 128, "mamba_d_head": 16}
-    build(name, STATEFUL[name] | sizes).save_pretrained(tmp_path)
-    how = {"quantization_config": QUANTIZED[kind](), "dtype": torch.float32}
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, **how).eval()
-    expected = model.generate(prompt(9), **GREEDY)
-    assert torch.equal(with_adapter(model).generate(prompt(9), **GREEDY, **EXACT, **FIXED), expected)
-
-
 @pytest.mark.parametrize(
     ("how", "got"),
     [
@@ -321,14 +285,14 @@ def test_a_quantized_base_keeps_its_own_text(tmp_path: Path, name: str, kind: st
         ({"cache_implementation": "static", **EXACT}, "`cache_implementation='static'`"),
     ],
 )
-def test_what_a_state_forbids_is_refused_with_the_reason(how: dict[str, Any], got: str) -> None:
+def test_what_a_state_forbids_is_refused_with_the_reason(how, got):
     model = adapted("Lfm2")
     model.config.mask_token_id = 95
     with pytest.raises(ValueError, match=f"keeps a recurrent state.*one sequence at a time.*got {got}"):
         model.generate(prompt(5), max_new_tokens=8, **how)
 
 
-def test_a_report_times_single_prompts_and_refuses_batches_before_anything_is_measured(tmp_path: Path) -> None:
+def test_a_report_times_single_prompts_and_refuses_batches_before_anything_is_measured(tmp_path):
     request = ReportRequest(model="any", output=tmp_path)
     assert _batch_sizes(request, adapted("Lfm2"), Console()) == (1,)
     assert _batch_sizes(request, build("Qwen3", HEADS), Console()) == (1, 4, 16)
@@ -337,68 +301,19 @@ def test_a_report_times_single_prompts_and_refuses_batches_before_anything_is_me
         run(request, adapted("Lfm2"), tiny_tokenizer(), [], "", Console())
 
 
-def test_the_table_of_an_adapter_leaves_out_prompt_lookup_which_takes_no_states() -> None:
+def test_the_table_of_an_adapter_leaves_out_prompt_lookup_which_takes_no_states():
     model = with_adapter(build("Lfm2", CONV | {"vocab_size": VOCAB_SIZE}))
     table = speed_table(model, tiny_tokenizer(), [prompt(5)[0].tolist(), prompt(7)[0].tolist()], 8)
     assert [row[0] for row in table["rows"]] == ["ar", "wedlm+exact"]
 
 
-K = 3
-
-
-def answers() -> list[dict[str, list[int]]]:
-    rng = random.Random(0)
-    return [
-        {"prompt_ids": rng.choices(range(6, 97), k=prompt), "response_ids": rng.choices(range(6, 97), k=response)}
-        for prompt, response in ((5, 9), (3, 14), (8, 6))
-    ]
-
-
 @pytest.mark.parametrize("name", STATEFUL)
-def test_loss_and_gradient_are_those_of_prefix_and_masks_one_by_one(name: str) -> None:
-    model = adapted(name)
-    distillation = MaskDistillation(model, num_masks=K, top_tokens=97, sampled_tokens=1)
-    some = answers()
-    batch = DataCollatorForMaskRuns(pad_token_id=0, num_masks=K, cut_stride=3)([some])
-    adapter, head = model.mask_adapter, model.get_output_embeddings()
-    parameters = dict(adapter.named_parameters())
-    loss = distillation(**batch)["loss"]
-    gradients = torch.autograd.grad(loss, parameters.values())
-    total, weights = torch.zeros(()), 0.0
-    for row, answer in enumerate(some):
-        tokens = torch.tensor(answer["prompt_ids"] + answer["response_ids"])
-        with torch.no_grad():
-            teacher = model(tokens[None], use_cache=False).logits[0].softmax(-1)
-        for cut in batch["cuts"][row].tolist():
-            if cut < 0:
-                continue
-            ids = torch.cat([tokens[: cut + 1], torch.zeros(K, dtype=torch.long)])[None]
-            places = torch.cat([torch.arange(cut + 1), cut + 2 + torch.arange(K)])[None]
-            with model.predicting(K) as slots:
-                model(ids, position_ids=places, attention_mask=torch.ones_like(ids), use_cache=False)
-            for depth in range(K):
-                at = cut + 2 + depth
-                if at >= len(tokens):
-                    continue
-                before = model.get_input_embeddings()(tokens[[at - 2, at - 1]])
-                state = slots.hidden[0, depth]
-                plain, corrected = (
-                    -(teacher[at - 1] * distillation._scaled(head(one)).log_softmax(-1)).sum()
-                    for one in (state, adapter.head(state, before))
-                )
-                total = total + 0.85**depth * (corrected + 0.5 * plain)
-                weights += 0.85**depth
-    expected = total / weights
-    torch.testing.assert_close(loss, expected, atol=1e-4, rtol=1e-4)
-    for key, found, right in zip(
-        parameters, gradients, torch.autograd.grad(expected, parameters.values()), strict=True
-    ):
-        assert right.abs().max() > 0, key
-        torch.testing.assert_close(found, right, atol=2e-4 * float(right.abs().max()), rtol=1e-3, msg=key)
+def test_loss_and_gradient_are_those_of_prefix_and_masks_one_by_one(name):
+    check_loss_and_gradient(adapted(name), answers(3, vocabulary=97))
 
 
 @pytest.mark.parametrize("name", ["Qwen3_5", "FalconH1"])
-def test_replayed_acceptance_is_that_of_decoding(name: str) -> None:
+def test_replayed_acceptance_is_that_of_decoding(name):
     model = adapted(name)
     tokens = model.generate(prompt(6), max_new_tokens=40, min_new_tokens=40, do_sample=False)[0].tolist()
     answer = {"prompt_ids": tokens[:6], "response_ids": tokens[6:]}

@@ -24,7 +24,6 @@ DECODERS = {
     "branches": EXACT | {"adaptive_window": False},
     "trees": EXACT,
 }
-SAMPLING = {"do_sample": True, "temperature": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -46,50 +45,45 @@ def generate(model, prompts, **options):
     return output, new_tokens(output.sequences.cpu(), inputs["input_ids"].shape[1], ENDS)
 
 
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.9},
+    "top-k": {"do_sample": True, "top_k": 9},
+    "prefixes": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7, 8]]},
+    "lengths": {"min_new_tokens": 4, "forced_eos_token_id": ENDS[0], "exponential_decay_length_penalty": (2, 1.1)},
+    "suppressed": {"suppress_tokens": [5], "begin_suppress_tokens": [6]},
+    "biased": {"sequence_bias": [[[9], 1.5], [[9, 10], -2.0]]},
+    "warped": {"do_sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "eta_cutoff": 1e-3},
+    "kept": {"output_scores": True, "output_logits": True, "output_trace": True},
+}
+# Of "trees", all are tried, and of other decoders these, or "greedy".
+TRIED = {
+    "ar": ["greedy", "sampled"],
+    "wedlm": ["greedy", "sampled", "top-k", "kept"],
+    "static verified": ["greedy", "kept"],
+    "trees": list(OPTIONS),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "sampling"),
-    [*((name, {}) for name in DECODERS), *((name, SAMPLING) for name in ("ar", "wedlm", "trees"))],
+    ("name", "options"),
+    [(name, each) for name in DECODERS for each in TRIED.get(name, ["greedy"])],
 )
-def test_answers_are_the_cpus(pretend, models, name, sampling):
-    options = DECODERS[name] | sampling
-    _, expected = generate(models[name], prompts_of([5, 1, 12]), **options)
-    _, rows = generate(on(pretend.device, models[name]), prompts_of([5, 1, 12]), **options)
-    assert rows == expected
-
-
-PROCESSORS = [
-    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7, 8]]},
-    {"min_new_tokens": 4, "forced_eos_token_id": ENDS[0], "exponential_decay_length_penalty": (2, 1.1)},
-    {"suppress_tokens": [5], "begin_suppress_tokens": [6], "sequence_bias": [[[9], 1.5], [[9, 10], -2.0]]},
-    {"do_sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "eta_cutoff": 1e-3},
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "processors"), [("wedlm", {"do_sample": True, "top_k": 9}), *(("trees", each) for each in PROCESSORS)]
-)
-def test_processors_choose_as_on_the_cpu(pretend, models, name, processors):
-    options = DECODERS[name] | processors
-    _, expected = generate(models[name], prompts_of([4, 7]), **options)
-    _, rows = generate(on(pretend.device, models[name]), prompts_of([4, 7]), **options)
-    assert rows == expected
-
-
-@pytest.mark.parametrize("name", ["wedlm", "static verified", "trees"])
-def test_scores_and_traces_are_the_cpus(pretend, models, name):
-    options = DECODERS[name] | {"output_scores": True, "output_logits": True, "output_trace": True}
-    expected, _ = generate(models[name], prompts_of([4, 7]), **options)
-    output, _ = generate(on(pretend.device, models[name]), prompts_of([4, 7]), **options)
-    for key in ("scores", "logits"):
-        for one, other in zip(output[key], expected[key], strict=True):
+def test_answers_scores_and_traces_are_the_cpus(pretend, models, name, options):
+    options = DECODERS[name] | OPTIONS[options]
+    expected, expected_rows = generate(models[name], prompts_of([5, 1, 12]), **options)
+    output, rows = generate(on(pretend.device, models[name]), prompts_of([5, 1, 12]), **options)
+    assert rows == expected_rows
+    assert output.stats.tokens_per_forward == expected.stats.tokens_per_forward
+    if output.get("log_probs") is not None:
+        torch.testing.assert_close(output.log_probs.cpu(), expected.log_probs, atol=1e-4, rtol=1e-4)
+    if "output_trace" in options:
+        for one, other in zip(output.scores + output.logits, expected.scores + expected.logits, strict=True):
             assert one.device == pretend.device
             torch.testing.assert_close(one.cpu(), other, atol=1e-3, rtol=1e-3)
-    if output.log_probs is not None:
-        torch.testing.assert_close(output.log_probs.cpu(), expected.log_probs, atol=1e-4, rtol=1e-4)
-    assert torch.equal(output.step_map, expected.step_map)
-    assert output.stats.tokens_per_forward == expected.stats.tokens_per_forward
-    for step, other in zip(output.trace, expected.trace, strict=True):
-        assert torch.equal(step.input_ids, other.input_ids) and torch.equal(step.tokens, other.tokens)
+        assert torch.equal(output.step_map, expected.step_map)
+        for step, other in zip(output.trace, expected.trace, strict=True):
+            assert torch.equal(step.input_ids, other.input_ids) and torch.equal(step.tokens, other.tokens)
 
 
 @pytest.mark.parametrize("name", ["wedlm", "static", "verified", "trees"])
@@ -127,10 +121,7 @@ def test_stop_strings_and_embeddings_do_as_on_the_cpu(pretend, models, name):
 
 # Nothing ends: how often the host waits per step is the difference of a longer and a shorter answer.
 ENDLESS = {"eos_token_id": None, "return_dict_in_generate": True, "strategy": "wedlm"}
-PROCESSED = {
-    "greedy": {},
-    "sampled": SAMPLING,
-    "top-k": {"do_sample": True, "top_k": 9},
+PROCESSED = {name: OPTIONS[name] for name in ("greedy", "sampled", "top-k")} | {
     "lengths": {"begin_suppress_tokens": [6]},
     "prefixes": {"repetition_penalty": 1.2},
     "stop strings": {"stop_strings": ["never said"], "tokenizer": tiny_tokenizer()},

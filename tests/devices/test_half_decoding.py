@@ -25,6 +25,8 @@ DECODERS = {
     "branches": EXACT | {"adaptive_window": False},
     "static adapter": {"verification": "exact", "cache_implementation": "static", "window_size": 4},
 }
+ADAPTED = ("trees", "branches", "static adapter")
+FILLED = {name: {"strategy": name, "entropy_threshold": 2.0} for name in ("wedlm", "block")}
 # Of the largest logit, that a token may lie below the best one: what rounding weights and states does to two logits.
 ROUNDINGS = 4
 
@@ -56,7 +58,7 @@ def is_nearly_best(exact, prompt, answer, dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", DECODERS)
 def test_each_token_is_that_of_float64_or_nearly_tied_with_it(name, dtype, attention):
-    model, exact = pair_of(dtype, attention, has_adapter=name in ("trees", "branches", "static adapter"))
+    model, exact = pair_of(dtype, attention, name in ADAPTED)
     drafted = 0
     for seed in range(3):
         prompts = prompts_of([5, 1, 12], seed)
@@ -69,25 +71,21 @@ def test_each_token_is_that_of_float64_or_nearly_tied_with_it(name, dtype, atten
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=SLOW), torch.float16])
-@pytest.mark.parametrize("name", ["wedlm", "block", *DECODERS])
+@pytest.mark.parametrize("name", FILLED | DECODERS)
 def test_scores_that_a_mask_drives_beyond_the_type_leave_no_row_without_a_number(name, dtype, attention):
     # `finfo.min` plus a negative score is -inf in float16, and scores of 400 times their size come near its end.
-    model, _ = pair_of(dtype, attention, name in ("trees", "branches", "static adapter"), sharpness=400.0)
-    options = DECODERS.get(name, {"strategy": name, "entropy_threshold": 2.0}) | {
-        "output_logits": True,
-        "eos_token_id": None,
-    }
+    model, _ = pair_of(dtype, attention, name in ADAPTED, sharpness=400.0)
+    options = (FILLED | DECODERS)[name] | {"output_logits": True, "eos_token_id": None}
     output, rows = generate(model, prompts_of([5, 1, 12]), **options)
     assert all(logits.isfinite().all() for logits in output.logits) and all(len(row) == 24 for row in rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=SLOW)])
 @pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", ["wedlm", "block", *DECODERS])
+@pytest.mark.parametrize("name", FILLED | DECODERS)
 def test_autocast_decodes_as_sixteen_bits_do_and_a_cache_goes_on_behind_it(name, dtype, attention):
-    has_adapter = name in ("trees", "branches", "static adapter")
-    model, exact = pair_of(torch.float32, attention, has_adapter)
-    options, prompts = DECODERS.get(name, {"strategy": name, "entropy_threshold": 2.0}), prompts_of([5, 1, 12])
+    model, exact = pair_of(torch.float32, attention, name in ADAPTED)
+    options, prompts = (FILLED | DECODERS)[name], prompts_of([5, 1, 12])
     with torch.autocast("cpu", dtype):
         first, rows = generate(model, prompts, **options)
     if name in DECODERS:  # others choose by their own window

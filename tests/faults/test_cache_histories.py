@@ -19,7 +19,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from test_branches import adapted, foreseeing  # noqa: F401
 from test_generation import new_tokens, padded
 from tiny import PAD, VOCAB_SIZE, tiny_model
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from wedlm_hf.generation import WindowCache, cache
@@ -74,43 +73,34 @@ NO_FAULT = 0, 1, MemoryError
 faults = st.one_of(st.just(NO_FAULT), st.tuples(lines, st.sampled_from([1, 1, 2, 5]), errors))
 
 
-class Failing:
-    """A user's callback that fails when it is called for the n-th time."""
+class Failing(BaseStreamer):
+    """A user's streamer, criterion or processor that fails when it is called for the n-th time."""
 
     def __init__(self, calls):
         self.calls = calls
 
-    def count(self):
+    def end(self):
         self.calls -= 1
         if self.calls == 0:
             raise RuntimeError("the user's callback failed")
 
-
-class FailingStreamer(Failing, BaseStreamer):
     def put(self, value):
-        self.count()
+        self.end()
 
-    def end(self):
-        self.count()
-
-
-class FailingCriterion(Failing, StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        self.count()
+    def stop(self, input_ids, scores, **kwargs):
+        self.end()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
-
-class FailingProcessor(Failing, LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        self.count()
+    def process(self, input_ids, scores):
+        self.end()
         return scores
 
 
 CALLBACKS = {
     "none": lambda calls: {},
-    "streamer": lambda calls: {"streamer": FailingStreamer(calls)},
-    "criterion": lambda calls: {"stopping_criteria": StoppingCriteriaList([FailingCriterion(calls)])},
-    "processor": lambda calls: {"logits_processor": LogitsProcessorList([FailingProcessor(calls)])},
+    "streamer": lambda calls: {"streamer": Failing(calls)},
+    "criterion": lambda calls: {"stopping_criteria": [Failing(calls).stop]},
+    "processor": lambda calls: {"logits_processor": [Failing(calls).process]},
 }
 
 

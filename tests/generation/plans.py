@@ -146,22 +146,13 @@ def _expected(acceptance: float) -> dict[tuple[int, int], float]:
     return sums
 
 
-def best_fixed(curve: Curve, acceptance: float, batch: int = 1) -> float:
-    """The speed of the best fixed shape, AR decoding among them."""
+def best_fixed(curve: Curve, acceptance: float, batch: int = 1, keeps_state: bool = False) -> float:
+    """The speed of the best fixed shape, or chain where a state is kept, AR decoding among them."""
+    if keeps_state:
+        chains = [FixedPlan(m, True, 0, True, pending) for m in (1, 2, 3, 5) for pending in (2, 4, 8, 16, 32)]
+        return max([1.0, *(speed(plan, lambda rows, *_: curve(rows), acceptance, seed=7) for plan in chains)])
     shapes = _expected(acceptance).items()
     speeds = [
         tokens * curve(batch) / curve(batch * (1 + count + masks * (1 + count))) for (count, masks), tokens in shapes
     ]
     return max([1.0, *speeds])
-
-
-def best_fixed_chain(curve: Curve, acceptance: float) -> float:
-    """The speed of the best fixed chain of a model that keeps a state, AR decoding among them."""
-    shapes = [(masks, pending) for masks in (1, 2, 3, 5) for pending in (2, 4, 8, 16, 32)]
-    return max(
-        1.0,
-        *(
-            speed(FixedPlan(masks, True, 0, True, pending), lambda rows, *_: curve(rows), acceptance, seed=7)
-            for masks, pending in shapes
-        ),
-    )

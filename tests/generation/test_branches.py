@@ -28,11 +28,6 @@ def adapted(style="qwen3", head_width=8, **overrides):
     return with_adapter(tiny_model(style, **overrides), MaskAdapterSettings(rank=4, head_width=head_width))
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
-def model(request):
-    return adapted(request.param)
-
-
 @pytest.fixture(scope="module")
 def qwen3():
     return adapted()
@@ -145,12 +140,6 @@ def check_masks_of(model, prompts, monkeypatch, **options):
     return set(checked)
 
 
-def test_masks_see_their_own_branch_and_the_real_rows_before_it(model, foreseeing, monkeypatch):
-    prompts = prompts_of([5, 1, 12])
-    foreseeing(ar_outputs(model, prompts), 0.4)
-    assert check_masks_of(model, prompts, monkeypatch, **FIXED) == {0, 1, 2, 3, 4}
-
-
 def replay(model, prompt, *, window_size, limit):
     """Decoding with branches of `window_size` masks, all from scratch. Returns tokens, forwards, token instances."""
     generated, drafts, committed = [], [], 0
@@ -235,14 +224,6 @@ def test_unverified_windows_are_filled_by_the_adapter(qwen3):
     assert output.stats.forwards.tolist() == [forwards for _, forwards, _ in expected]
 
 
-@pytest.mark.parametrize("verification", ["none", "exact"])
-def test_embeddings_are_decoded_as_their_tokens(qwen3, verification):
-    prompt = torch.tensor([[20, 31, 9, 111]])
-    options = {"max_new_tokens": 6, "strategy": "wedlm", "verification": verification}
-    given = qwen3.generate(inputs_embeds=qwen3.get_input_embeddings()(prompt), **options)
-    assert given.tolist() == qwen3.generate(prompt, **options)[:, 4:].tolist()
-
-
 def test_streams_scores_and_traces_work_as_without_branches(qwen3, foreseeing):
     prompt = prompts_of([6])
     (expected,) = ar_outputs(qwen3, prompt)
@@ -281,29 +262,32 @@ class Bushy(Planner):
         return plans
 
 
-@pytest.fixture
-def bushy(monkeypatch):
-    monkeypatch.setattr(mixin, "Planner", Bushy)
+# How forwards are planned, and how many siblings a draft has.
+SHAPES = {"line": (FIXED, 0), "tree": (COUNTED, 2)}
 
 
-@pytest.mark.parametrize(("options", "errors", "siblings"), [(FIXED, 0.3, 0), (COUNTED, 1.0, 2)], ids=["line", "tree"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_after_every_step_the_cache_is_that_of_a_fresh_prefill_of_the_path_that_passed(
-    qwen3, foreseeing, monkeypatch, options, errors, siblings
+    qwen3, foreseeing, monkeypatch, shape
 ):
-    prompts = prompts_of([3, 10, 6])
+    prompts, (options, siblings) = prompts_of([3, 10, 6]), SHAPES[shape]
     rows = ar_outputs(qwen3, prompts)
-    foreseeing(rows, errors, siblings=siblings)  # of trees, only siblings pass
+    foreseeing(rows, 1.0 if siblings else 0.3, siblings=siblings)  # of trees, only siblings pass
     if siblings:
         monkeypatch.setattr(mixin, "Planner", Bushy)
     seen = check_every_commit(qwen3, prompts, rows, monkeypatch, verification="exact", **options)
     assert sum(map(len, rows)) // 4 <= seen < sum(map(len, rows))
 
 
-def test_masks_behind_siblings_see_their_own_path(qwen3, foreseeing, bushy, monkeypatch):
-    prompts = prompts_of([5, 1, 12])
-    foreseeing(ar_outputs(qwen3, prompts), 0.4, siblings=2)
-    checked = check_masks_of(qwen3, prompts, monkeypatch, **COUNTED)
-    assert max(checked) > 4
+@pytest.mark.parametrize("style", ["qwen3", "qwen2.5"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_masks_see_their_own_branch_and_the_real_rows_before_it(style, shape, foreseeing, monkeypatch):
+    model, prompts, (options, siblings) = adapted(style), prompts_of([5, 1, 12]), SHAPES[shape]
+    foreseeing(ar_outputs(model, prompts), 0.4, siblings=siblings)
+    if siblings:
+        monkeypatch.setattr(mixin, "Planner", Bushy)
+    homes = check_masks_of(model, prompts, monkeypatch, **options)
+    assert homes == {0, 1, 2, 3, 4} or (siblings and max(homes) > 4)
 
 
 def test_attention_that_takes_no_mask_is_given_none_where_the_text_knows_better_than_masks(monkeypatch):

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_generation import Recorder
+from test_branches import FIXED, adapted
+from test_generation import Recorder, no_forward
 from tiny import MASK, PAD, START, stock_twin, tiny_model, tiny_tokenizer
 from transformers import (
     CompileConfig,
@@ -43,15 +44,29 @@ PROMPTS = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
 INPUTS = {"input_ids": PROMPTS, "attention_mask": (PROMPTS != PAD).long()}
 WIDTH = PROMPTS.shape[1]
 DRAFTS = {"strategy": "wedlm", "entropy_threshold": 2.0}
-CHECKED = {"strategy": "wedlm", "draft_threshold": 2.0}
-UNVERIFIED = [DRAFTS, DRAFTS | {"strategy": "block"}]
-VERIFIED = [CHECKED | {"verification": "exact"}, CHECKED | {"verification": "exact", "adaptive_window": False}]
-STRATEGIES = {"unverified": UNVERIFIED, "verified": VERIFIED}
+EXACT = {"strategy": "wedlm", "verification": "exact"}
+# The second ones of a kind are tried on a model with a mask adapter.
+STRATEGIES = {
+    "unverified": [DRAFTS, DRAFTS | {"strategy": "block", "entropy_threshold": 1.0}],
+    "verified": [EXACT | {"draft_threshold": 2.0, "slot_cost": 0.04}, EXACT | FIXED],
+}
 
 
 @pytest.fixture(scope="module")
 def twin(model):
     return stock_twin(model, "sdpa")
+
+
+@pytest.fixture(scope="module")
+def with_masks():
+    return adapted()
+
+
+@pytest.fixture
+def run(request, model, with_masks):
+    """A strategy by its kind and its place."""
+    kind, place = request.param
+    return Run([model, with_masks][place], STRATEGIES[kind][place])
 
 
 class Run:
@@ -88,17 +103,43 @@ class NoTwice(LogitsProcessor):
 
 class StopAt(StoppingCriteria):
     def __init__(self, length):
-        self.length = length
+        self.length, self.seen = length, []
 
     def __call__(self, input_ids, scores, **kwargs):
+        self.seen.append(input_ids[0].tolist())
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
-def length_is(length: int, **options: Any) -> Callable[[Run], None]:
-    def check(run: Run) -> None:
-        assert run(**options).shape[1] == length
+def lengths_are_exact(run: Run) -> None:
+    unlimited = run(max_new_tokens=40, eos_token_id=None)
+    for limit in (1, 7, 16, 33):
+        tokens = run(max_new_tokens=limit, eos_token_id=None)
+        assert tokens.shape[1] == WIDTH + limit
+        if "verification" in run.strategy:
+            assert tokens.tolist() == unlimited[:, : WIDTH + limit].tolist()
 
-    return check
+
+def ends_at_a_length_of_prompt_and_answer(run: Run) -> None:
+    tokens = run(max_new_tokens=6)
+    assert tokens.shape[1] == WIDTH + 6
+    assert run(max_new_tokens=None, max_length=WIDTH + 6).tolist() == tokens.tolist()
+
+
+def ends_after_the_first_step(run: Run) -> None:
+    assert run(max_time=1e-9).shape[1] == WIDTH + 1
+
+
+def stops_as_if_tokens_came_one_by_one(run: Run) -> None:
+    prompt = PROMPTS[1:]
+    free = run(input_ids=prompt)[0].tolist()
+    for length in (WIDTH + 1, WIDTH + 4, WIDTH + 11):
+        criterion = StopAt(length)
+        assert run(input_ids=prompt, stopping_criteria=[criterion])[0].tolist() == free[:length]
+        assert criterion.seen == [free[: end + 1] for end in range(WIDTH, length)]
+    in_turn = [lambda ids, scores, **_: ids.shape[1] >= WIDTH + 2 + torch.arange(len(ids))]
+    output = run(input_ids=prompt.repeat(3, 1), stopping_criteria=in_turn, return_dict_in_generate=True)
+    assert output.stats.new_tokens.tolist() == [2, 3, 4]
+    assert (output.stats.accepted <= output.stats.new_tokens).all()
 
 
 def same_as(expected: dict[str, Any], **options: Any) -> Callable[[Run], None]:
@@ -167,10 +208,14 @@ def embeddings_stand_for_tokens(run: Run) -> None:
 
 
 def goes_on_from_a_cache(run: Run) -> None:
-    first = run(return_dict_in_generate=True)
-    turn = torch.cat([first.sequences, torch.tensor([[50, 51], [52, 53]])], dim=1)
-    inputs = {"input_ids": turn, "attention_mask": (turn != PAD).long()}
-    assert run(**inputs, **{CACHE: cache_of(first)}).tolist() == run(**inputs).tolist()
+    for how in ({}, {"cache_implementation": "static"}):
+        first = run(**how, return_dict_in_generate=True)
+        cache = cache_of(first)
+        assert sum(cache.lengths) > (PROMPTS != PAD).sum() and (cache.capacity is not None) == bool(how)
+        turn = torch.cat([first.sequences, torch.tensor([[50, 51], [52, 53]])], dim=1)
+        inputs = {"input_ids": turn, "attention_mask": (turn != PAD).long()}
+        second = run(**inputs, **{CACHE: cache}, return_dict_in_generate=True)
+        assert second.sequences.tolist() == run(**inputs).tolist() and cache_of(second) is cache
 
 
 def has_room_for(run: Run) -> None:
@@ -213,11 +258,17 @@ def keeps(name: str) -> Callable[[Run], None]:
     return check
 
 
-def streams(run: Run) -> None:
+def streams_final_tokens_in_order_and_drafts_between(run: Run) -> None:
     recorder = Recorder()
     output = run(streamer=recorder, eos_token_id=int(run()[0, WIDTH + 3]))  # one row ends before the other
     assert recorder.puts[0].tolist() == PROMPTS.tolist() and recorder.ended
     assert torch.stack(recorder.puts[1:], dim=1).tolist() == output[:, WIDTH:].tolist()
+    alone = Recorder()
+    sequences = run(input_ids=PROMPTS[1:], streamer=alone)
+    assert alone.puts[0].tolist() == PROMPTS[1:].tolist() and alone.ended
+    assert torch.cat(alone.puts[1:]).tolist() == sequences[0, WIDTH:].tolist()
+    assert all(len(tokens) for tokens in alone.puts)
+    assert any(MASK in draft for draft in alone.drafts)
 
 
 def keeps_step_with_other_processes(run: Run) -> None:
@@ -236,33 +287,43 @@ def is_taken_from_the_prompt(run: Run) -> None:
 SAMPLED = {"do_sample": True, "temperature": 2.0}
 COMMON_ENDS = {"eos_token_id": [40, 9, 20, 5]}
 
-CASES = {
-    "max_new_tokens": Case({"max_new_tokens": 7}, length_is(WIDTH + 7, max_new_tokens=7)),
-    "max_length": Case({"max_length": 11, "max_new_tokens": None}, length_is(11, max_length=11, max_new_tokens=None)),
+# Options that are tried by one value alone.
+VALUES = {
+    "early_stopping": True, "num_beams": 2, "length_penalty": 2.0, "num_beam_groups": 2, "diversity_penalty": 0.5,
+    "constraints": [1], "force_words_ids": [[5]], "dola_layers": "low", "low_memory": True, "use_mtp": True,
+    "custom_generate": lambda model, input_ids, **kwargs: input_ids, "renormalize_logits": True,
+    "suppress_tokens": list(range(100, 300)), "begin_suppress_tokens": list(range(100, 320)),
+    "forced_eos_token_id": 9, "repetition_penalty": 1.8, "encoder_repetition_penalty": 1.8,
+    "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1,
+    "bad_words_ids": [[75], [75, 169], *([token] for token in range(150, 290))],
+    "sequence_bias": [[[45], 9.0], [[46], 5.0]], "watermarking_config": WatermarkingConfig(bias=6.0),
+    "logits_processor": LogitsProcessorList([NoTwice()]),
+    "prefix_allowed_tokens_fn": lambda row, ids: [40 + row, 60 + len(ids) % 7, 90], "guidance_scale": 2.0,
+    "negative_prompt_ids": PROMPTS, "negative_prompt_attention_mask": INPUTS["attention_mask"],
+    "remove_invalid_values": True, "position_ids": torch.tensor([[0, 0, 0, 2, 4], [0, 1, 2, 4, 8]]),
+    "decoder_start_token_id": 9, "use_cache": False, "cache_config": {"nbits": 4}, "prefill_chunk_size": 2,
+    "continuous_batching_config": {}, "output_attentions": True, "output_hidden_states": True,
+    "assistant_tokenizer": tiny_tokenizer(), "is_assistant": True, "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.1,
+    "assistant_ensemble_weight": 0.5, "assistant_lookbehind": 3, "target_lookbehind": 3,
+    "max_matching_ngram_size": 3, "speculation_type": "dflash",
+}  # fmt: skip
+
+CASES = {name: Case({name: value}) for name, value in VALUES.items()} | {
+    "max_new_tokens": Case({"max_new_tokens": 7}, lengths_are_exact),
+    "max_length": Case({"max_length": 11, "max_new_tokens": None}, ends_at_a_length_of_prompt_and_answer),
     "min_new_tokens": Case({"min_new_tokens": 6} | COMMON_ENDS),
     "min_length": Case({"min_length": 11} | COMMON_ENDS),
-    "max_time": Case({"max_time": 1e-9}, length_is(WIDTH + 1, max_time=1e-9)),
+    "max_time": Case({"max_time": 1e-9}, ends_after_the_first_step),
     "stop_strings": Case({}, stops_at_a_string),
     "stopping_criteria": Case(
-        {"stopping_criteria": StoppingCriteriaList([StopAt(9)])},
-        length_is(9, stopping_criteria=StoppingCriteriaList([StopAt(9)])),
+        {"stopping_criteria": StoppingCriteriaList([StopAt(9)])}, stops_as_if_tokens_came_one_by_one
     ),
-    "early_stopping": Case({"early_stopping": True}),
     "eos_token_id": Case({"eos_token_id": [40, 77]}, ends_where_a_row_says_it),
     "pad_token_id": Case({"pad_token_id": 9, "eos_token_id": [40, 77]}, ends_where_a_row_says_it),
     "bos_token_id": Case({"bos_token_id": 7}, same_as({"input_ids": torch.tensor([[7]])}, bos_token_id=7)),
     "do_sample": Case({"do_sample": True}, draws_by_the_seed, like_ar=False),
-    "num_beams": Case({"num_beams": 2}),
-    "length_penalty": Case({"length_penalty": 2.0}),
-    "num_beam_groups": Case({"num_beam_groups": 2}),
-    "diversity_penalty": Case({"diversity_penalty": 0.5}),
-    "constraints": Case({"constraints": [1]}),
-    "force_words_ids": Case({"force_words_ids": [[5]]}),
     "penalty_alpha": Case({"penalty_alpha": 0.5, "top_k": 4}),
-    "dola_layers": Case({"dola_layers": "low"}),
-    "low_memory": Case({"low_memory": True}),
-    "use_mtp": Case({"use_mtp": True}),
-    "custom_generate": Case({"custom_generate": lambda model, input_ids, **kwargs: input_ids}),
     "temperature": Case(SAMPLED),
     "top_k": Case(SAMPLED | {"top_k": 5}),
     "top_p": Case(SAMPLED | {"top_p": 0.5}),
@@ -271,31 +332,12 @@ CASES = {
     "typical_p": Case(SAMPLED | {"typical_p": 0.5}),
     "epsilon_cutoff": Case(SAMPLED | {"epsilon_cutoff": 0.05}),
     "eta_cutoff": Case(SAMPLED | {"eta_cutoff": 0.05}),
-    "renormalize_logits": Case({"renormalize_logits": True}),
-    "suppress_tokens": Case({"suppress_tokens": list(range(100, 300))}),
-    "begin_suppress_tokens": Case({"begin_suppress_tokens": list(range(100, 320))}),
     "forced_bos_token_id": Case({"forced_bos_token_id": 9, "input_ids": torch.tensor([[7], [8]])}),
-    "forced_eos_token_id": Case({"forced_eos_token_id": 9}),
     "exponential_decay_length_penalty": Case({"exponential_decay_length_penalty": (4, 1.5)} | COMMON_ENDS),
-    "repetition_penalty": Case({"repetition_penalty": 1.8}),
-    "encoder_repetition_penalty": Case({"encoder_repetition_penalty": 1.8}),
-    "no_repeat_ngram_size": Case({"no_repeat_ngram_size": 1}),
-    "encoder_no_repeat_ngram_size": Case({"encoder_no_repeat_ngram_size": 1}),
-    "bad_words_ids": Case({"bad_words_ids": [[75], [75, 169], *([token] for token in range(150, 290))]}),
-    "sequence_bias": Case({"sequence_bias": [[[45], 9.0], [[46], 5.0]]}),
-    "watermarking_config": Case({"watermarking_config": WatermarkingConfig(bias=6.0)}),
-    "logits_processor": Case({"logits_processor": LogitsProcessorList([NoTwice()])}),
-    "prefix_allowed_tokens_fn": Case({"prefix_allowed_tokens_fn": lambda row, ids: [40 + row, 60 + len(ids) % 7, 90]}),
-    "guidance_scale": Case({"guidance_scale": 2.0}),
-    "negative_prompt_ids": Case({"negative_prompt_ids": PROMPTS}),
-    "negative_prompt_attention_mask": Case({"negative_prompt_attention_mask": INPUTS["attention_mask"]}),
-    "remove_invalid_values": Case({"remove_invalid_values": True}),
     "token_healing": Case({"token_healing": True, "tokenizer": healer()}, heals, like_ar=False),
     "inputs": Case({"inputs": PROMPTS, "attention_mask": INPUTS["attention_mask"]}, is_taken_from_the_prompt),
     "attention_mask": Case(INPUTS, rows_do_not_see_padding),
-    "position_ids": Case({"position_ids": torch.tensor([[0, 0, 0, 2, 4], [0, 1, 2, 4, 8]])}),
     "inputs_embeds": Case({}, embeddings_stand_for_tokens),
-    "decoder_start_token_id": Case({"decoder_start_token_id": 9}),
     "tokenizer": Case({}, stops_at_a_string),
     "generation_config": Case(
         {"generation_config": GenerationConfig(max_new_tokens=7), "max_new_tokens": None},
@@ -303,7 +345,6 @@ CASES = {
         like_ar=False,
     ),
     "cache": Case({}, goes_on_from_a_cache),
-    "use_cache": Case({"use_cache": False}),
     'cache_implementation="static"': Case(
         {"cache_implementation": "static"}, same_as({}, cache_implementation="static")
     ),
@@ -311,34 +352,19 @@ CASES = {
         {"cache_implementation": "dynamic"}, same_as({}, cache_implementation="dynamic")
     ),
     'cache_implementation="offloaded"': Case({"cache_implementation": "offloaded"}),
-    "cache_config": Case({"cache_config": {"nbits": 4}}),
     "max_cache_len": Case({"cache_implementation": "static", "max_cache_len": 200}, has_room_for),
     "compile_config": Case(
         {"cache_implementation": "static", "compile_config": CompileConfig()}, compiles(is_disabled=False)
     ),
     "disable_compile": Case({"disable_compile": True}, compiles(is_disabled=True)),
-    "prefill_chunk_size": Case({"prefill_chunk_size": 2}),
-    "continuous_batching_config": Case({"continuous_batching_config": {}}),
     "return_dict_in_generate": Case({}, returns_everything),
     "num_return_sequences": Case(SAMPLED | {"num_return_sequences": 3}, draws_different_sequences, like_ar=False),
     "output_scores": Case({"output_scores": True}, keeps("scores")),
     "output_logits": Case({"output_logits": True}, keeps("logits")),
-    "output_attentions": Case({"output_attentions": True}),
-    "output_hidden_states": Case({"output_hidden_states": True}),
-    "streamer": Case({}, streams),
+    "streamer": Case({}, streams_final_tokens_in_order_and_drafts_between),
     "assistant_model": Case({"assistant_model": tiny_model(seed=1), "input_ids": PROMPTS[1:]}),
-    "assistant_tokenizer": Case({"assistant_tokenizer": tiny_tokenizer()}),
     "prompt_lookup_num_tokens": Case({"prompt_lookup_num_tokens": 3, "input_ids": PROMPTS[1:]}),
     "assistant_early_exit": Case({"assistant_early_exit": 1, "input_ids": PROMPTS[1:]}),
-    "is_assistant": Case({"is_assistant": True}),
-    "num_assistant_tokens": Case({"num_assistant_tokens": 3}),
-    "num_assistant_tokens_schedule": Case({"num_assistant_tokens_schedule": "heuristic"}),
-    "assistant_confidence_threshold": Case({"assistant_confidence_threshold": 0.1}),
-    "assistant_ensemble_weight": Case({"assistant_ensemble_weight": 0.5}),
-    "assistant_lookbehind": Case({"assistant_lookbehind": 3}),
-    "target_lookbehind": Case({"target_lookbehind": 3}),
-    "max_matching_ngram_size": Case({"max_matching_ngram_size": 3}),
-    "speculation_type": Case({"speculation_type": "dflash"}),
     "synced_gpus": Case({}, keeps_step_with_other_processes),
 }
 
@@ -374,12 +400,10 @@ def test_with_ar_decoding_an_option_does_what_the_stock_model_does(model, twin, 
 
 def of_status(status: str) -> list[Any]:
     return [
-        pytest.param(option, strategy, id=f"{option}-{column}-{index}")
+        pytest.param(option, (kind, place), id=f"{option}-{kind}-{place}")
         for option, (_, *statuses) in OPTIONS.items()
-        for (column, strategies), found in zip(STRATEGIES.items(), statuses, strict=True)
-        for index, strategy in enumerate(
-            strategies if CASES[option].check and status == "honoured" else strategies[:1]
-        )
+        for kind, found in zip(STRATEGIES, statuses, strict=True)
+        for place in range(2 if CASES[option].check and status == "honoured" else 1)
         if found == status
     ]
 
@@ -392,36 +416,27 @@ REFUSALS = (
 )
 
 
-@pytest.mark.parametrize(("option", "strategy"), of_status("refused"))
-def test_an_option_is_refused_before_any_forward(model, option, strategy):
-    def forbidden(*args, **kwargs):
-        raise AssertionError("the model ran")
-
-    handle = model.register_forward_pre_hook(forbidden)
-    try:
-        with pytest.raises(ValueError, match=REFUSALS):
-            Run(model, strategy)(**CASES[option].options)
-    finally:
-        handle.remove()
+@pytest.mark.parametrize(("option", "run"), of_status("refused"), indirect=["run"])
+def test_an_option_is_refused_before_any_forward(option, run):
+    with no_forward(run.model), pytest.raises(ValueError, match=REFUSALS):
+        run(**CASES[option].options)
 
 
-@pytest.mark.parametrize(("option", "strategy"), of_status("no effect"))
-def test_an_option_has_no_effect(model, option, strategy):
-    run = Run(model, strategy)
+@pytest.mark.parametrize(("option", "run"), of_status("no effect"), indirect=["run"])
+def test_an_option_has_no_effect(option, run):
     assert run(**CASES[option].options).tolist() == run().tolist()
 
 
-@pytest.mark.parametrize(("option", "strategy"), of_status("honoured"))
-def test_an_option_is_honoured(model, option, strategy):
-    case, run = CASES[option], Run(model, strategy)
-    is_verified = strategy.get("verification", "none") != "none"
+@pytest.mark.parametrize(("option", "run"), of_status("honoured"), indirect=["run"])
+def test_an_option_is_honoured(option, run):
+    case = CASES[option]
     if case.check is None:
         scores_are_those_of_the_processors(run, case.options)
     else:
         case.check(run)
-    if is_verified and case.like_ar and not case.options.get("do_sample"):
+    if "verification" in run.strategy and case.like_ar and not case.options.get("do_sample"):
         suppressed = [*case.options.get("suppress_tokens", []), MASK]
-        ar = Run(model, {})(**case.options | {"suppress_tokens": suppressed})
+        ar = Run(run.model, {})(**case.options | {"suppress_tokens": suppressed})
         assert run(**case.options).tolist() == ar.tolist()
 
 
@@ -442,10 +457,3 @@ def scores_are_those_of_the_processors(run: Run, options: dict[str, Any]) -> Non
         assert (expected.gather(1, tokens[:, None]) > -torch.inf).all()
         has_effect = has_effect or not torch.equal(expected, raw[rows])
     assert has_effect
-
-
-@pytest.mark.parametrize("option", ["offloaded_static", "quantized", "paged"])
-def test_other_caches_are_refused(model, option):
-    for strategy in UNVERIFIED + VERIFIED:
-        with pytest.raises(ValueError, match=f"`cache_implementation='{option}'` is not supported with"):
-            Run(model, strategy)(cache_implementation=option)

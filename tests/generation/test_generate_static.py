@@ -49,41 +49,37 @@ def test_fixed_shapes_give_the_same_tokens_and_stay_the_same_whatever_the_limit(
     assert {ids for ids, _ in shapes} == {(len(lengths), 12)} and len(shapes) == 1
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [{"verification": "exact"}, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, {"do_sample": True}))],
-    ids=str,
-)
-def test_steps_compile_once_and_not_again(model, strategy):
-    torch._dynamo.reset()
-    options = strategy | {threshold_of(strategy): 2.0, "window_size": 4}
-    compiles, longest = [], 0
-
-    def backend(graph, inputs):
-        compiles.append(graph)
-        return graph.forward
-
-    for lengths in ([5, 2], [3, 8]):  # shorter and longer prompts in the same shape
-        torch.manual_seed(3)
-        _, expected = generate(model, prompts_of(lengths), **options)
-        torch.manual_seed(3)
-        with torch._dynamo.config.patch(error_on_recompile=len(compiles) > 0):
-            output, rows = generate(model, prompts_of(lengths), **options, **compiled(backend), max_cache_len=64)
-        assert rows == expected
-        longest = max(longest, int(output.stats.forwards.max()))
-    assert len(compiles) == 1 and longest > 3
-
-
-@pytest.mark.parametrize("name", ["Cohere2", pytest.param("GptOss", marks=pytest.mark.slow)])
-def test_stock_models_with_an_adapter_compile_once_though_all_layers_slide(name):
-    chosen, options = stock_model(name), {"verification": "exact", "window_size": 4}
+@pytest.fixture
+def graphs():
+    """What torch.compile counts, from now on."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    for lengths in ([5, 2], [3, 8]):
+    return torch._dynamo.utils.counters
+
+
+EXACT = {"verification": "exact", "window_size": 4}
+COMPILED = {
+    "verified": (tiny_model, EXACT | {"draft_threshold": 2.0}),
+    "filled": (tiny_model, {"window_size": 4, "entropy_threshold": 2.0}),
+    "sampled": (tiny_model, {"window_size": 4, "entropy_threshold": 2.0, "do_sample": True}),
+    "Cohere2, adapter": (lambda: stock_model("Cohere2"), EXACT),  # all its layers slide
+    "GptOss, adapter": (lambda: stock_model("GptOss"), EXACT),
+}
+FEW = ("verified", "Cohere2, adapter")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in COMPILED]
+)
+def test_steps_compile_once_and_not_again(name, graphs):
+    chosen, options = COMPILED[name][0](), COMPILED[name][1]
+    for lengths in ([5, 2], [3, 8]):  # shorter and longer prompts in the same shape
+        torch.manual_seed(3)
         _, expected = generate(chosen, prompts_of(lengths), **options)
-        assert generate(chosen, prompts_of(lengths), **options, max_cache_len=64, **compiled("eager"))[1] == expected
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+        torch.manual_seed(3)
+        output, rows = generate(chosen, prompts_of(lengths), **options, **compiled("eager"), max_cache_len=64)
+        assert rows == expected and output.stats.forwards.max() > 3
+        assert graphs["stats"]["unique_graphs"] == 1 and not graphs["graph_break"]
 
 
 def test_what_a_graph_reads_and_writes_stays_where_it_is(model):
@@ -106,9 +102,7 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strategy", [{}, {"verification": "exact"}, "adapter"], ids=str)
-def test_inductor_compiles_whole_steps_once(strategy, dtype):
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+def test_inductor_compiles_whole_steps_once(strategy, dtype, graphs):
     has_adapter = strategy == "adapter"
     chosen, exact = pair_of(dtype, has_adapter=has_adapter)
     strategy = {"verification": "exact"} if has_adapter else strategy
@@ -122,23 +116,15 @@ def test_inductor_compiles_whole_steps_once(strategy, dtype):
                 assert rows == expected
             elif strategy.get("verification") == "exact":  # inductor rounds less often
                 assert all(is_nearly_best(exact, *pair, dtype) for pair in zip(prompts, rows, strict=True))
-        counters = torch._dynamo.utils.counters
-        assert counters["stats"]["unique_graphs"] == 1 + (calls[0] == [9]) and not counters["graph_break"]
+        assert graphs["stats"]["unique_graphs"] == 1 + (calls[0] == [9]) and not graphs["graph_break"]
 
 
 @pytest.mark.slow
-def test_a_compiled_forward_without_fixed_shapes_is_followed_as_a_whole_and_warned_of(caplog):
-    torch._dynamo.reset()
-    model, compiles = tiny_model(), []
-    options = {"verification": "exact", "slot_cost": 0.5, "max_new_tokens": 12}
-
-    def backend(graph, inputs):
-        compiles.append(graph)
-        return graph.forward
-
+def test_a_compiled_forward_without_fixed_shapes_is_followed_as_a_whole_and_warned_of(caplog, graphs):
+    model, options = tiny_model(), {"verification": "exact", "slot_cost": 0.5, "max_new_tokens": 12}
     _, expected = generate(model, prompts_of([6]), **options)
     assert not caplog.text
-    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
     assert generate(model, prompts_of([6]), **options)[1] == expected
-    assert 1 < len(compiles) < 6  # lengths are symbols from their second value on
+    assert 1 < graphs["stats"]["unique_graphs"] < 6  # lengths are symbols from their second value on
     assert "Pass `cache_implementation='static'`" in caplog.text

@@ -26,26 +26,56 @@ DRAWN = {
 }
 
 
-def check(curve, acceptances, batch, seeds):
-    """Near the best fixed shape, never behind AR, and no worse where more drafts pass."""
-    best = 0.0
-    for acceptance in acceptances:
-        found = plans.planned(plans.CURVES[curve], acceptance, batch, seeds)
-        fixed = plans.best_fixed(plans.CURVES[curve], acceptance, batch)
-        assert found >= 0.95 * fixed, (acceptance, found, fixed)
-        assert found >= 0.97, (acceptance, found)
-        assert found >= 0.95 * best, (acceptance, found, best)
-        best = max(best, found)
+def new_planner():
+    return Planner(StepTimes(0.035, plans.Clock()), plans.DEPTH)
 
 
 def new_chain(slot_cost=0.035):
     return Planner(StepTimes(slot_cost, plans.Clock()), plans.DEPTH, is_chain=True, keeps_state=True)
 
 
-def test_drafts_come_back_where_a_state_is_kept_too():
-    planner, curve = new_chain(), plans.CURVES["packed, AVX2"]
-    assert plans.speed(planner, lambda rows, *_: curve(rows), 0.05, 200) > 0.96
-    assert plans.speed(planner, lambda rows, *_: curve(rows), 0.9, seed=1) > 1.25
+def check(curve, acceptances, batch=1, seeds=3, keeps_state=False):
+    """Near the best fixed shape, never behind AR, and no worse where more drafts pass."""
+    of_fixed, of_ar, best = (0.91, 0.96, 0.0) if keeps_state else (0.95, 0.97, 0.0)
+    for acceptance in acceptances:
+        found = plans.planned(plans.CURVES[curve], acceptance, batch, seeds, keeps_state)
+        fixed = plans.best_fixed(plans.CURVES[curve], acceptance, batch, keeps_state)
+        assert found >= of_fixed * fixed, (acceptance, found, fixed)
+        if not (keeps_state and curve == "stairs of 3"):  # there a commit takes a stair more
+            assert found >= of_ar, (acceptance, found)
+        assert found >= 0.95 * best or keeps_state, (acceptance, found, best)
+        best = max(best, found)
+
+
+@pytest.mark.parametrize("curve", plans.CURVES)
+def test_it_is_near_the_best_fixed_shape_and_never_behind_ar(curve):
+    check(curve, (0.1, 0.7), seeds=2)
+
+
+@pytest.mark.parametrize("curve", ["flat", "packed, AVX2"])
+def test_a_model_that_keeps_a_state_is_decoded_near_the_best_fixed_chain(curve):
+    check(curve, (0.8,), seeds=2, keeps_state=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "keeps_state"), [(1, False), (4, False), (1, True)])
+@pytest.mark.parametrize("curve", plans.CURVES)
+def test_it_is_so_in_every_cell_and_no_worse_where_more_drafts_pass(curve, batch, keeps_state):
+    check(curve, plans.ACCEPTANCES, batch, keeps_state=keeps_state)
+
+
+@pytest.mark.parametrize(
+    ("make", "curve", "seldom", "steps", "speeds"),
+    [
+        (new_planner, "3.5 % a row", 0.02, plans.STEPS, (0.97, 1.8)),
+        (new_chain, "packed, AVX2", 0.05, 200, (0.96, 1.25)),
+    ],
+    ids=["tree", "chain"],
+)
+def test_drafts_come_back_where_the_text_becomes_foreseeable(make, curve, seldom, steps, speeds):
+    planner = make()
+    assert plans.speed(planner, lambda rows, *_: plans.CURVES[curve](rows), seldom, steps) > speeds[0]
+    assert plans.speed(planner, lambda rows, *_: plans.CURVES[curve](rows), 0.9, seed=1) > speeds[1]
 
 
 def test_pending_tokens_are_committed_before_they_outgrow_the_rows_of_a_step():
@@ -53,37 +83,6 @@ def test_pending_tokens_are_committed_before_they_outgrow_the_rows_of_a_step():
     planner.most_rows = 31
     plans.speed(planner, lambda rows, *_: widths.append(rows) or 1.0, 0.95)
     assert 25 < max(widths) <= 32 and planner._credit >= 0
-
-
-def check_chain(curve, acceptances, seeds):
-    for acceptance in acceptances:
-        found = plans.planned(plans.CURVES[curve], acceptance, seeds=seeds, keeps_state=True)
-        fixed = plans.best_fixed_chain(plans.CURVES[curve], acceptance)
-        assert found >= 0.91 * fixed, (acceptance, found, fixed)
-        assert found >= 0.96 or curve == "stairs of 3", (acceptance, found)  # there a commit takes a stair more
-
-
-@pytest.mark.parametrize("curve", plans.CURVES)
-def test_it_is_near_the_best_fixed_shape_and_never_behind_ar(curve):
-    check(curve, (0.1, 0.7), batch=1, seeds=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("curve", plans.CURVES)
-def test_it_is_so_in_every_cell_and_no_worse_where_more_drafts_pass(curve, batch):
-    check(curve, plans.ACCEPTANCES, batch, seeds=3)
-
-
-@pytest.mark.parametrize("curve", ["flat", "packed, AVX2"])
-def test_a_model_that_keeps_a_state_is_decoded_near_the_best_fixed_chain(curve):
-    check_chain(curve, (0.8,), seeds=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("curve", plans.CURVES)
-def test_it_is_so_in_every_cell_where_a_state_is_kept(curve):
-    check_chain(curve, plans.ACCEPTANCES, seeds=3)
 
 
 @pytest.mark.slow
@@ -107,22 +106,12 @@ def test_even_the_first_steps_cost_little_where_nothing_is_foreseen(curve):
     assert plans.speed(new_planner(), lambda rows, *_: plans.CURVES[curve](rows), 0.02, 128) > 0.88
 
 
-def test_drafts_come_back_where_the_text_becomes_foreseeable():
-    planner, curve = new_planner(), plans.CURVES["3.5 % a row"]
-    assert plans.speed(planner, lambda rows, *_: curve(rows), 0.02) > 0.97
-    assert plans.speed(planner, lambda rows, *_: curve(rows), 0.9, seed=1) > 1.8
-
-
 def test_another_machine_is_measured_anew():
     planner = new_planner()
     assert plans.speed(planner, lambda *_: 1.0, 0.9, 200) > 4.0
     curve = plans.CURVES["bfloat16, AVX2"]
     plans.speed(planner, lambda rows, *_: curve(rows), 0.9, 100)
     assert plans.speed(planner, lambda rows, *_: curve(rows), 0.9, 200) > 0.93
-
-
-def new_planner():
-    return Planner(StepTimes(0.035, plans.Clock()), plans.DEPTH)
 
 
 def chain(*chances):

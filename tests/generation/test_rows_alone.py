@@ -14,7 +14,7 @@ from wedlm_hf.generation.versions import CACHE, cache_of
 MODULE = SimpleNamespace(num_key_value_groups=3, is_causal=True)
 
 
-def test_a_row_that_attends_alone_has_the_bits_of_an_ar_step() -> None:
+def test_a_row_that_attends_alone_has_the_bits_of_an_ar_step():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 6, 5, 16, generator=generator).bfloat16()
     key, value = torch.randn(2, 1, 2, 45, 16, generator=generator).bfloat16()
@@ -38,7 +38,7 @@ def test_a_row_that_attends_alone_has_the_bits_of_an_ar_step() -> None:
     ("do_sample", "attention", "autocast"),
     [(False, "sdpa", False), (True, "sdpa", False), (False, "eager", False), (False, "sdpa", True)],
 )
-def test_logits_in_bfloat16_are_those_of_ar_to_the_bit(do_sample: bool, attention: str, autocast: bool) -> None:
+def test_logits_in_bfloat16_are_those_of_ar_to_the_bit(do_sample, attention, autocast):
     assert not attends_by_row(llama())
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         check_logits(do_sample, attention, torch.float32 if autocast else torch.bfloat16)

@@ -38,29 +38,35 @@ def test_verified_scores_logits_and_log_probs_are_those_of_ar_decoding(model):
 
 
 @pytest.mark.parametrize("strategy", ["wedlm", "block"])
-def test_unverified_logits_are_those_of_the_masks_in_the_steps_that_filled_them(model, strategy):
+def test_trace_and_step_map_tell_the_whole_generation_and_logits_are_those_of_the_masks_that_were_filled(
+    model, strategy
+):
     prompts = prompts_of(SHORT_AND_LONG)
     output, rows = generate(model, prompts, strategy=strategy, entropy_threshold=2.0, output_trace=True, **KEEP)
     assert output.log_probs is None
     for row, (prompt, tokens) in enumerate(zip(prompts, rows, strict=True)):
-        sequence = {}
+        told = {}
         for index, step in enumerate(output.trace):
             if row not in step.rows:
                 continue
             entry = step.rows.index(row)
-            count = step.counts[entry]
+            count, filled = step.counts[entry], step.filled[entry]
             ids = step.input_ids[entry, -count:].tolist()
             positions = step.position_ids[entry, -count:].tolist()
             committed = sorted(set(range(min(positions))) - set(positions))
             known = [*prompt, *tokens][: len(committed)]
             logits = causal_forward(model, known + ids, committed + positions)
             where = dict(zip(committed + positions, logits, strict=True))
-            for offset in (output.step_map[row] == index).nonzero().flatten().tolist():
-                sequence[offset] = where[len(prompt) + offset]
-        for offset in range(len(tokens)):
-            torch.testing.assert_close(output.logits[offset][row], sequence[offset], atol=1e-4, rtol=1e-4)
-            sequence[offset][MASK] = -torch.inf
-            torch.testing.assert_close(output.scores[offset][row], sequence[offset], atol=1e-4, rtol=1e-4)
+            columns = step.logit_positions[entry][filled].tolist(), step.tokens[entry][filled].tolist()
+            for position, token in zip(*columns, strict=True):
+                told[position - len(prompt)] = index, token, where[position]
+        for offset, token in enumerate(tokens):
+            index, said, logits = told[offset]
+            assert said == token and output.step_map[row, offset] == index
+            torch.testing.assert_close(output.logits[offset][row], logits, atol=1e-4, rtol=1e-4)
+            logits[MASK] = -torch.inf
+            torch.testing.assert_close(output.scores[offset][row], logits, atol=1e-4, rtol=1e-4)
+        assert (output.step_map[row, len(tokens) :] == -1).all()
 
 
 def test_nothing_is_kept_that_nobody_asked_for(model):

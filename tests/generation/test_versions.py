@@ -132,11 +132,6 @@ def test_the_tested_versions_are_those_that_setup_cfg_and_the_pins_name():
     assert f"wedlm-hf {wedlm_hf.__version__.rpartition('.')[0]}" == versions.RELEASE
 
 
-def test_a_transformers_below_the_range_is_an_import_error_that_says_the_range(monkeypatch):
-    with pytest.raises(ImportError, match=r"needs transformers 5\.19 to 5\.\d+, got 5\.16\.3: pip install 'transf"):
-        versions_with(monkeypatch, "5.16.3")
-
-
 @pytest.mark.parametrize("version", ["5.19.0", "5.24.9"])
 def test_a_tested_transformers_is_nothing_to_speak_of(monkeypatch, caplog, version):
     within = versions_with(monkeypatch, version)
@@ -144,25 +139,13 @@ def test_a_tested_transformers_is_nothing_to_speak_of(monkeypatch, caplog, versi
     assert (caplog.text, within.explained(int)) == ("", int)
 
 
-def test_a_transformers_beyond_the_range_is_one_warning_and_a_note_on_what_fails(monkeypatch, caplog):
-    beyond = versions_with(monkeypatch, "6.0.0.dev0")
-    for _ in range(2):
-        beyond.warn_if_untested()
-    said = (
-        rf"transformers 6\.0\.0\.dev0 is newer than what {versions.RELEASE} was tested with, 5\.19 to 5\.\d+: where "
-    )
-    assert [bool(re.match(said, record.message)) for record in caplog.records] == [True]
-    with pytest.raises(ValueError, match="invalid literal") as failure:
-        beyond.explained(beyond.explained(int))("deep inside")
-    assert failure.value.__notes__ == [beyond.UNTESTED]
-
-
 # In a process of its own, with one transformers after the other. Beyond the range: a model, another, and an adapter
-# on a stock one; then something deep inside has another signature. Below it: what moved away, and what a person types.
+# on a stock one give one warning; then something deep inside has another signature. Below it: what moved away, and
+# what a person types.
 OTHER_VERSIONS = """
-import logging, sys, torch, transformers, peft
+import logging, re, sys, torch, transformers, peft
 model_class = transformers.Qwen3Model  # puts another module into sys.modules
-sys.modules["transformers"].__version__ = "5.99.1"
+sys.modules["transformers"].__version__ = "6.0.0.dev0"
 import wedlm_hf  # registers what it has with both
 assert transformers.AutoConfig.for_model("wedlm").model_type == "wedlm"
 assert "MASK_ADAPTER" in {kind.value for kind in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING}
@@ -173,7 +156,10 @@ from tiny import stock_twin, tiny_model
 from test_mask_adapter import with_adapter
 model = tiny_model()
 attached = with_adapter(stock_twin(model, "sdpa"))
-assert [record.getMessage()[:45] for record in records] == ["transformers 5.99.1 is newer than what wedlm-"], records
+(record,) = records
+said = record.getMessage()
+from wedlm_hf.generation.versions import RELEASE
+assert said.startswith(f"transformers 6.0.0.dev0 is newer than what {RELEASE} was tested with, 5.19 to 5."), said
 def fails(*args, **kwargs):
     raise TypeError("got multiple values for argument 'cache'")
 model_class.forward = fails
@@ -186,7 +172,7 @@ for call in (
     try:
         call()
     except TypeError as error:
-        assert "5.99.1 is newer than what" in "".join(error.__notes__) and len(error.__notes__) == 1, error
+        assert error.__notes__[0].startswith("transformers 6.0.0.dev0 is newer") and len(error.__notes__) == 1, error
     else:
         raise AssertionError("nothing failed")
 
@@ -202,7 +188,7 @@ for statement in (
     try:
         exec(statement)
     except ImportError as error:
-        assert "needs transformers 5.19 to" in str(error), (statement, error)
+        assert re.search(r"needs transformers 5\\.19 to 5\\.\\d+, got 5\\.17\\.0: pip ", str(error)), error
     else:
         raise AssertionError(statement)
 """
