@@ -84,27 +84,6 @@ def stock_model(name: str) -> Any:
     return with_adapter(build(name, test_families.FAMILIES[name][0] | shape | FAMILIES[name]))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2.5", *FAMILIES])
-def test_each_masks_state_is_that_of_a_plain_causal_forward_of_prefix_and_run(name):
-    model = stock_model(name) if name in FAMILIES else adapted_model(name)
-    distillation = MaskDistillation(model, num_masks=K)
-    some = answers()
-    batch = batch_of(some)
-    with torch.no_grad():
-        _, memory = distillation.memory(batch["input_ids"], batch["cuts"])
-        states = distillation.masks(memory, batch["cuts"])
-        checked = 0
-        for row, answer in enumerate(some):
-            tokens = torch.tensor(answer["prompt_ids"] + answer["response_ids"])
-            for run, cut in enumerate(batch["cuts"][row].tolist()):
-                if cut < 0:
-                    continue
-                expected = states_behind(model, tokens, cut)
-                torch.testing.assert_close(states[row, run], expected, atol=2e-5, rtol=2e-5)
-                checked += 1
-    assert checked > 10
-
-
 def check_loss_and_gradient(model: Any, some: list[dict[str, Any]]) -> None:
     """Compares both with those of plain forwards of prefix and masks, one by one, with the base's own distributions.
     All of the adapter has a gradient, and nothing else."""
@@ -138,7 +117,7 @@ def check_loss_and_gradient(model: Any, some: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2.5", *FAMILIES])
 def test_the_loss_is_the_cross_entropy_with_the_bases_own_distributions(name):
-    check_loss_and_gradient(stock_model(name) if name in FAMILIES else adapted_model(name), answers(2))
+    check_loss_and_gradient(stock_model(name) if name in FAMILIES else adapted_model(name), answers(3))
 
 
 def test_sampled_candidates_stand_for_the_whole_vocabulary():

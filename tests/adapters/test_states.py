@@ -6,6 +6,7 @@ STATE_TEXTS=200 pytest tests/adapters/test_states.py -k plain_generate      200 
 import os
 import random
 import sys
+from itertools import count
 from typing import Any
 from unittest.mock import Mock
 
@@ -95,11 +96,11 @@ def know(monkeypatch: pytest.MonkeyPatch, text: list[int], chance: float, seed: 
     monkeypatch.setattr(TreeDrafter, "drafts", drafts)
 
 
-def check_text(model: Any, number: int, monkeypatch: pytest.MonkeyPatch, longest: int, count: int) -> list[int]:
+def check_text(model: Any, number: int, monkeypatch: pytest.MonkeyPatch, longest: int, new_tokens: int) -> list[int]:
     """Tokens of a text, and forwards where most drafts are right, and where few are."""
     rng = random.Random(number)
     ids, is_sampled = prompt(rng.randint(1, longest)), number % 2 == 1
-    options: dict[str, Any] = LENGTH | {"max_new_tokens": count, "do_sample": is_sampled, "top_k": 0}
+    options: dict[str, Any] = LENGTH | {"max_new_tokens": new_tokens, "do_sample": is_sampled, "top_k": 0}
 
     def generated(**how: Any) -> Any:
         torch.manual_seed(number)
@@ -191,15 +192,11 @@ def test_a_state_that_cannot_be_read_as_decoding_reads_it_is_refused(name):
 
 def test_a_state_that_no_cache_holds_is_seen():
     model = build("Lfm2", CONV)
-    calls: list[int] = []
-
-    def remember(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        calls.append(
-            1
-        )  # the whole text, its first part, the forward that is forgotten, and what goes on as if it were
-        return output + (len(calls) > 3) * torch.arange(output.shape[-1])
-
-    model.model.layers[0].register_forward_hook(remember)
+    # The whole text, its first part, the forward that is forgotten, and what goes on as if it were.
+    calls = count(1)
+    model.model.layers[0].register_forward_hook(
+        lambda module, args, output: output + (next(calls) > 3) * torch.arange(output.shape[-1])
+    )
     with pytest.raises(ValueError, match="tokens behind a forward that was forgotten give other logits"):
         add_mask_adapter(model)
 
@@ -226,26 +223,15 @@ def test_turns_go_on_from_a_returned_cache(name):
     assert torch.equal(again, model.generate(same, **whole))
     with pytest.raises(ValueError, match="its layers keep a state"):
         cache.crop(-1)
-
-
-def test_a_failure_in_a_forgotten_forward_leaves_an_empty_cache(monkeypatch):
-    model = adapted("Qwen3_5")
-    first = model.generate(prompt(7), **GREEDY, **EXACT, **FIXED, return_dict_in_generate=True)
-    cache, longer = cache_of(first), torch.cat([first.sequences, prompt(4)], dim=1)
-    layer, calls = model.model.layers[1].mlp, []
-
-    def fail(*args: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-
-    handle = layer.register_forward_pre_hook(fail)
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(longer, **GREEDY, **EXACT, **FIXED, **{CACHE: cache})
-    handle.remove()
+    # An exception, here in a forward that is to be forgotten, leaves an empty cache.
+    last = torch.cat([again, prompt(4)], dim=1)
+    whole = {"attention_mask": torch.ones_like(last)} | GREEDY
+    ends = Mock(side_effect=[None, None, KeyboardInterrupt])
+    with model.model.layers[1].register_forward_pre_hook(ends), pytest.raises(KeyboardInterrupt):
+        model.generate(last, **whole, **EXACT, **FIXED, **{CACHE: cache})
     assert cache.lengths == []
-    found = model.generate(longer, **GREEDY, **EXACT, **FIXED, **{CACHE: cache})
-    assert torch.equal(found, model.generate(longer, **GREEDY))
+    found = model.generate(last, **whole, **EXACT, **FIXED, **{CACHE: cache})
+    assert torch.equal(found, model.generate(last, **whole))
 
 
 PROCESSORS = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "bad_words_ids": [[9], [11]]}

@@ -5,6 +5,8 @@ from random import Random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle import causal_forward, decode, decode_ar
 from test_generation import ENDS, LIMIT, Recorder, check_every_commit, generate, prompts_of
 from test_mask_adapter import with_adapter
@@ -13,7 +15,7 @@ from tiny import MASK, tiny_model
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
-from wedlm_hf.generation.lookup import TextLookup
+from wedlm_hf.generation.lookup import AGREED_MATCH, LONGEST_MATCH, OCCURRENCES, SURE_MATCH, TextLookup
 from wedlm_hf.generation.planner import Planner
 from wedlm_hf.generation.rows import Row, with_masks
 from wedlm_hf.generation.sampling import SHORTLIST
@@ -305,3 +307,59 @@ def test_attention_that_takes_no_mask_is_given_none_where_the_text_knows_better_
     with torch.compiler.set_stance("force_eager"):  # flex attention as plain Python
         assert generate(flex, [prompt], **options)[1] == [expected]
     assert len(masks) > 2 and all(mask is None for mask in masks)
+
+
+# --- drafts from the text --------------------------------------------------------------------------------------------
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+def continued(text, known, least, count):
+    """The continuation of the longest earlier occurrence of what ends with `known`, by comparing everywhere."""
+    whole = text + known
+    matches = []
+    for end in range(1, min(len(text), len(whole) - 1) + 1):
+        length = 0
+        while length < min(end, LONGEST_MATCH + len(known)) and text[end - 1 - length] == whole[-1 - length]:
+            length += 1
+        if length >= 2:
+            matches.append((length, end))
+    matches = [(length, end) for length, end in matches[-OCCURRENCES:] if length >= least]
+    if not matches:
+        return []
+    _, end = max(matches)
+    found = list(whole)
+    for place in range(end, end + count):
+        found.append(found[place])
+    return known + found[len(whole) :]
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=TOKENS, drafts=st.lists(st.integers(0, 2), max_size=3), count=st.integers(1, 9), cut=st.integers(0, 40))
+def test_drafts_are_those_of_a_search_everywhere(text, drafts, count, cut):
+    lookup = TextLookup()
+    if text[:cut]:
+        lookup.drafts(text[:cut], drafts, count)  # an earlier step
+    expected = continued(text, [], SURE_MATCH, count) or (
+        continued(text, drafts[:1], AGREED_MATCH, count) if drafts else []
+    )
+    assert lookup.drafts(text, drafts, count) == expected[:count]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.05, "top_k": 0}])
+def test_answers_that_repeat_themselves_are_those_of_ar_decoding_in_fewer_forwards(sampling, monkeypatch):
+    model = adapted(initializer_range=0.1)
+    forwards = {}
+    for is_on in (True, False):
+        if not is_on:
+            monkeypatch.setattr(TextLookup, "drafts", lambda *arguments: [])
+        forwards[is_on] = 0
+        for seed, prompt in enumerate(prompts_of([5, 9, 3, 7], seed=2)):
+            torch.manual_seed(seed)
+            output, (row,) = generate(model, [prompt], verification="exact", slot_cost=0.01, **sampling)
+            torch.manual_seed(seed)
+            if is_on and not sampling:
+                assert row == ar_outputs(model, [prompt])[0]
+            assert row == generate(model, [prompt], verification="exact", slot_cost=1000.0, **sampling)[1][0]
+            forwards[is_on] += output.stats.forwards.item()
+    assert forwards[True] < forwards[False]

@@ -1,4 +1,6 @@
-"""Draws: the noise they share, and that a shortlist of tokens gives the law of all of them."""
+"""Draws: the noise they share, and that a shortlist of tokens gives the law of all of them; which masks are filled."""
+
+import math
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from wedlm_hf.generation.sampling import PositionNoise, TokenSampler, _split_mix
+from wedlm_hf.generation.rules import select_masks
+from wedlm_hf.generation.sampling import PositionNoise, TokenSampler, token_entropy
 
 MASK, VOCABULARY = 7, 500
 WARPED = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)]
@@ -28,12 +31,6 @@ def sampler_of(processors, rows=1) -> TokenSampler:
 def slots_of(count, slots):
     """Offsets of `slots` slots of `count` sequences without new tokens, and the call's rows."""
     return [list(range(slots)) for _ in range(count)], list(range(count))
-
-
-def test_bits_are_those_of_splitmix64():
-    seed = torch.tensor(1234567)
-    bits = [int(_split_mix(seed, torch.tensor(index))) % 2**64 for index in range(3)]
-    assert bits == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_noise_is_exponential_and_independent_between_rows_positions_and_tokens():
@@ -122,3 +119,38 @@ def test_logits_that_are_nan_choose_nothing(processors):
     logits[0, 1, 4] = torch.nan
     tokens, _ = sampler_of(processors).choose(logits, *slots_of(1, 3))
     assert (tokens[0] < 0).tolist() == [False, True, False]
+
+
+# The selection rule on hand-made distributions whose entropies stand beside them.
+PROBABILITIES = torch.tensor(
+    [
+        [1.0, 0.0, 0.0, 0.0],  # 0 nats
+        [0.5, 0.5, 0.0, 0.0],  # ln 2 = 0.693
+        [0.25, 0.25, 0.25, 0.25],  # ln 4 = 1.386
+        [0.9, 0.1, 0.0, 0.0],  # 0.325
+    ]
+)
+ENTROPIES = [0.0, math.log(2), math.log(4), -0.9 * math.log(0.9) - 0.1 * math.log(0.1)]
+
+
+def select(entropy, tau):
+    entropy = torch.tensor([entropy])
+    distance, is_mask = torch.arange(entropy.shape[1])[None], torch.ones_like(entropy, dtype=torch.bool)
+    return select_masks(entropy, distance, is_mask, tau, 0.0)[0].nonzero().flatten().tolist()
+
+
+def test_entropy_is_in_nats_and_certain_tokens_have_none():
+    entropy = token_entropy(PROBABILITIES.log())
+    torch.testing.assert_close(entropy, torch.tensor(ENTROPIES))
+    assert not torch.signbit(entropy[1:]).any()
+
+
+def test_every_mask_strictly_below_the_threshold_is_chosen():
+    assert select(ENTROPIES, tau=0.7) == [0, 1, 3]
+    assert select([0.5, 0.25, 0.5], tau=0.5) == [1]
+
+
+def test_without_one_below_it_the_least_is_chosen_and_ties_go_to_the_left():
+    assert select([0.9, 0.6, 0.8], tau=0.5) == [1]
+    assert select([0.6, 0.9, 0.6], tau=0.5) == [0]
+    assert select([0.0, 0.0], tau=0.0) == [0]
