@@ -105,7 +105,7 @@ def checkpointing():
     [
         (
             lambda: tiny_model(mask_token_id=None),
-            "needs a mask token, but neither the model config nor the",
+            "needs a mask token, but neither the model config nor the generation config",
         ),
         (checkpointing, "Gradient checkpointing in training mode leaves no cache"),
         (
@@ -132,11 +132,7 @@ def test_a_prompt_beyond_the_context_is_taken_with_a_warning_as_ar_takes_it(capl
 
 
 def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_path):
-    fresh = tiny_model()
-    fresh.generation_config.strategy = "wedlm"
-    fresh.generation_config.entropy_threshold = 2.0
-    fresh.generation_config.window_size = 5
-    fresh.save_pretrained(tmp_path)
+    storing({"strategy": "wedlm", "entropy_threshold": 2.0, "window_size": 5}).save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "generation_config.json").read_text())
     assert (stored["strategy"], stored["entropy_threshold"], stored["window_size"]) == ("wedlm", 2.0, 5)
     reloaded = WeDLMForCausalLM.from_pretrained(tmp_path)
@@ -156,10 +152,8 @@ def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(t
         ("window_size", 0, "`window_size` must be an integer of at least 1, got 0"),
         ("temperature", 0.5, "temperature"),
     ):
-        model = tiny_model()
-        setattr(model.generation_config, name, value)
         with pytest.raises(ValueError, match=message):
-            model.save_pretrained(tmp_path / name)
+            storing({name: value}).save_pretrained(tmp_path / name)
         assert not (tmp_path / name).exists()
 
 
