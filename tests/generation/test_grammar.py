@@ -18,7 +18,7 @@ def test_answers_follow_a_random_schema_and_are_those_of_ar_decoding_one_by_one_
     schema = random_schema(random.Random(seed))
     expected = {prompt: answers(*nano, schema, [prompt], 60, **DECODERS["ar"])[0][0] for prompt in PROMPTS}
     for prompts in (PROMPTS[:1], PROMPTS):
-        texts, _ = answers(*nano, schema, prompts, 60, **DECODERS["exact"])
+        texts, _ = answers(*nano, schema, prompts, 60, **DECODERS["exact"], slot_cost=0.0)  # many drafts
         assert texts == [expected[prompt] for prompt in prompts]
         for said in (fault(text, schema) for text in texts):
             assert said is None or said.startswith("cut off")
