@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import has_avx512bf16
 from test_attach import GREEDY, SMALL, llama
 from test_families import build
 from test_states import STATEFUL
@@ -54,6 +55,8 @@ def kinds_of(model: Any) -> list[Any]:
     ("base", "name"), [(base, name) for base in BASES for name in QUANTIZED if base == "Llama" or "bits" in name]
 )
 def test_verified_decoding_is_the_quantized_bases_own_text(tmp_path, base, name):
+    if base in STATEFUL and "nf4" in name and has_avx512bf16():
+        pytest.skip("with AVX-512, four bits are multiplied in bfloat16, whose states are not AR's to the last bit")
     BASES[base]().save_pretrained(tmp_path)
     how = {"quantization_config": QUANTIZED[name](), "dtype": torch.float32}
     model = AutoModelForCausalLM.from_pretrained(tmp_path, **how).eval()
