@@ -84,13 +84,25 @@ def resolved(file: Path, name: str) -> str:
 
 
 def string_targets(file: Path) -> set[str]:
-    """Modules of ours that `import_module` reaches by relative names, in a call or in the table `_HOME`."""
-    text = file.read_text(encoding="utf-8")
-    names = re.findall(r'import_module\("(\.[\w.]+)"', text)
-    if "_HOME = {" in text:
-        homes = importlib.import_module(f"wedlm_hf.{name_of(file)}".rstrip("."))._HOME
-        names += ["." + name.lstrip(".") for name in homes.values()]
-    return {resolved(file, name) for name in names}
+    """Modules of ours that `import_module` reaches by relative names, in a call or in a table of names."""
+    found = set()
+    for node in ast.walk(tree_of(file)):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
+            continue
+        name = ast.unparse(node.args[0])
+        texts = [each for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)]
+        if "_HOME[" in name:
+            prefix = "".join(str(each.value) for each in texts if str(each.value).startswith("."))
+            (table,) = [
+                each.value for each in tree_of(file).body
+                if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "_HOME"
+            ]  # fmt: skip
+            names = [prefix + value for value in ast.literal_eval(table).values()]
+        else:
+            assert isinstance(node.args[0], ast.Constant), f"{file.relative_to(ROOT)}:{node.lineno} imports {name}"
+            names = [node.args[0].value]
+        found |= {resolved(file, each) for each in names if each.startswith(".")}
+    return found
 
 
 def outside_packages(node: ast.Import | ast.ImportFrom) -> set[str]:
