@@ -42,7 +42,7 @@ class MaskAdapterSettings:
 
     Attributes:
         rank: of the updates.
-        target_modules: names of the linear layers that are updated, the same ones in every decoder layer; none: the
+        target_modules: names of the linear layers that are updated, the same ones in all these layers; none: the
             projection out of attention and the last one of the MLP, whatever they are called.
         head_width: hidden units of the previous-token head; 0 for none.
         num_masks: masks behind one row that it is trained to predict; decoding asks for no more.
@@ -57,16 +57,16 @@ class MaskAdapterSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
-        object.__setattr__(self, "layers_to_transform", tuple(sorted(self.layers_to_transform)))
         is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
         if self.rank < 1 or self.head_width < 0 or self.num_masks < 1 or is_named_twice:
             raise ValueError(
                 "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, a `head_width` of at "
                 f"least 0 and `num_masks` of at least 1; got {self}."
             )
-        layers = self.layers_to_transform
-        if len(set(layers)) != len(layers) or min(layers, default=0) < 0:
+        layers = tuple(self.layers_to_transform)
+        if len(set(layers)) != len(layers) or any(type(layer) is not int or layer < 0 for layer in layers):
             raise ValueError(f"`layers_to_transform` counts layers from 0 and names each once; got {layers}.")
+        object.__setattr__(self, "layers_to_transform", tuple(sorted(layers)))
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
         )
     if type(masks) is not int:
         raise ValueError(f"{CONFIG_NAME} may state `num_masks`, a whole number; got {masks!r}.")
-    layers = config.get("layers_to_transform") or []
+    layers = config.get("layers_to_transform")
+    layers = [] if layers is None else layers  # PEFT's way to say all
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise ValueError(f"{CONFIG_NAME} may state `layers_to_transform`, a list of whole numbers; got {layers!r}.")
     return MaskAdapterSettings(rank, tuple(names), width, masks, tuple(layers))

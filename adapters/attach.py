@@ -227,14 +227,21 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     warn_if_untested()
     check_masks(model)
     layers = decoder_layers(model)
-    if not settings.target_modules:
-        settings = replace(settings, target_modules=output_projections(model))
     if max(settings.layers_to_transform, default=0) >= len(layers):
         raise ValueError(
             f"`layers_to_transform` names layer {max(settings.layers_to_transform)}; {type(model).__name__} has the "
             f"layers 0 to {len(layers) - 1}."
         )
     updated = [layers[index] for index in settings.layers_to_transform] or list(layers)
+    if not settings.target_modules:
+        names = [name for name in output_projections(model) if any(_has(layer, name) for layer in updated)]
+        settings = replace(settings, target_modules=tuple(names))
+    lacking = [name for name in settings.target_modules if not any(_has(layer, name) for layer in updated)]
+    if settings.layers_to_transform and (lacking or not settings.target_modules):
+        raise ValueError(
+            f"None of the layers {list(settings.layers_to_transform)} of {type(model).__name__} has the linear layer "
+            f"{lacking[0] if lacking else output_projections(model)[0]!r}."
+        )
     targets = {target: _target_modules(model, updated, target) for target in settings.target_modules}
     sizes = []
     for target, modules in targets.items():
@@ -525,8 +532,12 @@ def _base_layer(module: Any) -> Any:
 
 def _target_modules(model: Any, layers: nn.ModuleList | list[nn.Module], target: str) -> list[Any]:
     """The linear layers that `target` names: one of each decoder layer, or where a state is kept, of those with it."""
-    having = [layer for layer in layers if any(_is_named(name, target) for name, _ in layer.named_modules())]
+    having = [layer for layer in layers if _has(layer, target)]
     return [_linear(layer, target) for layer in (having if having and keeps_state(model) else layers)]
+
+
+def _has(layer: nn.Module, target: str) -> bool:
+    return any(_is_named(name, target) for name, _ in layer.named_modules())
 
 
 def _is_named(name: str, target: str) -> bool:

@@ -130,7 +130,7 @@ class PreviousTokenHead(nn.Module):
 
 
 class MaskAdapter(nn.Module):
-    """The weights of a mask adapter: updates of every layer, the slots' embedding, and the previous-token head.
+    """The weights of a mask adapter: updates of layers, the slots' embedding, and the previous-token head.
 
     It begins as no change at all, but for the embedding of the slots.
 

@@ -41,6 +41,8 @@ class MaskAdapterConfig(PeftConfig):
         super().__post_init__()
         self.peft_type = MaskAdapterPeftType.MASK_ADAPTER
         self.task_type = "CAUSAL_LM"
+        layers: Any = self.layers_to_transform  # in PEFT, `None` means all and a number one
+        self.layers_to_transform = [layers] if isinstance(layers, int) else list(layers or ())
 
     @classmethod
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: AR decoding beside verified decoding with a mask adapter.
+"""Where the time of a step goes: verified decoding with a mask adapter, beside its steps of one row, which are AR's.
 
     python benchmarks/step_time.py BASE ADAPTER PROMPTS.jsonl --dtype packed
 
@@ -86,15 +86,14 @@ class StepTimer:
             yield
 
 
-def column(found: dict[tuple[int, int], Times]) -> tuple[str, dict[str, float]]:
-    """A name, and the milliseconds of a step's parts, of the commonest step."""
+def column(found: dict[tuple[int, int], Times]) -> dict[str, float]:
+    """Rows and masks of the commonest step, and the milliseconds of its parts."""
     (rows, masks), times = max(found.items(), key=lambda item: len(item[1][WHOLE]))
     ms = {part: 1e3 * median(seconds) for part, seconds in times.items()}
     inner, outer = {part: ms[part] for part in INNER}, {part: ms[part] for part in OUTER}
     parts = inner | {"rest of the forward": ms[FORWARD] - sum(inner.values())} | outer
     parts["rest of the step"] = ms[WHOLE] - ms[FORWARD] - sum(outer.values())
-    name = f"{rows} row{'s' * (rows > 1)}" + (f", {masks} of them masks" if masks else "")
-    return name, parts | {WHOLE: ms[WHOLE]}
+    return {"rows": rows, "of them masks": masks} | parts | {WHOLE: ms[WHOLE]}
 
 
 def main(
@@ -115,6 +114,7 @@ def main(
     questions = questions[:: max(1, len(questions) // count)][:count]
     shared = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": max_new_tokens, "do_sample": False}
     fixed = [{"adaptive_window": False, "window_size": size} for size in drafts or (1, 2, 4)]
+    labels = ["AR", *(f"drafts: {way['window_size']}" for way in fixed)]
     ways = [{"slot_cost": 1e9}, *fixed]  # with a row that costs so much, every step is an AR step
     timers = [StepTimer(time.thread_time if threads == 1 else time.perf_counter) for _ in ways]
     for number, question in enumerate([questions[0], *questions]):
@@ -124,7 +124,7 @@ def main(
                 model.generate(ids, **shared, **way)
             if not number:  # the first is a warm-up
                 timer.found.clear()
-    table = pd.DataFrame(dict(column(timer.found) for timer in timers))
+    table = pd.DataFrame({label: column(timer.found) for label, timer in zip(labels, timers, strict=True)})
     print(f"Milliseconds of a step, {threads} thread{'s' * (threads > 1)}:\n")
     print(table.to_markdown(floatfmt=".1f"))
 

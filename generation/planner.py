@@ -36,8 +36,8 @@ from .step_times import ENOUGH, MEMORY, StepTimes
 
 # Drafts of similar probability share a correction: bins of it, for the likeliest tokens and for their siblings.
 BINS = 8
-# Share of the tokens that looking may cost; those of the first hundred steps at once, of a hundred and fifty where a
-# state is kept, since what a look finds is read again there.
+# Share of the tokens that looking may cost; those of the first hundred steps at once, or of 150 where a state is kept:
+# what a look finds is read again there.
 LOOK_SHARE = 0.01
 
 Tree = list[tuple[float, int]]  # reach and place of drafts, the likeliest first

@@ -80,6 +80,9 @@ class VllmMaskAdapter(nn.Module):
         parts = FUSED.get(name, (name,))
         sums = name not in FUSED and world > 1  # cut along its inputs
         updated = settings.layers_to_transform or range(len(model.model.layers))
+        counts = {len(weight) for key, weight in weights.items() if key.startswith(("down.", "up."))}
+        if max(updated) >= len(model.model.layers) or counts != {len(updated)}:
+            raise RuntimeError(f"updates of {len(updated)} layers, up to number {max(updated)}")
         for place, index in enumerate(updated):
             if not model.model.start_layer <= index < model.model.end_layer:  # another process has it
                 continue

@@ -91,6 +91,8 @@ def test_transformers_own_loading_says_which_call_to_use(tmp_path):
     model = llama()
     with pytest.raises(ValueError, match=r"call `wedlm_hf\.load_mask_adapter\(model, folder\)` or `PeftModel"):
         model.load_adapter(str(tmp_path))
+    load_mask_adapter(model, tmp_path)
+    assert torch.equal(model.generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
 
 
 def test_loading_leaves_what_trains_in_training(tmp_path):

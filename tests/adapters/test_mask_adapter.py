@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters.peft_method import MaskAdapterConfig
 from wedlm_hf.generation.versions import CACHE
 
 SMALL = MaskAdapterSettings(rank=4, head_width=8)
@@ -221,3 +222,9 @@ def test_an_adapter_may_update_some_layers_alone(tmp_path: Path) -> None:
         assert torch.equal(predict(model, IDS[:1], 3), expected)
     with pytest.raises(ValueError, match="names layer 9; WeDLMForCausalLM has the layers 0 to 1"):
         add_mask_adapter(tiny_model(), replace(settings, layers_to_transform=(1, 9)))
+    for layers, kept in ((None, []), (1, [1]), (range(2), [0, 1])):  # in PEFT, `None` means all and a number one
+        config = MaskAdapterConfig(rank=4, head_width=8, layers_to_transform=layers)
+        model = get_peft_model(tiny_model(), config)
+        model.save_pretrained(tmp_path)
+        assert PeftConfig.from_pretrained(str(tmp_path)).layers_to_transform == kept
+        assert len(model.get_base_model().mask_adapter.down["o_proj"]) == len(kept or range(2))

@@ -190,6 +190,15 @@ def test_a_state_that_cannot_be_read_as_decoding_reads_it_is_refused(name):
     assert any(reason in line for line in lines_of(name))
 
 
+def test_of_some_layers_those_linear_layers_are_updated_that_they_have():
+    model = build("Qwen3_5", STATEFUL["Qwen3_5"])  # its layers keep a state and attend in turn
+    adapter = add_mask_adapter(model, MaskAdapterSettings(rank=4, layers_to_transform=(1, 3)))
+    assert {key: len(weight) for key, weight in adapter.down.items()} == {"down_proj": 2, "o_proj": 2}
+    settings = MaskAdapterSettings(rank=4, target_modules=("o_proj",), layers_to_transform=(0, 2))
+    with pytest.raises(ValueError, match=r"None of the layers \[0, 2\] of Qwen3_5\w+ has the linear layer 'o_proj'"):
+        add_mask_adapter(build("Qwen3_5", STATEFUL["Qwen3_5"]), settings)
+
+
 def test_a_state_that_no_cache_holds_is_seen():
     model = build("Lfm2", CONV)
     # The whole text, its first part, the forward that is forgotten, and what goes on as if it were.

@@ -43,6 +43,7 @@ def refused(folder: Path, message: str, error: type[Exception] = ValueError) -> 
         ({"num_masks": 0}, "`num_masks` of at least 1"),
         ({"num_masks": "4"}, "may state `num_masks`, a whole number; got '4'"),
         ({"layers_to_transform": [0, "1"]}, "may state `layers_to_transform`, a list of whole numbers; got"),
+        ({"layers_to_transform": 0}, "may state `layers_to_transform`, a list of whole numbers; got 0"),
         ({"layers_to_transform": [-1]}, "counts layers from 0 and names each once"),
         ({"layers_to_transform": [0, 0]}, "counts layers from 0 and names each once"),
         ({"head_width": 10**12}, "do not fit its adapter_config.json: .* `head_width` 1000000000000"),

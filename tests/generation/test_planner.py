@@ -101,9 +101,10 @@ def test_it_is_so_on_other_curves_and_by_a_clock_with_outliers(drawn, acceptance
         assert found > share * fixed and found > share + 0.01
 
 
+@pytest.mark.parametrize("make", [new_planner, new_chain])
 @pytest.mark.parametrize("curve", plans.CURVES)
-def test_even_the_first_steps_cost_little_where_nothing_is_foreseen(curve):
-    assert plans.speed(new_planner(), lambda rows, *_: plans.CURVES[curve](rows), 0.02, 128) > 0.88
+def test_even_the_first_steps_cost_little_where_nothing_is_foreseen(curve, make):
+    assert plans.speed(make(), lambda rows, *_: plans.CURVES[curve](rows), 0.02, 128) > 0.88
 
 
 def test_another_machine_is_measured_anew():

@@ -15,7 +15,7 @@ from transformers.generation import (
 )
 
 from wedlm_hf.generation.rules import select_masks
-from wedlm_hf.generation.sampling import PositionNoise, TokenSampler, token_entropy
+from wedlm_hf.generation.sampling import PositionNoise, TokenSampler, _split_mix, token_entropy
 
 MASK, VOCABULARY = 7, 500
 WARPED = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(50), TopPLogitsWarper(0.9), MinPLogitsWarper(0.01)]
@@ -31,6 +31,12 @@ def sampler_of(processors, rows=1) -> TokenSampler:
 def slots_of(count, slots):
     """Offsets of `slots` slots of `count` sequences without new tokens, and the call's rows."""
     return [list(range(slots)) for _ in range(count)], list(range(count))
+
+
+def test_bits_are_those_of_splitmix64():
+    seed = torch.tensor(1234567)
+    bits = [int(_split_mix(seed, torch.tensor(index))) % 2**64 for index in range(3)]
+    assert bits == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_noise_is_exponential_and_independent_between_rows_positions_and_tokens():

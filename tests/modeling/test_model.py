@@ -2,13 +2,13 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from oracle import causal_forward
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from tiny import MASK, PUBLISHED, VOCAB_SIZE, assert_equal_but_rounding, stock_twin, tiny_model
-from transformers import AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -43,9 +43,13 @@ def reordered_positions(rows: int = 2, length: int = LENGTH, seed: int = 0) -> t
     return positions
 
 
-def expected_logits(model: WeDLMForCausalLM, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`(T, V)` of one row without padding: stock Qwen, told outright that slot i sees the slots j ≤ i."""
-    return causal_forward(stock_twin(model, "eager"), ids.tolist(), positions.tolist())
+@torch.no_grad()
+def oracle(model: WeDLMForCausalLM, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Logits `(T, V)` of one row without padding: stock Qwen, told outright that slot i sees the slots j ≤ i."""
+    length = ids.shape[0]
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.full((1, 1, length, length), lowest).triu(diagonal=1)
+    return stock_twin(model, "eager")(ids[None], position_ids=positions[None], attention_mask=mask).logits[0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -86,8 +90,6 @@ def stated_mask(kind: str, padding: int, first_query: int, length: int = LENGTH)
 )
 @torch.no_grad()
 def test_reordered_input_is_causal_in_physical_order(style, implementation, mask, cached):
-    """Stock Qwen, without a cache and a mask, takes jumps of the positions for borders of packed sequences, and adds a
-    boolean mask to the scores as 0 and 1."""
     model = tiny_model(style, attn_implementation=implementation, **CALM)
     ids, positions = tokens(), reordered_positions()
     padding = 0 if mask == "none" else PADDING
@@ -95,17 +97,43 @@ def test_reordered_input_is_causal_in_physical_order(style, implementation, mask
     # Masks of a window in the part that the cache does not hold, as in decoding.
     ids[:, -3:] = MASK
 
-    cache, first = None, 0
     if cached:
-        cache, first = DynamicCache(config=model.config), PREFIX
+        cache = DynamicCache(config=model.config)
         prefix_mask = stated_mask("none" if mask == "none" else "2d", padding, 0, PREFIX)
         model(ids[:, :PREFIX], prefix_mask, positions[:, :PREFIX], **{CACHE: cache})
+        first = PREFIX
+    else:
+        cache, first = None, 0
     stated = stated_mask(mask, padding, first)
-    logits = model(ids[:, first:], stated, positions[:, first:], use_cache=cached, **{CACHE: cache}).logits
+    logits = model(ids[:, first:], stated, positions[:, first:], **{CACHE: cache}).logits
 
     for row, skipped in ((0, padding), (1, 0)):
-        expected = expected_logits(model, ids[row, skipped:], positions[row, skipped:])[max(first - skipped, 0) :]
+        expected = oracle(model, ids[row, skipped:], positions[row, skipped:])[max(first - skipped, 0) :]
         assert_equal_but_rounding(logits[row, max(skipped - first, 0) :], expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@torch.no_grad()
+def test_the_packed_sequence_trap_is_real_and_avoided(implementation):
+    """Without a cache and a mask, stock Qwen reads each jump of the positions as the start of another sequence."""
+    model = tiny_model(attn_implementation=implementation, **CALM)
+    ids, positions = tokens(1), reordered_positions(1)
+    expected = oracle(model, ids[0], positions[0])
+    trapped = stock_twin(model, implementation)(ids, position_ids=positions, use_cache=False).logits[0]
+    assert (trapped - expected).abs().max() > 0.1
+    ours = model(ids, position_ids=positions, use_cache=False).logits[0]
+    assert_equal_but_rounding(ours, expected)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
+@torch.no_grad()
+def test_the_boolean_mask_trap_is_real_and_avoided(implementation):
+    """Attention other than sdpa adds a boolean mask to the scores: hidden slots count 0, visible ones 1."""
+    model = tiny_model(attn_implementation=implementation, **CALM)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    expected = model(tokens()).logits
+    assert (stock_twin(model, implementation)(tokens(), mask).logits - expected).abs().max() > 0.1
+    assert_equal_but_rounding(model(tokens(), mask).logits, expected)
 
 
 @torch.no_grad()
@@ -171,23 +199,44 @@ def test_input_ids_and_inputs_embeds_exclude_each_other():
 # ---------------------------------------------------------------------------------------------------------- loading
 
 
+def write_published_checkpoint(folder: Path, style: str) -> dict[str, torch.Tensor]:
+    """A tiny checkpoint in the published layout: its config.json, and safetensors with its keys, spelled out."""
+    sizes = {"num_hidden_layers": 2, "head_dim": 16, "vocab_size": 320, "mask_token_id": 319}
+    bias = style == "qwen2.5"
+    config = PUBLISHED | sizes | {"attention_bias": bias, "qk_norm": not bias, "bos_token_id": None, "eos_token_id": 2}
+    config |= {"torch_dtype": "float32", "auto_map": {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    parts: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (64, 32), "self_attn.k_proj.weight": (32, 32), "self_attn.v_proj.weight": (32, 32),
+        "self_attn.o_proj.weight": (32, 64), "mlp.gate_proj.weight": (48, 32), "mlp.up_proj.weight": (48, 32),
+        "mlp.down_proj.weight": (32, 48), "input_layernorm.weight": (32,), "post_attention_layernorm.weight": (32,),
+    }  # fmt: skip
+    if bias:
+        parts |= {"self_attn.q_proj.bias": (64,), "self_attn.k_proj.bias": (32,), "self_attn.v_proj.bias": (32,)}
+    else:
+        parts |= {"self_attn.q_norm.weight": (16,), "self_attn.k_norm.weight": (16,)}
+    shapes = {"model.embed_tokens.weight": (320, 32), "model.norm.weight": (32,), "lm_head.weight": (320, 32)}
+    shapes |= {f"model.layers.{layer}.{name}": shape for layer in (0, 1) for name, shape in parts.items()}
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return weights
+
+
 @pytest.mark.parametrize("style", STYLES)
 @torch.no_grad()
 def test_a_published_checkpoint_loads_with_every_key_used(tmp_path, style):
-    """Qwen's weights beside a config.json in the published dialect."""
-    stock = stock_twin(tiny_model(style, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e6}))
-    stock.save_pretrained(tmp_path)
-    sizes = {"vocab_size": VOCAB_SIZE, "mask_token_id": 319, "bos_token_id": None, "eos_token_id": 2}
-    kind = {"attention_bias": style == "qwen2.5", "qk_norm": style == "qwen3", "torch_dtype": "float32"}
-    code = {"auto_map": {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}}
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED | sizes | kind | code))
+    weights = write_published_checkpoint(tmp_path, style)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert type(model) is WeDLMForCausalLM
     assert not any(report.values())
-    weights = load_file(tmp_path / "model.safetensors")
     assert model.state_dict().keys() == weights.keys()
-    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
-    assert_equal_but_rounding(model(tokens()).logits, stock(tokens()).logits)
+    twin = stock_twin(model, "sdpa")
+    for name, weight in twin.state_dict().items():
+        assert torch.equal(weight, weights[name])
+    assert twin.config.rope_parameters["rope_theta"] == 1_000_000
+    assert_equal_but_rounding(model(tokens()).logits, twin(tokens()).logits)
     assert type(AutoModel.from_pretrained(tmp_path)) is WeDLMModel
 
 
@@ -213,15 +262,22 @@ def test_the_head_of_a_batch_reads_rows_of_their_own() -> None:
 
 
 def test_documents_side_by_side_told_apart_by_positions_alone_are_refused_in_training():
-    model, documents = tiny_model().train(), [[11, 12, 13], [21], [31, 32]]
-    flat = DataCollatorWithFlattening()([{"input_ids": document} for document in documents])
-    ids, positions = flat["input_ids"], flat["position_ids"]
-    for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
+    from transformers import DataCollatorWithFlattening
+
+    model, documents = (
+        tiny_model().train(),
+        [{"input_ids": [11, 12, 13]}, {"input_ids": [21]}, {"input_ids": [31, 32]}],
+    )
+    flat = DataCollatorWithFlattening()(documents)
+    batches = [flat, flat | {"attention_mask": torch.ones_like(flat["input_ids"])}]
+    for batch in batches:
         with pytest.raises(ValueError, match="`position_ids` restart at 0 inside a row: its documents would see each"):
-            model(**flat, **mask)
-    apart = torch.block_diag(*[torch.ones(len(document), len(document)).tril() for document in documents]).bool()
+            model(**batch)
+    ids, positions = flat["input_ids"], flat["position_ids"]
+    number = torch.tensor([0, 0, 0, 1, 2, 2])
+    apart = (number[:, None] == number) & torch.ones(6, 6, dtype=torch.bool).tril()
     together = model(ids, position_ids=positions, attention_mask=apart[None, None]).logits
-    alone = [model(torch.tensor([document])).logits for document in documents]
+    alone = [model(torch.tensor([document["input_ids"]])).logits for document in documents]
     torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-4, rtol=0)
     # One document each: left-padded, reordered, going on.
     model(ids, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]]), position_ids=torch.tensor([[0, 0, 0, 1, 2, 3]]))
