@@ -186,6 +186,7 @@ WRONG = {
     "merge stock stock-lora out": STOCK,
     "push stock you/it --dry-run --license mit": STOCK,
     "convert lora out": NO_MODEL,
+    "convert model out": "'model' is a WeDLM checkpoint already: there is nothing to convert.",
     "adapt mask out --tokens 9": NO_MODEL,
     "generate hi --set window": "`--set` takes NAME=VALUE, got 'window'.",
     "generate hi --set windw_size=3": "`--set windw_size=…`: `generate` has no setting of this name.",

@@ -21,6 +21,7 @@ ASKS = b'{"messages": [{"role": "user", "content": "?"}], '
 REFUSED = [  # what a request asks for beside a chat, or its whole body; what is said of it, and of which field
     ({"model": "gpt-5"}, "The model 'gpt-5' is not served; this server has 'nano'.", "model"),
     ({"beam": 2}, "`beam` is not supported by this server", "beam"),
+    ({"audio": {"voice": "x"}}, "`audio`: this is not supported by this server", "audio"),
     ({"generation_config": "{"}, "`generation_config` is no JSON", "generation_config"),
     ({"top_k": 3, "generation_config": {"top_k": 4}}, "leave one out", "top_k"),
     ({"window_size": 0}, "must be an integer of at least 1, got 0", "window_size"),
