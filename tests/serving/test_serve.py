@@ -1,5 +1,6 @@
 """`wedlm serve` as its clients see it: the stock `openai` client, on wedlm-nano."""
 
+import gc
 import json
 import logging
 import re
@@ -53,6 +54,12 @@ def generated(server, messages=CHAT, **options):
     ids = torch.tensor([encode(server.tokenizer, messages)])
     output = server.model.generate(ids, **{"max_new_tokens": 100, **options})[0, ids.shape[1] :]
     return server.tokenizer.decode(output, skip_special_tokens=True), len(output)
+
+
+def clients(count):
+    """Threads that ask at once."""
+    gc.collect()  # a stream that failed before, closed by one that holds httpcore's lock, would wait for it for good
+    return ThreadPoolExecutor(count)
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -170,7 +177,7 @@ def test_a_seed_gives_the_same_sample_whatever_else_is_asked_for_and_n_answers_a
     asked = {"temperature": 6, "max_tokens": 12, "extra_body": {"verification": "exact"}}
     alone = [server.text(**asked, seed=seed) for seed in (3, 4, 5)]
     assert len(set(alone)) == 3
-    with ThreadPoolExecutor(3) as pool:
+    with clients(3) as pool:
         together = [pool.submit(server.text, **asked, seed=seed) for seed in (3, 4, 5)]
     assert [each.result() for each in together] == alone
     whole = server.chat(**asked, seed=3, n=3)
@@ -262,7 +269,7 @@ def test_concurrent_requests_share_calls_and_are_all_answered(server, log):
         question = [{"role": "user", "content": f"Count from 5 to {last} by 5."}]
         return server.text(messages=question, extra_body={"verification": "exact"}, **options)
 
-    with ThreadPoolExecutor(9) as pool:
+    with clients(9) as pool:
         cut = pool.submit(ask, 30, max_tokens=4)  # a limit of its own
         answers = {last: pool.submit(ask, last) for last in range(20, 60, 5)}
     assert cut.result() == "5, 10"
@@ -323,7 +330,7 @@ def test_what_ends_one_answer_of_a_call_ends_no_other(server, monkeypatch, log):
         read(answer, text)
 
     monkeypatch.setattr(Answer, "_read", fail)
-    with ThreadPoolExecutor(8) as pool:
+    with clients(8) as pool:
         bodies = [body | {"prompt": str(number), "logprobs": 1 if number == 5 else None} for number in range(8)]
         found = [pool.submit(server.client.completions.create, **each) for each in bodies]
     texts = ["failed" if each.exception() else each.result().choices[0].text for each in found]
