@@ -150,7 +150,8 @@ def random_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]
     torch.manual_seed(0)
     model = WeDLMForCausalLM.from_pretrained(NANO)
     targets = ("o_proj", "down_proj", "k_proj", "up_proj")
-    adapter = add_mask_adapter(model, MaskAdapterSettings(rank=4, target_modules=targets, head_width=16))
+    settings = MaskAdapterSettings(rank=4, target_modules=targets, head_width=16, layers_to_transform=(1, 2, 3))
+    adapter = add_mask_adapter(model, settings)
     for parameter in [*adapter.up.values(), adapter.head.up, adapter.mask_embedding]:
         torch.nn.init.normal_(parameter, std=0.02)
     folder = tmp_path_factory.mktemp("adapter")
