@@ -13,7 +13,7 @@ from rich.text import Text
 from ..checkpoints.files import check_output, write_text
 from ..console.prompts import is_unicode
 from ..console.streaming import printable, writer_to
-from ..eval.decoders import DECODERS, decoder_name, with_asked
+from ..eval.decoders import DECODERS, decoder_of, with_asked
 from ..generation.settings import SETTING_NAMES
 from .conversation import AnswerStopped, Conversation, Turn
 
@@ -85,12 +85,8 @@ class Chat:
         if name:  # of the settings of parallel decoding, it gets those that were chosen for it
             others = dict(self.first_options)
             ours = {key: others.pop(key) for key in SETTING_NAMES if key in others}
-            self.conversation.options = others | with_asked(ours, DECODERS[name])
-        options = self.conversation.options
-        stored = getattr(self.conversation.model.generation_config, "verification", None)
-        verification = options.get("verification") or stored or "none"
-        strategy = str(options["strategy"])
-        self.say(f"Decoding by {decoder_name(strategy, 'none' if strategy == 'ar' else str(verification))}.")
+            self.conversation.options = others | with_asked(ours, DECODERS[name], self.conversation.model)
+        self.say(f"Decoding by {decoder_of(self.conversation.options, self.conversation.model)}.")
 
     def _show_stats(self, _: str) -> None:
         turns = self.conversation.turns

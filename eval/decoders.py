@@ -26,16 +26,20 @@ FIELDS = ("window_size", "entropy_threshold", "distance_penalty")  # the setting
 DRAFT_THRESHOLD = "draft_threshold"  # in the place of the second one, where drafts are verified
 
 
-def decoder_name(strategy: str, verification: str) -> str:
-    """Of the [`DECODERS`], for these keywords of `generate`."""
-    return strategy if verification == "none" else f"{strategy}+{verification}"
+def decoder_of(options: Options, model: Any) -> str:
+    """Which of the [`DECODERS`] these keywords of `generate` mean, `strategy` among them; what they leave open is as
+    the model's generation config says."""
+    if options["strategy"] == AR:
+        return AR
+    stored = getattr(model.generation_config, "verification", None)
+    verification = options.get("verification") or stored or "none"
+    return str(options["strategy"] if verification == "none" else f"{options['strategy']}+{verification}")
 
 
-def with_asked(settings: Options, asked: Options) -> dict[str, Any]:
+def with_asked(settings: Options, asked: Options, model: Any) -> dict[str, Any]:
     """Settings of parallel decoding for one call, `strategy` among them: what is `asked` for goes first. Where that is
     another decoder, only this counts: `settings` were chosen for theirs."""
-    decoder = {name: settings.get(name) for name in ("strategy", "verification")}
-    if any(asked.get(name, value) != value for name, value in decoder.items()):
+    if decoder_of({**settings, **asked}, model) != decoder_of(settings, model):
         settings = {"strategy": settings["strategy"]}
     return {**settings, **asked}
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.cli.serving.utils import build_response_parser
 
-from ..eval.decoders import with_asked
+from ..eval.decoders import AR, EXACT, decoder_of, with_asked
 from ..generation.grammar import Grammar
 from ..generation.request import context_length
 from ..generation.settings import SETTING_NAMES
@@ -54,8 +54,7 @@ class ServedModel:
 
     def is_ordered(self, settings: dict[str, Any]) -> bool:
         """Whether these settings choose tokens behind those before them."""
-        stored = getattr(self.model.generation_config, "verification", None)
-        return settings["strategy"] == "ar" or (settings.get("verification") or stored or "none") != "none"
+        return decoder_of(settings, self.model) in (AR, EXACT)
 
     def check_name(self, name: str) -> None:
         """Raises `RequestError` for the name of another model."""
@@ -89,7 +88,7 @@ class Endpoint:
         size = self.served.vocab_size
         for name in ("suppress_tokens", "logit_bias"):
             check_tokens(name, getattr(request, name) or [], size)
-        settings = with_asked(self.served.settings, settings_of(request))
+        settings = with_asked(self.served.settings, settings_of(request), self.served.model)
         is_ordered = self.served.is_ordered(settings)
         looks_up = settings["strategy"] == "ar" and self.served.model.generation_config.prompt_lookup_num_tokens
         if request.likeliest is not None and looks_up:

@@ -147,8 +147,9 @@ def test_another_decoder_has_its_own_settings_and_the_first_one_gets_its_back(ch
     assert chat.conversation.options == {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 100}
     assert chat("/strategy ar") == "Decoding by ar.\n"
     assert chat.conversation.options == {"strategy": "ar", "max_new_tokens": 100}
-    chat("/strategy wedlm")
-    assert chat.conversation.options["max_new_tokens"] == 100
+    assert chat("/strategy wedlm") == "Decoding by wedlm.\n"
+    first = {"strategy": "wedlm", "window_size": 4, "max_new_tokens": 100}
+    assert chat.conversation.options == {**first, "verification": "none"}
     assert "Unknown decoder 'fast': choose among ar, block, wedlm" in chat("/strategy fast").replace("\n", " ")
 
 
