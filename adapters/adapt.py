@@ -31,6 +31,7 @@ from .adapter_files import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings, read_
 from .answers import (
     Answer,
     AnswerConfig,
+    AnswerCount,
     DamagedAnswersError,
     check_conversations,
     read_answers,
@@ -299,6 +300,12 @@ class _Run:
                 if written >= 1 and count.answers:
                     break
             show(1.0, note)
+        self._check_answers(count)
+        self._split(read_answers(self.answers))
+        return {}
+
+    def _check_answers(self, count: AnswerCount) -> None:
+        """Raises `ValueError` where there are none; says so where none of them ended."""
         if not count.answers:
             least = max(least_minutes(Pace.read(self.state["pace"])), math.ceil(2 * (self.config.minutes or 0)))
             raise ValueError(
@@ -307,11 +314,9 @@ class _Run:
             )
         if not count.ended:
             self.say(
-                f"None of the {count.answers:,} answers ended within {config.max_new_tokens} tokens. The adapter "
-                "learns them as they are; if the model is for chats, look at its chat template and end tokens."
+                f"None of the {count.answers:,} answers ended within {AnswerConfig().max_new_tokens} tokens. The "
+                "adapter learns them as they are; if the model is for chats, look at its chat template and end tokens."
             )
-        self._split(read_answers(self.answers))
-        return {}
 
     def _split(self, answers: Sequence[Answer]) -> None:
         """Holds out some greedy answers, none of them to a prompt that is trained on, now or in an earlier call."""

@@ -6,7 +6,7 @@ subclass of its own class, whose `generate` knows `strategy="wedlm"`; [`unload_m
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -226,6 +226,24 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     check_attachable(model)
     warn_if_untested()
     check_masks(model)
+    settings, targets = _targets(model, settings)
+    adapter = MaskAdapter(settings, _sizes(targets), _mean_embedding(model))
+    for target, modules in targets.items():
+        for index, module in enumerate(modules):
+            module.register_forward_hook(Update(target, index))
+    _watch_ends(model)
+    ignored = model._keys_to_ignore_on_save
+    base: Any = type(model)
+    model.__class__ = _attached(base)
+    model.mask_adapter = adapter
+    # The base's own checkpoint stays the base's.
+    model._keys_to_ignore_on_save = {*(ignored or ()), *(f"mask_adapter.{name}" for name in adapter.state_dict())}
+    return adapter
+
+
+def _targets(model: Any, settings: MaskAdapterSettings) -> tuple[MaskAdapterSettings, dict[str, list[nn.Module]]]:
+    """Settings whose target modules are known, and the linear layers of each of them. Raises `ValueError` for layers
+    that are not there."""
     layers = decoder_layers(model)
     if max(settings.layers_to_transform, default=0) >= len(layers):
         raise ValueError(
@@ -242,30 +260,28 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
             f"None of the layers {list(settings.layers_to_transform)} of {type(model).__name__} has the linear layer "
             f"{lacking[0] if lacking else output_projections(model)[0]!r}."
         )
-    targets = {target: _target_modules(model, updated, target) for target in settings.target_modules}
+    return settings, {target: _target_modules(model, updated, target) for target in settings.target_modules}
+
+
+def _sizes(targets: Mapping[str, Sequence[Any]]) -> list[tuple[int, int, int]]:
+    """Of each target, the number of layers that have it, and rows and columns of its weights. Raises `ValueError`
+    where these differ from layer to layer."""
     sizes = []
     for target, modules in targets.items():
         shapes = {(module.out_features, module.in_features) for module in modules}
         if len(shapes) > 1:
             raise ValueError(f"`target_modules` names {target!r}, of different sizes in the layers: {sorted(shapes)}.")
         sizes.append((len(modules), *shapes.pop()))
-    embeddings = model.get_input_embeddings()
-    mask_id = getattr(model.config, "mask_token_id", None)
-    with torch.no_grad():
-        known = torch.arange(embeddings.num_embeddings) if mask_id is None else torch.tensor([mask_id])
-        start = embeddings(known.to(model.device)).float().mean(0)
-    adapter = MaskAdapter(settings, sizes, start)
-    for target, modules in targets.items():
-        for index, module in enumerate(modules):
-            module.register_forward_hook(Update(target, index))
-    _watch_ends(model)
-    ignored = model._keys_to_ignore_on_save
-    base: Any = type(model)
-    model.__class__ = _attached(base)
-    model.mask_adapter = adapter
-    # The base's own checkpoint stays the base's.
-    model._keys_to_ignore_on_save = {*(ignored or ()), *(f"mask_adapter.{name}" for name in adapter.state_dict())}
-    return adapter
+    return sizes
+
+
+@torch.no_grad()
+def _mean_embedding(model: Any) -> torch.Tensor:
+    """What the slots' embedding begins with, `(H,)` float32: MASK's, or the mean of all tokens'."""
+    embeddings, mask_id = model.get_input_embeddings(), getattr(model.config, "mask_token_id", None)
+    known = torch.arange(embeddings.num_embeddings) if mask_id is None else torch.tensor([mask_id])
+    start: torch.Tensor = embeddings(known.to(model.device)).float().mean(0)
+    return start
 
 
 def _watch_ends(model: Any) -> None:

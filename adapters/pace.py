@@ -131,13 +131,7 @@ def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_
         is_gpu: larger batches.
         patience: seconds; what takes longer is not repeated or enlarged.
     """
-    model = distillation.model
-    generator = torch.Generator().manual_seed(0)
-    answers: list[AnswerTokens] = [
-        {name: torch.randint(model.config.vocab_size, (count,), generator=generator).tolist()
-         for name, count in (("prompt_ids", 32), ("response_ids", 96))}
-        for _ in range(4)
-    ]  # fmt: skip
+    model, answers = distillation.model, _random_answers(distillation.model.config.vocab_size)
     collate = DataCollatorForMaskRuns(0, distillation.num_masks, 3, is_shared=keeps_state(model))
 
     def seconds(work: Callable[..., Any], *inputs: Any) -> float:
@@ -175,6 +169,17 @@ def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_
     distillation.zero_grad()
     some = {**answers[0], "response_ids": answers[0]["response_ids"][:24]}
     return Pace(steps, mask_row, seconds(accepted_runs, distillation, some) / 24)
+
+
+def _random_answers(vocab_size: int) -> list[AnswerTokens]:
+    """Four answers of 96 tokens to prompts of 32."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"prompt_ids": 32, "response_ids": 96}
+
+    def drawn() -> AnswerTokens:
+        return {name: torch.randint(vocab_size, (size,), generator=generator).tolist() for name, size in sizes.items()}
+
+    return [drawn() for _ in range(4)]
 
 
 def faster_dtype(device: torch.device, clock: Clock) -> str:

@@ -82,29 +82,20 @@ class Conversation:
         there is of it. Raises `ValueError` as [`encode_prompt`], and for what `generate` refuses."""
         messages = [*self.all_messages, {"role": "user", "content": text}]
         prompt = list(encode_prompt(self.model, self.tokenizer, Prompt(messages)).tokens)
-        stored_strategy = getattr(self.model.generation_config, "strategy", None)
-        is_ar = (self.options.get("strategy") or stored_strategy or "ar") == "ar"  # AR decoding takes no window cache
-        cached = 0 if is_ar else self._keep_beginning_of(prompt)
-        stored = self.model.generation_config.max_new_tokens
-        wanted = self.options.get("max_new_tokens") or stored or LONGEST_ANSWER
+        stored = self.model.generation_config
+        options = {**self.options, "tokenizer": self.tokenizer, "stopping_criteria": [self._is_stopped]}
+        wanted = self.options.get("max_new_tokens") or stored.max_new_tokens or LONGEST_ANSWER
         limit = answer_limit(self.model, len(prompt), wanted)
-        options = {**self.options, "max_new_tokens": limit, "return_dict_in_generate": True}
-        options |= {"tokenizer": self.tokenizer, "stopping_criteria": [self._is_stopped]}
-        if not is_ar:  # the kept cache is of the kind that was asked for
+        options |= {"max_new_tokens": limit, "return_dict_in_generate": True}
+        cached = 0
+        if (self.options.get("strategy") or getattr(stored, "strategy", None) or "ar") != "ar":
+            cached = self._keep_beginning_of(prompt)
+            # The kept cache is of the kind that was asked for.
             options |= {CACHE: self.cache, "cache_implementation": None, "max_cache_len": None}
-        inputs: Any = pad_left([prompt], 0, self.model.device)
-        untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
-        output, self.may_go_on, start = None, True, time.perf_counter()
+        self.may_go_on, start = True, time.perf_counter()
+        streamer = AnswerStreamer(self.tokenizer, write)
         with ForwardCounter(self.model) as counter:
-            streamer = AnswerStreamer(self.tokenizer, write)
-            try:
-                output = untyped.generate(**inputs, streamer=streamer, **options)
-            except AnswerStopped:
-                self.stop()
-                with suppress(AnswerStopped):  # pressed once more
-                    streamer.end()
-            finally:
-                is_stopped = not self.stop()
+            output, is_stopped = self._generate(prompt, streamer, options)
         tokens = streamer.tokens
         stats = getattr(output, "stats", None)
         turn = Turn(
@@ -122,6 +113,21 @@ class Conversation:
             self.messages += [messages[-1], {"role": "assistant", "content": turn.text}]
             self.turns.append(turn)
         return turn
+
+    def _generate(self, prompt: list[int], streamer: AnswerStreamer, options: dict[str, Any]) -> tuple[Any, bool]:
+        """The output of `generate`, `None` where the streamer ended it, and whether somebody stopped it."""
+        inputs: Any = pad_left([prompt], 0, self.model.device)
+        untyped: Any = self.model  # transformers states a type of `generate`'s `self` that its own models do not have
+        output = None
+        try:
+            output = untyped.generate(**inputs, streamer=streamer, **options)
+        except AnswerStopped:
+            self.stop()
+            with suppress(AnswerStopped):  # pressed once more
+                streamer.end()
+        finally:
+            was_going_on = self.stop()
+        return output, not was_going_on
 
     def _is_stopped(self, input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
         """A stopping criterion."""

@@ -202,18 +202,8 @@ def pack(model: nn.Module) -> nn.Module:
     """
     if not can_pack():
         return model
-    devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
-    if devices - {"cpu"}:
-        raise ValueError(f"Layers are packed on a CPU, and the model is on {', '.join(sorted(devices))!r}.")
-    if (share := _linear_share(model)) < _LEAST_SHARE:
-        raise ValueError(
-            f"nn.Linear layers hold {share:.0%} of the weights of this {type(model).__name__}: packing them would not "
-            "make it faster."
-        )
-    is_dequantized = getattr(model, "quantization_method", None) == "gguf"
-    if getattr(model, "is_quantized", False) and not is_dequantized:
-        raise ValueError(f"The weights of this {type(model).__name__} are quantized: load the model with a dtype.")
-    if is_dequantized:
+    _check_packable(model)
+    if getattr(model, "quantization_method", None) == "gguf":
         forget_gguf(model)
     tables = {id(module.weight): module.weight for module in model.modules() if type(module) is nn.Embedding}
     packable = {id(module.weight) for module in model.modules() if type(module) is nn.Linear} - tables.keys()
@@ -228,15 +218,7 @@ def pack(model: nn.Module) -> nn.Module:
         return type(module) is nn.Embedding or bool(module.weight.detach().abs().max() <= LARGEST)
 
     def replacements(group: Sequence[list[tuple[nn.Module, str]]]) -> Sequence[nn.Module]:
-        modules = [getattr(*found[0]) for found in group]
-        if type(modules[0]) is nn.Embedding:
-            return [PackedEmbedding(modules[0])]
-        shared = [tables.get(id(module.weight)) for module in modules]
-        product = Product([module.weight for module in modules])
-        return [
-            PackedLinear(module, None if table is None else table.detach(), product, part)
-            for part, (module, table) in enumerate(zip(modules, shared, strict=True))
-        ]
+        return _packed([getattr(*found[0]) for found in group], tables)
 
     with ThreadPoolExecutor(torch.get_num_threads(), initializer=_multiply_alone) as threads:
         unfit = [key for key, is_fit in zip(places, threads.map(fits, places.values()), strict=True) if not is_fit]
@@ -251,6 +233,34 @@ def pack(model: nn.Module) -> nn.Module:
         listed = ", ".join(dict.fromkeys(plain))
         logger.warning("%d linear layers have weights beyond float16 and stay in float32: %s.", len(plain), listed)
     return model
+
+
+def _check_packable(model: nn.Module) -> None:
+    """Raises `ValueError` as [`pack`]."""
+    devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}
+    if devices - {"cpu"}:
+        raise ValueError(f"Layers are packed on a CPU, and the model is on {', '.join(sorted(devices))!r}.")
+    if (share := _linear_share(model)) < _LEAST_SHARE:
+        raise ValueError(
+            f"nn.Linear layers hold {share:.0%} of the weights of this {type(model).__name__}: packing them would not "
+            "make it faster."
+        )
+    is_dequantized = getattr(model, "quantization_method", None) == "gguf"
+    if getattr(model, "is_quantized", False) and not is_dequantized:
+        raise ValueError(f"The weights of this {type(model).__name__} are quantized: load the model with a dtype.")
+
+
+def _packed(modules: Sequence[Any], tables: Mapping[int, torch.Tensor]) -> Sequence[nn.Module]:
+    """What replaces an embedding, or linear layers that read the same rows. `tables` are the weights of embeddings, by
+    their `id`: a tied head keeps its own, for single rows."""
+    if type(modules[0]) is nn.Embedding:
+        return [PackedEmbedding(modules[0])]
+    shared = [tables.get(id(module.weight)) for module in modules]
+    product = Product([module.weight for module in modules])
+    return [
+        PackedLinear(module, None if table is None else table.detach(), product, part)
+        for part, (module, table) in enumerate(zip(modules, shared, strict=True))
+    ]
 
 
 def forget_gguf(model: Any) -> None:

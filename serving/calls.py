@@ -338,26 +338,34 @@ class CallManager:
                     if hook is not None:
                         hook.remove()
         except Exception as error:
-            unfinished = [answer for answer in batch if not answer.is_over]
-            if len(batch) > 1:
-                for answer in unfinished:  # whatever one of them is to blame for concerns no other
-                    answer.replayed, answer.chances = list(answer.tokens), []
-                    self._generate([answer])
-                return
-            if not isinstance(error, ValueError):
-                log.exception("%s: failed", batch[0].request_id)
-            for answer in unfinished:
-                answer.fail(as_request_error(error))
+            self._fail(batch, error)
         else:
-            seconds = time.perf_counter() - start
-            for index, answer in enumerate(batch):
-                if answer.is_cancelled.is_set() and not answer.is_over:
-                    answer.cut_off()
-                    continue
-                answer.finish("length")  # by `max_time`, if it is not over
-                cost = cost_of(getattr(output, "stats", None), index, len(answer.tokens), seconds)
-                others = f", beside {len(batch) - 1} others" if len(batch) > 1 else ""
-                log.info("%s: %d prompt tokens, %s%s", answer.request_id, len(answer.asked.prompt), cost, others)
+            _finish(batch, getattr(output, "stats", None), time.perf_counter() - start)
+
+    def _fail(self, batch: list[Answer], error: Exception) -> None:
+        """Answers of a batch that failed are tried again one by one: what one is to blame for concerns no other."""
+        unfinished = [answer for answer in batch if not answer.is_over]
+        if len(batch) > 1:
+            for answer in unfinished:
+                answer.replayed, answer.chances = list(answer.tokens), []
+                self._generate([answer])
+            return
+        if not isinstance(error, ValueError):
+            log.error("%s: failed", batch[0].request_id, exc_info=error)
+        for answer in unfinished:
+            answer.fail(as_request_error(error))
+
+
+def _finish(batch: list[Answer], stats: Any, seconds: float) -> None:
+    """Ends all answers of a call, and notes what they took."""
+    for index, answer in enumerate(batch):
+        if answer.is_cancelled.is_set() and not answer.is_over:
+            answer.cut_off()
+            continue
+        answer.finish("length")  # by `max_time`, if it is not over
+        cost = cost_of(stats, index, len(answer.tokens), seconds)
+        others = f", beside {len(batch) - 1} others" if len(batch) > 1 else ""
+        log.info("%s: %d prompt tokens, %s%s", answer.request_id, len(answer.asked.prompt), cost, others)
 
 
 def cost_of(stats: Any, index: int, new_tokens: int, seconds: float) -> str:

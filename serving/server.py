@@ -124,44 +124,10 @@ def build_app(
     """
     if api_key == "":
         raise ValueError("The API key must not be empty.")
-    if not tokenizer.is_fast:
-        raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
-    ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
-    first = torch.tensor([tokenizer("?").input_ids or [0]], device=model.device)
-    trial = {**settings, "max_new_tokens": 2, "min_new_tokens": None}
-    model.generate(first, tokenizer=tokenizer, **trial)  # it refuses what it cannot do
-    model.generation_config.update(**{key: value for key, value in settings.items() if key not in ours})
-    stops = model.generation_config.stop_strings or []
-    model.generation_config.stop_strings = None  # an answer ends itself
-    served = ServedModel(name, model, tokenizer, ours, [stops] if isinstance(stops, str) else stops)
-    desk = Desk(served, CallManager(model))
-    chat, text = ChatEndpoint(served), TextEndpoint(served)
+    served = _served(name, model, tokenizer, settings)
     app = FastAPI(title="wedlm serve")
-    app.state.desk = desk
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Any:
-        return await desk.answer(chat, request)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Any:
-        return await desk.answer(text, request)
-
-    entry = {"id": name, "object": "model", "created": 0, "owned_by": "", "max_model_len": served.context}
-
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [entry]}
-
-    @app.get("/v1/models/{asked:path}")
-    async def the_model(asked: str) -> dict[str, Any]:
-        served.check_name(asked)
-        return entry
-
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
-
+    app.state.desk = Desk(served, CallManager(model))
+    _add_routes(app, app.state.desk, served)
     for kind in (RequestError, ValueError, HTTPException, Exception):
         app.add_exception_handler(kind, refuse)
     if api_key is not None:
@@ -176,6 +142,48 @@ def build_app(
             expose_headers=[REQUEST_ID],
         )
     return app
+
+
+def _served(name: str, model: Any, tokenizer: Any, settings: dict[str, Any]) -> ServedModel:
+    """The model under its name. Raises `ValueError` for settings that it cannot honour, and for a slow tokenizer."""
+    if not tokenizer.is_fast:
+        raise ValueError("The server streams text by a fast tokenizer, but the checkpoint has none (tokenizer.json).")
+    ours = {key: value for key, value in settings.items() if key in SETTING_NAMES}
+    first = torch.tensor([tokenizer("?").input_ids or [0]], device=model.device)
+    trial = {**settings, "max_new_tokens": 2, "min_new_tokens": None}
+    model.generate(first, tokenizer=tokenizer, **trial)  # it refuses what it cannot do
+    model.generation_config.update(**{key: value for key, value in settings.items() if key not in ours})
+    stops = model.generation_config.stop_strings or []
+    model.generation_config.stop_strings = None  # an answer ends itself
+    return ServedModel(name, model, tokenizer, ours, [stops] if isinstance(stops, str) else stops)
+
+
+def _add_routes(app: FastAPI, desk: Desk, served: ServedModel) -> None:
+    """OpenAI's routes, and one that says that the server is up."""
+    chat, text = ChatEndpoint(served), TextEndpoint(served)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Any:
+        return await desk.answer(chat, request)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Any:
+        return await desk.answer(text, request)
+
+    entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "", "max_model_len": served.context}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{asked:path}")
+    async def the_model(asked: str) -> dict[str, Any]:
+        served.check_name(asked)
+        return entry
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
 
 
 class WithRequestId:

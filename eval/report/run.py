@@ -70,18 +70,8 @@ def run(
     }
     shown = Part("headline", others, request.common(headline), request.timed, request.batch_sizes)
     table = measurement.run(shown)
-    about = {
-        "command": shlex.join(["wedlm", *sys.argv[1:]]),
-        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
-        "weights": fingerprint(model, tokenizer),
-        "environment": {"wedlm_hf": version("wedlm-hf"), **environment(model)},
-        "common_settings": request.settings,
-        "timing": {name: getattr(request, name) for name in TIMING},
-        "max_loss": request.max_loss,
-        "settings": settings,
-        "picked": picked,
-        "data": {"source": source} | _data(request, model, encoded, {"tuning": tuning, "headline": others}),
-    }
+    data = {"source": source} | _data(request, model, encoded, {"tuning": tuning, "headline": others})
+    about = _conditions(request, model, tokenizer) | {"settings": settings, "picked": picked, "data": data}
     numbers = Numbers.of(sweep_table, sweep, table, others, model, request.temperature is None)
     words = write_report(about, numbers, request.output, request.figures)
     said = [words.block("summary"), words.block("chosen")]
@@ -92,6 +82,19 @@ def run(
         console.print(text, highlight=False, soft_wrap=True)
     console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
     return picked
+
+
+def _conditions(request: ReportRequest, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What a reader needs to measure the same again."""
+    return {
+        "command": shlex.join(["wedlm", *sys.argv[1:]]),
+        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
+        "weights": fingerprint(model, tokenizer),
+        "environment": {"wedlm_hf": version("wedlm-hf"), **environment(model)},
+        "common_settings": request.settings,
+        "timing": {name: getattr(request, name) for name in TIMING},
+        "max_loss": request.max_loss,
+    }
 
 
 def _batch_sizes(request: ReportRequest, model: WeDLMForCausalLM, console: Console) -> tuple[int, ...]:
