@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,23 +20,45 @@ from .versions import CACHE
 SMALLEST_CAPACITY = 64
 
 
+@dataclass
+class Extent:
+    """What a cache and its layers know of its rows. Layers that knew the cache itself would be a cycle of references,
+    and each call's buffers would stay until Python looks for such cycles: gigabytes later.
+
+    Attributes:
+        capacity: see [`WindowCache`].
+        lengths: committed slots of each row.
+        in_use: how many of the first rows are in use.
+    """
+
+    capacity: int | None
+    lengths: list[int] = field(default_factory=list)
+    in_use: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Committed slots of the longest row in use."""
+        lengths = self.lengths[: self.in_use]
+        return max(lengths) if lengths else 0  # torch.compile does not follow `max` with a default
+
+
 class WindowLayer(DynamicLayer):
     """One layer's buffers `(B, H, C, D)`. `keys` and `values` are the committed part, `(B, H, longest row, D)`, where
     shorter rows end in slots without meaning."""
 
-    def __init__(self, cache: "WindowCache"):
-        self.cache = cache
+    def __init__(self, extent: Extent):
+        self.extent = extent
         self.is_initialized = False
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """Of the committed part."""
-        return self._keys[:, :, : self.get_seq_length()] if self.is_initialized else None
+        return self._keys[:, :, : self.extent.longest] if self.is_initialized else None
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """Of the committed part."""
-        return self._values[:, :, : self.get_seq_length()] if self.is_initialized else None
+        return self._values[:, :, : self.extent.longest] if self.is_initialized else None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Empty buffers of the states' rows, heads, widths, dtypes and device."""
@@ -52,10 +75,10 @@ class WindowLayer(DynamicLayer):
         if (key_states.dtype, value_states.dtype) != (self._keys.dtype, self._values.dtype):  # autocast began or ended
             self._keys, self._values = self._keys.to(key_states.dtype), self._values.to(value_states.dtype)
         if step.end > self._keys.shape[2]:
-            capacity = max(step.end, 2 * self._keys.shape[2], self.cache.capacity or SMALLEST_CAPACITY)
+            capacity = max(step.end, 2 * self._keys.shape[2], self.extent.capacity or SMALLEST_CAPACITY)
             room = (0, 0, 0, capacity - self._keys.shape[2])
             self._keys, self._values = F.pad(self._keys, room), F.pad(self._values, room)
-            if self.cache.capacity is not None:  # else a CUDA graph would not write into them
+            if self.extent.capacity is not None:  # else a CUDA graph would not write into them
                 torch._dynamo.mark_static_address(self._keys)
                 torch._dynamo.mark_static_address(self._values)
         rows = key_states.shape[0]
@@ -92,15 +115,14 @@ class WindowLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Committed slots of the longest row in use."""
-        lengths = self.cache.lengths[: self.cache._in_use]
-        return max(lengths) if lengths else 0  # torch.compile does not follow `max` with a default
+        return self.extent.longest
 
 
 class StateWindowLayer(LinearAttentionLayer, WindowLayer):  # type: ignore[misc, override]
     """A layer that attends and keeps a state beside it."""
 
-    def __init__(self, cache: "WindowCache", number_of_states: int):
-        WindowLayer.__init__(self, cache)
+    def __init__(self, extent: Extent, number_of_states: int):
+        WindowLayer.__init__(self, extent)
         LinearAttentionLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *states: Any, **named: Any) -> None:
@@ -123,19 +145,34 @@ class WindowCache(Cache):
             shapes stay the same (for `torch.compile`).
 
     Attributes:
-        lengths: committed slots of each row.
         token_ids: `(B, C)` int64, the tokens behind the slots (-1: not known); they tell whether a prompt fits.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__(layers=[])
         self.layers: list[Any]
-        self.capacity = capacity
-        self.lengths: list[int] = []
+        self._extent = Extent(capacity)
         self.token_ids = torch.empty(0, 0, dtype=torch.int64)
         self._step: Step | None = None
         self._rows: list[int] = []  # the caller's row that each buffer row holds
-        self._in_use = 0
+
+    @property
+    def capacity(self) -> int | None:
+        """Slots that there is room for in any case."""
+        return self._extent.capacity
+
+    @capacity.setter
+    def capacity(self, slots: int | None) -> None:
+        self._extent.capacity = slots
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed slots of each row."""
+        return self._extent.lengths
+
+    @lengths.setter
+    def lengths(self, lengths: list[int]) -> None:
+        self._extent.lengths = lengths
 
     @property
     def is_compileable(self) -> bool:
@@ -147,7 +184,7 @@ class WindowCache(Cache):
     @property
     def rows_in_use(self) -> list[int]:
         """The caller's row that each buffer row in use holds."""
-        return self._rows[: self._in_use]
+        return self._rows[: self._extent.in_use]
 
     @property
     def has_states(self) -> bool:
@@ -170,7 +207,7 @@ class WindowCache(Cache):
             if any(self.lengths):
                 raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
             self._empty(prompts, device, config)
-        self._rows, self._in_use = list(range(len(prompts))), len(prompts)
+        self._rows, self._extent.in_use = list(range(len(prompts))), len(prompts)
         lengths = self._known_lengths(prompts)
         if self.has_states and lengths != self.lengths:  # states have read tokens that are dropped now
             self._empty(prompts, device, config)
@@ -211,7 +248,9 @@ class WindowCache(Cache):
         """The layer that replaces one of transformers' own cache: only keys and values are stored otherwise."""
         if not is_attending(layer):
             return layer
-        return StateWindowLayer(self, layer.number_of_states) if has_state(layer) else WindowLayer(self)
+        if has_state(layer):
+            return StateWindowLayer(self._extent, layer.number_of_states)
+        return WindowLayer(self._extent)
 
     def forgetting(self) -> AbstractContextManager[None]:
         """Within this context, a forward leaves no trace in the states: see [`forgetting`]."""
@@ -236,7 +275,7 @@ class WindowCache(Cache):
         if step.end > self.token_ids.shape[1]:
             room = max(step.end - self.token_ids.shape[1], self.token_ids.shape[1])
             self.token_ids = F.pad(self.token_ids, (0, room), value=-1)
-        self.token_ids[: self._in_use].scatter_(1, step.slots, step.input_ids)
+        self.token_ids[: self._extent.in_use].scatter_(1, step.slots, step.input_ids)
         self._step = step
 
     def commit(self, kept: list[list[int]]) -> None:
@@ -262,11 +301,11 @@ class WindowCache(Cache):
         """Takes finished rows out of use: they are swapped behind the others. `finished` has an entry for each row in
         use."""
         in_use = finished.count(False)
-        movers = [row for row in range(in_use, self._in_use) if not finished[row]]
+        movers = [row for row in range(in_use, self._extent.in_use) if not finished[row]]
         for row in range(in_use):
             if finished[row]:
                 self._swap(row, movers.pop())
-        self._in_use = in_use
+        self._extent.in_use = in_use
 
     def close(self) -> None:
         """Ends a call: all rows are in the caller's order again."""
@@ -274,7 +313,7 @@ class WindowCache(Cache):
             while self._rows[row] != row:
                 self._swap(row, self._rows[row])
         self._step = None
-        self._in_use = len(self._rows)
+        self._extent.in_use = len(self._rows)
 
     @contextmanager
     def emptied_on_failure(self) -> Iterator[None]:
@@ -305,7 +344,7 @@ class WindowCache(Cache):
                 "`DynamicCache`, or none."
             )
         while len(self.layers) <= layer_idx:
-            self.layers.append(WindowLayer(self))
+            self.layers.append(WindowLayer(self._extent))
         layer: WindowLayer = self.layers[layer_idx]
         return layer.update(key_states, value_states, self._step)
 

@@ -4,6 +4,7 @@ there is a clear error.
 `CACHE_HISTORIES=2000 pytest tests/faults/test_cache_histories.py -s` tries that many and prints what was tried.
 """
 
+import gc
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
@@ -247,3 +249,21 @@ def test_after_a_fault_at_any_line_an_answer_is_that_of_a_cold_start_or_a_clear_
     print(dict(tried))
     assert tried["histories"] >= HISTORIES
     assert tried["answers after a fault"] > 0
+
+
+@pytest.mark.parametrize("how", [*CALLS.values(), CALLS["fixed"] | {"cache_implementation": "static"}])
+def test_a_call_leaves_no_tensor_to_the_garbage_collector(how):
+    """It would come gigabytes later."""
+    model, prompt = tiny_model(), torch.tensor([[5, 6, 7]])
+    model.generate(prompt, **how, max_new_tokens=4)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        model.generate(prompt, **how, max_new_tokens=4)
+        gc.collect()
+        assert not [each for each in gc.garbage if isinstance(each, torch.Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+        gc.garbage.clear()
