@@ -9,6 +9,7 @@ from tiny import MASK, PUBLISHED, edit, tiny_config
 from transformers import AutoConfig
 
 from wedlm_hf import WeDLMConfig
+from wedlm_hf.modeling_wedlm.hub import AUTO_MAP
 
 
 def read(folder: Path, reader: Any = AutoConfig, **changes: Any) -> WeDLMConfig:
@@ -28,7 +29,7 @@ def test_the_published_dialect_is_read_without_remote_code_and_saved_in_the_newe
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert written["rope_parameters"] == {"rope_type": "default", "rope_theta": 1_000_000}
     assert written["mask_token_id"] == 151665
-    assert "rope_theta" not in written
+    assert "rope_theta" not in written and written["auto_map"] == AUTO_MAP
 
 
 @pytest.mark.parametrize(

@@ -190,10 +190,3 @@ def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, hub):
     # Again into the same folder: what a folder held before is not left out.
     model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
     assert hub_files().keys() <= hub.commits[4].keys()
-
-
-def test_a_published_checkpoint_saved_again_names_our_code(tmp_path):
-    config = tiny_config()
-    config.auto_map = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
-    WeDLMForCausalLM(config).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
