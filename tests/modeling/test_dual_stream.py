@@ -106,8 +106,10 @@ def test_the_model_looks_where_the_table_says(attention, batch):
     assert_equal_but_rounding(logits, expected)
 
 
-def test_an_incomplete_layout_and_kernels_without_free_masks_are_refused(batch):
+def test_an_incomplete_layout_a_row_that_was_cut_and_kernels_without_free_masks_are_refused(batch):
     model = tiny_model()
+    with pytest.raises(ValueError, match=r"shape of the input, \(2, 4\), got \(2, \d\d\)\. Context parallelism"):
+        model(**batch | {"input_ids": batch["input_ids"][:, :4]})
     with pytest.raises(ValueError, match="`stream_ids` needs `block_ids` beside it, got None"):
         model(input_ids=batch["input_ids"], stream_ids=batch["stream_ids"])
     model.config._attn_implementation = "flash_attention_2"

@@ -185,12 +185,6 @@ def test_a_recipe_under_torchrun_loses_a_process_and_goes_on_under_accelerate_as
     assert len(losses[0]) == 30 and losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_the_model_itself_refuses_a_row_that_was_cut():
-    layout = dict.fromkeys(("stream_ids", "block_ids", "targets"), torch.zeros(1, 8, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"shape of the input, \(1, 4\), got \(1, 8\)\. Context parallelism"):
-        tiny_model()(input_ids=torch.zeros(1, 4, dtype=torch.int64), **layout)
-
-
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.name)
 def test_accelerate_reads_every_config(file):
     config = load_config_from_file(str(file))

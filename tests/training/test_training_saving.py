@@ -55,42 +55,32 @@ class Killed(BaseException):
     """Stands for SIGKILL: what a save has written so far stays there, one file half written."""
 
 
-@pytest.fixture
-def kill_in(monkeypatch):
-    """`kill_in(point, place, run)`: runs until a file is saved at a place."""
-
-    def run_until(point, place, run):
-        owner, name = {
-            "weights": (modeling_utils, "safe_save_file"),
-            "optimizer": (torch, "save"),
-            "state": (TrainerState, "save_to_json"),
-        }[point]
-        save = getattr(owner, name)
-
-        def cut_off(*args, **kwargs):
-            save(*args, **kwargs)
-            target = Path(next(str(arg) for arg in args if isinstance(arg, str | os.PathLike)))
-            if place in str(target):
-                os.truncate(target, target.stat().st_size // 2)
-                raise Killed
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, cut_off)
-            patch.setattr(saving.shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
-            with pytest.raises(Killed):
-                run()
-
-    return run_until
-
-
 @pytest.mark.parametrize(
-    ("point", "place"),
-    [("weights", "checkpoint-3"), ("optimizer", "checkpoint-3/optimizer"), ("state", "checkpoint-3")],
+    ("owner", "name", "place"),
+    [
+        (modeling_utils, "safe_save_file", "checkpoint-3"),
+        (torch, "save", "checkpoint-3/optimizer"),
+        (TrainerState, "save_to_json", "checkpoint-3"),
+    ],
+    ids=["weights", "optimizer", "state"],
 )
 def test_after_a_kill_in_the_middle_of_a_checkpoint_training_resumes_as_if_uninterrupted(
-    tmp_path, whole, kill_in, point, place
+    tmp_path, whole, monkeypatch, owner, name, place
 ):
-    kill_in(point, place, trainer_on(tmp_path, **SETTINGS).train)
+    save = getattr(owner, name)
+
+    def cut_off(*args, **kwargs):
+        save(*args, **kwargs)
+        target = Path(next(str(arg) for arg in args if isinstance(arg, str | os.PathLike)))
+        if place in str(target):
+            os.truncate(target, target.stat().st_size // 2)
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, cut_off)
+        patch.setattr(saving.shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
+        with pytest.raises(Killed):
+            trainer_on(tmp_path, **SETTINGS).train()
     assert (tmp_path / "_saving").is_dir()
     # transformers' own search finds it too: no other folder looks like a checkpoint.
     assert get_last_checkpoint(tmp_path) == str(newest_complete_checkpoint(tmp_path)) == str(tmp_path / "checkpoint-2")
@@ -127,11 +117,10 @@ class FullDisk(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-@pytest.mark.parametrize("part", ["weights", "optimizer"])
-def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_from_it(tmp_path, whole, part):
+@pytest.mark.parametrize("share", [0.5, 1.5], ids=["weights", "optimizer"])  # AdamW's state is twice as large
+def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_from_it(tmp_path, whole, share):
     broken = trainer_on(tmp_path, **SETTINGS)
-    size = weights_size()  # AdamW's state is twice as large
-    broken.add_callback(FullDisk(size // 2 if part == "weights" else size * 3 // 2))
+    broken.add_callback(FullDisk(int(share * weights_size())))
     with disk_with_room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=CUT_OFF):
         broken.train()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2"]  # nothing half-made
@@ -168,9 +157,8 @@ def test_a_run_into_a_folder_of_another_leaves_the_others_checkpoint_whole_until
 
 
 def test_the_best_checkpoint_is_kept_by_its_final_name_and_loaded_in_the_end(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2}
     settings |= {"metric_for_best_model": "eval_ar_nll", "learning_rate": 0.0}  # so that the first remains the best
-    settings |= {"save_total_limit": 2}
     trainer = trainer_on(tmp_path, eval_dataset=MESSAGES, **SETTINGS | settings)
     trainer.train()
     best = str(tmp_path / "checkpoint-1")
