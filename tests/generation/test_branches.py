@@ -74,9 +74,8 @@ def foreseeing(monkeypatch):
 def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeypatch):
     """Masks that predict as the AR head does draft just what it will sample, at any temperature."""
     prompts = prompts_of([6])
-    torch.manual_seed(3)
-    _, (expected,) = generate(qwen3, prompts, verification="exact", slot_cost=1000.0, do_sample=True)
-
+    options = {"seed": 3, "verification": "exact", "do_sample": True}
+    _, (expected,) = generate(qwen3, prompts, **options, slot_cost=1000.0)
     shortlist = torch.tensor([[token for token in range(320) if token != MASK]])
 
     def drafts_of(drafter, one, masks, numbers):
@@ -90,8 +89,7 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
         return drafts
 
     monkeypatch.setattr(TreeDrafter, "_drafts", drafts_of)
-    torch.manual_seed(3)
-    output, (row,) = generate(qwen3, prompts, verification="exact", do_sample=True, **FIXED)
+    output, (row,) = generate(qwen3, prompts, **options, **FIXED)
     assert row == expected
     assert output.stats.accepted.sum() >= output.stats.drafted.sum() - 3  # those behind the end
 
@@ -246,9 +244,6 @@ def test_streams_scores_and_traces_work_as_without_branches(qwen3, foreseeing):
         drafted = {position: token for position, token in drafted.items() if position < 6 + LIMIT - 1}
 
 
-# --- trees -----------------------------------------------------------------------------------------------------------
-
-
 class Bushy(Planner):
     """Checks as many drafts as there are, siblings too, with two masks behind each."""
 
@@ -351,11 +346,10 @@ def test_answers_that_repeat_themselves_are_those_of_ar_decoding_in_fewer_forwar
             monkeypatch.setattr(TextLookup, "drafts", lambda *arguments: [])
         forwards[is_on] = 0
         for seed, prompt in enumerate(prompts_of([5, 9, 3, 7], seed=2)):
-            torch.manual_seed(seed)
-            output, (row,) = generate(model, [prompt], verification="exact", slot_cost=0.01, **sampling)
-            torch.manual_seed(seed)
+            options = sampling | {"seed": seed, "verification": "exact"}
+            output, (row,) = generate(model, [prompt], **options, slot_cost=0.01)
             if is_on and not sampling:
                 assert row == ar_outputs(model, [prompt])[0]
-            assert row == generate(model, [prompt], verification="exact", slot_cost=1000.0, **sampling)[1][0]
+            assert row == generate(model, [prompt], **options, slot_cost=1000.0)[1][0]
             forwards[is_on] += output.stats.forwards.item()
     assert forwards[True] < forwards[False]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from peft import PromptTuningConfig, get_peft_model
-from test_generation import Recorder, monotonous, no_forward
+from test_generation import Recorder, generate, monotonous, no_forward
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from transformers import (
     DynamicCache,
@@ -114,10 +114,6 @@ def test_a_model_that_cannot_decode_in_parallel_is_told_why(make, message):
         make().generate(input_ids=PROMPT, **FAST)
 
 
-def test_a_mask_token_may_be_given_by_the_call():
-    assert tiny_model(mask_token_id=None).generate(PROMPT, **FAST, mask_token_id=MASK).shape == (1, 25)
-
-
 def test_a_prompt_beyond_the_context_is_taken_with_a_warning_as_ar_takes_it(caplog):
     model, prompt = tiny_model(max_position_embeddings=64), torch.arange(70, 150)[None]
     expected = model.generate(prompt, max_new_tokens=6)
@@ -156,9 +152,6 @@ def test_a_threshold_of_masks_beside_verified_drafts_is_told_apart(model, caplog
     assert not caplog.records
     assert model.generate(PROMPT, **EXACT, entropy_threshold=0.0).tolist() == output.tolist()
     assert "`entropy_threshold` is not read with `verification='exact'`" in caplog.text
-
-
-# --- lengths, end tokens, stopping -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, EXACT])
@@ -351,21 +344,16 @@ def test_limit_and_window_may_be_larger_than_memory(model, options):
 
 
 def test_scores_are_kept_in_float32_whatever_the_default_dtype(model):
-    options = EXACT | {"do_sample": True, "return_dict_in_generate": True}
-    torch.manual_seed(0)
-    expected = model.generate(PROMPT, **options)
+    options = EXACT | {"seed": 0, "do_sample": True}
+    expected, expected_rows = generate(model, PROMPT.tolist(), **options)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        torch.manual_seed(0)
-        output = model.generate(PROMPT, **options)
+        output, rows = generate(model, PROMPT.tolist(), **options)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert output.sequences.tolist() == expected.sequences.tolist()
+    assert rows == expected_rows
     assert output.log_probs.dtype == torch.float32
     torch.testing.assert_close(output.log_probs, expected.log_probs)
-
-
-# --- settings that are stored for another decoder --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stored", [{}, {"verification": "exact"}])

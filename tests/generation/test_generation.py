@@ -52,7 +52,10 @@ def new_tokens(sequences, width, ends):
     return rows
 
 
-def generate(model, prompts, **options):
+def generate(model, prompts, seed=None, **options):
+    """What `generate` returns, and the rows of new tokens; with a seed, from the same draws."""
+    if seed is not None:
+        torch.manual_seed(seed)
     inputs = padded(prompts)
     defaults = {"strategy": "wedlm", "max_new_tokens": LIMIT, "eos_token_id": ENDS, "return_dict_in_generate": True}
     options = defaults | options
@@ -128,7 +131,7 @@ def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, li
     assert rows == [decode(qwen3, prompt, **arguments)[0] for prompt in prompts]
 
 
-def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights(qwen3):
+def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights_and_the_mask_token_of_the_call(qwen3):
     stock = stock_twin(qwen3, "sdpa")
     stock.__class__ = type("StockQwen3", (WeDLMGenerationMixin, Qwen3ForCausalLM), {})
     prompts = prompts_of([4, 11])

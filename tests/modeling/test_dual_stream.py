@@ -80,9 +80,6 @@ def batch() -> dict[str, torch.Tensor]:
     return batch_of([packed(row) for row in ROWS])
 
 
-# Visibility.
-
-
 @given(st.lists(st.lists(random_documents, min_size=1, max_size=2), min_size=1, max_size=2))
 def test_visibility_is_the_table_of_the_algorithm(documents):
     rows = [packed(row) for row in documents]
@@ -117,9 +114,6 @@ def test_an_incomplete_layout_a_row_that_was_cut_and_kernels_without_free_masks_
         model(**batch)
 
 
-# Training = decoding.
-
-
 @pytest.mark.parametrize("style", ["qwen3", "qwen2.5"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_reordered_block(style, attention, batch):
@@ -139,9 +133,6 @@ def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_re
                 assert_equal_but_rounding(logits[row, index], expected[len(prefix) :])
                 compared += len(index)
     assert compared == sum(slot.stream > 0 for documents in ROWS for slot in packed(documents))
-
-
-# Loss.
 
 
 @pytest.mark.parametrize("ar_weight", [0.0, 0.5, 1.0])
@@ -206,9 +197,6 @@ def test_a_batch_without_targets_gives_zero_and_a_graph(model, batch):
     loss = model(**batch, num_items_in_batch=0).loss
     assert loss == 0
     assert all((gradient == 0).all() for gradient in gradients(model, loss))
-
-
-# The mask loss is an unbiased estimate of the diffusion bound.
 
 
 def test_the_expected_loss_over_all_masks_is_the_evidence_bound():

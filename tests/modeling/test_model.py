@@ -189,9 +189,6 @@ def test_input_ids_and_inputs_embeds_exclude_each_other(model):
             model(**inputs)
 
 
-# ---------------------------------------------------------------------------------------------------------- loading
-
-
 def write_published_checkpoint(folder: Path, style: str) -> dict[str, torch.Tensor]:
     """A tiny checkpoint in the published layout: its config.json, and safetensors with its keys, spelled out."""
     sizes = {"num_hidden_layers": 2, "head_dim": 16, "vocab_size": 320, "mask_token_id": 319}

@@ -189,9 +189,6 @@ def test_a_prompt_too_long_for_the_context_is_refused_before_it_is_read(server, 
     assert refusal(server, {"messages": CHAT}, Content_Type="text/plain")[0] == 415
 
 
-# --- who may ask, and what a request is called -----------------------------------------------------------------------
-
-
 def test_a_key_is_asked_for_and_a_page_of_another_origin_may_ask_if_it_is_named(model, tokenizer):
     options = {"api_key": "secret", "origins": ["https://a.example"]}
     with Server(model, tokenizer, {"strategy": "ar"}, **options) as server:

@@ -335,9 +335,6 @@ def test_what_ends_one_answer_of_a_call_ends_no_other(server, monkeypatch, log):
     assert texts == [*alone[:5], "failed", *alone[6:]]
 
 
-# --- clients that go away --------------------------------------------------------------------------------------------
-
-
 def test_generation_stops_when_the_client_of_a_stream_or_of_a_whole_answer_goes_away(server, log):
     for strategy in ("ar", "wedlm"):
         with server.chat(stream=True, extra_body={**ENDLESS, "strategy": strategy}) as stream:

@@ -125,9 +125,6 @@ def test_what_a_template_would_leave_out_or_change_is_told_by_its_line(tmp_path,
         taught(tmp_path, Dataset.from_list(data), chat_template)
 
 
-# Thoughts, and empty turns.
-
-
 def test_thoughts_are_learnt_under_each_of_their_names_and_a_template_that_drops_some_is_told_of(tmp_path, caplog):
     for name in ("reasoning_content", "reasoning", "thinking"):
         data = rows_of(tmp_path, [{"messages": [USER, ANSWER | {name: "Let me count."}]}])
@@ -243,9 +240,6 @@ def test_an_example_of_a_json_array_is_told_by_its_number_and_slices_keep_the_pl
     assert [row_of(row, 0, "train")[1] for row in part] == [f"{path}, example {number}" for number in (5, 6)]
     with pytest.raises(ValueError, match=r"A stream is read from its beginning: .* got 'train\[:1\]'"):
         load(str(path), "train[:1]", streaming=True)
-
-
-# Tables.
 
 
 def test_a_dataset_with_a_transform_is_refused_and_formats_are_read_as_plain(tmp_path):

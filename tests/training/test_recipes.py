@@ -166,9 +166,6 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch):
     assert result.stderr == "Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.\n"
 
 
-# The documentation.
-
-
 def test_each_setting_and_default_of_the_documentation_is_the_configs():
     text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     table = text[text.index("| setting |") : text.index("Learning rate, schedule and epochs")]

@@ -229,9 +229,6 @@ def test_an_example_that_cannot_be_read_is_told_by_its_number(tmp_path, examples
         list(trainer_on(tmp_path, data).train_dataset)
 
 
-# Loss.
-
-
 def weights_of(model) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
@@ -273,9 +270,6 @@ def test_the_loss_is_that_of_plain_forwards_over_the_whole_step(tmp_path):
     speeds = logged(trainer, "tokens_per_second")[0], logged(trainer, "supervised_tokens_per_second")[0]
     counts = int(memory.sum()), int((batch["labels"] != IGNORE).sum())
     assert speeds[0] / speeds[1] == pytest.approx(counts[0] / counts[1])
-
-
-# Evaluation.
 
 
 def test_evaluation_divides_sums_over_tokens_once_whatever_the_batches(tmp_path):
@@ -380,9 +374,6 @@ def test_responses_that_never_end_in_the_end_token_are_refused(tmp_path):
         trainer_on(tmp_path, tokenizer=tokenizer)
     trainer = trainer_on(tmp_path, tokenizer=tokenizer, eos_token="<|im_end|>")
     assert trainer.data_collator(list(trainer.train_dataset))["labels"].eq(EOS).sum() == 3 * len(CHATS)
-
-
-# Accidents.
 
 
 def test_a_loss_that_is_not_finite_ends_the_training_before_it_reaches_the_weights(tmp_path):

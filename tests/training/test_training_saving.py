@@ -181,9 +181,6 @@ def test_a_saved_model_replaces_the_shards_of_an_older_one(tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(trainer.processing_class)
 
 
-# What the parent does besides saving still works.
-
-
 @pytest.mark.parametrize("part", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
 def test_a_checkpoint_that_lacks_a_state_is_not_resumed_in_silence(tmp_path, part):
     trainer_on(tmp_path, **SETTINGS | {"max_steps": 1}).train()
