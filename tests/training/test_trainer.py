@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from dual_stream_oracle import IGNORE
-from test_sft_trainer import logged
+from test_sft_trainer import logged, weights_of
 from tiny import EOS, START, tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -114,8 +114,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
         epochs, _ = record_noise(resumed)
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert logged(resumed, "loss") == logged(whole, "loss")
-        for weight, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-            assert torch.equal(weight, expected)
+        assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
         assert epochs[-1] == expected_noise(2)
 
 
