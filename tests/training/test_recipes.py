@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from test_sft_trainer import CHATS
-from tiny import stock_twin, tiny_model, tiny_tokenizer, write_checkpoint
+from tiny import tiny_model, write_checkpoint, write_stock_checkpoint
 from trl import ModelConfig, TrlParser
 from typer.testing import CliRunner
 
@@ -36,13 +36,7 @@ def checkpoint(tmp_path) -> str:
 
 @pytest.fixture
 def stock_checkpoint(tmp_path) -> str:
-    """A Qwen3 whose tokenizer has no mask token."""
-    folder = tmp_path / "stock"
-    tokenizer = tiny_tokenizer()
-    tokenizer.mask_token = None
-    stock_twin(tiny_model()).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(write_stock_checkpoint(tmp_path / "stock"))
 
 
 @pytest.fixture
