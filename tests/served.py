@@ -34,6 +34,9 @@ class Server:
     def chat(self, messages=CHAT, **options):
         return self.client.chat.completions.create(**{"model": NAME, "messages": messages, **options})
 
+    def complete(self, prompt, **options):
+        return self.client.completions.create(**{"model": NAME, "prompt": prompt, **options})
+
     def text(self, **options):
         return self.chat(**options).choices[0].message.content
 

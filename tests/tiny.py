@@ -93,6 +93,15 @@ def write_checkpoint(folder: Path, model: WeDLMForCausalLM | None = None, **gene
     return folder
 
 
+def write_stock_checkpoint(folder: Path) -> Path:
+    """Saves a Qwen3 and a tokenizer without a mask token. Returns the folder."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = None
+    stock_twin(tiny_model()).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def edit(file: Path, **changes: Any) -> None:
     """Changes fields of a JSON file; `...` takes one out."""
     stated = json.loads(file.read_text()) | changes

@@ -105,8 +105,7 @@ def test_a_seed_gives_the_text_that_it_gives_without_drafts_whatever_stands_besi
     model = make(name)
 
     def sample(prompts, seed=5, **options):
-        torch.manual_seed(seed)
-        return generate(model, prompts, verification="exact", **SAMPLED[sampling], **options)
+        return generate(model, prompts, seed, verification="exact", **SAMPLED[sampling], **options)
 
     output, rows = sample(PROMPTS, **DECODERS[decoder])
     assert output.stats.drafted.sum() > 0 or "adapter" not in name

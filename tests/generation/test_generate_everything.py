@@ -170,18 +170,14 @@ def stops_at_a_string(run: Run) -> None:
     assert count < LIMIT
 
 
+HEALER = tiny_tokenizer()
+HEALER.bos_token = HEALER.convert_ids_to_tokens(START)
+
+
 def heals(run: Run) -> None:
-    tokenizer = healer()
-    prompt = tokenizer("Count from 1 to 9: 1, 2, 3, 4", return_tensors="pt").input_ids
-    healed = run.model.heal_tokens(prompt.clone(), tokenizer)
-    expected = run(input_ids=healed)
-    assert run(input_ids=prompt, token_healing=True, tokenizer=tokenizer).tolist() == expected.tolist()
-
-
-def healer() -> Any:
-    tokenizer = tiny_tokenizer()
-    tokenizer.bos_token = tokenizer.convert_ids_to_tokens(START)
-    return tokenizer
+    prompt = HEALER("Count from 1 to 9: 1, 2, 3, 4", return_tensors="pt").input_ids
+    expected = run(input_ids=run.model.heal_tokens(prompt.clone(), HEALER))
+    assert run(input_ids=prompt, token_healing=True, tokenizer=HEALER).tolist() == expected.tolist()
 
 
 def draws_by_the_seed(run: Run) -> None:
@@ -285,6 +281,10 @@ def is_taken_from_the_prompt(run: Run) -> None:
 
 
 SAMPLED = {"do_sample": True, "temperature": 2.0}
+WARPERS = {
+    "temperature": 2.0, "top_k": 5, "top_p": 0.5, "top_h": 0.5, "min_p": 0.2, "typical_p": 0.5, "epsilon_cutoff": 0.05,
+    "eta_cutoff": 0.05,
+}  # fmt: skip
 COMMON_ENDS = {"eos_token_id": [40, 9, 20, 5]}
 
 # Options that are tried by one value alone.
@@ -309,7 +309,9 @@ VALUES = {
     "max_matching_ngram_size": 3, "speculation_type": "dflash",
 }  # fmt: skip
 
-CASES = {name: Case({name: value}) for name, value in VALUES.items()} | {
+CASES = {name: Case({name: value}) for name, value in VALUES.items()}
+CASES |= {name: Case(SAMPLED | {name: value}) for name, value in WARPERS.items()}
+CASES |= {
     "max_new_tokens": Case({"max_new_tokens": 7}, lengths_are_exact),
     "max_length": Case({"max_length": 11, "max_new_tokens": None}, ends_at_a_length_of_prompt_and_answer),
     "min_new_tokens": Case({"min_new_tokens": 6} | COMMON_ENDS),
@@ -317,45 +319,31 @@ CASES = {name: Case({name: value}) for name, value in VALUES.items()} | {
     "max_time": Case({"max_time": 1e-9}, ends_after_the_first_step),
     "stop_strings": Case({}, stops_at_a_string),
     "stopping_criteria": Case(
-        {"stopping_criteria": StoppingCriteriaList([StopAt(9)])}, stops_as_if_tokens_came_one_by_one
-    ),
+        {"stopping_criteria": StoppingCriteriaList([StopAt(9)])}, stops_as_if_tokens_came_one_by_one),
     "eos_token_id": Case({"eos_token_id": [40, 77]}, ends_where_a_row_says_it),
     "pad_token_id": Case({"pad_token_id": 9, "eos_token_id": [40, 77]}, ends_where_a_row_says_it),
     "bos_token_id": Case({"bos_token_id": 7}, same_as({"input_ids": torch.tensor([[7]])}, bos_token_id=7)),
     "do_sample": Case({"do_sample": True}, draws_by_the_seed, like_ar=False),
     "penalty_alpha": Case({"penalty_alpha": 0.5, "top_k": 4}),
-    "temperature": Case(SAMPLED),
-    "top_k": Case(SAMPLED | {"top_k": 5}),
-    "top_p": Case(SAMPLED | {"top_p": 0.5}),
-    "top_h": Case(SAMPLED | {"top_h": 0.5}),
-    "min_p": Case(SAMPLED | {"min_p": 0.2}),
-    "typical_p": Case(SAMPLED | {"typical_p": 0.5}),
-    "epsilon_cutoff": Case(SAMPLED | {"epsilon_cutoff": 0.05}),
-    "eta_cutoff": Case(SAMPLED | {"eta_cutoff": 0.05}),
     "forced_bos_token_id": Case({"forced_bos_token_id": 9, "input_ids": torch.tensor([[7], [8]])}),
     "exponential_decay_length_penalty": Case({"exponential_decay_length_penalty": (4, 1.5)} | COMMON_ENDS),
-    "token_healing": Case({"token_healing": True, "tokenizer": healer()}, heals, like_ar=False),
+    "token_healing": Case({"token_healing": True, "tokenizer": HEALER}, heals, like_ar=False),
     "inputs": Case({"inputs": PROMPTS, "attention_mask": INPUTS["attention_mask"]}, is_taken_from_the_prompt),
     "attention_mask": Case(INPUTS, rows_do_not_see_padding),
     "inputs_embeds": Case({}, embeddings_stand_for_tokens),
     "tokenizer": Case({}, stops_at_a_string),
     "generation_config": Case(
         {"generation_config": GenerationConfig(max_new_tokens=7), "max_new_tokens": None},
-        same_as({"generation_config": GenerationConfig(suppress_tokens=[62])}, suppress_tokens=[62]),
-        like_ar=False,
-    ),
+        same_as({"generation_config": GenerationConfig(suppress_tokens=[62])}, suppress_tokens=[62]), like_ar=False),
     "cache": Case({}, goes_on_from_a_cache),
     'cache_implementation="static"': Case(
-        {"cache_implementation": "static"}, same_as({}, cache_implementation="static")
-    ),
+        {"cache_implementation": "static"}, same_as({}, cache_implementation="static")),
     'cache_implementation="dynamic"': Case(
-        {"cache_implementation": "dynamic"}, same_as({}, cache_implementation="dynamic")
-    ),
+        {"cache_implementation": "dynamic"}, same_as({}, cache_implementation="dynamic")),
     'cache_implementation="offloaded"': Case({"cache_implementation": "offloaded"}),
     "max_cache_len": Case({"cache_implementation": "static", "max_cache_len": 200}, has_room_for),
     "compile_config": Case(
-        {"cache_implementation": "static", "compile_config": CompileConfig()}, compiles(is_disabled=False)
-    ),
+        {"cache_implementation": "static", "compile_config": CompileConfig()}, compiles(is_disabled=False)),
     "disable_compile": Case({"disable_compile": True}, compiles(is_disabled=True)),
     "return_dict_in_generate": Case({}, returns_everything),
     "num_return_sequences": Case(SAMPLED | {"num_return_sequences": 3}, draws_different_sequences, like_ar=False),
@@ -366,7 +354,7 @@ CASES = {name: Case({name: value}) for name, value in VALUES.items()} | {
     "prompt_lookup_num_tokens": Case({"prompt_lookup_num_tokens": 3, "input_ids": PROMPTS[1:]}),
     "assistant_early_exit": Case({"assistant_early_exit": 1, "input_ids": PROMPTS[1:]}),
     "synced_gpus": Case({}, keeps_step_with_other_processes),
-}
+}  # fmt: skip
 
 
 def outcome(run: Run, options: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import disk_offload
 from peft import PromptTuningConfig, get_peft_model
-from test_generation import Recorder, monotonous, no_forward
+from test_generation import Recorder, generate, monotonous, no_forward
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
 from transformers import (
     DynamicCache,
@@ -103,24 +103,15 @@ def checkpointing():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: tiny_model(mask_token_id=None),
-            "needs a mask token, but neither the model config nor the generation config",
-        ),
+        (lambda: tiny_model(mask_token_id=None), "needs a mask token, but neither the model config nor the gener"),
         (checkpointing, "Gradient checkpointing in training mode leaves no cache"),
-        (
-            lambda: get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
-            "`prepare_inputs_for_generation` was replaced",
-        ),
+        (lambda: get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)),
+         "`prepare_inputs_for_generation` was replaced"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_cannot_decode_in_parallel_is_told_why(make, message):
     with pytest.raises(ValueError, match=message):
         make().generate(input_ids=PROMPT, **FAST)
-
-
-def test_a_mask_token_may_be_given_by_the_call():
-    assert tiny_model(mask_token_id=None).generate(PROMPT, **FAST, mask_token_id=MASK).shape == (1, 25)
 
 
 def test_a_prompt_beyond_the_context_is_taken_with_a_warning_as_ar_takes_it(caplog):
@@ -138,9 +129,8 @@ def test_settings_travel_with_the_checkpoint_and_calls_override_them(model, tmp_
     reloaded = WeDLMForCausalLM.from_pretrained(tmp_path)
     expected = model.generate(PROMPT, **FAST, window_size=5)
     assert reloaded.generate(PROMPT, max_new_tokens=20).tolist() == expected.tolist()
-    assert reloaded.generate(PROMPT, max_new_tokens=20, strategy="ar").tolist() == (
-        model.generate(PROMPT, max_new_tokens=20).tolist()
-    )
+    ar = model.generate(PROMPT, max_new_tokens=20)
+    assert reloaded.generate(PROMPT, max_new_tokens=20, strategy="ar").tolist() == ar.tolist()
     settings = WeDLMGenerationSettings.from_generation_config(reloaded.generation_config, reloaded.config)
     assert settings == WeDLMGenerationSettings("wedlm", 5, 2.0, mask_token_id=MASK)
     config = GenerationConfig(strategy="wedlm", entropy_threshold=2.0, window_size=5, max_new_tokens=20)
@@ -162,9 +152,6 @@ def test_a_threshold_of_masks_beside_verified_drafts_is_told_apart(model, caplog
     assert not caplog.records
     assert model.generate(PROMPT, **EXACT, entropy_threshold=0.0).tolist() == output.tolist()
     assert "`entropy_threshold` is not read with `verification='exact'`" in caplog.text
-
-
-# --- lengths, end tokens, stopping -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, EXACT])
@@ -213,8 +200,7 @@ def test_weights_that_are_offloaded_decode_alike(model, tmp_path):
         assert offloaded.generate(PROMPT, **options).tolist() == model.generate(PROMPT, **options).tolist()
 
 
-def test_text_streams_and_pipelines_give_the_same_text(model):
-    tokenizer = tiny_tokenizer()
+def test_text_streams_and_pipelines_give_the_same_text(model, tokenizer):
     expected = tokenizer.decode(tail(model.generate(PROMPT, **FAST)), skip_special_tokens=True)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=30)
     thread = threading.Thread(target=model.generate, args=(PROMPT,), kwargs=FAST | {"streamer": streamer})
@@ -329,11 +315,8 @@ def test_ar_goes_on_from_the_cache_of_parallel_decoding_and_leaves_it_as_it_was(
     turn = torch.cat([first.sequences, torch.tensor([[50, 51]] * len(prompts))], dim=1)
     inputs = {"input_ids": turn, "attention_mask": (turn != PAD).long(), "max_new_tokens": 7}
     lengths, widths = list(cache_of(first).lengths), []
-    handle = model.model.embed_tokens.register_forward_hook(
-        lambda module, args, output: widths.append(output.shape[1])
-    )
-    found = model.generate(**inputs, **{CACHE: cache_of(first)})
-    handle.remove()
+    with model.model.embed_tokens.register_forward_hook(lambda _, args, output: widths.append(output.shape[1])):
+        found = model.generate(**inputs, **{CACHE: cache_of(first)})
     assert found.tolist() == model.generate(**inputs).tolist()
     assert widths[0] < turn.shape[1] and widths[1:] == [1] * 6
     assert cache_of(first).lengths == lengths
@@ -353,31 +336,24 @@ def test_a_window_cache_takes_no_forwards_of_others(model):
 def test_limit_and_window_may_be_larger_than_memory(model, options):
     expected = model.generate(PROMPT, **options, window_size=20)
     assert model.generate(PROMPT, **options, window_size=10**12).tolist() == expected.tolist()
-    free = tail(model.generate(PROMPT, **options))
-    ends = [free[9]]
-    expected = model.generate(PROMPT, **(options | {"max_new_tokens": 200}), eos_token_id=ends)
-    huge = model.generate(
-        PROMPT, **(options | {"max_new_tokens": 10**10}), eos_token_id=ends, return_dict_in_generate=True
+    end = tail(model.generate(PROMPT, **options))[9]
+    some, huge = (
+        model.generate(PROMPT, **options | {"max_new_tokens": limit, "eos_token_id": end}) for limit in (200, 10**10)
     )
-    assert huge.sequences.tolist() == expected.tolist()
+    assert huge.tolist() == some.tolist()
 
 
 def test_scores_are_kept_in_float32_whatever_the_default_dtype(model):
-    options = EXACT | {"do_sample": True, "return_dict_in_generate": True}
-    torch.manual_seed(0)
-    expected = model.generate(PROMPT, **options)
+    options = EXACT | {"seed": 0, "do_sample": True}
+    expected, expected_rows = generate(model, PROMPT.tolist(), **options)
     torch.set_default_dtype(torch.bfloat16)
     try:
-        torch.manual_seed(0)
-        output = model.generate(PROMPT, **options)
+        output, rows = generate(model, PROMPT.tolist(), **options)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert output.sequences.tolist() == expected.sequences.tolist()
+    assert rows == expected_rows
     assert output.log_probs.dtype == torch.float32
     torch.testing.assert_close(output.log_probs, expected.log_probs)
-
-
-# --- settings that are stored for another decoder --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stored", [{}, {"verification": "exact"}])

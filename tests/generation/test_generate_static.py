@@ -11,11 +11,7 @@ from transformers import CompileConfig
 from wedlm_hf.generation.versions import CACHE
 
 STATIC = {"cache_implementation": "static"}
-STRATEGIES = [
-    {},
-    {"strategy": "block"},
-    {"verification": "exact"},
-]
+STRATEGIES = [{}, {"strategy": "block"}, {"verification": "exact"}]
 
 
 def threshold_of(strategy):
@@ -74,10 +70,8 @@ FEW = ("verified", "Cohere2, adapter")
 def test_steps_compile_once_and_not_again(name, graphs):
     chosen, options = COMPILED[name][0](), COMPILED[name][1]
     for lengths in ([5, 2], [3, 8]):  # shorter and longer prompts in the same shape
-        torch.manual_seed(3)
-        _, expected = generate(chosen, prompts_of(lengths), **options)
-        torch.manual_seed(3)
-        output, rows = generate(chosen, prompts_of(lengths), **options, **compiled("eager"), max_cache_len=64)
+        _, expected = generate(chosen, prompts_of(lengths), seed=3, **options)
+        output, rows = generate(chosen, prompts_of(lengths), seed=3, **options, **compiled("eager"), max_cache_len=64)
         assert rows == expected and output.stats.forwards.max() > 3
         assert graphs["stats"]["unique_graphs"] == 1 and not graphs["graph_break"]
 
@@ -87,15 +81,12 @@ def test_what_a_graph_reads_and_writes_stays_where_it_is(model):
     places = []
 
     def note(module, args, kwargs, output):
-        layers = kwargs[CACHE].layers
-        places.append([(buffer.data_ptr(), buffer.shape) for one in layers for buffer in (one._keys, one._values)])
-        assert all(
-            hasattr(buffer, "_dynamo_static_input_type") for one in layers for buffer in (one._keys, one._values)
-        )
+        buffers = [buffer for layer in kwargs[CACHE].layers for buffer in (layer._keys, layer._values)]
+        places.append([(buffer.data_ptr(), buffer.shape) for buffer in buffers])
+        assert all(hasattr(buffer, "_dynamo_static_input_type") for buffer in buffers)
 
-    handle = model.register_forward_hook(note, with_kwargs=True)
-    generate(model, prompts_of([5, 9]), verification="exact", **STATIC)
-    handle.remove()
+    with model.register_forward_hook(note, with_kwargs=True):
+        generate(model, prompts_of([5, 9]), verification="exact", **STATIC)
     assert len(places) > 3 and all(each == places[0] for each in places)
 
 

@@ -14,9 +14,10 @@ from wedlm_hf.generation import WeDLMGenerationMixin, WindowCache
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 LIMIT = 24
-# Random models rarely say the real end token: these are common enough to end some rows early and others not.
 THRESHOLD = {"none": "entropy_threshold", "exact": "draft_threshold"}
+# Random models rarely say the real end token: these are common enough to end some rows early and others not.
 ENDS = [EOS, 107, 151, 166, 227, 40, 77]
+ORACLE = {"limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}  # what the slow decoders are told
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2.5"])
@@ -51,15 +52,16 @@ def new_tokens(sequences, width, ends):
     return rows
 
 
-def generate(model, prompts, **options):
+def generate(model, prompts, seed=None, **options):
+    """What `generate` returns, and the rows of new tokens; with a seed, from the same draws."""
+    if seed is not None:
+        torch.manual_seed(seed)
     inputs = padded(prompts)
     defaults = {"strategy": "wedlm", "max_new_tokens": LIMIT, "eos_token_id": ENDS, "return_dict_in_generate": True}
     options = defaults | options
     output = model.generate(**inputs, **options)
-    ends = options["eos_token_id"]
-    return output, new_tokens(
-        output.sequences, inputs["input_ids"].shape[1], ends if isinstance(ends, list) else [ends]
-    )
+    ends = options["eos_token_id"] if isinstance(options["eos_token_id"], list) else [options["eos_token_id"]]
+    return output, new_tokens(output.sequences, inputs["input_ids"].shape[1], ends)
 
 
 @contextmanager
@@ -99,8 +101,8 @@ class Recorder:
 )
 def test_greedy_output_and_counts_equal_the_oracle_that_recomputes_everything(model, strategy, window_size, tau, lam):
     prompts = prompts_of([5, 1, 12], seed=window_size)
-    arguments = {"window_size": window_size, "tau": tau, "lam": lam, "limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}
-    expected = [decode(model, prompt, **arguments, block=strategy == "block") for prompt in prompts]
+    arguments = ORACLE | {"window_size": window_size, "tau": tau, "lam": lam, "block": strategy == "block"}
+    expected = [decode(model, prompt, **arguments) for prompt in prompts]
     options = {"strategy": strategy, "window_size": window_size, "entropy_threshold": tau, "distance_penalty": lam}
     batched, batched_rows = generate(model, prompts, **options)
     assert batched_rows == [tokens for tokens, _, _ in expected]
@@ -123,14 +125,13 @@ def test_greedy_output_and_counts_equal_the_oracle_that_recomputes_everything(mo
 )
 def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, limit, seed):
     prompts = prompts_of(lengths, seed)
-    _, rows = generate(
-        qwen3, prompts, window_size=window_size, entropy_threshold=tau, distance_penalty=lam, max_new_tokens=limit
-    )
-    arguments = {"window_size": window_size, "tau": tau, "lam": lam, "limit": limit, "mask_id": MASK, "eos_ids": ENDS}
+    options = {"window_size": window_size, "entropy_threshold": tau, "distance_penalty": lam}
+    _, rows = generate(qwen3, prompts, **options, max_new_tokens=limit)
+    arguments = ORACLE | {"window_size": window_size, "tau": tau, "lam": lam, "limit": limit}
     assert rows == [decode(qwen3, prompt, **arguments)[0] for prompt in prompts]
 
 
-def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights(qwen3):
+def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights_and_the_mask_token_of_the_call(qwen3):
     stock = stock_twin(qwen3, "sdpa")
     stock.__class__ = type("StockQwen3", (WeDLMGenerationMixin, Qwen3ForCausalLM), {})
     prompts = prompts_of([4, 11])
@@ -173,26 +174,21 @@ def test_after_every_step_the_cache_is_that_of_a_fresh_prefill(qwen3, monkeypatc
 
 
 def test_tau_zero_fills_one_slot_a_step_and_a_window_of_one_goes_left_to_right(qwen3):
-    prompts = prompts_of([6])
-    one_slot, _ = generate(qwen3, prompts, entropy_threshold=0, eos_token_id=EOS, output_trace=True)
+    prompts, traced = prompts_of([6]), {"eos_token_id": EOS, "output_trace": True}
+    one_slot, _ = generate(qwen3, prompts, entropy_threshold=0, **traced)
     assert [int(step.filled.sum()) for step in one_slot.trace] == [1] * one_slot.stats.forwards.item()
     assert sorted(one_slot.step_map[0].tolist()) == list(range(LIMIT))
-    left_to_right, _ = generate(
-        qwen3, prompts, entropy_threshold=100, window_size=1, eos_token_id=EOS, output_trace=True
-    )
+    left_to_right, _ = generate(qwen3, prompts, entropy_threshold=100, window_size=1, **traced)
     assert left_to_right.step_map[0].tolist() == list(range(LIMIT))
 
 
 @pytest.mark.parametrize("verification", ["none", "exact"])
 def test_statistics_equal_what_a_hook_on_the_model_counts(qwen3, verification):
     prompts = prompts_of([5, 9, 2])
-    calls = []
-    handle = qwen3.register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape), with_kwargs=True
-    )
     options = {THRESHOLD[verification]: 2.0} | ({"slot_cost": 0.0} if verification == "exact" else {})  # no clock
-    output, rows = generate(qwen3, prompts, verification=verification, output_trace=True, **options)
-    handle.remove()
+    calls, note = [], lambda module, args, kwargs: calls.append(kwargs["input_ids"].shape)
+    with qwen3.register_forward_pre_hook(note, with_kwargs=True):
+        output, rows = generate(qwen3, prompts, verification=verification, output_trace=True, **options)
     assert len(calls) == output.stats.forwards.max().item() == len(output.trace)
     for step, shape in zip(output.trace, calls, strict=True):
         assert shape == step.input_ids.shape == (len(step.rows), max(step.counts))
@@ -285,9 +281,8 @@ def test_rows_that_finish_leave_the_batch(qwen3):
 
 def test_mask_tokens_in_a_prompt_are_ordinary_text_and_none_is_ever_emitted(qwen3):
     prompt = [10, MASK, 11, MASK, MASK, 12]
-    arguments = {"window_size": 8, "tau": 3.0, "lam": 0.02, "limit": LIMIT, "mask_id": MASK, "eos_ids": ENDS}
     _, rows = generate(qwen3, [prompt], entropy_threshold=3.0, window_size=8)
-    assert rows == [decode(qwen3, prompt, **arguments)[0]]
+    assert rows == [decode(qwen3, prompt, window_size=8, tau=3.0, lam=0.02, **ORACLE)[0]]
     assert MASK not in rows[0]
     model = tiny_model()
     with torch.no_grad():

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from json_schemas import DECODERS, PROMPTS, answers, fault, random_schema
-from tiny import EOS, tiny_model, tiny_tokenizer
+from tiny import EOS
 
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 
@@ -25,8 +25,7 @@ def test_answers_follow_a_random_schema_and_are_those_of_ar_decoding_one_by_one_
 
 
 @pytest.mark.parametrize("settings", DECODERS.values(), ids=DECODERS)
-def test_samples_follow_the_schema_too(settings):
-    model, tokenizer = tiny_model(), tiny_tokenizer()
+def test_samples_follow_the_schema_too(model, tokenizer, settings):
     prompts = torch.randint(4, 300, (3, 5), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     output = model.generate(
@@ -38,9 +37,8 @@ def test_samples_follow_the_schema_too(settings):
         assert 0 < len(numbers) <= 4 and all(0 <= number <= 99 for number in numbers)
 
 
-def test_what_is_allowed_depends_on_the_answer_alone_in_whatever_order_it_is_asked_for():
-    tokenizer, chance = tiny_tokenizer(), random.Random(0)
-    grammar = Grammar(tokenizer, NUMBERS)
+def test_what_is_allowed_depends_on_the_answer_alone_in_whatever_order_it_is_asked_for(tokenizer):
+    grammar, chance = Grammar(tokenizer, NUMBERS), random.Random(0)
     prompt, scores = [9, 9], torch.zeros(1, 320)
     kept, answers_so_far = JSONConstraint(grammar), [[]]
     assert kept(torch.tensor([prompt]), scores).isfinite().any()
@@ -58,11 +56,11 @@ def test_what_is_allowed_depends_on_the_answer_alone_in_whatever_order_it_is_ask
 
 
 def test_what_a_schema_leaves_no_choice_about_is_drafted_behind_what_masks_say(nano):
+    model, tokenizer = nano
+    prompt = tokenizer(PROMPTS[0], return_tensors="pt")
+    schema = {"type": "object", "properties": {"population": {"enum": [5, 10]}, "city": {"const": "London"}},
+              "required": ["population", "city"], "additionalProperties": False}  # fmt: skip
     for branches in ({}, {"cache_implementation": "static", "disable_compile": True}):
-        model, tokenizer = nano
-        prompt = tokenizer(PROMPTS[0], return_tensors="pt")
-        schema = {"type": "object", "properties": {"population": {"enum": [5, 10]}, "city": {"const": "London"}},
-                  "required": ["population", "city"], "additionalProperties": False}  # fmt: skip
         settings = {**DECODERS["exact"], "slot_cost": 0.04, "max_new_tokens": 60, **branches}
         texts, forwards = [], []
         for kind in (JSONConstraint, type("Silent", (JSONConstraint,), {"ahead": lambda *_: []})):
@@ -73,8 +71,7 @@ def test_what_a_schema_leaves_no_choice_about_is_drafted_behind_what_masks_say(n
         assert texts[0] == texts[1] and forwards[0] < 0.7 * forwards[1], forwards
 
 
-def test_a_constraint_expects_what_it_forces_and_what_the_answer_did_before():
-    tokenizer = tiny_tokenizer()
+def test_a_constraint_expects_what_it_forces_and_what_the_answer_did_before(tokenizer):
     schema = {"type": "object", "properties": {"ab": {"const": 7}, "cb": {"const": 7}}, "required": ["ab", "cb"],
               "additionalProperties": False}  # fmt: skip
     constraint = JSONConstraint(Grammar(tokenizer, schema))
@@ -90,8 +87,7 @@ def test_a_constraint_expects_what_it_forces_and_what_the_answer_did_before():
     assert not constraint.allows([*answer, EOS])
 
 
-def test_a_constraint_is_for_one_call_and_its_schema_is_checked_before():
-    model, tokenizer = tiny_model(), tiny_tokenizer()
+def test_a_constraint_is_for_one_call_and_its_schema_is_checked_before(model, tokenizer):
     prompt = torch.tensor([[5, 6, 7]])
     constraint = JSONConstraint(Grammar(tokenizer, NUMBERS))
     output = model.generate(prompt, strategy="ar", max_new_tokens=20, logits_processor=[constraint])
@@ -107,7 +103,7 @@ def test_a_constraint_is_for_one_call_and_its_schema_is_checked_before():
             Grammar(tokenizer, schema)
 
 
-def test_a_grammar_without_its_library_says_what_to_install(monkeypatch):
+def test_a_grammar_without_its_library_says_what_to_install(tokenizer, monkeypatch):
     monkeypatch.setattr("wedlm_hf.generation.grammar.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"llguidance: pip install 'wedlm-hf\[grammar\]'"):
-        Grammar(tiny_tokenizer())
+        Grammar(tokenizer)

@@ -15,7 +15,6 @@ from wedlm_hf.generation.step_times import StepTimes
 
 ROOM = 1000
 
-
 # What others draw: convex, concave, stairs of 5, stairs of steps with masks alone, masks that cost by themselves.
 DRAWN = {
     "convex": lambda rows, has_masks: 1 + 0.002 * (rows - 1) ** 2,
@@ -32,6 +31,11 @@ def new_planner():
 
 def new_chain(slot_cost=0.035):
     return Planner(StepTimes(slot_cost, plans.Clock()), plans.DEPTH, is_chain=True, keeps_state=True)
+
+
+def speed(planner, curve, *args, **kwargs):
+    """On one of the simulation's curves, by its name."""
+    return plans.speed(planner, lambda rows, *_: plans.CURVES[curve](rows), *args, **kwargs)
 
 
 def check(curve, acceptances, batch=1, seeds=3, keeps_state=False):
@@ -74,8 +78,8 @@ def test_it_is_so_in_every_cell_and_no_worse_where_more_drafts_pass(curve, batch
 )
 def test_drafts_come_back_where_the_text_becomes_foreseeable(make, curve, seldom, steps, speeds):
     planner = make()
-    assert plans.speed(planner, lambda rows, *_: plans.CURVES[curve](rows), seldom, steps) > speeds[0]
-    assert plans.speed(planner, lambda rows, *_: plans.CURVES[curve](rows), 0.9, seed=1) > speeds[1]
+    assert speed(planner, curve, seldom, steps) > speeds[0]
+    assert speed(planner, curve, 0.9, seed=1) > speeds[1]
 
 
 def test_pending_tokens_are_committed_before_they_outgrow_the_rows_of_a_step():
@@ -104,15 +108,14 @@ def test_it_is_so_on_other_curves_and_by_a_clock_with_outliers(drawn, acceptance
 @pytest.mark.parametrize("make", [new_planner, new_chain])
 @pytest.mark.parametrize("curve", plans.CURVES)
 def test_even_the_first_steps_cost_little_where_nothing_is_foreseen(curve, make):
-    assert plans.speed(make(), lambda rows, *_: plans.CURVES[curve](rows), 0.02, 128) > 0.88
+    assert speed(make(), curve, 0.02, 128) > 0.88
 
 
 def test_another_machine_is_measured_anew():
     planner = new_planner()
-    assert plans.speed(planner, lambda *_: 1.0, 0.9, 200) > 4.0
-    curve = plans.CURVES["bfloat16, AVX2"]
-    plans.speed(planner, lambda rows, *_: curve(rows), 0.9, 100)
-    assert plans.speed(planner, lambda rows, *_: curve(rows), 0.9, 200) > 0.93
+    assert speed(planner, "flat", 0.9, 200) > 4.0
+    speed(planner, "bfloat16, AVX2", 0.9, 100)
+    assert speed(planner, "bfloat16, AVX2", 0.9, 200) > 0.93
 
 
 def chain(*chances):

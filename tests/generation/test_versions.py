@@ -2,11 +2,9 @@
 5.24), versions outside the tested range, and later formats of ours."""
 
 import inspect
-import json
 import re
 import subprocess
 import sys
-import warnings
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel, PrefixTuningConfig, get_peft_model
 from test_mask_adapter import with_adapter
-from tiny import stock_twin, tiny_model
+from tiny import edit, stock_twin, tiny_model
 from transformers import DynamicCache
 
 import wedlm_hf
@@ -34,17 +32,13 @@ def attached():
     return with_adapter(stock_twin(tiny_model(), "sdpa"))
 
 
-CALLS = [
-    *[
-        (kind, name)
-        for kind in ("causal", "backbone", "attached causal")
-        for name in ("cache", "past_key_values", None)
-    ],
-    *[("attached stock", name) for name in (*STOCK_NAMES, None)],
-]
+NAMES = dict.fromkeys(("causal", "backbone", "attached causal"), ("cache", "past_key_values"))
+NAMES["attached stock"] = STOCK_NAMES
+OLDER_NAME = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', of a caller that uses it
 
 
-@pytest.mark.parametrize(("kind", "name"), CALLS)
+@OLDER_NAME
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in NAMES for name in (*NAMES[kind], None)])
 @torch.no_grad()
 def test_a_forward_takes_the_cache_by_either_name_and_by_position(kind, name):
     model = {"attached causal": lambda: with_adapter(tiny_model()), "attached stock": attached}.get(kind, tiny_model)()
@@ -52,9 +46,7 @@ def test_a_forward_takes_the_cache_by_either_name_and_by_position(kind, name):
     cache = DynamicCache(config=model.config)
 
     def step(ids):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # transformers', of a caller that uses the older name
-            return model(ids, None, None, cache, use_cache=True) if name is None else model(ids, **{name: cache})
+        return model(ids, None, None, cache, use_cache=True) if name is None else model(ids, **{name: cache})
 
     first, second = step(IDS[:, :4]), step(IDS[:, 4:])
     assert cache.get_seq_length() == 6 and cache_of(first) is cache
@@ -63,6 +55,7 @@ def test_a_forward_takes_the_cache_by_either_name_and_by_position(kind, name):
     assert CACHE in second and second[CACHE] is cache
 
 
+@OLDER_NAME
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("make", [tiny_model, attached], ids=["causal", "attached stock"])
 def test_generate_goes_on_from_a_cache_by_either_name(make, name):
@@ -71,10 +64,7 @@ def test_generate_goes_on_from_a_cache_by_either_name(make, name):
     cache = cache_of(first)
     assert isinstance(cache, WindowCache) and first[CACHE] is cache
     expected = model.generate(first.sequences, **EXACT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        found = model.generate(first.sequences, **EXACT, **{name: cache})
-    assert found.tolist() == expected.tolist()
+    assert model.generate(first.sequences, **EXACT, **{name: cache}).tolist() == expected.tolist()
 
 
 def test_both_names_at_once_are_refused():
@@ -209,7 +199,7 @@ def test_a_checkpoint_of_a_later_format_is_one_sentence(tmp_path):
     model.save_pretrained(tmp_path / "model")
     save_mask_adapter(model, tmp_path / "adapter")
     for file in (tmp_path / "model/config.json", tmp_path / "adapter/adapter_config.json"):
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"wedlm_format": 2}))
+        edit(file, wedlm_format=2)
     for load in (
         lambda: WeDLMForCausalLM.from_pretrained(tmp_path / "model"),
         lambda: load_model(str(tmp_path / "model")),

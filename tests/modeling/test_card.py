@@ -2,15 +2,13 @@
 
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
-from tiny import stock_twin, tiny_model, tiny_tokenizer
+from tiny import tiny_model, tiny_tokenizer, write_stock_checkpoint
 
 from wedlm_hf import WeDLMForCausalLM, convert
 from wedlm_hf.checkpoints import card
 from wedlm_hf.checkpoints.card import is_written_by_a_person, model_card, provenance, read_card, write_card
 
 OWN = "---\nlicense: mit\nlanguage: fr\nbase_model: some/base\n---\n\n# Mine\n"
-
-
 SAID = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
 SAID += "This model card has been automatically generated."
 
@@ -31,11 +29,7 @@ def test_the_card_of_a_saved_model_states_its_metadata_and_shows_code_that_runs(
 
 
 def test_a_card_names_the_base_and_its_licence_over_conversion_and_training(tmp_path):
-    stock = tmp_path / "stock"
-    stock_twin(tiny_model()).save_pretrained(stock)
-    tokenizer = tiny_tokenizer()
-    tokenizer.mask_token = None
-    tokenizer.save_pretrained(stock)
+    stock = write_stock_checkpoint(tmp_path / "stock")
     (stock / "README.md").write_text(OWN)
     convert(stock, tmp_path / "converted")
     WeDLMForCausalLM.from_pretrained(tmp_path / "converted").save_pretrained(tmp_path / "tuned")

@@ -19,6 +19,7 @@ from dual_stream_oracle import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle import causal_forward
 from tiny import MASK, assert_equal_but_rounding, tiny_model, tiny_tokenizer
 
 from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function, token_nll
@@ -58,12 +59,6 @@ def logits_of(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return model(**inputs, **layout_of(batch)).logits
 
 
-def plain_logits(model, tokens: list[int], positions: list[int]) -> torch.Tensor:
-    ids, places = torch.tensor([tokens]), torch.tensor([positions])
-    with torch.no_grad():
-        return model(input_ids=ids, position_ids=places, attention_mask=torch.ones_like(ids)).logits[0]
-
-
 def gradients(model, loss: torch.Tensor) -> list[torch.Tensor]:
     parameters = list(model.parameters())
     return list(torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True))
@@ -80,7 +75,9 @@ ROWS = [
 ]
 
 
-# Visibility.
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    return batch_of([packed(row) for row in ROWS])
 
 
 @given(st.lists(st.lists(random_documents, min_size=1, max_size=2), min_size=1, max_size=2))
@@ -94,23 +91,22 @@ def test_visibility_is_the_table_of_the_algorithm(documents):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
-def test_the_model_looks_where_the_table_says(attention):
-    rows = [packed(row) for row in ROWS]
-    rows = [padded(row, max(map(len, rows))) for row in rows]
-    batch = batch_of(rows)
+def test_the_model_looks_where_the_table_says(attention, batch):
+    rows = [padded(packed(row), batch["input_ids"].shape[1]) for row in ROWS]
     additive = torch.zeros(len(rows), 1, len(rows[0]), len(rows[0]), dtype=torch.float64)
     additive.masked_fill_(~dense_mask(rows)[:, None], torch.finfo(torch.float64).min)
-    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "attention_mask": additive}
+    inputs = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
     with torch.no_grad():
-        expected = tiny_model().double()(**inputs).logits
+        expected = tiny_model().double()(**inputs, attention_mask=additive).logits
     with torch.compiler.set_stance("force_eager"):  # flex attention as plain Python, without minutes of compiling
         logits = logits_of(tiny_model(attn_implementation=attention).double(), batch)
     assert_equal_but_rounding(logits, expected)
 
 
-def test_an_incomplete_layout_and_kernels_without_free_masks_are_refused():
-    batch = batch_of([packed(row) for row in ROWS])
+def test_an_incomplete_layout_a_row_that_was_cut_and_kernels_without_free_masks_are_refused(batch):
     model = tiny_model()
+    with pytest.raises(ValueError, match=r"shape of the input, \(2, 4\), got \(2, \d\d\)\. Context parallelism"):
+        model(**batch | {"input_ids": batch["input_ids"][:, :4]})
     with pytest.raises(ValueError, match="`stream_ids` needs `block_ids` beside it, got None"):
         model(input_ids=batch["input_ids"], stream_ids=batch["stream_ids"])
     model.config._attn_implementation = "flash_attention_2"
@@ -118,14 +114,11 @@ def test_an_incomplete_layout_and_kernels_without_free_masks_are_refused():
         model(**batch)
 
 
-# Training = decoding.
-
-
 @pytest.mark.parametrize("style", ["qwen3", "qwen2.5"])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_reordered_block(style, attention):
+def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_reordered_block(style, attention, batch):
     model = tiny_model(style, attn_implementation=attention).double()
-    logits = logits_of(model, batch_of([packed(row) for row in ROWS]))
+    logits = logits_of(model, batch)
     compared = 0
     for row, documents in enumerate(ROWS):
         slots = packed(documents)
@@ -136,13 +129,10 @@ def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_re
                 index = [i for i, slot in enumerate(slots) if (slot.document, slot.stream, slot.block) == place]
                 prefix, own = list(range(block * BLOCK)), [slots[i] for i in index]
                 ids = [tokens[position] for position in prefix] + [slot.token for slot in own]
-                expected = plain_logits(model, ids, prefix + [slot.position for slot in own])
+                expected = causal_forward(model, ids, prefix + [slot.position for slot in own])
                 assert_equal_but_rounding(logits[row, index], expected[len(prefix) :])
                 compared += len(index)
     assert compared == sum(slot.stream > 0 for documents in ROWS for slot in packed(documents))
-
-
-# Loss.
 
 
 @pytest.mark.parametrize("ar_weight", [0.0, 0.5, 1.0])
@@ -160,9 +150,7 @@ def test_loss_and_gradient_equal_one_plain_forward_for_each_target(attention, ar
         torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()) + 1e-12)
 
 
-def test_the_loss_is_divided_by_the_count_it_is_given_else_by_the_supervised_labels_else_by_the_targets():
-    model = tiny_model()
-    batch = batch_of([packed(row) for row in ROWS])
+def test_the_loss_is_divided_by_the_count_it_is_given_else_by_the_supervised_labels_else_by_the_targets(model, batch):
     total = model(**batch, num_items_in_batch=1).loss
     torch.testing.assert_close(model(**batch, num_items_in_batch=torch.tensor(7)).loss, total / 7)
     labels = torch.full((2, 9), IGNORE)
@@ -190,9 +178,7 @@ def test_a_chunked_head_gives_the_loss_and_the_gradient_of_a_whole_one(chunk_siz
         torch.testing.assert_close(gradient, wanted)
 
 
-def test_the_output_holds_the_nll_of_each_target_and_whether_it_is_the_likeliest():
-    model = tiny_model()
-    batch = batch_of([packed(row) for row in ROWS])
+def test_the_output_holds_the_nll_of_each_target_and_whether_it_is_the_likeliest(model, batch):
     calls = []  # of the head: on slots with a target alone, and as a module, so that hooks fire
     hook = model.lm_head.register_forward_hook(lambda module, inputs, output: calls.append(output.shape[:-1].numel()))
     output = model(**batch, num_items_in_batch=1)
@@ -206,16 +192,11 @@ def test_the_output_holds_the_nll_of_each_target_and_whether_it_is_the_likeliest
     torch.testing.assert_close((output.token_nll * batch["loss_weights"]).sum(), output.loss)
 
 
-def test_a_batch_without_targets_gives_zero_and_a_graph():
-    model = tiny_model()
-    batch = batch_of([packed(row) for row in ROWS])
+def test_a_batch_without_targets_gives_zero_and_a_graph(model, batch):
     batch["targets"].fill_(IGNORE)
     loss = model(**batch, num_items_in_batch=0).loss
     assert loss == 0
     assert all((gradient == 0).all() for gradient in gradients(model, loss))
-
-
-# The mask loss is an unbiased estimate of the diffusion bound.
 
 
 def test_the_expected_loss_over_all_masks_is_the_evidence_bound():

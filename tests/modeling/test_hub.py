@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import edit, tiny_config, tiny_model, tiny_tokenizer
+from tiny import edit, tiny_config, tiny_model, tiny_tokenizer, write_checkpoint
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
@@ -95,6 +95,12 @@ def run_clean_process(jobs: list[dict[str, Any]], folder: Path, python: str = sy
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def answers(model: WeDLMForCausalLM) -> list[list[int]]:
+    """To the prompt, with each of the settings."""
+    inputs = tiny_tokenizer()(PROMPT, return_tensors="pt")
+    return [model.generate(**inputs, **settings)[0].tolist() for settings in SETTINGS]
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
@@ -110,8 +116,7 @@ def test_three_generations_are_byte_identical_and_generate_without_our_package(t
         model = WeDLMForCausalLM.from_pretrained(tmp_path / style / "0")
         model.save_pretrained(tmp_path / style / "1", max_shard_size=shards)
         tokenizer.save_pretrained(tmp_path / style / "1")
-        inputs = tokenizer(PROMPT, return_tensors="pt")
-        expected.append([model.generate(**inputs, **settings)[0].tolist() for settings in SETTINGS])
+        expected.append(answers(model))
     jobs = [
         {"source": str(tmp_path / style / str(generation)), "shards": shards, "prompt": PROMPT, "settings": SETTINGS,
          "target": str(tmp_path / style / str(generation + 1)) if generation < 3 else None}
@@ -130,23 +135,23 @@ def test_three_generations_are_byte_identical_and_generate_without_our_package(t
 @pytest.mark.parametrize("python", [sys.executable, *OTHERS])
 def test_checkpoints_travel_to_other_versions_of_the_packages_and_back(tmp_path, python):
     """By the code beside them alone, in the layout of today and in the published one."""
-    folders = {layout: tmp_path / layout for layout in ("today", "published")}
-    for folder in folders.values():
-        tiny_model().save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+    folders = {layout: write_checkpoint(tmp_path / layout) for layout in ("today", "published")}
     base = {"rope_theta": 10_000.0, "rope_parameters": ..., "rope_scaling": None}
     edit(folders["published"] / "config.json", **base, torch_dtype="float32", dtype=..., transformers_version="4.51.0")
-    inputs = tiny_tokenizer()(PROMPT, return_tensors="pt")
-    expected = [tiny_model().generate(**inputs, **settings)[0].tolist() for settings in SETTINGS]
+    expected = answers(tiny_model())
     common = {"shards": "1GB", "prompt": PROMPT, "settings": SETTINGS}
     there = [common | {"source": str(folder), "target": f"{folder}-back"} for folder in folders.values()]
     assert run_clean_process(there, tmp_path / "there", python) == 2 * [expected]
     for folder in folders.values():
-        model = WeDLMForCausalLM.from_pretrained(f"{folder}-back")
-        assert [model.generate(**inputs, **settings)[0].tolist() for settings in SETTINGS] == expected
+        assert answers(WeDLMForCausalLM.from_pretrained(f"{folder}-back")) == expected
     if python != sys.executable:
         back = [common | {"source": f"{folder}-back", "target": None} for folder in folders.values()]
         assert run_clean_process(back, tmp_path / "here") == 2 * [expected]
+
+
+def assert_holds_the_bundle(files: dict[str, bytes]) -> None:
+    assert {name: text.decode() for name, text in files.items() if name.endswith(".py")} == hub_files()
+    assert json.loads(files["config.json"])["auto_map"] == AUTO_MAP
 
 
 def test_model_backbone_and_config_all_bring_the_whole_bundle(tmp_path):
@@ -154,9 +159,7 @@ def test_model_backbone_and_config_all_bring_the_whole_bundle(tmp_path):
     tiny_model().model.save_pretrained(tmp_path / "backbone")
     tiny_config().save_pretrained(tmp_path / "config")
     for folder in ("model", "backbone", "config"):
-        saved = contents(tmp_path / folder)
-        assert {name: text.decode() for name, text in saved.items() if name.endswith(".py")} == hub_files()
-        assert json.loads(saved["config.json"])["auto_map"] == AUTO_MAP
+        assert_holds_the_bundle(contents(tmp_path / folder))
     assert type(AutoConfig.from_pretrained(tmp_path / "config")) is WeDLMConfig
     assert type(AutoModel.from_pretrained(tmp_path / "backbone")) is WeDLMModel
 
@@ -183,17 +186,9 @@ def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, hub):
     model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
     assert len(hub.commits) == 4
     for commit in hub.commits:
-        assert {name: text.decode() for name, text in commit.items() if name.endswith(".py")} == hub_files()
-        assert json.loads(commit["config.json"])["auto_map"] == AUTO_MAP
+        assert_holds_the_bundle(commit)
     for commit in hub.commits[:2]:
         assert "model.safetensors" in commit
     # Again into the same folder: what a folder held before is not left out.
     model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
     assert hub_files().keys() <= hub.commits[4].keys()
-
-
-def test_a_published_checkpoint_saved_again_names_our_code(tmp_path):
-    config = tiny_config()
-    config.auto_map = {"AutoModelForCausalLM": "modeling_other.OtherForCausalLM"}
-    WeDLMForCausalLM(config).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import causal_forward
 from safetensors.torch import save_file
 from tiny import MASK, PUBLISHED, VOCAB_SIZE, assert_equal_but_rounding, stock_twin, tiny_model
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, DataCollatorWithFlattening, DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -43,13 +44,9 @@ def reordered_positions(rows: int = 2, length: int = LENGTH, seed: int = 0) -> t
     return positions
 
 
-@torch.no_grad()
 def oracle(model: WeDLMForCausalLM, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Logits `(T, V)` of one row without padding: stock Qwen, told outright that slot i sees the slots j ≤ i."""
-    length = ids.shape[0]
-    lowest = torch.finfo(torch.float32).min
-    mask = torch.full((1, 1, length, length), lowest).triu(diagonal=1)
-    return stock_twin(model, "eager")(ids[None], position_ids=positions[None], attention_mask=mask).logits[0]
+    return causal_forward(stock_twin(model), ids.tolist(), positions.tolist())
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -97,15 +94,12 @@ def test_reordered_input_is_causal_in_physical_order(style, implementation, mask
     # Masks of a window in the part that the cache does not hold, as in decoding.
     ids[:, -3:] = MASK
 
+    first, cache = 0, None
     if cached:
-        cache = DynamicCache(config=model.config)
+        first, cache = PREFIX, DynamicCache(config=model.config)
         prefix_mask = stated_mask("none" if mask == "none" else "2d", padding, 0, PREFIX)
         model(ids[:, :PREFIX], prefix_mask, positions[:, :PREFIX], **{CACHE: cache})
-        first = PREFIX
-    else:
-        cache, first = None, 0
-    stated = stated_mask(mask, padding, first)
-    logits = model(ids[:, first:], stated, positions[:, first:], **{CACHE: cache}).logits
+    logits = model(ids[:, first:], stated_mask(mask, padding, first), positions[:, first:], **{CACHE: cache}).logits
 
     for row, skipped in ((0, padding), (1, 0)):
         expected = oracle(model, ids[row, skipped:], positions[row, skipped:])[max(first - skipped, 0) :]
@@ -189,14 +183,10 @@ def test_hidden_states_attentions_and_tuples_come_out_as_from_the_parent():
     assert_equal_but_rounding(model(tokens(), return_dict=False)[0], theirs.logits)
 
 
-def test_input_ids_and_inputs_embeds_exclude_each_other():
-    model = tiny_model()
+def test_input_ids_and_inputs_embeds_exclude_each_other(model):
     for inputs in ({}, {"input_ids": tokens(), "inputs_embeds": torch.zeros(2, LENGTH, 32)}):
         with pytest.raises(ValueError, match="Pass exactly one of `input_ids` and `inputs_embeds`"):
             model(**inputs)
-
-
-# ---------------------------------------------------------------------------------------------------------- loading
 
 
 def write_published_checkpoint(folder: Path, style: str) -> dict[str, torch.Tensor]:
@@ -262,22 +252,16 @@ def test_the_head_of_a_batch_reads_rows_of_their_own() -> None:
 
 
 def test_documents_side_by_side_told_apart_by_positions_alone_are_refused_in_training():
-    from transformers import DataCollatorWithFlattening
-
-    model, documents = (
-        tiny_model().train(),
-        [{"input_ids": [11, 12, 13]}, {"input_ids": [21]}, {"input_ids": [31, 32]}],
-    )
-    flat = DataCollatorWithFlattening()(documents)
-    batches = [flat, flat | {"attention_mask": torch.ones_like(flat["input_ids"])}]
-    for batch in batches:
+    model, documents = tiny_model().train(), [[11, 12, 13], [21], [31, 32]]
+    flat = DataCollatorWithFlattening()([{"input_ids": document} for document in documents])
+    for batch in (flat, flat | {"attention_mask": torch.ones_like(flat["input_ids"])}):
         with pytest.raises(ValueError, match="`position_ids` restart at 0 inside a row: its documents would see each"):
             model(**batch)
     ids, positions = flat["input_ids"], flat["position_ids"]
     number = torch.tensor([0, 0, 0, 1, 2, 2])
     apart = (number[:, None] == number) & torch.ones(6, 6, dtype=torch.bool).tril()
     together = model(ids, position_ids=positions, attention_mask=apart[None, None]).logits
-    alone = [model(torch.tensor([document["input_ids"]])).logits for document in documents]
+    alone = [model(torch.tensor([document])).logits for document in documents]
     torch.testing.assert_close(together, torch.cat(alone, dim=1), atol=1e-4, rtol=0)
     # One document each: left-padded, reordered, going on.
     model(ids, attention_mask=torch.tensor([[0, 0, 1, 1, 1, 1]]), position_ids=torch.tensor([[0, 0, 0, 1, 2, 3]]))

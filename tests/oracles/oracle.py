@@ -9,7 +9,7 @@ import torch
 def causal_forward(model, token_ids, positions):
     """Logits `(T, V)` of tokens in physical order at logical positions: no cache, explicit additive causal mask."""
     length = len(token_ids)
-    mask = torch.full((length, length), torch.finfo(model.dtype).min).triu(1)[None, None].to(model.dtype)
+    mask = torch.full((1, 1, length, length), torch.finfo(model.dtype).min, dtype=model.dtype).triu(1)
     with torch.no_grad():
         outputs = model(
             input_ids=torch.tensor([token_ids]),

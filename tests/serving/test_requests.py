@@ -9,7 +9,7 @@ from threading import Thread
 import openai
 import pytest
 from served import CHAT, IMAGE, Server, post, refusal
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from wedlm_hf.serving.calls import RequestError, as_request_error
@@ -110,10 +110,9 @@ def test_a_field_is_read_or_refused_by_its_name_whatever_it_holds_and_null_asks_
 @pytest.mark.parametrize("asked", [
     {"tool_choice": "none"}, {"parallel_tool_calls": False}, {"functions": []}, {"function_call": "none"},
     {"audio": {}}, {"n": 1}, {"logprobs": False}, {"top_logprobs": 0}, {"stop": []}, {"stop": ""}, {"stop": "x"},
-    {"logit_bias": {}}, {"logprobs": 0},
-    {"stream_options": {}}, {"stream_options": {"include_usage": False}}, {"tools": []}, {"modalities": ["text"]},
-    {"response_format": {"type": "text"}}, {"top_p": 0}, {"seed": 0}, {"top_k": 0}, {"presence_penalty": 0},
-    {"min_new_tokens": 0},
+    {"logit_bias": {}}, {"logprobs": 0}, {"stream_options": {}}, {"stream_options": {"include_usage": False}},
+    {"tools": []}, {"modalities": ["text"]}, {"response_format": {"type": "text"}}, {"top_p": 0}, {"seed": 0},
+    {"top_k": 0}, {"presence_penalty": 0}, {"min_new_tokens": 0},
     {"messages": [{"role": "tool", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "?"}], "name": None, "tool_calls": []}]},
 ], ids=str)  # fmt: skip
@@ -132,17 +131,16 @@ def test_a_request_may_ask_for_no_least_length_where_the_checkpoint_stores_one(e
         assert asked.config.min_new_tokens == 0
 
 
-def test_a_message_reaches_the_template_whole():
+def test_a_message_reaches_the_template_whole(model):
     call = {"type": "function", "function": {"name": "f", "arguments": '{"n": 3}'}}
     turns = [{"role": "assistant", "content": "Hi", "tool_calls": [call], "reasoning_content": "so"}, *CHAT]
     shown = "{{ m.content }}|{{ m.get('tool_calls', [{}])[0].get('function', {}) }}|{{ m.get('reasoning_content') }};"
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = f"{{% for m in messages %}}{shown}{{% endfor %}}"
-    served = ServedModel("tiny", tiny_model(), tokenizer, {"strategy": "ar"})
-    _, (asked,) = ChatEndpoint(served).read(json.dumps({"messages": turns, "max_tokens": 2}).encode())
-    assert tokenizer.decode(asked.prompt) == (
-        "Hi|{'name': 'f', 'arguments': {'n': 3}}|so;" + CHAT[0]["content"] + "|{}|None;"
-    )
+    endpoint = ChatEndpoint(ServedModel("tiny", model, tokenizer, {"strategy": "ar"}))
+    _, (asked,) = endpoint.read(json.dumps({"messages": turns, "max_tokens": 2}).encode())
+    expected = f"Hi|{{'name': 'f', 'arguments': {{'n': 3}}}}|so;{CHAT[0]['content']}|{{}}|None;"
+    assert tokenizer.decode(asked.prompt) == expected
 
 
 # --- templates, and what is too long ---------------------------------------------------------------------------------
@@ -159,14 +157,14 @@ def test_a_client_cannot_say_what_the_server_gives_the_template_nor_bring_one(en
     endpoint.read(json.dumps(body | {"chat_template_kwargs": {"enable_thinking": False}}).encode())
 
 
-def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_holds_nobody_up():
+def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_holds_nobody_up(model):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.content == 'slow' %}{% for a in range(700) %}{% for b in range(99999) %}"
         "{% endfor %}{% endfor %}{% endif %}{{ m.content + 1 if m.content == 'bad' else m.content }}{% endfor %}"
     )
     bad, slow, fast = ({"messages": [{"role": "user", "content": text}]} for text in ("bad", "slow", "fast"))
-    with Server(tiny_model(), tokenizer, {"strategy": "ar", "max_new_tokens": 2}) as server:
+    with Server(model, tokenizer, {"strategy": "ar", "max_new_tokens": 2}) as server:
         status, error = refusal(server, bad)
         assert (status, error["param"]) == (400, "messages")
         assert "The chat template refuses these messages: can only concatenate str" in error["message"]
@@ -181,23 +179,19 @@ def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_h
 def test_a_prompt_too_long_for_the_context_is_refused_before_it_is_read(server, monkeypatch):
     monkeypatch.setattr(type(server.tokenizer), "__call__", None)  # it would fail
     long = "1, " * 10**4
-    said = r"The prompt has \d+ characters, but this model's context is 512 tokens"
     chat = {"messages": [{"role": "user", "content": long}]}
     for path, body in {"v1/chat/completions": chat, "v1/completions": {"prompt": [long]}}.items():
         status, error = refusal(server, body, path)
-        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", next(iter(body)))
-        assert re.match(said, error["message"])
+        assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", *body)
+        assert re.match(r"The prompt has \d+ characters, but this model's context is 512 tokens", error["message"])
     status, error = refusal(server, {"prompt": long * 100}, "v1/completions")
     assert (status, error["code"]) == (413, "context_length_exceeded")
     assert refusal(server, {"messages": CHAT}, Content_Type="text/plain")[0] == 415
 
 
-# --- who may ask, and what a request is called -----------------------------------------------------------------------
-
-
-def test_a_key_is_asked_for_and_a_page_of_another_origin_may_ask_if_it_is_named():
+def test_a_key_is_asked_for_and_a_page_of_another_origin_may_ask_if_it_is_named(model, tokenizer):
     options = {"api_key": "secret", "origins": ["https://a.example"]}
-    with Server(tiny_model(), tiny_tokenizer(), {"strategy": "ar"}, **options) as server:
+    with Server(model, tokenizer, {"strategy": "ar"}, **options) as server:
         body = {"prompt": "1", "max_tokens": 1}
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             status, error = refusal(server, body, "v1/completions", **headers)

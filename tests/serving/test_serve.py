@@ -49,9 +49,9 @@ def log(caplog):
     return wait_for
 
 
-def generated(server, messages=CHAT, **options):
+def generated(server, **options):
     """Text and number of tokens that `generate` itself gives."""
-    ids = torch.tensor([encode(server.tokenizer, messages)])
+    ids = torch.tensor([encode(server.tokenizer, CHAT)])
     output = server.model.generate(ids, **{"max_new_tokens": 100, **options})[0, ids.shape[1] :]
     return server.tokenizer.decode(output, skip_special_tokens=True), len(output)
 
@@ -82,22 +82,22 @@ def test_a_chat_is_answered_as_generate_answers_it_streaming_or_not(server, sett
 def test_text_is_completed_streaming_or_not(server):
     prompt = server.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     ids = server.tokenizer(prompt).input_ids
-    options = {"model": NAME, "extra_body": {"generation_config": '{"verification": "exact"}'}}
+    options = {"extra_body": {"generation_config": '{"verification": "exact"}'}}
     for either in (prompt, ids):
-        whole = server.client.completions.create(prompt=either, **options)
-        chunks = list(server.client.completions.create(prompt=either, stream=True, **options))
+        whole = server.complete(either, **options)
+        chunks = list(server.complete(either, stream=True, **options))
         assert whole.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks) == ANSWER
         assert chunks[-1].usage == whole.usage
-    several = server.client.completions.create(prompt=[prompt, ids], n=2, **options)
+    several = server.complete([prompt, ids], n=2, **options)
     assert [(choice.index, choice.text) for choice in several.choices] == [(index, ANSWER) for index in range(4)]
     assert several.usage.prompt_tokens == 2 * len(ids)
     for said, wrong in {"token ids are 0 to": [99999], "at least 1 item": [], "must be a text": [[1], 2]}.items():
         with pytest.raises(openai.BadRequestError, match=said) as caught:
-            server.client.completions.create(prompt=wrong, **options)
+            server.complete(wrong, **options)
         assert caught.value.param.startswith("prompt")
-    options = {"model": NAME, "max_tokens": 3, "extra_body": {"strategy": "ar"}}
+    options = {"max_tokens": 3, "extra_body": {"strategy": "ar"}}
     bias = {str(server.tokenizer("7").input_ids[-1]): 100}
-    assert server.client.completions.create(prompt=prompt, logit_bias=bias, **options).choices[0].text == "777"
+    assert server.complete(prompt, logit_bias=bias, **options).choices[0].text == "777"
 
 
 def test_usage_comes_with_the_last_chunk_or_alone_and_a_stream_ends_as_openais(server):
@@ -156,11 +156,10 @@ def test_bytes_that_are_no_character_are_text_like_any_other():
     model, tokenizer, vocab = byte_fallback()
     with Server(model, tokenizer, {"strategy": "ar"}) as server:
         bias = {vocab["<0x41>"]: 100, vocab["<0xE4>"]: 90, vocab[","]: 80}  # "A", a part of a character, ","
-        body = {"model": NAME, "prompt": "Hello", "max_tokens": 3, "logit_bias": bias, "logprobs": 0}
-        choice = server.client.completions.create(**body, extra_body={"no_repeat_ngram_size": 1}).choices[0]
+        options = {"max_tokens": 3, "logit_bias": bias, "logprobs": 0, "extra_body": {"no_repeat_ngram_size": 1}}
+        choice = server.complete("Hello", **options).choices[0]
         assert (choice.text, choice.logprobs.tokens) == ("A\ufffd,", ["A", r"bytes:\xe4", ","])
-        several = server.client.completions.create(model=NAME, prompt=[*map(str, range(40))], max_tokens=24)
-        assert len(several.choices) == 40
+        assert len(server.complete([*map(str, range(40))], max_tokens=24).choices) == 40
 
 
 @given(st.lists(st.integers(0, 299)), st.text())
@@ -317,11 +316,11 @@ def test_a_failure_of_the_model_is_an_error_of_its_request_alone(server, monkeyp
 
 def test_what_ends_one_answer_of_a_call_ends_no_other(server, monkeypatch, log):
     """An answer that cannot be read fails alone; and if the call itself fails, all others are made anew."""
-    body = {"model": NAME, "prompt": [*map(str, range(8))], "max_tokens": 12, "extra_body": {"strategy": "ar"}}
-    alone = [choice.text for choice in server.client.completions.create(**body).choices]
+    prompts, options = [*map(str, range(8))], {"max_tokens": 12, "extra_body": {"strategy": "ar"}}
+    alone = [choice.text for choice in server.complete(prompts, **options).choices]
     with monkeypatch.context() as patch:
         fail_at(patch, lambda number: number == 5, "one sequence is to blame")
-        assert [choice.text for choice in server.client.completions.create(**body).choices] == alone
+        assert [choice.text for choice in server.complete(prompts, **options).choices] == alone
     read = Answer._read
 
     def fail(answer, text):
@@ -331,20 +330,15 @@ def test_what_ends_one_answer_of_a_call_ends_no_other(server, monkeypatch, log):
 
     monkeypatch.setattr(Answer, "_read", fail)
     with clients(8) as pool:
-        bodies = [body | {"prompt": str(number), "logprobs": 1 if number == 5 else None} for number in range(8)]
-        found = [pool.submit(server.client.completions.create, **each) for each in bodies]
+        found = [pool.submit(server.complete, one, logprobs=1 if one == "5" else None, **options) for one in prompts]
     texts = ["failed" if each.exception() else each.result().choices[0].text for each in found]
     assert texts == [*alone[:5], "failed", *alone[6:]]
 
 
-# --- clients that go away --------------------------------------------------------------------------------------------
-
-
 def test_generation_stops_when_the_client_of_a_stream_or_of_a_whole_answer_goes_away(server, log):
     for strategy in ("ar", "wedlm"):
-        stream = server.chat(stream=True, extra_body={**ENDLESS, "strategy": strategy})
-        next(iter(stream))
-        stream.close()
+        with server.chat(stream=True, extra_body={**ENDLESS, "strategy": strategy}) as stream:
+            next(iter(stream))
     for _ in range(2):  # one that is answered, one that waits
         with pytest.raises(openai.APITimeoutError):
             server.chat(timeout=0.2, extra_body=ENDLESS)
@@ -365,14 +359,13 @@ def test_a_host_or_a_port_that_cannot_be_had_ends_the_command_with_one_line():
                 assert said in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_a_checkpoint_without_a_mask_token_and_an_empty_key_end_the_start():
-    model = tiny_model()
-    model.config.mask_token_id = None
+def test_a_checkpoint_without_a_mask_token_and_an_empty_key_end_the_start(tokenizer):
+    start = partial(build_app, "tiny", tiny_model(mask_token_id=None), tokenizer)
     with pytest.raises(ValueError, match="needs a mask token"):
-        build_app("tiny", model, tiny_tokenizer(), {"strategy": "wedlm"})
-    build_app("tiny", model, tiny_tokenizer(), {"strategy": "ar"})  # which needs none
+        start({"strategy": "wedlm"})
+    start({"strategy": "ar"})  # which needs none
     with pytest.raises(ValueError, match="The API key must not be empty"):
-        build_app("tiny", model, tiny_tokenizer(), {"strategy": "ar"}, api_key="")
+        start({"strategy": "ar"}, api_key="")
 
 
 @pytest.mark.parametrize(

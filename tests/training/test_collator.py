@@ -31,15 +31,12 @@ def joined(lists: Iterable[list]) -> list:
     return list(chain.from_iterable(lists))
 
 
-def slots_where(batch: dict, row: int, **values: int) -> torch.Tensor:
-    chosen = torch.ones_like(batch["stream_ids"][row], dtype=torch.bool)
-    for column, value in values.items():
-        chosen &= batch[column][row] == value
-    return chosen
+def slots_of_stream(batch: dict, row: int, document: int, stream: int) -> torch.Tensor:
+    return (batch["document_ids"][row] == document) & (batch["stream_ids"][row] == stream)
 
 
 def masked_positions(batch: dict, row: int, document: int, copy: int) -> set[int]:
-    slots = slots_where(batch, row, document_ids=document, stream_ids=copy) & (batch["input_ids"][row] == MASK)
+    slots = slots_of_stream(batch, row, document, copy) & (batch["input_ids"][row] == MASK)
     return set(batch["position_ids"][row][slots].tolist())
 
 
@@ -69,8 +66,6 @@ def documents(draw) -> tuple[list[int], list[bool]]:
 
 
 packed_rows = st.lists(st.lists(documents(), min_size=1, max_size=3), min_size=1, max_size=3)
-
-
 noises = st.fixed_dictionaries({
     "block_size": st.integers(1, 9), "num_eos": st.integers(1, 4), "ar_weight": st.sampled_from([0.0, 0.5, 1.0]),
     "num_copies": st.integers(1, 3), "ratio_sampler": st.sampled_from(["count", "stratified"]),
@@ -100,9 +95,8 @@ def test_a_batch_is_what_the_oracle_lays_out_for_the_masks_drawn(rows, settings,
         expected_labels.append(torch.tensor(labels))
     expected = batch_of(expected_rows)
     assert set(batch) == {*expected, "labels"}
-    assert {name: values.dtype for name, values in batch.items() if values.dtype != torch.int64} == {
-        "loss_weights": torch.float32
-    }
+    for name, values in batch.items():
+        assert values.dtype == (torch.float32 if name == "loss_weights" else torch.int64)
     for column, values in expected.items():
         torch.testing.assert_close(batch[column], values, rtol=1e-6, atol=0, msg=lambda text, c=column: f"{c}: {text}")
     labels = torch.nn.utils.rnn.pad_sequence(expected_labels, batch_first=True, padding_value=IGNORE)
@@ -133,10 +127,9 @@ def noise_of(batch: dict) -> dict[tuple[int, ...], tuple[int, ...]]:
     found = {}
     for row in range(len(batch["input_ids"])):
         for document in range(int(batch["document_ids"][row].max()) + 1):
-            memory = slots_where(batch, row, stream_ids=0, document_ids=document)
-            found[tuple(batch["input_ids"][row][memory].tolist())] = tuple(
-                sorted(masked_positions(batch, row, document, 1))
-            )
+            memory = slots_of_stream(batch, row, document, 0)
+            tokens = tuple(batch["input_ids"][row][memory].tolist())
+            found[tokens] = tuple(sorted(masked_positions(batch, row, document, 1)))
     return found
 
 
@@ -151,14 +144,10 @@ def test_noise_is_the_same_for_any_batch_size_order_packing_and_number_of_worker
     collator = collator_with(seed=3)
     expected = noise_of_loader(collator, batch_size=1)
     assert len(expected) == len(DOCUMENTS)
-    assert noise_of_loader(collator, batch_size=4) == expected
-    assert noise_of_loader(collator, batch_size=2, shuffle=True) == expected
-    assert noise_of_loader(collator, batch_size=2, num_workers=2) == expected
-    packed = {
-        "input_ids": joined(example["input_ids"] for example in DOCUMENTS),
-        "labels": joined(example["labels"] for example in DOCUMENTS),
-        "seq_lengths": [len(example["input_ids"]) for example in DOCUMENTS],
-    }
+    for loading in ({"batch_size": 4}, {"batch_size": 2, "shuffle": True}, {"batch_size": 2, "num_workers": 2}):
+        assert noise_of_loader(collator, **loading) == expected
+    packed = {name: joined(example[name] for example in DOCUMENTS) for name in ("input_ids", "labels")}
+    packed["seq_lengths"] = [len(example["input_ids"]) for example in DOCUMENTS]
     before = torch.get_rng_state()
     assert noise_of(collator([packed])) == expected
     assert torch.equal(torch.get_rng_state(), before)
@@ -168,9 +157,9 @@ def test_noise_differs_by_seed_epoch_document_and_copy():
     expected = noise_of_loader(collator_with(seed=3))
     twins = [{"input_ids": [4, *range(first, first + 40)]} for first in (10, 60)]
     assert len(set(noise_of_loader(collator_with(), twins).values())) == 2
-    for other in (collator_with(seed=4), collator_with(seed=3)):
-        if other.seed == 3:
-            other.set_epoch(1)
+    for seed, epoch in ((4, 0), (3, 1)):
+        other = collator_with(seed=seed)
+        other.set_epoch(epoch)
         noise = noise_of_loader(other)
         assert noise.keys() == expected.keys()
         assert all(noise[document] != expected[document] for document in expected)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
-from test_sft_trainer import CHATS, GOOD, learnt_text, trainer_on
-from tiny import tiny_tokenizer
+from test_sft_trainer import CHATS, GOOD, learnt_text, settings_of, trainer_on
+from tiny import tiny_model, tiny_tokenizer, write_checkpoint
 
+from wedlm_hf.training import WeDLMSFTTrainer
 from wedlm_hf.training.rows import load, row_of
 
 USER, ANSWER = CHATS[0]
@@ -68,25 +69,18 @@ def test_the_arguments_of_one_call_get_none_of_another_and_a_null_that_was_writt
     assert taught(tmp_path, table) == [expected[0], '[weather{"name": "Ada"}]<|im_end|>']
 
 
-def test_tools_may_be_json_text_and_null_keys_of_a_table_are_no_part_of_them(tmp_path):
+def test_tools_need_a_template_that_knows_them_may_be_json_text_and_hold_no_null_keys_of_a_table(tmp_path):
     tools = [{"type": "function", "function": {"name": name, "parameters": {name: "x"}}} for name in ("f", "g")]
     rows = [{"messages": [USER, ANSWER], "tools": [tool]} for tool in tools]
+    texts = [row | {"tools": json.dumps(row["tools"])} for row in rows]
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TOOLS
-    for data in (
-        Dataset.from_list(rows),
-        rows_of(tmp_path, [row | {"tools": json.dumps(row["tools"])} for row in rows]),
-    ):
+    for data in (Dataset.from_list(rows), rows_of(tmp_path, texts)):
         read = trainer_on(tmp_path, data, tokenizer=tokenizer).train_dataset
-        assert [tokenizer.decode(row["input_ids"]).split("<|im_start|>")[0] for row in read] == [
-            json.dumps([tool]) for tool in tools
-        ]
-
-
-def test_tools_need_a_template_that_knows_them(tmp_path):
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+        shown = [tokenizer.decode(row["input_ids"]).split("<|im_start|>")[0] for row in read]
+        assert shown == [json.dumps([tool]) for tool in tools]
     with pytest.raises(ValueError, match=r"data.jsonl:1 has `tools`: the chat template knows none"):
-        taught(tmp_path, rows_of(tmp_path, [{"messages": [USER, ANSWER], "tools": tools}]), template("", begin=""))
+        taught(tmp_path, rows_of(tmp_path, rows), template("", begin=""))
 
 
 ODD = "{% if m.content == 'odd' %}"
@@ -131,15 +125,11 @@ def test_what_a_template_would_leave_out_or_change_is_told_by_its_line(tmp_path,
         taught(tmp_path, Dataset.from_list(data), chat_template)
 
 
-# Thoughts, and empty turns.
-
-
 def test_thoughts_are_learnt_under_each_of_their_names_and_a_template_that_drops_some_is_told_of(tmp_path, caplog):
     for name in ("reasoning_content", "reasoning", "thinking"):
         data = rows_of(tmp_path, [{"messages": [USER, ANSWER | {name: "Let me count."}]}])
-        assert taught(tmp_path, data, template(THOUGHT + "{{ m.content }}")) == [
-            f"<think>Let me count.</think>{ANSWER['content']}<|im_end|>"
-        ]
+        expected = f"<think>Let me count.</think>{ANSWER['content']}<|im_end|>"
+        assert taught(tmp_path, data, template(THOUGHT + "{{ m.content }}")) == [expected]
     turns = [USER, ANSWER | {"content": "<think>Hm</think>1, 2"}, USER, ANSWER]
     assert "leaves out thoughts" not in caplog.text
     last = template("{{ m.content.split('</think>')[-1] }}")
@@ -150,8 +140,9 @@ def test_thoughts_are_learnt_under_each_of_their_names_and_a_template_that_drops
 def test_an_empty_turn_is_learnt_as_an_end_and_supervises_nothing_behind_it(tmp_path):
     bare = TOOLS.replace("<|im_start|>{{ m.role }}\n", "").replace("<|im_end|>\n{% endfor", "{% endfor")
     turns = [{"role": "assistant", "content": ""}, USER, ANSWER]
-    data = rows_of(tmp_path, [{"messages": turns}])
-    assert taught(tmp_path, data, bare) == [f"<|im_end|>{ANSWER['content']}<|im_end|>"]
+    assert taught(tmp_path, rows_of(tmp_path, [{"messages": turns}]), bare) == [
+        f"<|im_end|>{ANSWER['content']}<|im_end|>"
+    ]
 
 
 def test_the_completion_of_a_chat_begins_where_the_prompt_ends_and_of_text_where_it_was_written(tmp_path, caplog):
@@ -167,17 +158,11 @@ def test_the_completion_of_a_chat_begins_where_the_prompt_ends_and_of_text_where
 
 
 def test_a_formatting_function_makes_text_that_is_all_learnt(tmp_path):
-    from test_sft_trainer import settings_of
-    from tiny import tiny_model
-
-    from wedlm_hf.training import WeDLMSFTTrainer
-
-    def made(example):
-        return example["question"] + " 9"
-
     data = rows_of(tmp_path, [{"question": "Sort 9:"}])
-    rest = {"train_dataset": data, "processing_class": tiny_tokenizer(), "formatting_func": made}
-    trainer = WeDLMSFTTrainer(tiny_model(), settings_of(tmp_path), **rest)
+    trainer = WeDLMSFTTrainer(
+        tiny_model(), settings_of(tmp_path), data, processing_class=tiny_tokenizer(),
+        formatting_func=lambda example: example["question"] + " 9",
+    )  # fmt: skip
     assert learnt_text(trainer.train_dataset[0]).endswith(": 9<|im_end|>")
 
 
@@ -204,21 +189,11 @@ OBJECT = "each line must be a JSON object: "
     ("name", "content", "message"),
     [
         ("data.jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', f":3: {OBJECT}Expecting ',' del"),
-        (
-            "data.jsonl",
-            b"prompt;answer\r\nPet?;goat\r\n",
-            f":1: {OBJECT}Expecting value at column 1 of 'prompt;answer'.",
-        ),
-        (
-            "data.json",
-            b'\n[{"text": "a"},\n {"text": }]',
-            f":3: {OBJECT}Expecting value at column 11 of ' {{\"text\": }}]'.",
-        ),
-        (
-            "data.json",
-            b'{\n "text": "a"}',
-            f":1: {OBJECT}Expecting property name enclosed in double quotes at column 2",
-        ),
+        ("data.jsonl", b"prompt;answer\r\nPet?;goat\r\n",
+         f":1: {OBJECT}Expecting value at column 1 of 'prompt;answer'."),
+        ("data.json", b'\n[{"text": "a"},\n {"text": }]',
+         f":3: {OBJECT}Expecting value at column 11 of ' {{\"text\": }}]'."),
+        ("data.json", b'{\n "text": "a"}', f":1: {OBJECT}Expecting property name enclosed in double quotes at c"),
         ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', f":2: {OBJECT}not an object, got '[1, 2]'."),
         ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', f":2: {OBJECT}the text is not UTF-8. Save"),
         ("data.jsonl", TEXT.replace("\u2028", "").encode("cp1252"), f":1: {OBJECT}the text is not UTF-8. Save"),
@@ -229,7 +204,7 @@ OBJECT = "each line must be a JSON object: "
         ("data.json", b'[{"text": "a"}, 7]', f", example 2: {OBJECT}"),
         ("data.parquet", b"PAR1 no more", ": cannot be read as parquet"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_cannot_be_read_is_told_by_name_and_line(tmp_path, name, content, message, streaming):
     path = tmp_path / name
     path.write_bytes(content)
@@ -267,30 +242,19 @@ def test_an_example_of_a_json_array_is_told_by_its_number_and_slices_keep_the_pl
         load(str(path), "train[:1]", streaming=True)
 
 
-# Tables.
-
-
 def test_a_dataset_with_a_transform_is_refused_and_formats_are_read_as_plain(tmp_path):
     data = Dataset.from_list([{"question": "a"}])
     with pytest.raises(ValueError, match=r"The train dataset has a transform .*Apply it by `map`"):
         trainer_on(tmp_path, data.with_transform(lambda rows: {"text": rows["question"]}))
     tokens = Dataset.from_list([{"input_ids": [11, 12, 13]}])
     assert trainer_on(tmp_path, tokens.with_format("torch")).train_dataset[0]["labels"] == [11, 12, 13]
-    with pytest.raises(
-        TypeError, match="The train dataset must be a `Dataset` or an `IterableDataset`, got <class 'lis"
-    ):
+    with pytest.raises(TypeError, match="must be a `Dataset` or an `IterableDataset`, got <class 'list'>"):
         trainer_on(tmp_path, [{"text": "a"}])
 
 
 def test_the_settings_of_the_caller_stay_as_they_are(tmp_path):
-    from test_sft_trainer import settings_of
-    from tiny import tiny_model, write_checkpoint
-
-    from wedlm_hf.training import WeDLMSFTTrainer
-
     args = settings_of(tmp_path, model_init_kwargs={"dtype": "float32"})
-    folder = str(write_checkpoint(tmp_path / "model", tiny_model()))
-    trainer = WeDLMSFTTrainer(folder, args, Dataset.from_list([GOOD]))
+    trainer = WeDLMSFTTrainer(str(write_checkpoint(tmp_path / "model")), args, Dataset.from_list([GOOD]))
     assert (args.assistant_only_loss, args.model_init_kwargs) == (None, {"dtype": "float32"})
     assert trainer.args.assistant_only_loss is None
     texts, chats = Dataset.from_list([{"text": "a b c"}]), Dataset.from_list([GOOD])

@@ -32,10 +32,8 @@ def masked_positions(example, collator) -> list[set[int]]:
     """What each copy masks, read from the batch."""
     batch = collator([example])
     slots = batch["targets"].ne(-100) & batch["stream_ids"].gt(0)
-    return [
-        set(batch["position_ids"][slots & (batch["stream_ids"] == copy)].tolist())
-        for copy in range(1, collator.num_copies + 1)
-    ]
+    copies = (slots & (batch["stream_ids"] == copy) for copy in range(1, collator.num_copies + 1))
+    return [set(batch["position_ids"][copy].tolist()) for copy in copies]
 
 
 @pytest.mark.parametrize("copies", [1, 3])

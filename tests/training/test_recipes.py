@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from test_sft_trainer import CHATS
-from tiny import stock_twin, tiny_model, tiny_tokenizer, write_checkpoint
+from tiny import tiny_model, write_checkpoint, write_stock_checkpoint
 from trl import ModelConfig, TrlParser
 from typer.testing import CliRunner
 
@@ -36,13 +36,7 @@ def checkpoint(tmp_path) -> str:
 
 @pytest.fixture
 def stock_checkpoint(tmp_path) -> str:
-    """A Qwen3 whose tokenizer has no mask token."""
-    folder = tmp_path / "stock"
-    tokenizer = tiny_tokenizer()
-    tokenizer.mask_token = None
-    stock_twin(tiny_model()).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(write_stock_checkpoint(tmp_path / "stock"))
 
 
 @pytest.fixture
@@ -50,6 +44,11 @@ def chats(tmp_path) -> str:
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS * 2))
     return str(path)
+
+
+def run(recipe: str, model: str, dataset: str, output: Path, *words: str) -> None:
+    named = ["--model_name_or_path", model, "--dataset", dataset, "--output_dir", str(output)]
+    main([str(RECIPES[recipe]), *named, *QUICK, *words])
 
 
 def test_every_recipe_holds_known_settings_and_the_first_ones_are_the_defaults():
@@ -68,13 +67,11 @@ def test_every_recipe_holds_known_settings_and_the_first_ones_are_the_defaults()
 
 
 def test_a_recipe_trains_with_settings_of_the_command_line_and_says_what_came_out(tmp_path, checkpoint, chats, capsys):
-    output = tmp_path / "tuned"
-    words = ["--model_name_or_path", checkpoint, "--dataset", chats, "--output_dir", str(output)]
-    main([str(RECIPES["sft"]), *words, "--eval_share", "0.25", *QUICK])
+    run("sft", checkpoint, chats, tmp_path / "tuned", "--eval_share", "0.25")
     summary = capsys.readouterr().out
     for part in ("train dataset: 12 examples", "eval dataset: 4 examples", "eval_elbo_nll", "tokens_per_second"):
         assert part in summary
-    tuned = WeDLMForCausalLM.from_pretrained(output)
+    tuned = WeDLMForCausalLM.from_pretrained(tmp_path / "tuned")
     assert not torch.equal(tuned.lm_head.weight, tiny_model().lm_head.weight)
     assert tuned.config.use_cache is True
 
@@ -82,30 +79,26 @@ def test_a_recipe_trains_with_settings_of_the_command_line_and_says_what_came_ou
 def test_one_conversation_as_the_readme_shows_them_is_trained_on(tmp_path, checkpoint, capsys, caplog):
     (chat,) = re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "chats.jsonl").write_text(chat.partition("\n")[0])
-    words = ["--model_name_or_path", checkpoint, "--dataset", str(tmp_path / "chats.jsonl")]
-    main([str(RECIPES["sft"]), *words, "--output_dir", str(tmp_path / "out"), *QUICK])
+    run("sft", checkpoint, str(tmp_path / "chats.jsonl"), tmp_path / "out")
     assert "train dataset: 1 example" in capsys.readouterr().out
     assert "none is left to evaluate on" in caplog.text
 
 
 def test_a_stock_qwen_checkpoint_becomes_a_wedlm_by_one_command(tmp_path, stock_checkpoint):
-    texts, output = tmp_path / "texts.parquet", tmp_path / "adapted"
-    Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 9] * 6}).to_parquet(texts)
-    words = ["--model_name_or_path", stock_checkpoint, "--dataset", str(texts), "--output_dir", str(output)]
-    main([str(RECIPES["adapt"]), *words, "--eval_share", "0", *QUICK])
-    adapted = WeDLMForCausalLM.from_pretrained(output)
+    Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 9] * 6}).to_parquet(tmp_path / "texts.parquet")
+    run("adapt", stock_checkpoint, str(tmp_path / "texts.parquet"), tmp_path / "adapted", "--eval_share", "0")
+    adapted = WeDLMForCausalLM.from_pretrained(tmp_path / "adapted")
     ids = torch.tensor([[11, 12, 13]])
     assert adapted.generate(ids, attention_mask=ids > 0, strategy="wedlm", max_new_tokens=5).shape[1] > 3
 
 
 def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
     output = tmp_path / "adapter"
-    words = ["--model_name_or_path", checkpoint, "--dataset", chats, "--output_dir", str(output), "--packing", "false"]
-    words += ["--eval_share", "0", "--streaming", "true", "--resume_from_checkpoint", "auto", *QUICK]
-    words += ["--save_strategy", "steps", "--save_steps", "1"]
-    main([str(RECIPES["lora"]), *words])
+    words = "--packing false --eval_share 0 --streaming true --resume_from_checkpoint auto".split()
+    words += "--save_strategy steps --save_steps 1".split()
+    run("lora", checkpoint, chats, output, *words)
     assert (output / "adapter_model.safetensors").exists()
-    main([str(RECIPES["lora"]), *words, "--max_steps", "3"])
+    run("lora", checkpoint, chats, output, *words, "--max_steps", "3")
     assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 3
 
 
@@ -123,8 +116,7 @@ def said(*words: str) -> str:
     """What `wedlm train` says of a wrong request."""
     result = CliRunner().invoke(cli.app, ["train", *words])
     assert result.exit_code == 2, result.output
-    *_, line = result.stderr.splitlines()
-    return line
+    return result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -166,9 +158,6 @@ def test_ctrl_c_says_how_to_go_on(monkeypatch):
     result = CliRunner().invoke(cli.app, ["train", "--dataset", "x.jsonl", *CPU])
     assert result.exit_code == 130
     assert result.stderr == "Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.\n"
-
-
-# The documentation.
 
 
 def test_each_setting_and_default_of_the_documentation_is_the_configs():

@@ -52,6 +52,14 @@ def logged(trainer, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
+def decoded(model, chat: list[dict] = CHATS[0], max_new_tokens: int = 12, **settings):
+    """What the model answers to the first turn of a chat, as a user would ask it."""
+    how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = tiny_tokenizer().apply_chat_template(chat[:1], **how)
+    settings |= {"strategy": "wedlm", "max_new_tokens": max_new_tokens, "do_sample": False}
+    return model.eval().generate(**inputs, **settings)
+
+
 # Data.
 
 PROMPT, ANSWER = "Count from 1 to 4", "1, 2, 3, 4"
@@ -221,14 +229,14 @@ def test_an_example_that_cannot_be_read_is_told_by_its_number(tmp_path, examples
         list(trainer_on(tmp_path, data).train_dataset)
 
 
-# Loss.
+def weights_of(model) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
 
 def step_of(trainer) -> tuple[str, torch.Tensor]:
     """The logged loss of one SGD step, and all weights after it."""
     trainer.train()
-    weights = torch.cat([weight.detach().flatten() for weight in trainer.model.parameters()])
-    return f"{logged(trainer, 'loss')[0]:.4f}", weights
+    return f"{logged(trainer, 'loss')[0]:.4f}", weights_of(trainer.model)
 
 
 def test_batches_accumulation_packing_and_workers_change_no_digit(tmp_path):
@@ -241,12 +249,12 @@ def test_batches_accumulation_packing_and_workers_change_no_digit(tmp_path):
         {"gradient_checkpointing": True},
     ]
     runs = [step_of(trainer_on(tmp_path, **variant)) for variant in variants]
-    start = torch.cat([weight.detach().flatten() for weight in tiny_model().parameters()])
-    moved = (runs[0][1] - start).abs().max()
+    (expected_loss, expected), *others = runs
+    moved = (expected - weights_of(tiny_model())).abs().max()
     assert moved > 0
-    for loss, weights in runs[1:]:
-        assert loss == runs[0][0]
-        torch.testing.assert_close(weights, runs[0][1], rtol=0, atol=1e-4 * float(moved))
+    for loss, weights in others:
+        assert loss == expected_loss
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4 * float(moved))
 
 
 def test_the_loss_is_that_of_plain_forwards_over_the_whole_step(tmp_path):
@@ -262,9 +270,6 @@ def test_the_loss_is_that_of_plain_forwards_over_the_whole_step(tmp_path):
     speeds = logged(trainer, "tokens_per_second")[0], logged(trainer, "supervised_tokens_per_second")[0]
     counts = int(memory.sum()), int((batch["labels"] != IGNORE).sum())
     assert speeds[0] / speeds[1] == pytest.approx(counts[0] / counts[1])
-
-
-# Evaluation.
 
 
 def test_evaluation_divides_sums_over_tokens_once_whatever_the_batches(tmp_path):
@@ -316,10 +321,7 @@ def test_evaluation_decodes_prompts_as_a_user_would(tmp_path):
     result = trainer.evaluate()["eval_tokens_per_forward"]
     new_tokens = forwards = 0
     for chat in CHATS[:3]:
-        inputs = tiny_tokenizer().apply_chat_template(
-            chat[:1], add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        output = tiny_model().generate(**inputs, strategy="wedlm", max_new_tokens=9, return_dict_in_generate=True)
+        output = decoded(tiny_model(), chat, max_new_tokens=9, return_dict_in_generate=True)
         new_tokens += int(output.stats.new_tokens)
         forwards += int(output.stats.forwards)
     assert result == pytest.approx(new_tokens / forwards)
@@ -328,10 +330,8 @@ def test_evaluation_decodes_prompts_as_a_user_would(tmp_path):
 # What is refused.
 
 
-def of_another_type():
-    model = tiny_model()
-    model.config.model_type = "qwen3"
-    return model
+OTHER = tiny_model()
+OTHER.config.model_type = "qwen3"
 
 
 @pytest.mark.parametrize(
@@ -347,7 +347,7 @@ def of_another_type():
         ({"eval_decoding_samples": -1}, "`eval_decoding_samples` must be at least 0, got -1."),
         ({"model": tiny_model(mask_token_id=7)}, "mask token is id 3, the model's is 7: they do not belong together"),
         ({"model": tiny_model(vocab_size=100)}, "and the model 100 embedding rows: they do not belong together."),
-        ({"model": of_another_type()}, "`model` must be a WeDLM model, got one of type 'qwen3'"),
+        ({"model": OTHER}, "`model` must be a WeDLM model, got one of type 'qwen3'"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, settings, message):
@@ -376,9 +376,6 @@ def test_responses_that_never_end_in_the_end_token_are_refused(tmp_path):
     assert trainer.data_collator(list(trainer.train_dataset))["labels"].eq(EOS).sum() == 3 * len(CHATS)
 
 
-# Accidents.
-
-
 def test_a_loss_that_is_not_finite_ends_the_training_before_it_reaches_the_weights(tmp_path):
     trainer = trainer_on(tmp_path, max_steps=5, save_strategy="steps", save_steps=1)
 
@@ -399,14 +396,10 @@ def test_resuming_without_a_complete_checkpoint_is_refused(tmp_path):
         trainer_on(tmp_path).train(resume_from_checkpoint=True)
 
 
-@pytest.mark.parametrize("copies", [1, 3])
-def test_a_stream_too_short_for_a_step_ends_after_its_first_pass(tmp_path, copies):
-    stream = MESSAGES.to_iterable_dataset()
-    settings = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 8 // copies, "max_steps": 2}
-    trainer = trainer_on(tmp_path, stream, **settings)
-    if copies == 3:  # four batches
-        trainer.train()
-        assert trainer.state.global_step == 2
-        return
+def test_a_stream_too_short_for_a_step_ends_after_its_first_pass(tmp_path):
+    settings = {"data": MESSAGES.to_iterable_dataset(), "gradient_accumulation_steps": 4, "max_steps": 2}
+    long_enough = trainer_on(tmp_path, per_device_train_batch_size=2, **settings)
+    long_enough.train()
+    assert long_enough.state.global_step == 2
     with pytest.raises(ValueError, match="fewer batches than `gradient_accumulation_steps`, 4 for each process, of"):
-        trainer.train()
+        trainer_on(tmp_path, per_device_train_batch_size=8, **settings).train()

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from dual_stream_oracle import IGNORE
+from test_sft_trainer import logged, weights_of
 from tiny import EOS, START, tiny_model, tiny_tokenizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -32,10 +33,6 @@ def trainer_on(folder: Path, *, collator=None, train_dataset=EXAMPLES, eval_data
     }  # fmt: skip
     arguments, collator = TrainingArguments(**(defaults | settings)), collator_with() if collator is None else collator
     return Trainer(tiny_model(), arguments, collator, train_dataset, eval_dataset, callbacks=callbacks)
-
-
-def losses_of(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 Noise = dict[tuple[int, ...], tuple[int, ...]]
@@ -66,22 +63,15 @@ def record_noise(trainer: Trainer) -> tuple[list[Noise], list[Noise]]:
     return epochs, evaluations
 
 
-# Loss, gradient, updates.
-
-
 @pytest.mark.parametrize("prediction_loss_only", [True, False])
 def test_evaluation_gives_the_loss_and_never_the_logits(tmp_path, prediction_loss_only):
-    trainer = trainer_on(
-        tmp_path, eval_dataset=EXAMPLES[:5], per_device_eval_batch_size=5, prediction_loss_only=prediction_loss_only
-    )
+    settings = {"per_device_eval_batch_size": 5, "prediction_loss_only": prediction_loss_only}
+    trainer = trainer_on(tmp_path, eval_dataset=EXAMPLES[:5], **settings)
     first, second = trainer.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]
     assert first == second
     with torch.no_grad():
         assert first == pytest.approx(trainer.model(**collator_with()(EXAMPLES[:5])).loss.item(), rel=1e-6)
     assert not trainer.predict(EXAMPLES[:5]).predictions
-
-
-# Noise over epochs.
 
 
 def expected_noise(epoch: int, **settings) -> Noise:
@@ -123,9 +113,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
         resumed = trainer_on(tmp_path / "resumed", callbacks=[DynamicMaskingCallback()], **settings)
         epochs, _ = record_noise(resumed)
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert losses_of(resumed) == losses_of(whole)
-        for weight, expected in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
-            assert torch.equal(weight, expected)
+        assert logged(resumed, "loss") == logged(whole, "loss")
+        assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
         assert epochs[-1] == expected_noise(2)
 
 

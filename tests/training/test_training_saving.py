@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_sft_trainer import MESSAGES, logged, trainer_on
+from test_sft_trainer import MESSAGES, logged, trainer_on, weights_of
 from tiny import tiny_model
 from transformers import AutoTokenizer, TrainerCallback, TrainerState, modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
@@ -30,10 +30,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def same_weights(model, other) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The run that nothing interrupts."""
@@ -47,7 +43,7 @@ def assert_resumes(folder: Path, whole) -> None:
     resumed = trainer_on(folder, **SETTINGS)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed, "loss") == logged(whole, "loss")
-    assert same_weights(resumed.model, whole.model)
+    assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["checkpoint-4"]
 
 
@@ -55,42 +51,32 @@ class Killed(BaseException):
     """Stands for SIGKILL: what a save has written so far stays there, one file half written."""
 
 
-@pytest.fixture
-def kill_in(monkeypatch):
-    """`kill_in(point, place, run)`: runs until a file is saved at a place."""
-
-    def run_until(point, place, run):
-        owner, name = {
-            "weights": (modeling_utils, "safe_save_file"),
-            "optimizer": (torch, "save"),
-            "state": (TrainerState, "save_to_json"),
-        }[point]
-        save = getattr(owner, name)
-
-        def cut_off(*args, **kwargs):
-            save(*args, **kwargs)
-            target = Path(next(str(arg) for arg in args if isinstance(arg, str | os.PathLike)))
-            if place in str(target):
-                os.truncate(target, target.stat().st_size // 2)
-                raise Killed
-
-        with monkeypatch.context() as patch:
-            patch.setattr(owner, name, cut_off)
-            patch.setattr(saving.shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
-            with pytest.raises(Killed):
-                run()
-
-    return run_until
-
-
 @pytest.mark.parametrize(
-    ("point", "place"),
-    [("weights", "checkpoint-3"), ("optimizer", "checkpoint-3/optimizer"), ("state", "checkpoint-3")],
+    ("owner", "name", "place"),
+    [
+        (modeling_utils, "safe_save_file", "checkpoint-3"),
+        (torch, "save", "checkpoint-3/optimizer"),
+        (TrainerState, "save_to_json", "checkpoint-3"),
+    ],
+    ids=["weights", "optimizer", "state"],
 )
 def test_after_a_kill_in_the_middle_of_a_checkpoint_training_resumes_as_if_uninterrupted(
-    tmp_path, whole, kill_in, point, place
+    tmp_path, whole, monkeypatch, owner, name, place
 ):
-    kill_in(point, place, trainer_on(tmp_path, **SETTINGS).train)
+    save = getattr(owner, name)
+
+    def cut_off(*args, **kwargs):
+        save(*args, **kwargs)
+        target = Path(next(str(arg) for arg in args if isinstance(arg, str | os.PathLike)))
+        if place in str(target):
+            os.truncate(target, target.stat().st_size // 2)
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, cut_off)
+        patch.setattr(saving.shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
+        with pytest.raises(Killed):
+            trainer_on(tmp_path, **SETTINGS).train()
     assert (tmp_path / "_saving").is_dir()
     # transformers' own search finds it too: no other folder looks like a checkpoint.
     assert get_last_checkpoint(tmp_path) == str(newest_complete_checkpoint(tmp_path)) == str(tmp_path / "checkpoint-2")
@@ -112,8 +98,7 @@ def disk_with_room_for(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def weights_size() -> int:
-    return sum(4 * weight.numel() for weight in tiny_model().parameters())
+WEIGHTS_SIZE = 4 * weights_of(tiny_model()).numel()
 
 
 class FullDisk(TrainerCallback):
@@ -127,11 +112,10 @@ class FullDisk(TrainerCallback):
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-@pytest.mark.parametrize("part", ["weights", "optimizer"])
-def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_from_it(tmp_path, whole, part):
+@pytest.mark.parametrize("share", [0.5, 1.5], ids=["weights", "optimizer"])  # AdamW's state is twice as large
+def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_from_it(tmp_path, whole, share):
     broken = trainer_on(tmp_path, **SETTINGS)
-    size = weights_size()  # AdamW's state is twice as large
-    broken.add_callback(FullDisk(size // 2 if part == "weights" else size * 3 // 2))
+    broken.add_callback(FullDisk(int(share * WEIGHTS_SIZE)))
     with disk_with_room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=CUT_OFF):
         broken.train()
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2"]  # nothing half-made
@@ -143,14 +127,14 @@ def test_a_full_disk_in_the_final_save_leaves_the_older_model_as_it_was(tmp_path
     trainer.save_model()
     before = contents(tmp_path)
     trainer.train()
-    with disk_with_room_for(weights_size() // 2), pytest.raises(OSError, match=CUT_OFF):
+    with disk_with_room_for(WEIGHTS_SIZE // 2), pytest.raises(OSError, match=CUT_OFF):
         trainer.save_model()
     after = contents(tmp_path)
     for files in (before, after):
         del files["README.md"]  # says how far training has come
     assert after == before
     trainer.save_model()
-    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), trainer.model)
+    assert torch.equal(weights_of(WeDLMForCausalLM.from_pretrained(tmp_path)), weights_of(trainer.model))
     assert not list(tmp_path.glob("_sav*"))
 
 
@@ -159,7 +143,7 @@ def test_a_run_into_a_folder_of_another_leaves_the_others_checkpoint_whole_until
     trainer_on(tmp_path, **SETTINGS | {"max_steps": 3}).train()
     before = contents(tmp_path / "checkpoint-3")
     second = trainer_on(tmp_path, model=tiny_model(seed=1), **SETTINGS | {"save_total_limit": None})
-    second.add_callback(FullDisk(weights_size() * 3 // 2))
+    second.add_callback(FullDisk(WEIGHTS_SIZE * 3 // 2))
     with disk_with_room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=CUT_OFF):
         second.train()
     assert contents(tmp_path / "checkpoint-3") == before
@@ -168,9 +152,8 @@ def test_a_run_into_a_folder_of_another_leaves_the_others_checkpoint_whole_until
 
 
 def test_the_best_checkpoint_is_kept_by_its_final_name_and_loaded_in_the_end(tmp_path):
-    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2}
     settings |= {"metric_for_best_model": "eval_ar_nll", "learning_rate": 0.0}  # so that the first remains the best
-    settings |= {"save_total_limit": 2}
     trainer = trainer_on(tmp_path, eval_dataset=MESSAGES, **SETTINGS | settings)
     trainer.train()
     best = str(tmp_path / "checkpoint-1")
@@ -189,11 +172,8 @@ def test_a_saved_model_replaces_the_shards_of_an_older_one(tmp_path):
     trainer.save_state()
     assert [path.name for path in tmp_path.glob("model*.safetensors*")] == ["model.safetensors"]
     assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 0
-    assert same_weights(WeDLMForCausalLM.from_pretrained(tmp_path), tiny_model())
+    assert torch.equal(weights_of(WeDLMForCausalLM.from_pretrained(tmp_path)), weights_of(tiny_model()))
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(trainer.processing_class)
-
-
-# What the parent does besides saving still works.
 
 
 @pytest.mark.parametrize("part", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
