@@ -180,7 +180,7 @@ def base_of(model: Any) -> dict[str, Any]:
     The weights are the final norm's and the first embeddings', which are the same with a LoRA beside the weights or
     merged into them, and with quantised layers.
     """
-    config, embeddings = model.config.get_text_config(decoder=True), model.get_input_embeddings()
+    config, embeddings = model.config.get_text_config(decoder=True), base_embeddings(model)
     with torch.no_grad():
         is_scaled = hasattr(embeddings, "embed_scale")  # by a number that is rounded to the dtype
         first = embeddings.weight[:64] if is_scaled else embeddings(torch.arange(64, device=model.device))
@@ -191,9 +191,17 @@ def base_of(model: Any) -> dict[str, Any]:
     return sizes | identity_of(*_norm_weights(model), first)
 
 
+def base_embeddings(model: Any) -> Any:
+    """The model's input embeddings; of those that PEFT wraps, the base's own."""
+    embeddings = model.get_input_embeddings()
+    if hasattr(embeddings, "get_base_layer"):
+        return embeddings.get_base_layer()
+    return getattr(embeddings, "original_module", embeddings)
+
+
 def _norm_weights(model: Any) -> list[torch.Tensor]:
     """The weight of the norm before the head: the decoder's own last vector. Some norms have none."""
-    shape = (model.get_input_embeddings().embedding_dim,)
+    shape = (base_embeddings(model).embedding_dim,)
     weights = [getattr(module, "weight", None) for module in model.get_decoder().children()]
     return [weight for weight in weights if weight is not None and weight.shape == shape][-1:]
 

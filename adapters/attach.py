@@ -34,6 +34,7 @@ from .adapter_files import (
     CONFIG_NAME,
     MaskAdapterSettings,
     StoredMaskAdapter,
+    base_embeddings,
     base_of,
     check_base,
 )
@@ -278,7 +279,7 @@ def _sizes(targets: Mapping[str, Sequence[Any]]) -> list[tuple[int, int, int]]:
 @torch.no_grad()
 def _mean_embedding(model: Any) -> torch.Tensor:
     """What the slots' embedding begins with, `(H,)` float32: MASK's, or the mean of all tokens'."""
-    embeddings, mask_id = model.get_input_embeddings(), getattr(model.config, "mask_token_id", None)
+    embeddings, mask_id = base_embeddings(model), getattr(model.config, "mask_token_id", None)
     known = torch.arange(embeddings.num_embeddings) if mask_id is None else torch.tensor([mask_id])
     start: torch.Tensor = embeddings(known.to(model.device)).float().mean(0)
     return start
@@ -369,7 +370,7 @@ def output_projections(model: Any) -> tuple[str, ...]:
     state and others attend.
     """
     layers = decoder_layers(model)
-    hidden_size = model.get_input_embeddings().embedding_dim
+    hidden_size = base_embeddings(model).embedding_dim
     last: dict[tuple[int, str], str] = {}
 
     def note(index: int, name: str) -> Any:
@@ -384,7 +385,7 @@ def output_projections(model: Any) -> tuple[str, ...]:
     handles = [
         module.register_forward_hook(note(index, name))
         for index, layer in enumerate(layers if keeps_state(model) else layers[:1])
-        for name, module in layer.named_modules()
+        for name, module in _base_modules(layer)
         if _is_linear(module)
     ]
     try:
@@ -400,6 +401,14 @@ def output_projections(model: Any) -> tuple[str, ...]:
     short = [name.rpartition(".")[2] for name in names]
     is_clear = len(set(short)) == len(short) and all(_has_one_size(model, name) for name in short)
     return tuple(short if is_clear else names)
+
+
+def _base_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules below a layer, without those that PEFT adds to layers of the base."""
+    wrapped = [f"{name}." for name, module in layer.named_modules() if hasattr(module, "get_base_layer")]
+    for name, module in layer.named_modules():
+        if all(not name.startswith(prefix) or name == f"{prefix}base_layer" for prefix in wrapped):
+            yield name, module
 
 
 def _has_one_size(model: Any, target: str) -> bool:

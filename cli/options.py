@@ -180,6 +180,7 @@ _SPECIAL: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "settings": (("--set",), {"metavar": "NAME=VALUE"}),
     "model": ((), {"metavar": "MODEL"}),
     "start": (("--from",), {}),
+    "seed": ((), {"min": 0, "max": 2**32 - 1}),
 }
 _MODEL = "model_by_option"
 

@@ -38,7 +38,9 @@ REFUSED = {
     "decoder_start_token_id": _NOTHING,
     "transformers_version": _NOTHING,
 }
-NEUTRAL = (None, False, 1)
+_OWN = "return_dict_in_generate"  # which commands set themselves
+# The number 1 asks for nothing where one answer, beam or group is meant, and nowhere else.
+_COUNTS = ("num_return_sequences", "num_beams", "num_beam_groups")
 
 # Those that only AR decoding honours, as in docs/reference.md, and the values that ask for nothing.
 AR_ALONE = {
@@ -149,7 +151,9 @@ def _check_names(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if name not in known:
             raise ValueError(f"`--set {name}=…`: `generate` has no setting of this name.")
-        if name in REFUSED and value not in NEUTRAL:
+        is_one = name in _COUNTS and value == 1 and value is not True
+        asks_nothing = name != _OWN and (value is None or value is False or is_one)
+        if name in REFUSED and not asks_nothing:
             raise ValueError(f"`--set {name}=…` has no place in a command: {REFUSED[name]}.")
 
 

@@ -29,7 +29,7 @@ from .rules import FillRule, Rule
 from .sampling import TokenSampler
 from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerationSettings
 from .state import keeps_state
-from .stats import DecodingStats, ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
+from .stats import DecodingStats, EndRecorder, ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
 from .streaming import TokenStream
 from .verify import VerifyRule
@@ -148,9 +148,12 @@ class WeDLMGenerationMixin(GenerationMixin):
             if isinstance(cache, WindowCache):
                 prompts = prompts_of(input_ids, generation_config, model_kwargs)
                 model_kwargs[CACHE] = cache.as_dynamic(prompts, input_ids.shape[1], self.config)
-            inputs = input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer
+            ends = EndRecorder(stopping_criteria)
+            inputs = input_ids, logits_processor, ends, generation_config, synced_gpus, streamer
             output = super()._sample(*inputs, **model_kwargs)  # type: ignore[misc]
-            return _with_stats(output, input_ids.shape[1], generation_config)
+            if not isinstance(output, GenerateDecoderOnlyOutput):
+                return output
+            return WeDLMGenerateOutput(**output, stats=DecodingStats.of_ar(ends.new_tokens.cpu()))
         model_kwargs.pop("cache_params", None)  # that `generate` made for Mamba 2
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
@@ -218,16 +221,6 @@ def _warn(model: Any, settings: WeDLMGenerationSettings, is_static: bool) -> Non
             "The model's forward is compiled, but the rows of a window change from step to step: it may be "
             "compiled eight times. Pass `cache_implementation='static'`, where shapes are fixed."
         )
-
-
-def _with_stats(output: Any, prompt_length: int, generation_config: GenerationConfig) -> Any:
-    """The output of AR decoding, with statistics beside it."""
-    if not isinstance(output, GenerateDecoderOnlyOutput):
-        return output
-    ends = generation_config.eos_token_id
-    end_tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    stats = DecodingStats.of_ar(output.sequences, prompt_length, end_tokens)
-    return WeDLMGenerateOutput(**output, stats=stats)
 
 
 def _check_passed(settings: WeDLMGenerationSettings, passed: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
+
 STRATEGIES = ("ar", "wedlm", "block")
 VERIFICATIONS = ("none", "exact")
 ENTROPIES = ("entropy_threshold", "distance_penalty", "draft_threshold")  # settings in nats
@@ -21,7 +23,10 @@ class OptionError(ValueError):
 
 
 def check_mask_token_id(
-    mask_token_id: int | None, vocab_size: int, eos_token_id: int | list[int] | None, pad_token_id: int | None
+    mask_token_id: int | None,
+    vocab_size: int,
+    eos_token_id: int | list[int] | torch.Tensor | None,
+    pad_token_id: int | None,
 ) -> None:
     """Raises `ValueError` for a mask id that is no row of the vocabulary, or that is the end or the padding token."""
     if mask_token_id is None:
@@ -30,8 +35,7 @@ def check_mask_token_id(
         raise ValueError(f"`mask_token_id` must be an integer, got {mask_token_id!r}.")
     if not 0 <= mask_token_id < vocab_size:
         raise ValueError(f"`mask_token_id` must lie in the vocabulary (0 to {vocab_size - 1}), got {mask_token_id}.")
-    end_tokens = eos_token_id if isinstance(eos_token_id, list | tuple) else [eos_token_id]
-    if mask_token_id in end_tokens:
+    if eos_token_id is not None and mask_token_id in torch.as_tensor(eos_token_id).flatten().tolist():
         raise ValueError(f"`mask_token_id` must differ from the end token, got {mask_token_id} for both.")
     if mask_token_id == pad_token_id:
         raise ValueError(f"`mask_token_id` must differ from the padding token, got {mask_token_id} for both.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 
 from .decoding import StepOutcome
 from .rows import SequenceState
@@ -35,11 +35,8 @@ class DecodingStats:
     accepted_by_depth: torch.Tensor
 
     @classmethod
-    def of_ar(cls, sequences: torch.Tensor, prompt_length: int, end_tokens: Collection[int]) -> "DecodingStats":
-        """Of plain decoding, one token per forward: `sequences` are `(B, prompt + new tokens)`."""
-        new = sequences[:, prompt_length:].cpu()
-        is_end = torch.isin(new, torch.tensor(list(end_tokens), dtype=new.dtype))
-        tokens = ((is_end.cumsum(1) - is_end.long()) == 0).sum(1)
+    def of_ar(cls, tokens: torch.Tensor) -> "DecodingStats":
+        """Of plain decoding, one token per forward: `tokens` are those of each row, `(B,)` int64."""
         nothing, no_depth = torch.zeros_like(tokens), tokens.new_zeros(len(tokens), 0)
         return cls(tokens, tokens.clone(), (tokens - 1).clamp(min=0), nothing, nothing.clone(), no_depth, no_depth)
 
@@ -66,6 +63,25 @@ class DecodingStats:
         """p_cache = N_gen / N_fwd, pooled over rows: 1 where each slot was computed once; a little more where the last
         token, which no forward reads, counts."""
         return self.new_tokens.sum().item() / max(1, self.token_instances.sum().item())
+
+
+class EndRecorder(StoppingCriteriaList):
+    """The stopping criteria of plain decoding, which note where each row ends: what follows there may be padding."""
+
+    def __init__(self, criteria: StoppingCriteriaList):
+        super().__init__(criteria)
+        self.is_over: torch.Tensor | None = None
+        self.new_tokens = torch.empty(0, dtype=torch.int64)  # (B,), so far
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        """The parent's."""
+        is_over = super().__call__(input_ids, scores, **kwargs)
+        if self.is_over is None:
+            self.is_over = torch.zeros_like(is_over)
+            self.new_tokens = torch.zeros_like(is_over, dtype=torch.int64)
+        self.new_tokens += ~self.is_over
+        self.is_over |= is_over
+        return is_over
 
 
 class StatsRecorder:

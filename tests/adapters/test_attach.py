@@ -108,6 +108,31 @@ def test_loading_leaves_what_trains_in_training(tmp_path):
     assert trained(model) == before
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["o_proj", "down_proj"], "use_dora": True},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    ],
+    ids=["all-linear", "dora", "embeddings", "tokens", "whole embeddings"],
+)
+def test_an_adapter_made_beside_a_lora_updates_the_base_and_fits_it(tmp_path, how):
+    torch.manual_seed(4)
+    lora = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **how)
+    model = get_peft_model(llama(), lora).base_model.model.eval()
+    expected = model.generate(PROMPT, **GREEDY)
+    adapter = add_mask_adapter(model)
+    assert adapter.settings.target_modules == ("o_proj", "down_proj")
+    for parameter in adapter.parameters():
+        parameter.data.normal_(std=0.3)
+    assert torch.equal(model.generate(PROMPT, **VERIFIED), expected)
+    model.save_mask_adapter(tmp_path)
+    load_mask_adapter(llama(), tmp_path)
+
+
 def test_a_lora_may_come_after_the_mask_adapter(tmp_path):
     task = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     torch.manual_seed(3)

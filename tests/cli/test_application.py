@@ -248,6 +248,7 @@ WRONG = {
     "generate hi --device abacus": "`--device abacus` is not available",
     "generate hi --dtype int8": "Invalid value for '--dtype'",
     "generate hi --threads 0": "`threads` must be at least 1, got 0.",
+    f"generate hi --seed {2**70}": "Invalid value for '--seed'",
     "merge 'base of adapter' adapter out": "is a mask adapter, which cannot be merged",
     "merge model model out": "adapter_config.json",
 }

@@ -103,6 +103,15 @@ def command(loaded, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.parametrize(
+    "setting", ["token_healing=true", "max_length=1", "num_beams=true", "return_dict_in_generate=null"]
+)
+def test_true_and_one_ask_for_something_where_no_number_of_answers_is_meant(command, setting):
+    code, _, error = command("generate", EXACT, (setting,))
+    assert code == 2 and "has no place in a command" in error
+    assert command("generate", EXACT, ("num_beams=1", "output_scores=false"))[0] == 0
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_no_command_honours_is_refused_by_name_before_any_weights(command, name):
     for word in ("generate", "chat", "trace", "serve"):

@@ -362,6 +362,23 @@ def test_nothing_is_kept_that_nobody_asked_for(qwen3):
     assert output.log_probs is not None
 
 
+def test_ar_decoding_counts_each_row_up_to_where_a_criterion_ended_it(qwen3):
+    """The padding behind may be an end token, or any other."""
+    prompts = torch.tensor([[5, 6, 7], [8, 9, 10]])
+    ends = torch.tensor([EOS, MASK + 1])  # which transformers takes, too
+    shared = {"do_sample": False, "max_new_tokens": 9, "return_dict_in_generate": True, "eos_token_id": ends}
+
+    def stop(ids, scores, **kwargs):
+        return torch.tensor([ids.shape[1] >= 5, ids.shape[1] >= 8])
+
+    for pad in (PAD, EOS):
+        how = {**shared, "pad_token_id": pad, "stopping_criteria": [stop]}
+        exact = qwen3.generate(prompts, **how, strategy="wedlm", verification="exact")
+        ar = qwen3.generate(prompts, **how)
+        assert ar.sequences.tolist() == exact.sequences.tolist()
+        assert ar.stats.new_tokens.tolist() == exact.stats.new_tokens.tolist() == [2, 5]
+
+
 def test_counts_print_as_a_table_and_ar_decoding_has_them(qwen3):
     inputs = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "do_sample": False, "return_dict_in_generate": True}
     exact = qwen3.generate(**inputs, max_new_tokens=9, strategy="wedlm", verification="exact")
