@@ -131,7 +131,7 @@ class MaskDistillation(nn.Module):
 
     Args:
         model: with a mask adapter.
-        num_masks: K.
+        num_masks: the largest K; a batch may have fewer.
         top_tokens: likeliest tokens of the base at each position that are candidates.
         sampled_tokens: of all others, how many stand for them.
 
@@ -207,11 +207,11 @@ class MaskDistillation(nn.Module):
             (the likeliest candidate is the base's, with and without the previous-token head), `counted` `(B, C, K)`
             bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats.
         """
-        counted = labels != IGNORE_INDEX
+        counted, count = labels != IGNORE_INDEX, labels.shape[-1]
         memory_hidden, memory = self.memory(input_ids, cuts)
-        hidden = self.masks(memory, cuts)[counted]
+        hidden = self.masks(memory, cuts, count)[counted]
         # Targets: what the memory row before each mask's position says.
-        before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
+        before = (cuts[..., None] + 1 + torch.arange(count, device=cuts.device)).clamp(min=0)
         rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
         places, of_slot = (rows * input_ids.shape[1] + before)[counted].unique(return_inverse=True)
         with torch.no_grad():
@@ -229,7 +229,7 @@ class MaskDistillation(nn.Module):
         parts = zip(logits.chunk(len(states)), log_sums.chunk(len(states)), strict=True)
         losses = [self.loss(Predicted(targets, *part, shares)) for part in parts]
         correct = [part.argmax(-1) == likeliest for part in logits.detach().chunk(len(states))]
-        weights = self.depth_weights.expand_as(counted)[counted]
+        weights = self.depth_weights[:count].expand_as(counted)[counted]
         total = losses[-1] + (PLAIN_WEIGHT * losses[0] if len(states) > 1 else 0)
         items = weights.sum() if num_items_in_batch is None else num_items_in_batch
         grid = torch.zeros_like(counted, dtype=torch.float32)
@@ -270,16 +270,17 @@ class MaskDistillation(nn.Module):
             memory.read(self._decoder, input_ids[:, : int(cuts.max()) + 1], cuts)
         return memory
 
-    def masks(self, memory: Cache, cuts: torch.Tensor) -> torch.Tensor:
+    def masks(self, memory: Cache, cuts: torch.Tensor, count: int | None = None) -> torch.Tensor:
         """Last hidden states `(B, C, K, H)` of K masks behind each cut.
 
         Args:
             memory: of [`memory`], for these cuts.
             cuts: `(B, C)`: position of the last token that the masks of a run see, -1 for none. The first mask stands
                 two positions further on.
+            count: K; default: the largest.
         """
-        device, cuts = cuts.device, cuts.clamp(min=0)[..., None]
-        runs = cuts + 2 + torch.arange(self.num_masks, device=device)
+        device, cuts, count = cuts.device, cuts.clamp(min=0)[..., None], count or self.num_masks
+        runs = cuts + 2 + torch.arange(count, device=device)
         positions = runs.flatten(1)
         own = positions[..., None]
         places = torch.arange(self._length(memory), device=device).expand(*runs.shape, -1)
@@ -303,7 +304,7 @@ class MaskDistillation(nn.Module):
             inputs = {"position_ids": positions, "use_cache": True, cache_name(self._decoder): memory.runs()}
         else:
             inputs["attention_mask"] = visible if len(visible) > 1 else visible[self._kinds[0]]
-        token = _RUNS.set(MaskRuns(memory, self.num_masks, implementation == "eager", apart))
+        token = _RUNS.set(MaskRuns(memory, count, implementation == "eager", apart))
         self._text._attn_implementation = MASK_RUNS
         try:
             with self.model.predicting(positions.shape[1]), short_chunks():

@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -76,14 +77,16 @@ def count_cuts(answer: AnswerTokens, cut_stride: int) -> int:
 class DataCollatorForMaskRuns:
     """Random cuts, and the tokens that the masks after them must predict.
 
-    The response is divided into stretches of `cut_stride` tokens, and each gets one cut, drawn uniformly. Where a cut
-    falls is a function of (seed, epoch, tokens of the answer) alone: batches, workers and processes change nothing.
+    The response is divided into stretches of tokens, and each gets one cut, drawn uniformly. Where a cut falls is a
+    function of (seed, epoch, tokens of the answer) and of K alone, and K one of the batch: workers change nothing.
 
     Args:
         pad_token_id: fills the rows.
-        num_masks: K.
-        cut_stride: response tokens for each cut.
+        num_masks: the largest K.
+        cut_stride: response tokens for each cut with so many masks; in proportion with fewer.
         seed: of the cuts.
+        retention: of the batches whose runs have a mask at some depth, the share that has one at the next, too: few
+            drafts are accepted that deep, and the same number of masks behind more cuts teaches more.
         is_shared: all answers of an epoch have their cuts at the same positions. A model that keeps a state reads a
             batch in pieces from cut to cut, and then there are no more than the longest answer has.
     """
@@ -92,6 +95,7 @@ class DataCollatorForMaskRuns:
     num_masks: int
     cut_stride: int
     seed: int = 0
+    retention: float = 1.0
     is_shared: bool = False
 
     def __post_init__(self) -> None:
@@ -113,26 +117,36 @@ class DataCollatorForMaskRuns:
         answers = [answer for batch in batches for answer in batch]
         tokens = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in answers]
         keys = [self._key(row) for row in tokens]
+        noise_key = sum(keys) % 2**62
+        masks = self._masks(noise_key)
+        stride = -(-self.cut_stride * masks // self.num_masks)
         drawn = [
-            self._cuts(len(answer["prompt_ids"]), len(row), key)
+            self._cuts(len(answer["prompt_ids"]), len(row), key, stride)
             for answer, row, key in zip(answers, tokens, keys, strict=True)
         ]
         cuts = pad_sequence(drawn, batch_first=True, padding_value=-1)
-        positions = cuts[..., None] + 2 + torch.arange(self.num_masks)
+        positions = cuts[..., None] + 2 + torch.arange(masks)
         padded = pad_sequence(tokens, batch_first=True, padding_value=IGNORE_INDEX)
-        padded = nn.functional.pad(padded, (0, self.num_masks + 1), value=IGNORE_INDEX)
+        padded = nn.functional.pad(padded, (0, masks + 1), value=IGNORE_INDEX)
         labels = padded.gather(1, positions.flatten(1)).view_as(positions)
         return {
             "input_ids": pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id),
             "cuts": cuts,
             "labels": labels.masked_fill(cuts[..., None] < 0, IGNORE_INDEX),
-            "noise_key": torch.tensor(sum(keys) % 2**62),
+            "noise_key": torch.tensor(noise_key),
         }
 
-    def _cuts(self, prompt_length: int, length: int, key: int) -> torch.Tensor:
+    def _masks(self, key: int) -> int:
+        """K of a batch."""
+        draw, count = Random(key).random(), 1
+        while count < self.num_masks and draw < self.retention**count:
+            count += 1
+        return count
+
+    def _cuts(self, prompt_length: int, length: int, key: int, stride: int) -> torch.Tensor:
         """One cut in each stretch of the response; the last token of the prompt is the first place for one. A short
         response between shared cuts gets one of its own."""
-        first, end, stride = prompt_length - 1, length - 2, self.cut_stride
+        first, end = prompt_length - 1, length - 2
         generator = torch.Generator().manual_seed(self._key(torch.zeros(0)) if self.is_shared else key)
         if self.is_shared:  # stretches of positions, whole ones: those of a longer answer begin with the same cuts
             drawn = torch.randint(stride, (-(-end // stride),), generator=generator)

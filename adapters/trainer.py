@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -66,7 +67,10 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         *,
         clock: Clock = time.monotonic,
     ):
-        collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed, keeps_state(model))
+        # A model that keeps a state reads from cut to cut: more of them would take longer than their masks.
+        has_state = keeps_state(model)
+        runs = args.num_masks, args.cut_stride, args.seed, 1.0 if has_state else args.retention
+        collator = DataCollatorForMaskRuns(0, *runs, is_shared=has_state)
         self.budget, self._clock = Budget(), clock
         self._sums: defaultdict[str, float] = defaultdict(float)
         model.mask_adapter.settings = replace(model.mask_adapter.settings, num_masks=args.num_masks)
@@ -97,7 +101,10 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         """The sum of loss weights of the whole step. Counts the budget, too, the same on every process."""
         weights = self.accelerator.unwrap_model(self.model).depth_weights.cpu()
         counted = [batch["labels"] != -100 for batch in batch_samples]
-        sums = [sum(float((mask * weights).sum()) for mask in counted), sum(int(mask.sum()) for mask in counted)]
+        sums = [
+            sum(float((mask * weights[: mask.shape[-1]]).sum()) for mask in counted),
+            sum(int(mask.sum()) for mask in counted),
+        ]
         everyone = self._everyones(sums)
         self.budget.mask_rows += int(everyone[:, 1].sum())
         return everyone[:, 0].sum().float()
@@ -133,7 +140,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         state, budget = self.state, self.budget
-        settings = {"num_masks": self.args.num_masks, "cut_stride": self.args.cut_stride}
+        settings = {name: getattr(self.args, name) for name in ("num_masks", "cut_stride", "retention")}
         for name, value in settings.items():
             if (before := budget.settings.get(name, value)) != value:
                 raise ValueError(f"A run with `{name}` {before} cannot go on with {value}: choose a new folder.")
@@ -159,15 +166,17 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _count(self, outputs: dict[str, torch.Tensor]) -> None:
-        counted = outputs["counted"]
-        self._sums["runs"] += int(counted[..., 0].sum())
+        counted, depths = outputs["counted"], self.args.num_masks
+        is_whole = counted.shape[-1] == depths  # of shorter runs nobody knows how many drafts would be accepted
+        deeper = (0, depths - counted.shape[-1])
+        self._sums["runs"] += is_whole * int(counted[..., 0].sum())
         for suffix in ("", "_plain"):
             correct = outputs["correct" + suffix]
-            self._sums["accepted" + suffix] += int(correct.long().cumprod(-1).sum())
+            self._sums["accepted" + suffix] += is_whole * int(correct.long().cumprod(-1).sum())
             self._sums["soft_loss" + suffix] += float(outputs["soft_loss" + suffix].sum())
-            for depth, count in enumerate(correct.sum((0, 1)).tolist()):
+            for depth, count in enumerate(nn.functional.pad(correct.sum((0, 1)), deeper).tolist()):
                 self._sums[f"correct{suffix}_{depth}"] += count
-        for depth, count in enumerate(counted.sum((0, 1)).tolist()):
+        for depth, count in enumerate(nn.functional.pad(counted.sum((0, 1)), deeper).tolist()):
             self._sums[f"counted_{depth}"] += count
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -180,7 +189,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             total = sum(sums[f"counted_{depth}"] for depth in depths)
             for suffix in ("", "_plain"):
                 logs["soft_loss" + suffix] = round(sums["soft_loss" + suffix] / total, 4)
-                logs["accepted" + suffix] = round(sums["accepted" + suffix] / max(1, sums["runs"]), 4)
+                if sums["runs"]:
+                    logs["accepted" + suffix] = round(sums["accepted" + suffix] / sums["runs"], 4)
                 logs["accuracy" + suffix] = [  # type: ignore[assignment]
                     round(sums[f"correct{suffix}_{depth}"] / max(1, sums[f"counted_{depth}"]), 3) for depth in depths
                 ]

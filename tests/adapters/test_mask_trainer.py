@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -84,19 +85,19 @@ def stock_model(name: str) -> Any:
     return with_adapter(build(name, test_families.FAMILIES[name][0] | shape | FAMILIES[name]))
 
 
-def check_loss_and_gradient(model: Any, some: list[dict[str, Any]]) -> None:
+def check_loss_and_gradient(model: Any, some: list[dict[str, Any]], masks: int = K) -> None:
     """Compares both with those of plain forwards of prefix and masks, one by one, with the base's own distributions.
     All of the adapter has a gradient, and nothing else."""
     adapter, head, vocabulary = model.mask_adapter, model.get_output_embeddings(), model.config.vocab_size
     distillation = MaskDistillation(model, num_masks=K, top_tokens=vocabulary, sampled_tokens=1)
-    batch = batch_of(some)
+    batch = DataCollatorForMaskRuns(0, masks, 3)([some])
     total, weights = torch.zeros(()), 0.0
     for row, answer in enumerate(some):
         tokens = torch.tensor(answer["prompt_ids"] + answer["response_ids"])
         with torch.no_grad():
             teacher = model(tokens[None], use_cache=False).logits[0].softmax(-1)
         for cut in filter(lambda cut: cut >= 0, batch["cuts"][row].tolist()):
-            for depth, state in enumerate(states_behind(model, tokens, cut)[: len(tokens) - cut - 2]):
+            for depth, state in enumerate(states_behind(model, tokens, cut)[: min(masks, len(tokens) - cut - 2)]):
                 before = model.get_input_embeddings()(tokens[[cut + depth, cut + depth + 1]])
                 for share, one in ((1.0, adapter.head(state, before)), (0.5, state)):
                     log_probs = distillation._scaled(head(one)).log_softmax(-1)
@@ -118,6 +119,27 @@ def check_loss_and_gradient(model: Any, some: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen2.5", *FAMILIES])
 def test_the_loss_is_the_cross_entropy_with_the_bases_own_distributions(name):
     check_loss_and_gradient(stock_model(name) if name in FAMILIES else adapted_model(name), answers(3))
+
+
+@pytest.mark.parametrize("masks", [1, 3])
+def test_the_loss_of_a_batch_with_fewer_masks_is_that_of_its_masks(masks):
+    check_loss_and_gradient(adapted_model(), answers(3), masks)
+
+
+def test_each_depth_is_retained_in_its_share_of_batches_and_fewer_masks_stand_behind_more_cuts():
+    collator, some, found = DataCollatorForMaskRuns(0, K, 3, retention=0.7), answers(), Counter[int]()
+    for epoch in range(2000):
+        collator.set_epoch(epoch)
+        batch = collator([some])
+        masks = batch["labels"].shape[-1]
+        found[masks] += 1
+        if found[masks] == 1:
+            stride = [1, 2, 3, 3][masks - 1]
+            counts = [-(-(len(answer["response_ids"]) - 1) // stride) for answer in some]
+            assert (batch["cuts"] >= 0).sum(1).tolist() == counts
+    for depth in range(1, K):
+        deeper = sum(found[masks] for masks in range(depth + 1, K + 1))
+        assert deeper / 2000 == pytest.approx(0.7**depth, abs=0.04)
 
 
 def test_sampled_candidates_stand_for_the_whole_vocabulary():
@@ -332,7 +354,7 @@ def test_a_trained_adapter_drafts_what_the_model_says(tmp_path):
     [(config, {"mask_rows": None}, "needs a budget"),
      (config, {"mask_rows": 0}, "`mask_rows` must be more than 0, got 0"),
      (config, {"minutes": 0.0}, "`minutes` must be more than 0"),
-     (config, {"num_masks": 0}, "`num_masks`"),
+     (config, {"num_masks": 0}, "`num_masks`"), (config, {"retention": 0.0}, "`retention`"),
      (config, {"gradient_checkpointing": True}, "`gradient_checkpointing` must be False"),
      (AnswerConfig, {"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
      (AnswerConfig, {"max_new_tokens": -1}, "`max_new_tokens` must be at least 1, got -1"),
