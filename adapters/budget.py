@@ -42,7 +42,7 @@ class MaskTrainingConfig(TrainingArguments):
     save_minutes: float = field(default=0.8, metadata={"help": "Minutes between checkpoints, or more if they slow."})
     num_masks: int = field(default=4, metadata={"help": "K, masks after each cut."})
     retention: float = field(
-        default=0.7, metadata={"help": "Of batches with masks of a depth, the share with deeper ones."}
+        default=0.7, metadata={"help": "Of runs with a mask at a depth, the share with a deeper one."}
     )
     cut_stride: int = field(default=3, metadata={"help": "Response tokens for each cut."})
     batch_slots: int = field(default=640, metadata={"help": "Masks in a batch of one device, about."})

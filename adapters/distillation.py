@@ -4,8 +4,10 @@
 target, `P` positions that they predict, `S` candidate tokens, `H` hidden size.
 """
 
+from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,10 +30,11 @@ PLAIN_WEIGHT = 0.5  # of the cross-entropy without the previous-token head
 
 @dataclass(frozen=True)
 class MaskRuns:
-    """Runs of K masks, each behind a cut in the memory."""
+    """Runs of up to K masks, each behind a cut in the memory."""
 
     memory: Any  # a cache: keys and values of the answers, without a graph
     length: int  # K
+    lengths: Counter[int]  # how many runs are so long, the longest first, as they follow each other
     has_softcap: bool  # scores are capped where layers ask for it: transformers' sdpa does not
     # The mask of all runs, `(B, 1, M, L + K)`, where the forward has each run as a sequence of its own.
     apart: torch.Tensor | None = None
@@ -76,26 +79,44 @@ def attend_in_runs(
             for states in (query, key, value)
         )
     batch, _, slots, width = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, ends = key.shape[1], [0, *accumulate(length * count for length, count in runs.lengths.items())]
+    alike = [(slice(*part), *each) for part, each in zip(pairwise(ends), runs.lengths.items(), strict=True)]
     query = query * (width**-0.5 if scaling is None else scaling)
     # (B, kv heads, G, M, D): the queries of a group share their keys.
     grouped = query.reshape(batch, kv_heads, -1, slots, width)
     to_memory = (grouped.flatten(2, 3) @ layer.keys.transpose(-1, -2)).view(*grouped.shape[:-1], -1)
-    in_runs = grouped.reshape(batch, kv_heads, -1, slots // length, length, width)
-    shape = (batch, kv_heads, 1, slots // length, length)
-    to_run = in_runs @ key.reshape(*shape, width).transpose(-1, -2)
+    to_run = torch.cat(
+        [
+            nn.functional.pad(
+                _apart(grouped, part, own) @ _apart(key[:, :, None], part, own).mT, (0, length - own)
+            ).flatten(3, 4)
+            for part, own, _ in alike
+        ],
+        dim=3,
+    )
     if softcap is not None and runs.has_softcap:
         to_memory, to_run = (softcap * (scores / softcap).tanh() for scores in (to_memory, to_run))
-    parts = [torch.cat([to_memory, to_run.flatten(3, 4)], dim=-1) + attention_mask[:, :, None]]
+    parts = [torch.cat([to_memory, to_run], dim=-1) + attention_mask[:, :, None]]
     if s_aux is not None:
         parts.append(s_aux.view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, slots, 1))
     weights = torch.cat(parts, dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
     seen = layer.keys.shape[2]
     on_memory, on_run = weights[..., :seen], weights[..., seen : seen + length]
     output = (on_memory.flatten(2, 3) @ layer.values).view(*grouped.shape[:-1], -1)
-    output = output + (on_run.unflatten(3, (-1, length)) @ value.reshape(*shape, value.shape[-1])).flatten(3, 4)
+    output = output + torch.cat(
+        [
+            (_apart(on_run[..., :own], part, own) @ _apart(value[:, :, None], part, own)).flatten(3, 4)
+            for part, own, _ in alike
+        ],
+        dim=3,
+    )
     output = output.flatten(1, 2).transpose(1, 2).contiguous()
     return output if runs.apart is None else output.unflatten(1, (-1, length)).flatten(0, 1), None
+
+
+def _apart(rows: torch.Tensor, part: slice, length: int) -> torch.Tensor:
+    """Those of the rows `(B, heads, G, M, …)` that are in runs of one length, run by run: `(B, heads, G, C, K, …)`."""
+    return rows[:, :, :, part].unflatten(3, (-1, length))
 
 
 AttentionInterface.register(MASK_RUNS, attend_in_runs)
@@ -131,7 +152,7 @@ class MaskDistillation(nn.Module):
 
     Args:
         model: with a mask adapter.
-        num_masks: the largest K; a batch may have fewer.
+        num_masks: K.
         top_tokens: likeliest tokens of the base at each position that are candidates.
         sampled_tokens: of all others, how many stand for them.
 
@@ -152,7 +173,7 @@ class MaskDistillation(nn.Module):
         # What keeps a state has no part in the masks of attention.
         self._kinds = ["full_attention"] if self._keeps_state else sorted(set(layer_types(model.config)))
         self.num_masks, self.top_tokens, self.sampled_tokens = num_masks, top_tokens, sampled_tokens
-        self.loss = soft_cross_entropy
+        self.loss, self.plain_weight = soft_cross_entropy, PLAIN_WEIGHT
         self.register_buffer("depth_weights", DEPTH_DECAY ** torch.arange(num_masks), persistent=False)
         self._check()
 
@@ -195,6 +216,7 @@ class MaskDistillation(nn.Module):
         cuts: torch.Tensor,
         labels: torch.Tensor,
         noise_key: torch.Tensor,
+        lengths: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | float | None = None,
     ) -> dict[str, torch.Tensor]:
         """The loss of a batch of [`DataCollatorForMaskRuns`].
@@ -207,11 +229,11 @@ class MaskDistillation(nn.Module):
             (the likeliest candidate is the base's, with and without the previous-token head), `counted` `(B, C, K)`
             bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats.
         """
-        counted, count = labels != IGNORE_INDEX, labels.shape[-1]
+        counted = labels != IGNORE_INDEX
         memory_hidden, memory = self.memory(input_ids, cuts)
-        hidden = self.masks(memory, cuts, count)[counted]
+        hidden = self.masks(memory, cuts, lengths)[counted]
         # Targets: what the memory row before each mask's position says.
-        before = (cuts[..., None] + 1 + torch.arange(count, device=cuts.device)).clamp(min=0)
+        before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
         rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
         places, of_slot = (rows * input_ids.shape[1] + before)[counted].unique(return_inverse=True)
         with torch.no_grad():
@@ -229,8 +251,8 @@ class MaskDistillation(nn.Module):
         parts = zip(logits.chunk(len(states)), log_sums.chunk(len(states)), strict=True)
         losses = [self.loss(Predicted(targets, *part, shares)) for part in parts]
         correct = [part.argmax(-1) == likeliest for part in logits.detach().chunk(len(states))]
-        weights = self.depth_weights[:count].expand_as(counted)[counted]
-        total = losses[-1] + (PLAIN_WEIGHT * losses[0] if len(states) > 1 else 0)
+        weights = self.depth_weights.expand_as(counted)[counted]
+        total = losses[-1] + (self.plain_weight * losses[0] if len(states) > 1 else 0)
         items = weights.sum() if num_items_in_batch is None else num_items_in_batch
         grid = torch.zeros_like(counted, dtype=torch.float32)
         return {
@@ -270,22 +292,27 @@ class MaskDistillation(nn.Module):
             memory.read(self._decoder, input_ids[:, : int(cuts.max()) + 1], cuts)
         return memory
 
-    def masks(self, memory: Cache, cuts: torch.Tensor, count: int | None = None) -> torch.Tensor:
-        """Last hidden states `(B, C, K, H)` of K masks behind each cut.
+    def masks(self, memory: Cache, cuts: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
+        """Last hidden states `(B, C, K, H)` of masks behind each cut; 0 where there is none.
 
         Args:
             memory: of [`memory`], for these cuts.
             cuts: `(B, C)`: position of the last token that the masks of a run see, -1 for none. The first mask stands
                 two positions further on.
-            count: K; default: the largest.
+            lengths: `(C,)` int64, how many of them, in descending order; default: K. A model that keeps a state has K.
         """
-        device, cuts, count = cuts.device, cuts.clamp(min=0)[..., None], count or self.num_masks
-        runs = cuts + 2 + torch.arange(count, device=device)
-        positions = runs.flatten(1)
+        device, cuts = cuts.device, cuts.clamp(min=0)[..., None]
+        depths = torch.arange(self.num_masks, device=device)
+        runs = cuts + 2 + depths
+        lengths = torch.full(runs.shape[1:2], self.num_masks) if lengths is None else lengths
+        of_slot, depth = (depths < lengths.to(device)[:, None]).nonzero(
+            as_tuple=True
+        )  # of each slot: its cut, its depth
+        positions = runs[:, of_slot, depth]
         own = positions[..., None]
-        places = torch.arange(self._length(memory), device=device).expand(*runs.shape, -1)
-        keys = torch.cat([places, runs[:, :, None].expand(*runs.shape, -1)], dim=-1).flatten(1, 2)
-        seen = torch.cat([places <= cuts[..., None], runs[:, :, None] <= runs[..., None]], dim=-1).flatten(1, 2)
+        places = torch.arange(self._length(memory), device=device).expand(*positions.shape, -1)
+        keys = torch.cat([places, runs[:, of_slot]], dim=-1)
+        seen = torch.cat([places <= cuts[:, of_slot], runs[:, of_slot] <= own], dim=-1)
         visible = {}
         for kind in self._kinds:
             near = seen
@@ -304,7 +331,9 @@ class MaskDistillation(nn.Module):
             inputs = {"position_ids": positions, "use_cache": True, cache_name(self._decoder): memory.runs()}
         else:
             inputs["attention_mask"] = visible if len(visible) > 1 else visible[self._kinds[0]]
-        token = _RUNS.set(MaskRuns(memory, count, implementation == "eager", apart))
+        token = _RUNS.set(
+            MaskRuns(memory, self.num_masks, Counter(lengths.tolist()), implementation == "eager", apart)
+        )
         self._text._attn_implementation = MASK_RUNS
         try:
             with self.model.predicting(positions.shape[1]), short_chunks():
@@ -315,7 +344,10 @@ class MaskDistillation(nn.Module):
         finally:
             self._text._attn_implementation = implementation
             _RUNS.reset(token)
-        return hidden.reshape(*runs.shape, -1)
+        if apart is not None:
+            return hidden.reshape(*runs.shape, -1)
+        found = hidden.new_zeros(*runs.shape, hidden.shape[-1])
+        return found.index_put((torch.arange(len(runs), device=device)[:, None], of_slot, depth), hidden)
 
     @staticmethod
     def _length(memory: Cache) -> int:

@@ -9,7 +9,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 import torch
@@ -78,15 +77,16 @@ class DataCollatorForMaskRuns:
     """Random cuts, and the tokens that the masks after them must predict.
 
     The response is divided into stretches of tokens, and each gets one cut, drawn uniformly. Where a cut falls is a
-    function of (seed, epoch, tokens of the answer) and of K alone, and K one of the batch: workers change nothing.
+    function of (seed, epoch, tokens of the answer) alone, and how many masks stand there one of the batch: workers and
+    processes change nothing.
 
     Args:
         pad_token_id: fills the rows.
-        num_masks: the largest K.
-        cut_stride: response tokens for each cut with so many masks; in proportion with fewer.
+        num_masks: K, masks after a cut at most.
+        cut_stride: response tokens for each cut, if all have K masks; with fewer masks, cuts are the denser.
         seed: of the cuts.
-        retention: of the batches whose runs have a mask at some depth, the share that has one at the next, too: few
-            drafts are accepted that deep, and the same number of masks behind more cuts teaches more.
+        retention: of the runs with a mask at some depth, the share that has one at the next, too: few drafts are
+            accepted that deep, and the same number of masks behind more cuts teaches more.
         is_shared: all answers of an epoch have their cuts at the same positions. A model that keeps a state reads a
             batch in pieces from cut to cut, and then there are no more than the longest answer has.
     """
@@ -112,41 +112,44 @@ class DataCollatorForMaskRuns:
             `input_ids` `(B, L)`, right-padded; `cuts` `(B, C)`: position of the last token that the masks of a run
             see, -1 for none; `labels` `(B, C, K)`: the token at each mask's position, from the second behind the cut
             on, -100 behind the answer's end;
+            `lengths` `(C,)`: masks after each cut, in descending order;
             `noise_key`, a scalar for further noise of this batch.
         """
         answers = [answer for batch in batches for answer in batch]
         tokens = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in answers]
         keys = [self._key(row) for row in tokens]
         noise_key = sum(keys) % 2**62
-        masks = self._masks(noise_key)
-        stride = -(-self.cut_stride * masks // self.num_masks)
         drawn = [
-            self._cuts(len(answer["prompt_ids"]), len(row), key, stride)
+            self._cuts(len(answer["prompt_ids"]), len(row), key)
             for answer, row, key in zip(answers, tokens, keys, strict=True)
         ]
         cuts = pad_sequence(drawn, batch_first=True, padding_value=-1)
-        positions = cuts[..., None] + 2 + torch.arange(masks)
+        lengths, order = self._lengths(cuts.shape[1], noise_key).sort(descending=True, stable=True)
+        cuts = cuts[:, order]
+        depths = torch.arange(self.num_masks)
+        positions = cuts[..., None] + 2 + depths
         padded = pad_sequence(tokens, batch_first=True, padding_value=IGNORE_INDEX)
-        padded = nn.functional.pad(padded, (0, masks + 1), value=IGNORE_INDEX)
+        padded = nn.functional.pad(padded, (0, self.num_masks + 1), value=IGNORE_INDEX)
         labels = padded.gather(1, positions.flatten(1)).view_as(positions)
         return {
             "input_ids": pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id),
             "cuts": cuts,
-            "labels": labels.masked_fill(cuts[..., None] < 0, IGNORE_INDEX),
+            "labels": labels.masked_fill((cuts[..., None] < 0) | (depths >= lengths[:, None]), IGNORE_INDEX),
+            "lengths": lengths,
             "noise_key": torch.tensor(noise_key),
         }
 
-    def _masks(self, key: int) -> int:
-        """K of a batch."""
-        draw, count = Random(key).random(), 1
-        while count < self.num_masks and draw < self.retention**count:
-            count += 1
-        return count
+    def _lengths(self, count: int, key: int) -> torch.Tensor:
+        """How many masks stand after each of so many cuts."""
+        draws = torch.rand(count, self.num_masks - 1, generator=torch.Generator().manual_seed(key))
+        return 1 + (draws < self.retention).cumprod(1).sum(1)
 
-    def _cuts(self, prompt_length: int, length: int, key: int, stride: int) -> torch.Tensor:
+    def _cuts(self, prompt_length: int, length: int, key: int) -> torch.Tensor:
         """One cut in each stretch of the response; the last token of the prompt is the first place for one. A short
         response between shared cuts gets one of its own."""
         first, end = prompt_length - 1, length - 2
+        masks = sum(self.retention**depth for depth in range(self.num_masks))  # of a run, on average
+        stride = max(1, round(self.cut_stride * masks / self.num_masks))
         generator = torch.Generator().manual_seed(self._key(torch.zeros(0)) if self.is_shared else key)
         if self.is_shared:  # stretches of positions, whole ones: those of a longer answer begin with the same cuts
             drawn = torch.randint(stride, (-(-end // stride),), generator=generator)

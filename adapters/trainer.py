@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -102,7 +101,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         weights = self.accelerator.unwrap_model(self.model).depth_weights.cpu()
         counted = [batch["labels"] != -100 for batch in batch_samples]
         sums = [
-            sum(float((mask * weights[: mask.shape[-1]]).sum()) for mask in counted),
+            sum(float((mask * weights).sum()) for mask in counted),
             sum(int(mask.sum()) for mask in counted),
         ]
         everyone = self._everyones(sums)
@@ -166,17 +165,16 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def _count(self, outputs: dict[str, torch.Tensor]) -> None:
-        counted, depths = outputs["counted"], self.args.num_masks
-        is_whole = counted.shape[-1] == depths  # of shorter runs nobody knows how many drafts would be accepted
-        deeper = (0, depths - counted.shape[-1])
-        self._sums["runs"] += is_whole * int(counted[..., 0].sum())
+        counted = outputs["counted"]
+        is_whole = counted.all(-1)  # of shorter runs nobody knows how many drafts would be accepted
+        self._sums["runs"] += int(is_whole.sum())
         for suffix in ("", "_plain"):
             correct = outputs["correct" + suffix]
-            self._sums["accepted" + suffix] += is_whole * int(correct.long().cumprod(-1).sum())
+            self._sums["accepted" + suffix] += int(correct[is_whole].long().cumprod(-1).sum())
             self._sums["soft_loss" + suffix] += float(outputs["soft_loss" + suffix].sum())
-            for depth, count in enumerate(nn.functional.pad(correct.sum((0, 1)), deeper).tolist()):
+            for depth, count in enumerate(correct.sum((0, 1)).tolist()):
                 self._sums[f"correct{suffix}_{depth}"] += count
-        for depth, count in enumerate(nn.functional.pad(counted.sum((0, 1)), deeper).tolist()):
+        for depth, count in enumerate(counted.sum((0, 1)).tolist()):
             self._sums[f"counted_{depth}"] += count
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

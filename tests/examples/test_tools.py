@@ -58,8 +58,7 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     lines = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], *prompt], "greedy": True} for prompt in PROMPTS]
     answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    how = {"mask_rows": 200, "also": answers}
-    training_methods.train("gated-head", str(tmp_path / "base"), answers, tmp_path / "out", **how)
+    training_methods.train("pace", str(tmp_path / "base"), answers, tmp_path / "out", mask_rows=200)
     found = json.loads((tmp_path / "out" / "result.json").read_text())
     assert found["mask_rows"] >= 200 and all(rate >= 1 for rate in found["tokens_per_forward"])
 
