@@ -39,6 +39,12 @@ class MaskRuns:
     # The mask of all runs, `(B, 1, M, L + K)`, where the forward has each run as a sequence of its own.
     apart: torch.Tensor | None = None
 
+    @property
+    def parts(self) -> list[tuple[slice, int]]:
+        """The slots of the runs of one length, and this length."""
+        ends = [0, *accumulate(length * count for length, count in self.lengths.items())]
+        return [(slice(*part), length) for part, length in zip(pairwise(ends), self.lengths, strict=True)]
+
 
 _RUNS: ContextVar[MaskRuns | None] = ContextVar("wedlm_mask_runs", default=None)
 
@@ -79,21 +85,12 @@ def attend_in_runs(
             for states in (query, key, value)
         )
     batch, _, slots, width = query.shape
-    kv_heads, ends = key.shape[1], [0, *accumulate(length * count for length, count in runs.lengths.items())]
-    alike = [(slice(*part), *each) for part, each in zip(pairwise(ends), runs.lengths.items(), strict=True)]
+    kv_heads = key.shape[1]
     query = query * (width**-0.5 if scaling is None else scaling)
     # (B, kv heads, G, M, D): the queries of a group share their keys.
     grouped = query.reshape(batch, kv_heads, -1, slots, width)
     to_memory = (grouped.flatten(2, 3) @ layer.keys.transpose(-1, -2)).view(*grouped.shape[:-1], -1)
-    to_run = torch.cat(
-        [
-            nn.functional.pad(
-                _apart(grouped, part, own) @ _apart(key[:, :, None], part, own).mT, (0, length - own)
-            ).flatten(3, 4)
-            for part, own, _ in alike
-        ],
-        dim=3,
-    )
+    to_run = _scores_in_runs(grouped, key[:, :, None], runs)
     if softcap is not None and runs.has_softcap:
         to_memory, to_run = (softcap * (scores / softcap).tanh() for scores in (to_memory, to_run))
     parts = [torch.cat([to_memory, to_run], dim=-1) + attention_mask[:, :, None]]
@@ -103,19 +100,28 @@ def attend_in_runs(
     seen = layer.keys.shape[2]
     on_memory, on_run = weights[..., :seen], weights[..., seen : seen + length]
     output = (on_memory.flatten(2, 3) @ layer.values).view(*grouped.shape[:-1], -1)
-    output = output + torch.cat(
-        [
-            (_apart(on_run[..., :own], part, own) @ _apart(value[:, :, None], part, own)).flatten(3, 4)
-            for part, own, _ in alike
-        ],
-        dim=3,
-    )
+    output = output + _output_of_runs(on_run, value[:, :, None], runs)
     output = output.flatten(1, 2).transpose(1, 2).contiguous()
     return output if runs.apart is None else output.unflatten(1, (-1, length)).flatten(0, 1), None
 
 
-def _apart(rows: torch.Tensor, part: slice, length: int) -> torch.Tensor:
-    """Those of the rows `(B, heads, G, M, …)` that are in runs of one length, run by run: `(B, heads, G, C, K, …)`."""
+def _scores_in_runs(query: torch.Tensor, key: torch.Tensor, runs: MaskRuns) -> torch.Tensor:
+    """`(B, heads, G, M, K)`: of each mask with those of its run; 0 behind the end of a shorter one."""
+    parts = [
+        nn.functional.pad(_run_by_run(query, part, own) @ _run_by_run(key, part, own).mT, (0, runs.length - own))
+        for part, own in runs.parts
+    ]
+    return torch.cat([part.flatten(3, 4) for part in parts], dim=3)
+
+
+def _output_of_runs(weights: torch.Tensor, value: torch.Tensor, runs: MaskRuns) -> torch.Tensor:
+    """`(B, heads, G, M, D)`, from the weights of a run's masks, `(B, heads, G, M, K)`."""
+    parts = [_run_by_run(weights[..., :own], part, own) @ _run_by_run(value, part, own) for part, own in runs.parts]
+    return torch.cat([part.flatten(3, 4) for part in parts], dim=3)
+
+
+def _run_by_run(rows: torch.Tensor, part: slice, length: int) -> torch.Tensor:
+    """Some of the rows `(B, heads, G, M, …)`, which are in runs of one length: `(B, heads, G, runs, length, …)`."""
     return rows[:, :, :, part].unflatten(3, (-1, length))
 
 
@@ -309,20 +315,7 @@ class MaskDistillation(nn.Module):
             as_tuple=True
         )  # of each slot: its cut, its depth
         positions = runs[:, of_slot, depth]
-        own = positions[..., None]
-        places = torch.arange(self._length(memory), device=device).expand(*positions.shape, -1)
-        keys = torch.cat([places, runs[:, of_slot]], dim=-1)
-        seen = torch.cat([places <= cuts[:, of_slot], runs[:, of_slot] <= own], dim=-1)
-        visible = {}
-        for kind in self._kinds:
-            near = seen
-            if kind == "sliding_attention":
-                near = seen & (keys > own - self._text.sliding_window)
-            elif kind == "chunked_attention":
-                size = self._text.attention_chunk_size
-                near = seen & (keys // size == own // size)
-            visible[kind] = torch.zeros(near.shape, dtype=self.model.dtype, device=device)
-            visible[kind] = visible[kind].masked_fill_(~near, float("-inf"))[:, None]
+        visible = self._visible(self._length(memory), cuts[:, of_slot], runs[:, of_slot], positions[..., None])
         implementation = self._text._attn_implementation
         inputs: dict[str, Any] = {"position_ids": positions, "use_cache": False}
         apart = None
@@ -348,6 +341,33 @@ class MaskDistillation(nn.Module):
             return hidden.reshape(*runs.shape, -1)
         found = hidden.new_zeros(*runs.shape, hidden.shape[-1])
         return found.index_put((torch.arange(len(runs), device=device)[:, None], of_slot, depth), hidden)
+
+    def _visible(
+        self, length: int, cuts: torch.Tensor, runs: torch.Tensor, positions: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The masks of attention `(B, 1, M, L + K)`, for each kind of layers: 0 where a slot sees a row of the memory
+        or a mask of its run, -inf elsewhere.
+
+        Args:
+            length: L.
+            cuts: `(B, M, 1)`, of each slot.
+            runs: `(B, M, K)`, positions of the masks of its run.
+            positions: `(B, M, 1)`, its own.
+        """
+        places = torch.arange(length, device=cuts.device).expand(*runs.shape[:2], -1)
+        keys = torch.cat([places, runs], dim=-1)
+        seen = torch.cat([places <= cuts, runs <= positions], dim=-1)
+        visible = {}
+        for kind in self._kinds:
+            near = seen
+            if kind == "sliding_attention":
+                near = seen & (keys > positions - self._text.sliding_window)
+            elif kind == "chunked_attention":
+                size = self._text.attention_chunk_size
+                near = seen & (keys // size == positions // size)
+            visible[kind] = torch.zeros(near.shape, dtype=self.model.dtype, device=cuts.device)
+            visible[kind] = visible[kind].masked_fill_(~near, float("-inf"))[:, None]
+        return visible
 
     @staticmethod
     def _length(memory: Cache) -> int:
