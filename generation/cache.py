@@ -23,17 +23,11 @@ SMALLEST_CAPACITY = 64
 @dataclass
 class Extent:
     """What a cache and its layers know of its rows. Layers that knew the cache itself would be a cycle of references,
-    and each call's buffers would stay until Python looks for such cycles: gigabytes later.
+    and each call's buffers would stay until Python looks for such cycles: gigabytes later."""
 
-    Attributes:
-        capacity: see [`WindowCache`].
-        lengths: committed slots of each row.
-        in_use: how many of the first rows are in use.
-    """
-
-    capacity: int | None
-    lengths: list[int] = field(default_factory=list)
-    in_use: int = 0
+    capacity: int | None  # see [`WindowCache`]
+    lengths: list[int] = field(default_factory=list)  # committed slots of each row
+    in_use: int = 0  # how many of the first rows are
 
     @property
     def longest(self) -> int:
@@ -151,40 +145,27 @@ class WindowCache(Cache):
     def __init__(self, capacity: int | None = None) -> None:
         super().__init__(layers=[])
         self.layers: list[Any]
-        self._extent = Extent(capacity)
+        self.extent = Extent(capacity)
         self.token_ids = torch.empty(0, 0, dtype=torch.int64)
         self._step: Step | None = None
         self._rows: list[int] = []  # the caller's row that each buffer row holds
 
     @property
-    def capacity(self) -> int | None:
-        """Slots that there is room for in any case."""
-        return self._extent.capacity
-
-    @capacity.setter
-    def capacity(self, slots: int | None) -> None:
-        self._extent.capacity = slots
-
-    @property
     def lengths(self) -> list[int]:
         """Committed slots of each row."""
-        return self._extent.lengths
-
-    @lengths.setter
-    def lengths(self, lengths: list[int]) -> None:
-        self._extent.lengths = lengths
+        return self.extent.lengths
 
     @property
     def is_compileable(self) -> bool:
         """Whether shapes stay the same."""
-        return self.capacity is not None
+        return self.extent.capacity is not None
 
     # --- steps of parallel decoding ----------------------------------------------------------------------------------
 
     @property
     def rows_in_use(self) -> list[int]:
         """The caller's row that each buffer row in use holds."""
-        return self._rows[: self._extent.in_use]
+        return self._rows[: self.extent.in_use]
 
     @property
     def has_states(self) -> bool:
@@ -207,12 +188,12 @@ class WindowCache(Cache):
             if any(self.lengths):
                 raise ValueError(f"The cache holds {len(self.lengths)} rows, but the prompt has {len(prompts)}.")
             self._empty(prompts, device, config)
-        self._rows, self._extent.in_use = list(range(len(prompts))), len(prompts)
+        self._rows, self.extent.in_use = list(range(len(prompts))), len(prompts)
         lengths = self._known_lengths(prompts)
         if self.has_states and lengths != self.lengths:  # states have read tokens that are dropped now
             self._empty(prompts, device, config)
         else:
-            self.lengths = lengths
+            self.extent.lengths = lengths
         buffers = [layer._keys for layer in self.layers if getattr(layer, "_keys", None) is not None]
         held = [self.token_ids, *buffers, *(state for layer in self.layers for state in state_tensors(layer))]
         if any(tensor.is_inference() for tensor in held) and not torch.is_inference_mode_enabled():
@@ -240,7 +221,7 @@ class WindowCache(Cache):
         """Forgets everything, and gets ready for so many sequences of a model."""
         self.reset()
         self.token_ids = torch.empty(len(prompts), 0, dtype=torch.int64, device=device)
-        self.lengths = [0] * len(prompts)
+        self.extent.lengths = [0] * len(prompts)
         if any(map(has_state, layers := cache_layers(config))):
             self.layers += [self._layer(layer) for layer in layers]
 
@@ -249,8 +230,8 @@ class WindowCache(Cache):
         if not is_attending(layer):
             return layer
         if has_state(layer):
-            return StateWindowLayer(self._extent, layer.number_of_states)
-        return WindowLayer(self._extent)
+            return StateWindowLayer(self.extent, layer.number_of_states)
+        return WindowLayer(self.extent)
 
     def forgetting(self) -> AbstractContextManager[None]:
         """Within this context, a forward leaves no trace in the states: see [`forgetting`]."""
@@ -275,15 +256,12 @@ class WindowCache(Cache):
         if step.end > self.token_ids.shape[1]:
             room = max(step.end - self.token_ids.shape[1], self.token_ids.shape[1])
             self.token_ids = F.pad(self.token_ids, (0, room), value=-1)
-        self.token_ids[: self._extent.in_use].scatter_(1, step.slots, step.input_ids)
+        self.token_ids[: self.extent.in_use].scatter_(1, step.slots, step.input_ids)
         self._step = step
 
     def commit(self, kept: list[list[int]]) -> None:
-        """Keeps these slots of the last forward, and drops the others.
-
-        Args:
-            kept: for each sequence in use, places of slots among those that the forward wrote for it, ascending.
-        """
+        """Keeps slots of the last forward, and drops the others: for each sequence in use, those at these places among
+        the slots that the forward wrote for it, ascending."""
         longest = max(map(len, kept))
         if any(places and places[-1] >= len(places) for places in kept):  # a path through a tree: closes the gaps
             starts = torch.tensor(self.lengths[: len(kept)])[:, None]
@@ -301,11 +279,11 @@ class WindowCache(Cache):
         """Takes finished rows out of use: they are swapped behind the others. `finished` has an entry for each row in
         use."""
         in_use = finished.count(False)
-        movers = [row for row in range(in_use, self._extent.in_use) if not finished[row]]
+        movers = [row for row in range(in_use, self.extent.in_use) if not finished[row]]
         for row in range(in_use):
             if finished[row]:
                 self._swap(row, movers.pop())
-        self._extent.in_use = in_use
+        self.extent.in_use = in_use
 
     def close(self) -> None:
         """Ends a call: all rows are in the caller's order again."""
@@ -313,7 +291,7 @@ class WindowCache(Cache):
             while self._rows[row] != row:
                 self._swap(row, self._rows[row])
         self._step = None
-        self._extent.in_use = len(self._rows)
+        self.extent.in_use = len(self._rows)
 
     @contextmanager
     def emptied_on_failure(self) -> Iterator[None]:
@@ -344,7 +322,7 @@ class WindowCache(Cache):
                 "`DynamicCache`, or none."
             )
         while len(self.layers) <= layer_idx:
-            self.layers.append(WindowLayer(self._extent))
+            self.layers.append(WindowLayer(self.extent))
         layer: WindowLayer = self.layers[layer_idx]
         return layer.update(key_states, value_states, self._step)
 
@@ -354,7 +332,7 @@ class WindowCache(Cache):
             raise ValueError(f"`crop` takes the negative number of tokens to remove, got {tokens_to_remove}.")
         if self.has_states and tokens_to_remove:
             raise ValueError("This cache cannot be cropped: its layers keep a state, which has read all its tokens.")
-        self.lengths = [max(0, length + tokens_to_remove) for length in self.lengths]
+        self.extent.lengths = [max(0, length + tokens_to_remove) for length in self.lengths]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows, in this order."""
@@ -365,7 +343,7 @@ class WindowCache(Cache):
                 if has_state(layer):
                     layer.reorder_cache(indices)
             self.token_ids = self.token_ids[indices.to(self.token_ids.device)]
-            self.lengths = [self.lengths[index] for index in indices.tolist()]
+            self.extent.lengths = [self.lengths[index] for index in indices.tolist()]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times."""
@@ -377,6 +355,6 @@ class WindowCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything, the number of rows too."""
-        self.lengths = []  # first: an exception in between must leave nothing that counts
+        self.extent.lengths = []  # first: an exception in between must leave nothing that counts
         self._step = None
         self.layers.clear()

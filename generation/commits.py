@@ -15,13 +15,8 @@ class Commits:
         self._cost, self._steps = 0.0, 0  # since the last commit
 
     def is_due(self, net: float, cost: float, pending: int) -> bool:
-        """Whether to commit now instead of checking drafts.
-
-        Args:
-            net: what the step with drafts nets beyond a commit.
-            cost: what reading the pending tokens in it costs.
-            pending: how many they are, without the root.
-        """
+        """Whether to commit now instead of checking drafts, which would `net` so much more than a commit. Reading the
+        pending tokens, so many without the root, costs the step `cost`."""
         if not pending:
             self._cost, self._steps = 0.0, 1
             return False

@@ -137,7 +137,8 @@ class ParallelDecoder:
     def _lay_out(self, sequences: Sequence[SequenceState]) -> Step:
         firsts = [sequence.pending - 1 if self.rule.asks_all else sequence.unmasked for sequence in sequences]
         width = self.rule.width if self.compiled is not None and self.steps > 0 else 0
-        return lay_out(sequences, firsts, self.rule.filler, self.request.prompt_ids.device, width, self.cache.capacity)
+        shape = width, self.cache.extent.capacity
+        return lay_out(sequences, firsts, self.rule.filler, self.request.prompt_ids.device, *shape)
 
     def _forward(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits `(A, T, V)`; with a mask adapter, also the hidden states of the columns that may be masks,

@@ -158,7 +158,7 @@ class WeDLMGenerationMixin(GenerationMixin):
         if not isinstance(cache, WindowCache):
             cache = WindowCache()  # in place of the one that `generate` made
         FILLED_BY[cache] = id(self)
-        is_static = generation_config.cache_implementation == "static" or cache.capacity is not None
+        is_static = generation_config.cache_implementation == "static" or cache.extent.capacity is not None
         _warn(self, settings, is_static)
         _check_inputs(self, settings, input_ids.shape[0], is_static, logits_processor, model_kwargs)
         request = decoding_request(self, input_ids, stopping_criteria, generation_config, settings, model_kwargs)
@@ -191,7 +191,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             # Its sliding layers are no longer than their windows.
             lengths = [getattr(layer, "max_cache_len", 0) for layer in prepared.layers]
             length = max(length, 1 + max(generation_config.max_cache_len or 0, *lengths))
-        cache.capacity = max(length + 2 * settings.window_size, cache.capacity or 0)
+        cache.extent.capacity = max(length + 2 * settings.window_size, cache.extent.capacity or 0)
         if self._valid_auto_compile_criteria(model_kwargs, generation_config):
             return self.get_compiled_call(generation_config.compile_config)
         return self.__call__

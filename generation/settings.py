@@ -23,10 +23,7 @@ class OptionError(ValueError):
 
 
 def check_mask_token_id(
-    mask_token_id: int | None,
-    vocab_size: int,
-    eos_token_id: int | list[int] | torch.Tensor | None,
-    pad_token_id: int | None,
+    mask_token_id: int | None, vocab_size: int, eos_token_id: Any, pad_token_id: int | None
 ) -> None:
     """Raises `ValueError` for a mask id that is no row of the vocabulary, or that is the end or the padding token."""
     if mask_token_id is None:

@@ -68,19 +68,14 @@ class DecodingStats:
 class EndRecorder(StoppingCriteriaList):
     """The stopping criteria of plain decoding, which note where each row ends: what follows there may be padding."""
 
-    def __init__(self, criteria: StoppingCriteriaList):
-        super().__init__(criteria)
-        self.is_over: torch.Tensor | None = None
-        self.new_tokens = torch.empty(0, dtype=torch.int64)  # (B,), so far
+    new_tokens: Any = 0  # (B,) int64, so far
+    is_open: Any = True  # (B,) bool, whether none of them ended the row
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
         """The parent's."""
         is_over = super().__call__(input_ids, scores, **kwargs)
-        if self.is_over is None:
-            self.is_over = torch.zeros_like(is_over)
-            self.new_tokens = torch.zeros_like(is_over, dtype=torch.int64)
-        self.new_tokens += ~self.is_over
-        self.is_over |= is_over
+        self.new_tokens = self.new_tokens + torch.ones_like(is_over, dtype=torch.int64) * self.is_open
+        self.is_open = self.is_open & ~is_over
         return is_over
 
 

@@ -207,7 +207,7 @@ def goes_on_from_a_cache(run: Run) -> None:
     for how in ({}, {"cache_implementation": "static"}):
         first = run(**how, return_dict_in_generate=True)
         cache = cache_of(first)
-        assert sum(cache.lengths) > (PROMPTS != PAD).sum() and (cache.capacity is not None) == bool(how)
+        assert sum(cache.lengths) > (PROMPTS != PAD).sum() and (cache.extent.capacity is not None) == bool(how)
         turn = torch.cat([first.sequences, torch.tensor([[50, 51], [52, 53]])], dim=1)
         inputs = {"input_ids": turn, "attention_mask": (turn != PAD).long()}
         second = run(**inputs, **{CACHE: cache}, return_dict_in_generate=True)
