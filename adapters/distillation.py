@@ -4,10 +4,8 @@
 target, `P` positions that they predict, `S` candidate tokens, `H` hidden size.
 """
 
-from collections import Counter
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -30,20 +28,13 @@ PLAIN_WEIGHT = 0.5  # of the cross-entropy without the previous-token head
 
 @dataclass(frozen=True)
 class MaskRuns:
-    """Runs of up to K masks, each behind a cut in the memory."""
+    """Runs of K masks, each behind a cut in the memory."""
 
     memory: Any  # a cache: keys and values of the answers, without a graph
     length: int  # K
-    lengths: Counter[int]  # how many runs are so long, the longest first, as they follow each other
     has_softcap: bool  # scores are capped where layers ask for it: transformers' sdpa does not
     # The mask of all runs, `(B, 1, M, L + K)`, where the forward has each run as a sequence of its own.
     apart: torch.Tensor | None = None
-
-    @property
-    def parts(self) -> list[tuple[slice, int]]:
-        """The slots of the runs of one length, and this length."""
-        ends = [0, *accumulate(length * count for length, count in self.lengths.items())]
-        return [(slice(*part), length) for part, length in zip(pairwise(ends), self.lengths, strict=True)]
 
 
 _RUNS: ContextVar[MaskRuns | None] = ContextVar("wedlm_mask_runs", default=None)
@@ -90,39 +81,21 @@ def attend_in_runs(
     # (B, kv heads, G, M, D): the queries of a group share their keys.
     grouped = query.reshape(batch, kv_heads, -1, slots, width)
     to_memory = (grouped.flatten(2, 3) @ layer.keys.transpose(-1, -2)).view(*grouped.shape[:-1], -1)
-    to_run = _scores_in_runs(grouped, key[:, :, None], runs)
+    in_runs = grouped.reshape(batch, kv_heads, -1, slots // length, length, width)
+    shape = (batch, kv_heads, 1, slots // length, length)
+    to_run = in_runs @ key.reshape(*shape, width).transpose(-1, -2)
     if softcap is not None and runs.has_softcap:
         to_memory, to_run = (softcap * (scores / softcap).tanh() for scores in (to_memory, to_run))
-    parts = [torch.cat([to_memory, to_run], dim=-1) + attention_mask[:, :, None]]
+    parts = [torch.cat([to_memory, to_run.flatten(3, 4)], dim=-1) + attention_mask[:, :, None]]
     if s_aux is not None:
         parts.append(s_aux.view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, slots, 1))
     weights = torch.cat(parts, dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
     seen = layer.keys.shape[2]
     on_memory, on_run = weights[..., :seen], weights[..., seen : seen + length]
     output = (on_memory.flatten(2, 3) @ layer.values).view(*grouped.shape[:-1], -1)
-    output = output + _output_of_runs(on_run, value[:, :, None], runs)
+    output = output + (on_run.unflatten(3, (-1, length)) @ value.reshape(*shape, value.shape[-1])).flatten(3, 4)
     output = output.flatten(1, 2).transpose(1, 2).contiguous()
     return output if runs.apart is None else output.unflatten(1, (-1, length)).flatten(0, 1), None
-
-
-def _scores_in_runs(query: torch.Tensor, key: torch.Tensor, runs: MaskRuns) -> torch.Tensor:
-    """`(B, heads, G, M, K)`: of each mask with those of its run; 0 behind the end of a shorter one."""
-    parts = [
-        nn.functional.pad(_run_by_run(query, part, own) @ _run_by_run(key, part, own).mT, (0, runs.length - own))
-        for part, own in runs.parts
-    ]
-    return torch.cat([part.flatten(3, 4) for part in parts], dim=3)
-
-
-def _output_of_runs(weights: torch.Tensor, value: torch.Tensor, runs: MaskRuns) -> torch.Tensor:
-    """`(B, heads, G, M, D)`, from the weights of a run's masks, `(B, heads, G, M, K)`."""
-    parts = [_run_by_run(weights[..., :own], part, own) @ _run_by_run(value, part, own) for part, own in runs.parts]
-    return torch.cat([part.flatten(3, 4) for part in parts], dim=3)
-
-
-def _run_by_run(rows: torch.Tensor, part: slice, length: int) -> torch.Tensor:
-    """Some of the rows `(B, heads, G, M, …)`, which are in runs of one length: `(B, heads, G, runs, length, …)`."""
-    return rows[:, :, :, part].unflatten(3, (-1, length))
 
 
 AttentionInterface.register(MASK_RUNS, attend_in_runs)
@@ -222,7 +195,6 @@ class MaskDistillation(nn.Module):
         cuts: torch.Tensor,
         labels: torch.Tensor,
         noise_key: torch.Tensor,
-        lengths: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | float | None = None,
     ) -> dict[str, torch.Tensor]:
         """The loss of a batch of [`DataCollatorForMaskRuns`].
@@ -237,7 +209,7 @@ class MaskDistillation(nn.Module):
         """
         counted = labels != IGNORE_INDEX
         memory_hidden, memory = self.memory(input_ids, cuts)
-        hidden = self.masks(memory, cuts, lengths)[counted]
+        hidden = self.masks(memory, cuts)[counted]
         # Targets: what the memory row before each mask's position says.
         before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
         rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
@@ -298,24 +270,31 @@ class MaskDistillation(nn.Module):
             memory.read(self._decoder, input_ids[:, : int(cuts.max()) + 1], cuts)
         return memory
 
-    def masks(self, memory: Cache, cuts: torch.Tensor, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Last hidden states `(B, C, K, H)` of masks behind each cut; 0 where there is none.
+    def masks(self, memory: Cache, cuts: torch.Tensor) -> torch.Tensor:
+        """Last hidden states `(B, C, K, H)` of K masks behind each cut.
 
         Args:
             memory: of [`memory`], for these cuts.
             cuts: `(B, C)`: position of the last token that the masks of a run see, -1 for none. The first mask stands
                 two positions further on.
-            lengths: `(C,)` int64, how many of them, in descending order; default: K. A model that keeps a state has K.
         """
         device, cuts = cuts.device, cuts.clamp(min=0)[..., None]
-        depths = torch.arange(self.num_masks, device=device)
-        runs = cuts + 2 + depths
-        lengths = torch.full(runs.shape[1:2], self.num_masks) if lengths is None else lengths
-        of_slot, depth = (depths < lengths.to(device)[:, None]).nonzero(
-            as_tuple=True
-        )  # of each slot: its cut, its depth
-        positions = runs[:, of_slot, depth]
-        visible = self._visible(self._length(memory), cuts[:, of_slot], runs[:, of_slot], positions[..., None])
+        runs = cuts + 2 + torch.arange(self.num_masks, device=device)
+        positions = runs.flatten(1)
+        own = positions[..., None]
+        places = torch.arange(self._length(memory), device=device).expand(*runs.shape, -1)
+        keys = torch.cat([places, runs[:, :, None].expand(*runs.shape, -1)], dim=-1).flatten(1, 2)
+        seen = torch.cat([places <= cuts[..., None], runs[:, :, None] <= runs[..., None]], dim=-1).flatten(1, 2)
+        visible = {}
+        for kind in self._kinds:
+            near = seen
+            if kind == "sliding_attention":
+                near = seen & (keys > own - self._text.sliding_window)
+            elif kind == "chunked_attention":
+                size = self._text.attention_chunk_size
+                near = seen & (keys // size == own // size)
+            visible[kind] = torch.zeros(near.shape, dtype=self.model.dtype, device=device)
+            visible[kind] = visible[kind].masked_fill_(~near, float("-inf"))[:, None]
         implementation = self._text._attn_implementation
         inputs: dict[str, Any] = {"position_ids": positions, "use_cache": False}
         apart = None
@@ -324,9 +303,7 @@ class MaskDistillation(nn.Module):
             inputs = {"position_ids": positions, "use_cache": True, cache_name(self._decoder): memory.runs()}
         else:
             inputs["attention_mask"] = visible if len(visible) > 1 else visible[self._kinds[0]]
-        token = _RUNS.set(
-            MaskRuns(memory, self.num_masks, Counter(lengths.tolist()), implementation == "eager", apart)
-        )
+        token = _RUNS.set(MaskRuns(memory, self.num_masks, implementation == "eager", apart))
         self._text._attn_implementation = MASK_RUNS
         try:
             with self.model.predicting(positions.shape[1]), short_chunks():
@@ -337,37 +314,7 @@ class MaskDistillation(nn.Module):
         finally:
             self._text._attn_implementation = implementation
             _RUNS.reset(token)
-        if apart is not None:
-            return hidden.reshape(*runs.shape, -1)
-        found = hidden.new_zeros(*runs.shape, hidden.shape[-1])
-        return found.index_put((torch.arange(len(runs), device=device)[:, None], of_slot, depth), hidden)
-
-    def _visible(
-        self, length: int, cuts: torch.Tensor, runs: torch.Tensor, positions: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """The masks of attention `(B, 1, M, L + K)`, for each kind of layers: 0 where a slot sees a row of the memory
-        or a mask of its run, -inf elsewhere.
-
-        Args:
-            length: L.
-            cuts: `(B, M, 1)`, of each slot.
-            runs: `(B, M, K)`, positions of the masks of its run.
-            positions: `(B, M, 1)`, its own.
-        """
-        places = torch.arange(length, device=cuts.device).expand(*runs.shape[:2], -1)
-        keys = torch.cat([places, runs], dim=-1)
-        seen = torch.cat([places <= cuts, runs <= positions], dim=-1)
-        visible = {}
-        for kind in self._kinds:
-            near = seen
-            if kind == "sliding_attention":
-                near = seen & (keys > positions - self._text.sliding_window)
-            elif kind == "chunked_attention":
-                size = self._text.attention_chunk_size
-                near = seen & (keys // size == positions // size)
-            visible[kind] = torch.zeros(near.shape, dtype=self.model.dtype, device=cuts.device)
-            visible[kind] = visible[kind].masked_fill_(~near, float("-inf"))[:, None]
-        return visible
+        return hidden.reshape(*runs.shape, -1)
 
     @staticmethod
     def _length(memory: Cache) -> int:

@@ -76,17 +76,14 @@ def count_cuts(answer: AnswerTokens, cut_stride: int) -> int:
 class DataCollatorForMaskRuns:
     """Random cuts, and the tokens that the masks after them must predict.
 
-    The response is divided into stretches of tokens, and each gets one cut, drawn uniformly. Where a cut falls is a
-    function of (seed, epoch, tokens of the answer) alone, and how many masks stand there one of the batch: workers and
-    processes change nothing.
+    The response is divided into stretches of `cut_stride` tokens, and each gets one cut, drawn uniformly. Where a cut
+    falls is a function of (seed, epoch, tokens of the answer) alone: batches, workers and processes change nothing.
 
     Args:
         pad_token_id: fills the rows.
-        num_masks: K, masks after a cut at most.
-        cut_stride: response tokens for each cut, if all have K masks; with fewer masks, cuts are the denser.
+        num_masks: K.
+        cut_stride: response tokens for each cut.
         seed: of the cuts.
-        retention: of the runs with a mask at some depth, the share that has one at the next, too: few drafts are
-            accepted that deep, and the same number of masks behind more cuts teaches more.
         is_shared: all answers of an epoch have their cuts at the same positions. A model that keeps a state reads a
             batch in pieces from cut to cut, and then there are no more than the longest answer has.
     """
@@ -95,7 +92,6 @@ class DataCollatorForMaskRuns:
     num_masks: int
     cut_stride: int
     seed: int = 0
-    retention: float = 1.0
     is_shared: bool = False
 
     def __post_init__(self) -> None:
@@ -112,44 +108,31 @@ class DataCollatorForMaskRuns:
             `input_ids` `(B, L)`, right-padded; `cuts` `(B, C)`: position of the last token that the masks of a run
             see, -1 for none; `labels` `(B, C, K)`: the token at each mask's position, from the second behind the cut
             on, -100 behind the answer's end;
-            `lengths` `(C,)`: masks after each cut, in descending order;
             `noise_key`, a scalar for further noise of this batch.
         """
         answers = [answer for batch in batches for answer in batch]
         tokens = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in answers]
         keys = [self._key(row) for row in tokens]
-        noise_key = sum(keys) % 2**62
         drawn = [
             self._cuts(len(answer["prompt_ids"]), len(row), key)
             for answer, row, key in zip(answers, tokens, keys, strict=True)
         ]
         cuts = pad_sequence(drawn, batch_first=True, padding_value=-1)
-        lengths, order = self._lengths(cuts.shape[1], noise_key).sort(descending=True, stable=True)
-        cuts = cuts[:, order]
-        depths = torch.arange(self.num_masks)
-        positions = cuts[..., None] + 2 + depths
+        positions = cuts[..., None] + 2 + torch.arange(self.num_masks)
         padded = pad_sequence(tokens, batch_first=True, padding_value=IGNORE_INDEX)
         padded = nn.functional.pad(padded, (0, self.num_masks + 1), value=IGNORE_INDEX)
         labels = padded.gather(1, positions.flatten(1)).view_as(positions)
         return {
             "input_ids": pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id),
             "cuts": cuts,
-            "labels": labels.masked_fill((cuts[..., None] < 0) | (depths >= lengths[:, None]), IGNORE_INDEX),
-            "lengths": lengths,
-            "noise_key": torch.tensor(noise_key),
+            "labels": labels.masked_fill(cuts[..., None] < 0, IGNORE_INDEX),
+            "noise_key": torch.tensor(sum(keys) % 2**62),
         }
-
-    def _lengths(self, count: int, key: int) -> torch.Tensor:
-        """How many masks stand after each of so many cuts."""
-        draws = torch.rand(count, self.num_masks - 1, generator=torch.Generator().manual_seed(key))
-        return 1 + (draws < self.retention).cumprod(1).sum(1)
 
     def _cuts(self, prompt_length: int, length: int, key: int) -> torch.Tensor:
         """One cut in each stretch of the response; the last token of the prompt is the first place for one. A short
         response between shared cuts gets one of its own."""
-        first, end = prompt_length - 1, length - 2
-        masks = sum(self.retention**depth for depth in range(self.num_masks))  # of a run, on average
-        stride = max(1, round(self.cut_stride * masks / self.num_masks))
+        first, end, stride = prompt_length - 1, length - 2, self.cut_stride
         generator = torch.Generator().manual_seed(self._key(torch.zeros(0)) if self.is_shared else key)
         if self.is_shared:  # stretches of positions, whole ones: those of a longer answer begin with the same cuts
             drawn = torch.randint(stride, (-(-end // stride),), generator=generator)

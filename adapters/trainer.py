@@ -66,10 +66,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         *,
         clock: Clock = time.monotonic,
     ):
-        # A model that keeps a state reads from cut to cut: more of them would take longer than their masks.
-        has_state = keeps_state(model)
-        runs = args.num_masks, args.cut_stride, args.seed, 1.0 if has_state else args.retention
-        collator = DataCollatorForMaskRuns(0, *runs, is_shared=has_state)
+        collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock = Budget(), clock
         self._sums: defaultdict[str, float] = defaultdict(float)
         model.mask_adapter.settings = replace(model.mask_adapter.settings, num_masks=args.num_masks)
@@ -100,10 +97,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         """The sum of loss weights of the whole step. Counts the budget, too, the same on every process."""
         weights = self.accelerator.unwrap_model(self.model).depth_weights.cpu()
         counted = [batch["labels"] != -100 for batch in batch_samples]
-        sums = [
-            sum(float((mask * weights).sum()) for mask in counted),
-            sum(int(mask.sum()) for mask in counted),
-        ]
+        sums = [sum(float((mask * weights).sum()) for mask in counted), sum(int(mask.sum()) for mask in counted)]
         everyone = self._everyones(sums)
         self.budget.mask_rows += int(everyone[:, 1].sum())
         return everyone[:, 0].sum().float()
@@ -139,7 +133,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         state, budget = self.state, self.budget
-        settings = {name: getattr(self.args, name) for name in ("num_masks", "cut_stride", "retention")}
+        settings = {"num_masks": self.args.num_masks, "cut_stride": self.args.cut_stride}
         for name, value in settings.items():
             if (before := budget.settings.get(name, value)) != value:
                 raise ValueError(f"A run with `{name}` {before} cannot go on with {value}: choose a new folder.")
@@ -166,11 +160,10 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def _count(self, outputs: dict[str, torch.Tensor]) -> None:
         counted = outputs["counted"]
-        is_whole = counted.all(-1)  # of shorter runs nobody knows how many drafts would be accepted
-        self._sums["runs"] += int(is_whole.sum())
+        self._sums["runs"] += int(counted[..., 0].sum())
         for suffix in ("", "_plain"):
             correct = outputs["correct" + suffix]
-            self._sums["accepted" + suffix] += int(correct[is_whole].long().cumprod(-1).sum())
+            self._sums["accepted" + suffix] += int(correct.long().cumprod(-1).sum())
             self._sums["soft_loss" + suffix] += float(outputs["soft_loss" + suffix].sum())
             for depth, count in enumerate(correct.sum((0, 1)).tolist()):
                 self._sums[f"correct{suffix}_{depth}"] += count
@@ -187,8 +180,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             total = sum(sums[f"counted_{depth}"] for depth in depths)
             for suffix in ("", "_plain"):
                 logs["soft_loss" + suffix] = round(sums["soft_loss" + suffix] / total, 4)
-                if sums["runs"]:
-                    logs["accepted" + suffix] = round(sums["accepted" + suffix] / sums["runs"], 4)
+                logs["accepted" + suffix] = round(sums["accepted" + suffix] / max(1, sums["runs"]), 4)
                 logs["accuracy" + suffix] = [  # type: ignore[assignment]
                     round(sums[f"correct{suffix}_{depth}"] / max(1, sums[f"counted_{depth}"]), 3) for depth in depths
                 ]

@@ -1,8 +1,8 @@
 """Ways to train a mask adapter, in small equal trials: same answers, same number of mask rows, some seeds.
 
-    python benchmarks/training_methods.py train adapt BASE ANSWERS.jsonl build/adapt
-    python benchmarks/training_methods.py train equal-runs BASE ANSWERS.jsonl build/equal --seed 1 --mask-rows 100000
-    python benchmarks/training_methods.py table build/adapt build/equal
+    python benchmarks/training_methods.py train default BASE ANSWERS.jsonl build/default
+    python benchmarks/training_methods.py train large-steps BASE ANSWERS.jsonl build/large --seed 1 --mask-rows 100000
+    python benchmarks/training_methods.py table build/default build/large
 
 ANSWERS are the base's own (`wedlm adapt` leaves them in `work/answers.jsonl`). Every tenth greedy answer is held out;
 what a way is worth is tokens per forward on these, by the replay of `adapters/evaluation.py`, and by generation with
@@ -32,7 +32,7 @@ from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.checkpoints.files import write_text
 from wedlm_hf.checkpoints.loading import load_model
 
-EQUAL_RUNS = {"retention": 1.0}  # 4 masks behind each cut, as in all trials of another kind
+LARGE_STEPS = {"batch_slots": 640}  # as in all trials of another kind
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Way:
     """One way to train: the shape of the adapter, settings of the training, and what else is changed of it."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=lambda: EQUAL_RUNS)
+    training: dict[str, Any] = field(default_factory=lambda: LARGE_STEPS)
     prepare: Callable[[MaskAdapterTrainer], None] | None = None
 
 
@@ -78,8 +78,8 @@ def annealed(trainer: MaskAdapterTrainer) -> None:
 
 
 WAYS = {
-    "adapt": Way(training={}),
-    "equal-runs": Way(),
+    "default": Way(training={}),
+    "large-steps": Way(),
     "pace": Way(prepare=pace),
     "annealed": Way(prepare=annealed),
     "wide-head": Way(settings={"head_width": 1920}),
