@@ -183,7 +183,8 @@ def base_of(model: Any) -> dict[str, Any]:
     config, embeddings = model.config.get_text_config(decoder=True), base_embeddings(model)
     with torch.no_grad():
         is_scaled = hasattr(embeddings, "embed_scale")  # by a number that is rounded to the dtype
-        first = embeddings.weight[:64] if is_scaled else embeddings(torch.arange(64, device=model.device))
+        known = torch.arange(min(64, embeddings.num_embeddings), device=model.device)
+        first = embeddings.weight[:64] if is_scaled else model.get_input_embeddings()(known)
     sizes = {}
     for name in BASE_FIELDS:
         with suppress(RuntimeError):  # one that differs from layer to layer

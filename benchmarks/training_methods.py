@@ -55,8 +55,8 @@ def pace(trainer: MaskAdapterTrainer) -> None:
     def loss(predicted: Predicted) -> torch.Tensor:
         counted, likeliest = found["counted"], predicted.targets.argmax(-1, keepdim=True)
         chances = (predicted.logits.gather(-1, likeliest)[:, 0] - predicted.log_sums).detach().exp()
-        grid = torch.zeros(counted.shape).masked_scatter(counted, chances)
-        added = (0.5 + 0.5 * grid).cumprod(-1).flip(-1).cumsum(-1).flip(-1)
+        grid = torch.zeros(counted.shape, device=counted.device).masked_scatter(counted, chances)
+        added = (0.5 + 0.5 * grid).masked_fill(~counted, 0).cumprod(-1).flip(-1).cumsum(-1).flip(-1)
         return added[counted] * soft_cross_entropy(predicted)
 
     distillation.register_forward_pre_hook(note, with_kwargs=True)

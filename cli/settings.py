@@ -39,8 +39,14 @@ REFUSED = {
     "transformers_version": _NOTHING,
 }
 _OWN = "return_dict_in_generate"  # which commands set themselves
-# The number 1 asks for nothing where one answer, beam or group is meant, and nowhere else.
-_COUNTS = ("num_return_sequences", "num_beams", "num_beam_groups")
+# Numbers that ask for nothing.
+_NEUTRAL = {
+    "num_return_sequences": 1,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "length_penalty": 1,
+    "diversity_penalty": 0,
+}
 
 # Those that only AR decoding honours, as in docs/reference.md, and the values that ask for nothing.
 AR_ALONE = {
@@ -151,8 +157,8 @@ def _check_names(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if name not in known:
             raise ValueError(f"`--set {name}=…`: `generate` has no setting of this name.")
-        is_one = name in _COUNTS and value == 1 and value is not True
-        asks_nothing = name != _OWN and (value is None or value is False or is_one)
+        is_neutral = name in _NEUTRAL and value == _NEUTRAL[name] and value is not True
+        asks_nothing = name != _OWN and (value is None or value is False or is_neutral)
         if name in REFUSED and not asks_nothing:
             raise ValueError(f"`--set {name}=…` has no place in a command: {REFUSED[name]}.")
 

@@ -72,7 +72,7 @@ class WindowLayer(DynamicLayer):
             capacity = max(step.end, 2 * self._keys.shape[2], self.extent.capacity or SMALLEST_CAPACITY)
             room = (0, 0, 0, capacity - self._keys.shape[2])
             self._keys, self._values = F.pad(self._keys, room), F.pad(self._values, room)
-            if self.extent.capacity is not None:  # else a CUDA graph would not write into them
+            if self.extent.capacity is not None and not torch.compiler.is_compiling():  # else CUDA graphs lose them
                 torch._dynamo.mark_static_address(self._keys)
                 torch._dynamo.mark_static_address(self._values)
         rows = key_states.shape[0]

@@ -122,7 +122,8 @@ def test_loading_leaves_what_trains_in_training(tmp_path):
 def test_an_adapter_made_beside_a_lora_updates_the_base_and_fits_it(tmp_path, how):
     torch.manual_seed(4)
     lora = LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **how)
-    model = get_peft_model(llama(), lora).base_model.model.eval()
+    wrapped = get_peft_model(llama(), lora)
+    model = wrapped.base_model.model.eval()
     expected = model.generate(PROMPT, **GREEDY)
     adapter = add_mask_adapter(model)
     assert adapter.settings.target_modules == ("o_proj", "down_proj")
@@ -130,7 +131,8 @@ def test_an_adapter_made_beside_a_lora_updates_the_base_and_fits_it(tmp_path, ho
         parameter.data.normal_(std=0.3)
     assert torch.equal(model.generate(PROMPT, **VERIFIED), expected)
     model.save_mask_adapter(tmp_path)
-    load_mask_adapter(llama(), tmp_path)
+    unload_mask_adapter(model)
+    load_mask_adapter(wrapped.merge_and_unload(), tmp_path)
 
 
 def test_a_lora_may_come_after_the_mask_adapter(tmp_path):
