@@ -1,8 +1,8 @@
 """Ways to train a mask adapter, in small equal trials: same answers, same number of mask rows, some seeds.
 
     python benchmarks/training_methods.py train default BASE ANSWERS.jsonl build/default
-    python benchmarks/training_methods.py train large-steps BASE ANSWERS.jsonl build/large --seed 1 --mask-rows 100000
-    python benchmarks/training_methods.py table build/default build/large
+    python benchmarks/training_methods.py train annealed BASE ANSWERS.jsonl build/annealed --seed 1 --mask-rows 40000
+    python benchmarks/training_methods.py table build/default build/annealed
 
 ANSWERS are the base's own (`wedlm adapt` leaves them in `work/answers.jsonl`). Every tenth greedy answer is held out;
 what a way is worth is tokens per forward on these, by the replay of `adapters/evaluation.py`, and by generation with
@@ -32,15 +32,12 @@ from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.checkpoints.files import write_text
 from wedlm_hf.checkpoints.loading import load_model
 
-LARGE_STEPS = {"batch_slots": 640}  # as in all trials of another kind
-
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: the shape of the adapter, settings of the training, and what else is changed of it."""
+    """One way to train: the shape of the adapter, and what else is changed of the training."""
 
     settings: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=lambda: LARGE_STEPS)
     prepare: Callable[[MaskAdapterTrainer], None] | None = None
 
 
@@ -78,8 +75,7 @@ def annealed(trainer: MaskAdapterTrainer) -> None:
 
 
 WAYS = {
-    "default": Way(training={}),
-    "large-steps": Way(),
+    "default": Way(),
     "pace": Way(prepare=pace),
     "annealed": Way(prepare=annealed),
     "wide-head": Way(settings={"head_width": 1920}),
@@ -97,6 +93,7 @@ def train(
     answers: Path,
     out: Path,
     mask_rows: int = 100_000,
+    batch_slots: Annotated[int, typer.Option(help="Masks of an optimizer step, about.")] = 400,
     learning_rate: float = 1e-3,
     seed: int = 0,
     threads: int = 1,
@@ -116,7 +113,10 @@ def train(
     add_mask_adapter(model, MaskAdapterSettings(**chosen.settings))
     args = MaskTrainingConfig(
         output_dir=str(out),
-        **{"mask_rows": mask_rows, "learning_rate": learning_rate, "seed": seed} | chosen.training,
+        mask_rows=mask_rows,
+        batch_slots=batch_slots,
+        learning_rate=learning_rate,
+        seed=seed,
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
     )
