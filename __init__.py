@@ -14,7 +14,13 @@ from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapters import add_mask_adapter, load_mask_adapter, save_mask_adapter, unload_mask_adapter
+    from .adapters import (
+        add_mask_adapter,
+        count_ngrams,
+        load_mask_adapter,
+        save_mask_adapter,
+        unload_mask_adapter,
+    )
     from .adapters.budget import MaskTrainingConfig
     from .adapters.trainer import MaskAdapterTrainer
     from .checkpoints.packed import pack
@@ -36,6 +42,7 @@ __all__ = [
     "WeDLMSFTTrainer",
     "add_mask_adapter",
     "convert",
+    "count_ngrams",
     "load_mask_adapter",
     "pack",
     "save_mask_adapter",
@@ -54,6 +61,7 @@ _HOME = {
     "WeDLMSFTTrainer": "training",
     "add_mask_adapter": "adapters",
     "convert": "modeling_wedlm.convert",
+    "count_ngrams": "adapters",
     "load_mask_adapter": "adapters",
     "pack": "checkpoints.packed",
     "save_mask_adapter": "adapters",

@@ -12,6 +12,7 @@ _HOME = {
     "MaskAdapterSettings": ".adapter_files",
     "WeDLMForCausalLM": "..modeling_wedlm",
     "add_mask_adapter": ".attach",
+    "count_ngrams": ".attach",
     "load_mask_adapter": ".attach",
     "save_mask_adapter": ".attach",
     "unload_mask_adapter": ".attach",

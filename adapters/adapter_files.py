@@ -47,6 +47,7 @@ class MaskAdapterSettings:
         head_width: hidden units of the previous-token head; 0 for none.
         num_masks: masks behind one row that it is trained to predict; decoding asks for no more.
         layers_to_transform: decoder layers that are updated, counted from 0; none: all of them.
+        ngrams: n-grams of the model's answers that it holds, see [`NGrams`].
     """
 
     rank: int = 64
@@ -54,14 +55,15 @@ class MaskAdapterSettings:
     head_width: int = 640
     num_masks: int = 8
     layers_to_transform: tuple[int, ...] = ()
+    ngrams: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
         is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
-        if self.rank < 1 or self.head_width < 0 or self.num_masks < 1 or is_named_twice:
+        if self.rank < 1 or min(self.head_width, self.ngrams) < 0 or self.num_masks < 1 or is_named_twice:
             raise ValueError(
                 "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, a `head_width` of at "
-                f"least 0 and `num_masks` of at least 1; got {self}."
+                f"least 0, `num_masks` of at least 1 and `ngrams` of at least 0; got {self}."
             )
         layers = tuple(self.layers_to_transform)
         if len(set(layers)) != len(layers) or any(type(layer) is not int or layer < 0 for layer in layers):
@@ -97,9 +99,11 @@ class StoredMaskAdapter:
             raise OSError(f"The weights of {str(name)!r} are damaged or truncated: {error}.") from error
         weights = {key.removeprefix(KEY_PREFIX): weight for key, weight in stored.items()}
         for key, weight in weights.items():
-            if not weight.is_floating_point():
-                raise ValueError(f"The weights of {str(name)!r} must be floating point; {key} is {weight.dtype}.")
-            if not bool((weight.abs() <= _LARGEST_WEIGHT).all()):
+            if weight.is_floating_point() == key.startswith("ngrams."):
+                raise ValueError(
+                    f"The weights of {str(name)!r} must be floating point, and n-grams whole; {key} is {weight.dtype}."
+                )
+            if weight.is_floating_point() and not bool((weight.abs() <= _LARGEST_WEIGHT).all()):
                 raise ValueError(
                     f"The weights of {str(name)!r} hold NaN, infinite numbers or numbers beyond float16's largest, "
                     f"{_LARGEST_WEIGHT:.0f}: {key}."
@@ -107,10 +111,12 @@ class StoredMaskAdapter:
         # Before memory is asked for.
         ranks = {weight.shape[1:2] for key, weight in weights.items() if key.startswith("down.")}
         widths = {weight.shape[:1] for key, weight in weights.items() if key == "head.down"}
-        if ranks != {(settings.rank,)} or widths != ({(settings.head_width,)} if settings.head_width else set()):
+        ngrams = {len(weight) for key, weight in weights.items() if key.startswith("ngrams.")} or {0}
+        is_fitting = ranks == {(settings.rank,)} and ngrams == {settings.ngrams}
+        if not is_fitting or widths != ({(settings.head_width,)} if settings.head_width else set()):
             raise ValueError(
                 f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: `rank` {settings.rank}, `head_width` "
-                f"{settings.head_width}."
+                f"{settings.head_width}, `ngrams` {settings.ngrams}."
             )
         return cls(settings, base if isinstance(base, dict) else {}, weights)
 
@@ -159,19 +165,21 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
     rank, width, targets = config.get("rank"), config.get("head_width"), config.get("target_modules")
     names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
-    masks = config.get("num_masks", MaskAdapterSettings.num_masks)
+    masks, ngrams = config.get("num_masks", MaskAdapterSettings.num_masks), config.get("ngrams", 0)
     if type(rank) is not int or type(width) is not int or not names or names != targets:
         raise ValueError(
             f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
             f"got {rank!r}, {width!r} and {targets!r}."
         )
-    if type(masks) is not int:
-        raise ValueError(f"{CONFIG_NAME} may state `num_masks`, a whole number; got {masks!r}.")
+    if type(masks) is not int or type(ngrams) is not int:
+        raise ValueError(
+            f"{CONFIG_NAME} may state `num_masks` and `ngrams`, whole numbers; got {masks!r} and {ngrams!r}."
+        )
     layers = config.get("layers_to_transform")
     layers = [] if layers is None else layers  # PEFT's way to say all
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise ValueError(f"{CONFIG_NAME} may state `layers_to_transform`, a list of whole numbers; got {layers!r}.")
-    return MaskAdapterSettings(rank, tuple(names), width, masks, tuple(layers))
+    return MaskAdapterSettings(rank, tuple(names), width, masks, tuple(layers), ngrams)
 
 
 def base_of(model: Any) -> dict[str, Any]:

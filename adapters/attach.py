@@ -39,6 +39,7 @@ from .adapter_files import (
     check_base,
 )
 from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
+from .ngrams import NGramDrafter, NGrams
 
 # Single tokens that are read to see that a state is the same, and by how much of the largest logit theirs may differ.
 SINGLES, LEAST_STATE = 8, 1e-4
@@ -91,7 +92,8 @@ class AttachedModel(WeDLMGenerationMixin):
 
     def make_drafter(self, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> TreeDrafter:
         """See [`TreeDrafter`]."""
-        return TreeDrafter(sampler, end_tokens, self, has_branches)
+        ngrams = self.mask_adapter.ngrams
+        return TreeDrafter(sampler, end_tokens, self, has_branches, None if ngrams is None else NGramDrafter(ngrams))
 
     def save_mask_adapter(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """See [`save_mask_adapter`]."""
@@ -183,10 +185,24 @@ def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.d
     """
     adapter = _adapter_of(model)
     weights = {
-        name: tensor.detach().to(dtype or model.dtype).cpu().contiguous()
+        name: tensor.detach().to((dtype or model.dtype) if tensor.is_floating_point() else None).cpu().contiguous()
         for name, tensor in adapter.state_dict().items()
     }
     StoredMaskAdapter(adapter.settings, base_of(model), weights).write(folder, model.config.name_or_path or None)
+
+
+def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
+    """Adds the n-grams of the model's own answers to its mask adapter, which then drafts what followed them.
+
+    Args:
+        model: with a mask adapter.
+        answers: of each the tokens, `prompt_ids` and `response_ids`.
+    """
+    adapter = _adapter_of(model)
+    ngrams = NGrams.of(answers, adapter.ngrams).to(adapter.mask_embedding.device)
+    adapter.ngrams = ngrams if len(ngrams.keys) else None
+    adapter.settings = replace(adapter.settings, ngrams=len(ngrams.keys))
+    model._keys_to_ignore_on_save |= {f"mask_adapter.{name}" for name in adapter.state_dict()}
 
 
 def unload_mask_adapter(model: Any) -> None:

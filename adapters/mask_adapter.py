@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from .adapter_files import MaskAdapterSettings
+from .ngrams import NGrams
 
 Matrices = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
 """For each target, for each layer, the two matrices of its update, `(rank, in)` and `(out, rank)`."""
@@ -130,7 +131,8 @@ class PreviousTokenHead(nn.Module):
 
 
 class MaskAdapter(nn.Module):
-    """The weights of a mask adapter: updates of layers, the slots' embedding, and the previous-token head.
+    """The weights of a mask adapter: updates of layers, the slots' embedding, and the previous-token head; and the
+    n-grams of the model's answers.
 
     It begins as no change at all, but for the embedding of the slots.
 
@@ -158,6 +160,7 @@ class MaskAdapter(nn.Module):
             self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))
         width = settings.head_width
         self.head = PreviousTokenHead(len(mask_embedding), width) if width else None
+        self.ngrams = NGrams(settings.ngrams) if settings.ngrams else None
         self._prepared: tuple[Any, Matrices] | None = None
         self.to(mask_embedding.device)
 

@@ -35,6 +35,7 @@ class MaskAdapterConfig(PeftConfig):
     head_width: int = 640
     num_masks: int = 8
     layers_to_transform: list[int] = field(default_factory=list)
+    ngrams: int = 0
     base: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -97,6 +98,7 @@ class MaskAdapterTuner(BaseTuner):
             config.head_width,
             config.num_masks,
             tuple(config.layers_to_transform),
+            config.ngrams,
         )
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
         adapter = add_mask_adapter(owner, settings)

@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ..generation.state import keeps_state
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
+from .attach import count_ngrams
 from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
@@ -68,6 +69,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     ):
         collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock = Budget(), clock
+        self._uncounted = answers
         self._sums: defaultdict[str, float] = defaultdict(float)
         model.mask_adapter.settings = replace(model.mask_adapter.settings, num_masks=args.num_masks)
         super().__init__(
@@ -79,6 +81,13 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             callbacks=[self.budget, _Epochs(collator)],
         )
         self._connect(self.budget)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The parent's. Behind it the adapter knows the n-grams of the answers, too."""
+        output = super().train(*args, **kwargs)
+        count_ngrams(self.accelerator.unwrap_model(self.model).model, self._uncounted)
+        self._uncounted = ()
+        return output
 
     # The budget.
 
@@ -230,8 +239,11 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         adapter: Any = trained.mask_adapter
         stored = StoredMaskAdapter.read(resume_from_checkpoint)
         check_base(trained, stored.base)
-        if replace(stored.settings, num_masks=adapter.settings.num_masks) != adapter.settings:
+        as_here = {"num_masks": adapter.settings.num_masks, "ngrams": adapter.settings.ngrams}
+        if replace(stored.settings, **as_here) != adapter.settings:
             raise ValueError(
                 f"A run with {stored.settings} cannot go on with {adapter.settings}: choose a new folder."
             )
-        adapter.load_state_dict(stored.weights)
+        ngrams = {key: value for key, value in adapter.state_dict().items() if key.startswith("ngrams.")}
+        weights = {key: value for key, value in stored.weights.items() if not key.startswith("ngrams.")}
+        adapter.load_state_dict(weights | ngrams)

@@ -23,14 +23,18 @@ class TreeDrafter(Drafter):
     Args:
         sampler, end_tokens: see [`Drafter`].
         model: with a mask adapter.
-        has_branches: a position has several drafts, of masks and of the text; otherwise one.
+        has_branches: a position has several drafts, of masks, of the text and of n-grams; otherwise one.
+        ngrams: drafts what often followed, see [`NGramDrafter`].
     """
 
     skipped_masks = 0
 
-    def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], model: Any, has_branches: bool):
+    def __init__(
+        self, sampler: TokenSampler, end_tokens: frozenset[int], model: Any, has_branches: bool, ngrams: Any = None
+    ):
         super().__init__(sampler, end_tokens, float("inf"))
         self.model, self.has_branches, self.children = model, has_branches, CHILDREN if has_branches else 1
+        self.ngrams = ngrams
         self._lookups: dict[int, TextLookup] = {}
 
     def guess(
@@ -83,6 +87,8 @@ class TreeDrafter(Drafter):
             lookup = self._lookups.setdefault(sequence.index, TextLookup())
             known = [draft.token for draft in drafts[:1] if draft.token is not None]
             self._add_path(drafts, [(token, None) for token in lookup.drafts(sequence.tokens, known, MOST_DRAFTS)])
+            if self.ngrams is not None:
+                self.ngrams.extend(drafts, sequence.tokens, self.end_tokens)
         return drafts
 
     def _scores(self, hidden: torch.Tensor, shortlist: torch.Tensor, before: torch.Tensor) -> torch.Tensor:

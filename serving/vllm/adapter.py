@@ -64,7 +64,8 @@ class VllmMaskAdapter(nn.Module):
         settings = stored.settings
         parameter = next(model.model.parameters())
         self.dtype, device = parameter.dtype, parameter.device
-        weights = {key: weight.to(device, self.dtype) for key, weight in stored.weights.items()}
+        weights = {key: weight for key, weight in stored.weights.items() if weight.is_floating_point()}  # no n-grams
+        weights = {key: weight.to(device, self.dtype) for key, weight in weights.items()}
         self.register_buffer("flags", torch.zeros(most_rows, 1, dtype=self.dtype, device=device), persistent=False)
         try:
             self.register_buffer("mask_embedding", weights["mask_embedding"], persistent=False)

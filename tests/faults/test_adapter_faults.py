@@ -41,7 +41,7 @@ def refused(folder: Path, message: str, error: type[Exception] = ValueError) -> 
         ({"rank": 0}, "needs a `rank` of at least 1"),
         ({"head_width": -1}, "at least 0"),
         ({"num_masks": 0}, "`num_masks` of at least 1"),
-        ({"num_masks": "4"}, "may state `num_masks`, a whole number; got '4'"),
+        ({"num_masks": "4"}, "may state `num_masks` and `ngrams`, whole numbers; got '4' and 0"),
         ({"layers_to_transform": [0, "1"]}, "may state `layers_to_transform`, a list of whole numbers; got"),
         ({"layers_to_transform": 0}, "may state `layers_to_transform`, a list of whole numbers; got 0"),
         ({"layers_to_transform": [-1]}, "counts layers from 0 and names each once"),
