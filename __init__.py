@@ -81,25 +81,40 @@ def __dir__() -> list[str]:
 
 
 # What registers itself when it is imported, by the module that it registers itself with.
-_REGISTERED = {"transformers.models.auto.modeling_auto": "modeling_wedlm", "peft": "adapters.peft_method"}
+_WAITING = {"transformers.models.auto.modeling_auto": "modeling_wedlm", "peft": "adapters.peft_method"}
+
+
+def _register() -> None:
+    # What is imported here may come back to this function: each waits until it is taken out.
+    while theirs := next((name for name in _WAITING if name in sys.modules), None):
+        import_module(f".{_WAITING.pop(theirs)}", __name__)
 
 
 class _Registration:
-    """A finder of modules that finds none, but has ours imported behind those that they register themselves with."""
+    """A finder of modules that finds none, but has ours imported behind those that they register themselves with: once
+    no module of transformers or PEFT is half imported, since ours may need any of them."""
+
+    depth = 0  # such modules whose import is under way
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """What the other finders say; the module that is loaded by it registers ours at the end."""
-        ours = _REGISTERED.get(name)
+        """What the other finders say; the loader of a module of theirs tells when its import begins and ends."""
+        if not _WAITING or name.partition(".")[0] not in ("transformers", "peft"):
+            return None
         others = [finder.find_spec for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (find(name, path, target) for find in others)), None) if ours else None
+        spec = next(filter(None, (find(name, path, target) for find in others)), None)
         if spec is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
 
         def run_and_register(module: Any) -> None:
-            run(module)
-            import_module(f".{ours}", __name__)
+            cls.depth += 1
+            try:
+                run(module)
+            finally:
+                cls.depth -= 1
+            if not cls.depth:
+                _register()
 
         spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
         return spec
@@ -109,6 +124,4 @@ if __name__ == "wedlm_hf":  # not where pytest imports this file by another name
     if "torch" not in sys.modules:  # which reads it as it loads
         import_module(".threads", __name__).wait_without_spinning()
     sys.meta_path.insert(0, _Registration)
-    for _theirs, _ours in _REGISTERED.items():
-        if _theirs in sys.modules:
-            import_module(f".{_ours}", __name__)
+    _register()

@@ -22,6 +22,18 @@ def test_importing_the_package_before_transformers_and_peft_registers_it_and_loa
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("how", [
+    "from transformers import LlamaForCausalLM", "from transformers import Qwen3ForCausalLM",
+    "import transformers; transformers.GPT2LMHeadModel", "from transformers import PreTrainedModel, Qwen2Model",
+    "from peft import PeftModel; from transformers import Gemma3ForCausalLM",
+])  # fmt: skip
+def test_any_class_of_transformers_may_be_the_first_import_behind_it(how):
+    known = "from transformers import AutoConfig, AutoModelForCausalLM; config = AutoConfig.for_model('wedlm')"
+    seen = f"import wedlm_hf; {how}; {known}; assert type(config) in AutoModelForCausalLM._model_mapping"
+    result = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_stock_model_says_what_parallel_decoding_needs():
     model = stock_twin(tiny_model())
     with pytest.raises(ValueError, match=r"`strategy='wedlm'` decodes in parallel, which Qwen3ForCausalLM cannot"):
