@@ -371,7 +371,8 @@ def _unfit(model: Any) -> str | None:
 def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder layers of a causal language model."""
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.modules():
+    # A tower of images may have as many.
+    for module in (*model.get_decoder().modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     name = type(model).__name__

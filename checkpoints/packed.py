@@ -194,13 +194,13 @@ def pack(model: nn.Module) -> nn.Module:
     What is no linear layer becomes float32, but for 16-bit embeddings, whose tables stay. Layers with weights that
     float16 cannot hold stay as they are, in float32. The result is for inference: no parameter requires a gradient.
     `save_pretrained` writes the rounded weights, which load like any others. Of layers that PEFT wraps, the base's are
-    packed. Where torch lacks the kernels, the model is returned as it was.
+    packed. Where torch lacks the kernels, and where layers are packed already, the model is returned as it was.
 
     Raises:
         ValueError: for a model elsewhere than on a CPU, for quantized weights (those read from a GGUF file are not),
             and for a model whose weights are mostly not in `nn.Linear`. It is left as it was.
     """
-    if not can_pack():
+    if not can_pack() or is_packed(model):
         return model
     _check_packable(model)
     if getattr(model, "quantization_method", None) == "gguf":

@@ -20,7 +20,7 @@ from .state import keeps_state, prepare_chunks
 DENSE_MASK_ATTENTION = ("sdpa", "eager")
 # Kinds of layers whose mask is known here, by the names of `config.layer_types`.
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-# Rows up to which a CPU's bfloat16 products give a row the same bits: oneDNN takes another kernel for more.
+# Rows up to which a CPU's bfloat16 products give a row the same bits, with AMX: oneDNN takes another kernel for more.
 ROWS_ALIKE = 32
 
 Keys = slice | torch.Tensor  # that a row sees: a range, or their places
@@ -145,7 +145,7 @@ def attends_by_row(model: Any) -> bool:
 
     The last bits of a row's attention depend on how many rows attend together. In bfloat16 they decide near-ties, and
     layers that quantize their inputs enlarge such differences. Matrix products need no such care: a CPU's in bfloat16
-    and integers give a row the same bits for up to [`ROWS_ALIKE`] rows, and so do a GPU's in the mode of
+    and integers mostly give a row the same bits for up to [`ROWS_ALIKE`] rows, and so do a GPU's in the mode of
     batch_invariant_ops.
     """
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else model.dtype

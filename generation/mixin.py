@@ -216,6 +216,8 @@ def _warn(model: Any, settings: WeDLMGenerationSettings, is_static: bool) -> Non
             "This checkpoint is an untrained copy of an AR model (`wedlm convert`): it cannot fill masks, and its "
             "text makes no sense without verification. Train it (`wedlm train`), or pass `verification='exact'`."
         )
+    if model.has_mask_adapter and settings.verification == "none":
+        logger.warning("A mask adapter gives drafts: unchecked they make no text. Pass `verification='exact'`.")
     if not is_static and (model._compiled_call_impl or hasattr(model.forward, "_torchdynamo_orig_callable")):
         logger.warning(
             "The model's forward is compiled, but the rows of a window change from step to step: it may be "
@@ -235,10 +237,7 @@ def _check_passed(settings: WeDLMGenerationSettings, passed: dict[str, Any]) -> 
                 )
     elif settings.verification != "none":
         if passed.get("entropy_threshold") is not None:
-            logger.warning(
-                f"`entropy_threshold` is not read with `verification={settings.verification!r}`: drafts end at "
-                "`draft_threshold`."
-            )
+            logger.warning(f"`entropy_threshold` is not read with `verification={settings.verification!r}`.")
     elif passed.get("adaptive_window"):
         raise OptionError(
             "`adaptive_window=True` goes with `verification='exact'`: unverified windows keep their size.",

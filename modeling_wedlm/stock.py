@@ -17,7 +17,7 @@ def explain_settings() -> None:
 
     @wraps(check)
     def with_reason(self: Any, model_kwargs: dict[str, Any]) -> None:
-        """As its parent; raises `ValueError` for a setting of ours, which a model of ours would have taken out."""
+        """The parent's. Raises `ValueError` for a setting of ours, which a model of ours would have taken out."""
         for name in (name for name in SETTING_NAMES if name in model_kwargs):
             raise ValueError(
                 f"`{name}={model_kwargs[name]!r}` decodes in parallel, which {type(self).__name__} cannot by itself: "

@@ -23,6 +23,8 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -31,7 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from wedlm_hf import add_mask_adapter, load_mask_adapter, unload_mask_adapter
 from wedlm_hf.adapters import adapter_files
 from wedlm_hf.adapters.adapter_files import base_of, check_base
-from wedlm_hf.adapters.attach import is_close
+from wedlm_hf.adapters.attach import decoder_layers, is_close
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -309,9 +311,19 @@ def test_a_model_in_training_mode_decodes_after_a_hint():
     assert torch.equal(model.eval().generate(PROMPT, **VERIFIED), llama().generate(PROMPT, **GREEDY))
 
 
-def test_an_unverified_call_needs_no_mask_token_either():
+def test_the_decoder_of_a_model_with_images_is_found_beside_a_tower_of_as_many_layers():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {"model_type": "qwen2", "vocab_size": 100, "num_key_value_heads": 2, **sizes}
+    images = {**sizes, "image_size": [28, 28], "patch_size": [14, 14]}
+    config = InternVLConfig(vision_config=images, text_config=text, image_token_id=99)
+    model = attached(InternVLForConditionalGeneration(config).eval())
+    assert list(decoder_layers(model)) == list(model.get_decoder().layers)
+
+
+def test_an_unverified_call_needs_no_mask_token_either(caplog):
     out = attached(llama()).generate(PROMPT, strategy="wedlm", **GREEDY, return_dict_in_generate=True, window_size=4)
     assert out.sequences.shape == (1, 25)
+    assert "Pass `verification='exact'`" in caplog.text
 
 
 @pytest.mark.parametrize(

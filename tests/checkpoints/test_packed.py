@@ -93,6 +93,12 @@ def test_copies_of_a_packed_model_say_the_same(copied):
     assert logits_of(copied(model)).equal(logits_of(model))
 
 
+def test_a_packed_model_may_be_packed_again():
+    model = pack(stock_model())
+    before = [*model.modules()]
+    assert pack(model) is model and [*model.modules()] == before
+
+
 def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_each_gives_alone():
     plain = stock_model().model.layers[0].self_attn
     alone = [PackedLinear(layer) for layer in (plain.q_proj, plain.k_proj, plain.v_proj)]
