@@ -19,7 +19,7 @@ from ..generation.rows import Row
 
 LONGEST = 3  # tokens of an n-gram
 FOLLOWERS = 3  # tokens that are kept behind an n-gram, the most frequent ones
-MOST = 2**16  # n-grams that are kept, the most frequent ones
+MOST = 2**17  # n-grams that are kept, the most frequent ones
 LEAST = 2  # times that an n-gram must occur
 LEAST_REACH = 0.1  # of a draft
 _BITS = 21  # of a token in a key

@@ -5,6 +5,7 @@ from argparse import Namespace
 from unittest.mock import Mock
 
 import fixed_windows
+import given_costs
 import gpu_hour
 import gpu_results
 import nbformat
@@ -67,6 +68,9 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "count to ten"}\n' * 2)
     capsys.readouterr()
     folders = str(tmp_path / "base"), str(tmp_path / "adapter")
+    given_costs.main(folders[0], tmp_path / "prompts.jsonl", [folders[1]] * 2, count=2, max_new_tokens=16)
+    *_, first, again = capsys.readouterr().out.splitlines()
+    assert first == again and [float(each) > 0.5 for each in first.split("|")[4:6]] == [True, True]
     step_time.main(*folders, tmp_path / "prompts.jsonl", "float32", drafts=[2], count=2, max_new_tokens=16)
     header, _, *rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [name.strip() for name in header[1:]] == ["AR", "drafts: 2"]
