@@ -70,7 +70,7 @@ def main(
         questions = read_prompts(prompts.name, prompts.read_text(encoding="utf-8"))
         clock, tokens = Clock(masks), 0
         for question in questions[:: max(1, len(questions) // count)][:count]:
-            ids = torch.tensor([encode_prompt(model, tokenizer, question)])
+            ids = torch.tensor([encode_prompt(model, tokenizer, question).tokens])
             with clock.ticking():
                 how = {"strategy": "wedlm", "verification": "exact", "do_sample": False}
                 output = model.generate(ids, **how, max_new_tokens=max_new_tokens)
