@@ -99,6 +99,10 @@ class AttachedModel(WeDLMGenerationMixin):
         """See [`save_mask_adapter`]."""
         save_mask_adapter(self, folder, dtype)
 
+    def count_ngrams(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """See [`count_ngrams`]."""
+        count_ngrams(self, answers)
+
     def unload_mask_adapter(self) -> None:
         """See [`unload_mask_adapter`]."""
         unload_mask_adapter(self)
@@ -202,6 +206,9 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
     ngrams = NGrams.of(answers, adapter.ngrams).to(adapter.mask_embedding.device)
     adapter.ngrams = ngrams if len(ngrams.keys) else None
     adapter.settings = replace(adapter.settings, ngrams=len(ngrams.keys))
+    for config in vars(model).get("peft_config", {}).values():
+        if hasattr(config, "ngrams"):  # PEFT's copy of these settings
+            config.ngrams = len(ngrams.keys)
     model._keys_to_ignore_on_save |= {f"mask_adapter.{name}" for name in adapter.state_dict()}
 
 

@@ -20,7 +20,6 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ..generation.state import keeps_state
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
-from .attach import count_ngrams
 from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
@@ -85,7 +84,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The parent's. Behind it the adapter knows the n-grams of the answers, too."""
         output = super().train(*args, **kwargs)
-        count_ngrams(self.accelerator.unwrap_model(self.model).model, self._uncounted)
+        self.accelerator.unwrap_model(self.model).model.count_ngrams(self._uncounted)
         self._uncounted = ()
         return output
 

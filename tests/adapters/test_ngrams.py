@@ -5,13 +5,14 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from test_mask_adapter import SMALL
 from tiny import EOS, stock_twin, tiny_model
 
 from wedlm_hf import add_mask_adapter, count_ngrams, load_mask_adapter
 from wedlm_hf.adapters.adapter_files import CONFIG_NAME
 from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
+from wedlm_hf.adapters.peft_method import MaskAdapterConfig
 from wedlm_hf.generation.rows import Row
 
 
@@ -144,6 +145,15 @@ def test_they_are_saved_and_loaded_with_the_adapter(tmp_path, load):
     assert other.mask_adapter.settings.ngrams == len(kept.keys) > 0
     other.save_mask_adapter(tmp_path / "again", torch.bfloat16)
     assert (tmp_path / "again" / CONFIG_NAME).read_text().count('"ngrams"') == 1
+
+
+def test_a_model_that_peft_made_saves_them_too(tmp_path):
+    model = get_peft_model(stock_twin(tiny_model()), MaskAdapterConfig(rank=4, head_width=8))
+    model.count_ngrams(texts(200))
+    model.save_pretrained(tmp_path)
+    other = stock_twin(tiny_model())
+    load_mask_adapter(other, tmp_path)
+    assert torch.equal(other.mask_adapter.ngrams.tokens, model.mask_adapter.ngrams.tokens)
 
 
 def test_a_table_that_is_not_the_stated_one_is_refused(tmp_path):
