@@ -9,6 +9,8 @@ else as soon as they are. Where other programs run, threads of a torch that load
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
@@ -84,12 +86,6 @@ def __dir__() -> list[str]:
 _WAITING = {"transformers.models.auto.modeling_auto": "modeling_wedlm", "peft": "adapters.peft_method"}
 
 
-def _register() -> None:
-    # What is imported here may come back to this function: each waits until it is taken out.
-    while theirs := next((name for name in _WAITING if name in sys.modules), None):
-        import_module(f".{_WAITING.pop(theirs)}", __name__)
-
-
 class _Registration:
     """A finder of modules that finds none, but has ours imported behind those that they register themselves with: once
     no module of transformers or PEFT is half imported, since ours may need any of them."""
@@ -108,20 +104,35 @@ class _Registration:
         run = spec.loader.exec_module
 
         def run_and_register(module: Any) -> None:
-            cls.depth += 1
-            try:
+            with cls.importing():
                 run(module)
-            finally:
-                cls.depth -= 1
-            if not cls.depth:
-                _register()
+            cls.register()
 
-        spec.loader.exec_module = run_and_register  # type: ignore[method-assign]
+        if not hasattr(spec.loader, "is_watched"):  # a loader of many modules is asked for each
+            spec.loader.exec_module, spec.loader.is_watched = run_and_register, True  # type: ignore[attr-defined, method-assign]
         return spec
+
+    @classmethod
+    @contextmanager
+    def importing(cls) -> Iterator[None]:
+        """Within this context, nothing registers itself."""
+        cls.depth += 1
+        try:
+            yield
+        finally:
+            cls.depth -= 1
+
+    @classmethod
+    def register(cls) -> None:
+        """Imports ours whose counterparts are there, unless an import is under way."""
+        while not cls.depth and (theirs := next((name for name in _WAITING if name in sys.modules), None)):
+            with cls.importing():
+                import_module(f".{_WAITING[theirs]}", __name__)
+            _WAITING.pop(theirs, None)
 
 
 if __name__ == "wedlm_hf":  # not where pytest imports this file by another name
     if "torch" not in sys.modules:  # which reads it as it loads
         import_module(".threads", __name__).wait_without_spinning()
     sys.meta_path.insert(0, _Registration)
-    _register()
+    _Registration.register()

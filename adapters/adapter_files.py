@@ -111,9 +111,9 @@ class StoredMaskAdapter:
         # Before memory is asked for.
         ranks = {weight.shape[1:2] for key, weight in weights.items() if key.startswith("down.")}
         widths = {weight.shape[:1] for key, weight in weights.items() if key == "head.down"}
-        ngrams = {len(weight) for key, weight in weights.items() if key.startswith("ngrams.")} or {0}
-        is_fitting = ranks == {(settings.rank,)} and ngrams == {settings.ngrams}
-        if not is_fitting or widths != ({(settings.head_width,)} if settings.head_width else set()):
+        ngrams = {weight.shape[:1] for key, weight in weights.items() if key.startswith("ngrams.")}
+        sizes = [{(size,)} if size else set() for size in (settings.rank, settings.head_width, settings.ngrams)]
+        if [ranks, widths, ngrams] != sizes:
             raise ValueError(
                 f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: `rank` {settings.rank}, `head_width` "
                 f"{settings.head_width}, `ngrams` {settings.ngrams}."

@@ -92,7 +92,7 @@ class AttachedModel(WeDLMGenerationMixin):
 
     def make_drafter(self, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> TreeDrafter:
         """See [`TreeDrafter`]."""
-        ngrams = self.mask_adapter.ngrams
+        ngrams = self.mask_adapter.ngrams if has_branches else None
         return TreeDrafter(sampler, end_tokens, self, has_branches, None if ngrams is None else NGramDrafter(ngrams))
 
     def save_mask_adapter(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
@@ -170,7 +170,9 @@ def load_mask_adapter(
     adapter = _attach(model, stored.settings)
     try:
         adapter.load_state_dict(stored.weights)
-    except RuntimeError as error:
+        if adapter.ngrams is not None:
+            adapter.ngrams.check(base_embeddings(model).num_embeddings)
+    except (RuntimeError, ValueError) as error:
         unload_mask_adapter(model)
         raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: {error}") from error
     if is_trainable:
@@ -188,27 +190,34 @@ def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.d
         dtype: of the weights; default: the model's.
     """
     adapter = _adapter_of(model)
-    weights = {
-        name: tensor.detach().to((dtype or model.dtype) if tensor.is_floating_point() else None).cpu().contiguous()
-        for name, tensor in adapter.state_dict().items()
-    }
+    weights = {name: tensor.detach() for name, tensor in adapter.state_dict().items()}
+    for name, tensor in weights.items():
+        tensor = tensor.to(dtype or model.dtype) if tensor.is_floating_point() else tensor
+        weights[name] = tensor.cpu().contiguous()
     StoredMaskAdapter(adapter.settings, base_of(model), weights).write(folder, model.config.name_or_path or None)
 
 
 def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Adds the n-grams of the model's own answers to its mask adapter, which then drafts what followed them.
+    """Adds the n-grams of the model's own answers to its mask adapter, which then drafts what followed them. What
+    occurs once in these answers is not kept.
 
     Args:
-        model: with a mask adapter.
+        model: with a mask adapter. Around a `PeftModel`, call the method of this name.
         answers: of each the tokens, `prompt_ids` and `response_ids`.
+
+    Raises:
+        ValueError: for a model without a mask adapter, and for tokens that are not the model's.
     """
-    adapter = _adapter_of(model)
+    adapter, size = _adapter_of(model), base_embeddings(model).num_embeddings
+    for answer in answers:
+        tokens = [*answer["prompt_ids"], *answer["response_ids"]]
+        if tokens and not 0 <= min(tokens) <= max(tokens) < size:
+            raise ValueError(
+                f"Answers must hold tokens of the model, 0 to {size - 1}; got {min(tokens)} to {max(tokens)}."
+            )
     ngrams = NGrams.of(answers, adapter.ngrams).to(adapter.mask_embedding.device)
     adapter.ngrams = ngrams if len(ngrams.keys) else None
-    adapter.settings = replace(adapter.settings, ngrams=len(ngrams.keys))
-    for config in vars(model).get("peft_config", {}).values():
-        if hasattr(config, "ngrams"):  # PEFT's copy of these settings
-            config.ngrams = len(ngrams.keys)
+    adapter.restate(ngrams=len(ngrams.keys))
     model._keys_to_ignore_on_save |= {f"mask_adapter.{name}" for name in adapter.state_dict()}
 
 

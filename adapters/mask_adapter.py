@@ -9,7 +9,7 @@ before the masks and never attend to them, so their logits, keys and values are 
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -152,6 +152,7 @@ class MaskAdapter(nn.Module):
         super().__init__()
         self.settings, self.is_enabled = settings, True
         self.frozen: set[str] = set()  # parameters of the base that trained before
+        self.peft_config: Any = None  # PEFT's copy of the settings, where PEFT made the adapter
         self.mask_embedding = nn.Parameter(mask_embedding.detach().float().clone())
         self.down, self.up = nn.ParameterDict(), nn.ParameterDict()
         for target, (layers, rows, columns) in zip(settings.target_modules, sizes, strict=True):
@@ -163,6 +164,12 @@ class MaskAdapter(nn.Module):
         self.ngrams = NGrams(settings.ngrams) if settings.ngrams else None
         self._prepared: tuple[Any, Matrices] | None = None
         self.to(mask_embedding.device)
+
+    def restate(self, **changes: Any) -> None:
+        """Changes settings."""
+        self.settings = replace(self.settings, **changes)
+        for name, value in changes.items() if self.peft_config is not None else ():
+            setattr(self.peft_config, name, value)
 
     @contextmanager
     def predicting(self, slots: int | torch.Tensor | None, dtype: torch.dtype) -> Iterator[Slots | None]:

@@ -40,9 +40,16 @@ class NGrams(nn.Module):
 
     def __init__(self, size: int):
         super().__init__()
-        self.register_buffer("keys", torch.zeros(size, dtype=torch.int64))
-        self.register_buffer("tokens", torch.full((size, FOLLOWERS), -1, dtype=torch.int32))
-        self.register_buffer("counts", torch.zeros(size, FOLLOWERS + 1, dtype=torch.int32))
+        self.register_buffer("keys", torch.zeros(size, dtype=torch.int64, device="cpu"))
+        self.register_buffer("tokens", torch.full((size, FOLLOWERS), -1, dtype=torch.int32, device="cpu"))
+        self.register_buffer("counts", torch.zeros(size, FOLLOWERS + 1, dtype=torch.int32, device="cpu"))
+
+    def check(self, vocab_size: int) -> None:
+        """Raises `ValueError` for a table that is damaged, or that has tokens which a model does not have."""
+        if not bool((self.keys.diff() > 0).all() and (self.counts >= 0).all()):
+            raise ValueError("its n-grams are damaged.")
+        if (largest := int(self.tokens.max())) >= vocab_size:
+            raise ValueError(f"its n-grams have token {largest}, and the model {vocab_size} tokens.")
 
     @classmethod
     def of(cls, answers: Sequence[Mapping[str, Any]], before: "NGrams | None" = None) -> "NGrams":
@@ -129,17 +136,20 @@ class NGramDrafter:
             left[draft.parent] = max(0.0, left.get(draft.parent, 1.0) - chance)
             heappush(heap, (-reaches[place], place))
         most = len(drafts) + MOST_DRAFTS
-        while heap:
+        while heap and len(drafts) < most:
             place = heappop(heap)[1]
+            if reaches[place] < LEAST_REACH:
+                break  # so do all others
             if place >= 0 and drafts[place].token in end_tokens:
                 continue
             depth = 1 + (drafts[place].position if place >= 0 else 0)
+            children = [draft.token for draft in drafts if draft.parent == place]
             for token, share in self.followers(tails[place]):
-                children = [draft.token for draft in drafts if draft.parent == place]
                 chance = share * left.get(place, 1.0)
                 if token in children or reaches[place] * chance < LEAST_REACH or len(drafts) == most:
                     continue
                 child = len(drafts)
                 drafts.append(Row(token, depth, place, min(chance, CERTAIN - UNIT), bool(children)))
+                children.append(token)
                 tails[child], reaches[child] = [*tails[place], token][-LONGEST:], reaches[place] * chance
                 heappush(heap, (-reaches[child], child))

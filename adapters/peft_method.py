@@ -103,7 +103,7 @@ class MaskAdapterTuner(BaseTuner):
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
         adapter = add_mask_adapter(owner, settings)
         config.target_modules = list(adapter.settings.target_modules)
-        adapter.layer = _Layer()
+        adapter.layer, adapter.peft_config = _Layer(), config
         if config.inference_mode:
             adapter.to(owner.dtype).requires_grad_(False)
         if any("lora" in name for name in trained):  # beside an adapter in training, which goes on

@@ -70,7 +70,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self.budget, self._clock = Budget(), clock
         self._uncounted = answers
         self._sums: defaultdict[str, float] = defaultdict(float)
-        model.mask_adapter.settings = replace(model.mask_adapter.settings, num_masks=args.num_masks)
+        model.mask_adapter.restate(num_masks=args.num_masks)
         super().__init__(
             MaskDistillation(model, num_masks=args.num_masks),
             args,
@@ -82,7 +82,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self._connect(self.budget)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's. Behind it the adapter knows the n-grams of the answers, too."""
+        """The parent's. After it the adapter has the n-grams of the answers, too; checkpoints do not."""
         output = super().train(*args, **kwargs)
         self.accelerator.unwrap_model(self.model).model.count_ngrams(self._uncounted)
         self._uncounted = ()

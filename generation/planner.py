@@ -169,7 +169,7 @@ class Planner:
         for depth in range(deepest + 1):
             kept = {-1}
             for _, place in tree:
-                draft = outlook.drafts[place]  # drafts without masks stay, where their parents do
+                draft = outlook.drafts[place]  # drafts of the text stay, where their parents do
                 if draft.parent in kept and (draft.position <= depth or draft.chance in (None, CERTAIN)):
                     kept.add(place)
             trees.append([each for each in tree if each[1] in kept])

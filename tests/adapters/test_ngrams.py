@@ -1,13 +1,14 @@
 """N-grams of a model's answers: counted as by hand, and drafts from them change no text."""
 
+import json
 import random
 from collections import Counter, defaultdict
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from test_mask_adapter import SMALL
-from tiny import EOS, stock_twin, tiny_model
+from tiny import EOS, VOCAB_SIZE, stock_twin, tiny_model
 
 from wedlm_hf import add_mask_adapter, count_ngrams, load_mask_adapter
 from wedlm_hf.adapters.adapter_files import CONFIG_NAME
@@ -121,7 +122,11 @@ def test_without_any_training_a_model_repeats_its_answers_in_fewer_forwards_and_
         draws.append(
             written(model, prompts[:2], do_sample=True, **{**VERIFIED, **how, "window_size": 4 + 9 * len(how)})
         )
-    assert all(torch.equal(one.sequences, other.sequences) for one, other in zip(*draws, strict=True))
+    model.mask_adapter.ngrams = None
+    torch.manual_seed(3)
+    draws.append(written(model, prompts[:2], do_sample=True, **VERIFIED))
+    for one, *others in zip(*draws, strict=True):
+        assert all(torch.equal(one.sequences, other.sequences) for other in others)
 
 
 def _batch(prompts):
@@ -144,16 +149,48 @@ def test_they_are_saved_and_loaded_with_the_adapter(tmp_path, load):
         assert torch.equal(getattr(found, name), getattr(kept, name))
     assert other.mask_adapter.settings.ngrams == len(kept.keys) > 0
     other.save_mask_adapter(tmp_path / "again", torch.bfloat16)
-    assert (tmp_path / "again" / CONFIG_NAME).read_text().count('"ngrams"') == 1
+    assert json.loads((tmp_path / "again" / CONFIG_NAME).read_text())["ngrams"] == len(kept.keys)
 
 
-def test_a_model_that_peft_made_saves_them_too(tmp_path):
-    model = get_peft_model(stock_twin(tiny_model()), MaskAdapterConfig(rank=4, head_width=8))
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_a_model_that_peft_made_saves_them_too(tmp_path, has_lora):
+    base = stock_twin(tiny_model())
+    below = get_peft_model(base, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")) if has_lora else base
+    model = get_peft_model(below, MaskAdapterConfig(rank=4, head_width=8))
     model.count_ngrams(texts(200))
     model.save_pretrained(tmp_path)
     other = stock_twin(tiny_model())
     load_mask_adapter(other, tmp_path)
     assert torch.equal(other.mask_adapter.ngrams.tokens, model.mask_adapter.ngrams.tokens)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, 2**21])
+def test_tokens_that_are_not_the_models_are_refused(token):
+    model = stock_twin(tiny_model())
+    add_mask_adapter(model, SMALL)
+    with pytest.raises(ValueError, match=f"tokens of the model, 0 to 319; got .*{token}"):
+        count_ngrams(model, [{"prompt_ids": [4], "response_ids": [5, token]}])
+    assert model.mask_adapter.ngrams is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda ngrams: ngrams.keys.copy_(ngrams.keys.flip(0)), "n-grams are damaged"),
+        (lambda ngrams: ngrams.counts.neg_(), "n-grams are damaged"),
+        (lambda ngrams: ngrams.tokens.add_(VOCAB_SIZE), "n-grams have token 324, and the model 320 tokens"),
+    ],
+)
+def test_a_damaged_table_is_refused(tmp_path, damage, message):
+    model = stock_twin(tiny_model())
+    add_mask_adapter(model, SMALL)
+    count_ngrams(model, texts(200))
+    damage(model.mask_adapter.ngrams)
+    model.save_mask_adapter(tmp_path)
+    other = stock_twin(tiny_model())
+    with pytest.raises(ValueError, match=message):
+        load_mask_adapter(other, tmp_path)
+    assert not hasattr(other, "mask_adapter")
 
 
 def test_a_table_that_is_not_the_stated_one_is_refused(tmp_path):
