@@ -57,7 +57,7 @@ _HOME = {
     "MaskAdapterTrainer": "adapters.trainer",
     "MaskTrainingConfig": "adapters.budget",
     "WeDLMConfig": "modeling_wedlm",
-    "WeDLMForCausalLM": "adapters",  # which makes the method of mask adapters known to PEFT
+    "WeDLMForCausalLM": "modeling_wedlm",
     "WeDLMModel": "modeling_wedlm",
     "WeDLMSFTConfig": "training",
     "WeDLMSFTTrainer": "training",

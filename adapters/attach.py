@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoints.packed import PackedLinear
 from ..generation.attention import (
     ATTENTION_KINDS,
     DENSE_MASK_ATTENTION,
@@ -74,7 +75,7 @@ class AttachedModel(WeDLMGenerationMixin):
             if hasattr(self.mask_adapter.mask_embedding, "full_tensor"):  # a DTensor
                 raise ValueError(f"{SHARDED}: leave the adapter and these out of `fully_shard`, or decode as AR.")
             _watch_ends(self)
-        return self.mask_adapter.predicting(slots, self.dtype)
+        return self.mask_adapter.predicting(slots, self.dtype, isinstance(self.get_output_embeddings(), PackedLinear))
 
     def draft_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """The states that the head turns into drafts, once the tokens before the slots are known.

@@ -7,7 +7,7 @@ before the masks and never attend to them, so their logits, keys and values are 
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints.packed import multiply, pack_matrix
 from .adapter_files import MaskAdapterSettings
 from .ngrams import NGrams
 
-Matrices = dict[str, list[tuple[torch.Tensor, torch.Tensor]]]
-"""For each target, for each layer, the two matrices of its update, `(rank, in)` and `(out, rank)`."""
+Matrices = dict[str, list[tuple[Any, Any]]]
+"""For each target, for each layer, the two matrices of its update, `(rank, in)` and `(out, rank)`, maybe packed."""
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Slots:
     mask: torch.Tensor | None  # (B, M, 1) bool, which of them are; None where all are
     embedding: torch.Tensor  # (H,), of every slot
     weights: Matrices
+    multiply: Callable[[torch.Tensor, Any], torch.Tensor]  # rows with one of these matrices
     hidden: torch.Tensor | None = None  # (B, M, H), what the head read of the last M rows; set by the forward
 
 
@@ -54,10 +56,12 @@ class Update:
             return None
         down, up = slots.weights[self.target][self.layer]
         start = output.shape[1] - slots.count
-        last = output[:, start:]
-        # As one matrix: torch multiplies slices of a batch one by one, with copies of the weights.
-        rows = args[0][:, start:].flatten(0, 1)
-        update = nn.functional.linear(nn.functional.linear(rows, down), up).view_as(last)
+        rows, last = (each.narrow(1, start, slots.count) for each in (args[0], output))
+        if len(rows) > 1:  # as one matrix: torch multiplies slices of a batch one by one, with copies of the weights
+            rows = rows.flatten(0, 1)
+        update = slots.multiply(slots.multiply(rows, down), up)
+        if len(last) > 1:
+            update = update.view_as(last)
         if slots.mask is not None:
             update = update.masked_fill(~slots.mask, 0)
         if torch.is_grad_enabled():
@@ -172,12 +176,15 @@ class MaskAdapter(nn.Module):
             setattr(self.peft_config, name, value)
 
     @contextmanager
-    def predicting(self, slots: int | torch.Tensor | None, dtype: torch.dtype) -> Iterator[Slots | None]:
+    def predicting(
+        self, slots: int | torch.Tensor | None, dtype: torch.dtype, is_packed: bool = False
+    ) -> Iterator[Slots | None]:
         """Within this context, a forward takes the last rows of its input for slots: it embeds and updates them.
 
         Args:
             slots: `(B, M)` bool, which of the last M physical rows are slots; M where all are; `None` for none.
             dtype: of the rows.
+            is_packed: the model's layers are, and so are the updates: half as many bytes to read.
 
         Yields:
             What is known of the slots: `hidden` after the forward; `None` without slots.
@@ -186,28 +193,40 @@ class MaskAdapter(nn.Module):
             yield None
             return
         count, mask = (slots, None) if isinstance(slots, int) else (slots.shape[1], slots[..., None])
-        found = Slots(count, mask, self.mask_embedding, self._weights(dtype))
+        is_packed = is_packed and not torch.is_grad_enabled()  # packed products have no gradients
+        found = Slots(
+            count,
+            mask,
+            self.mask_embedding,
+            self._weights(dtype, is_packed),
+            multiply if is_packed else nn.functional.linear,
+        )
         try:
             _UNDER_WAY.slots = found
             yield found
         finally:
             _UNDER_WAY.slots = None
 
-    def _weights(self, dtype: torch.dtype) -> Matrices:
-        """The matrices of the updates in `dtype`, ready to multiply rows with; made once where they do not train."""
+    def _weights(self, dtype: torch.dtype, is_packed: bool) -> Matrices:
+        """The matrices of the updates, ready to multiply rows of `dtype` with; made once where they do not train."""
         parameters = [*self.down.values(), *self.up.values()]
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
         versions = (0 if parameter.is_inference() else parameter._version for parameter in parameters)
-        key = dtype, *zip(versions, (parameter.data_ptr() for parameter in parameters), strict=True)
+        key = dtype, is_packed, *zip(versions, (parameter.data_ptr() for parameter in parameters), strict=True)
         prepared = self._prepared
         if not trains and prepared is not None and prepared[0] == key:
             return prepared[1]
+
+        def matrices(stacked: torch.Tensor) -> list[Any]:
+            return [pack_matrix(each) for each in stacked] if is_packed else list(stacked.to(dtype).unbind())
+
         weights = {
-            target.replace("/", "."): list(
-                zip(down.to(dtype).unbind(), self.up[target].to(dtype).unbind(), strict=True)
-            )
+            target.replace("/", "."): list(zip(matrices(down), matrices(self.up[target]), strict=True))
             for target, down in self.down.items()
         }
         # Optimizers may change parameters without raising their version: what trains is never kept.
         self._prepared = None if trains else (key, weights)
         return weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_prepared": None}

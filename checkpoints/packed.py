@@ -109,7 +109,9 @@ class Product:
 
     def __init__(self, weights: Sequence[torch.Tensor]):
         self.sizes = [len(weight) for weight in weights]
-        self.weights = _pack(weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))
+        self.weights = pack_matrix(
+            weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+        )
         self._left: tuple[torch.Tensor, int, dict[int, torch.Tensor]] | None = None  # of the last rows, to be taken
 
     def __call__(self, rows: torch.Tensor, part: int) -> torch.Tensor:
@@ -133,12 +135,12 @@ class Product:
         width, count = rows.shape[-1], rows.numel() // rows.shape[-1]
         extra = padded_rows(count) - count
         if not extra and rows.ndim > 1:
-            return _multiply(rows, self.weights)
+            return multiply(rows, self.weights)
         flat = rows.reshape(-1, width)
         if extra:
             flat = torch.cat((flat, _zeros(extra, width)))
         # The rows that were added are cut off where they are: a view would take longer, several hundred times a step.
-        return _multiply(flat, self.weights).resize_(*rows.shape[:-1], sum(self.sizes))
+        return multiply(flat, self.weights).resize_(*rows.shape[:-1], sum(self.sizes))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_left": None}
@@ -414,11 +416,12 @@ def _in_one_thread(function: Callable[[], _Result]) -> _Result:
 
 # The kernels.
 
-_multiply: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic_fp16", None), "default", None)
-_multiply = getattr(_multiply, "_op", _multiply)  # called through Python's dispatcher, a product takes 5 µs more
+multiply: Any = getattr(getattr(torch.ops.quantized, "linear_dynamic_fp16", None), "default", None)
+multiply = getattr(multiply, "_op", multiply)  # called through Python's dispatcher, a product takes 5 µs more
 
 
-def _pack(weight: torch.Tensor) -> Any:
+def pack_matrix(weight: torch.Tensor) -> Any:
+    """The matrix, `(out, in)`, as float16 in the order that the kernels read; for [`multiply`]."""
     return torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), None)
 
 
@@ -426,7 +429,7 @@ def _pack(weight: torch.Tensor) -> Any:
 def can_pack() -> bool:
     """Whether this torch has the kernels; where it has not, says so once in the log."""
     try:
-        _pack(torch.ones(1, 1, device="cpu"))
+        pack_matrix(torch.ones(1, 1, device="cpu"))
     except (AttributeError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         logger.warning("Linear layers stay as they are: this torch has no FBGEMM kernels (%s).", reason)
@@ -461,8 +464,8 @@ def _look_at_rows() -> tuple[tuple[int, ...], int]:
     # Two blocks of inner dimension, and an output that is no multiple of any kernel's width.
     generator = torch.Generator().manual_seed(0)
     shape: dict[str, Any] = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
-    weight, row = _pack(torch.randn(43, 600, **shape)), torch.randn(1, 600, **shape)
-    found = [_multiply(row.repeat(count, 1), weight) for count in range(1, _LOOKED + 1)]
+    weight, row = pack_matrix(torch.randn(43, 600, **shape)), torch.randn(1, 600, **shape)
+    found = [multiply(row.repeat(count, 1), weight) for count in range(1, _LOOKED + 1)]
     choices = []
     for kind in torch.cat([rows[:1] for rows in found]).unique(dim=0):
         fits = [bool((rows == kind).all()) for rows in found]

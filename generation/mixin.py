@@ -111,7 +111,7 @@ class WeDLMGenerationMixin(GenerationMixin):
             for name in WINDOW_SETTINGS - ours.keys() - passed:
                 setattr(generation_config, name, None)
         settings = self._wedlm_settings(generation_config)
-        _check_passed(settings, ours)
+        _check_passed(settings, self.has_mask_adapter, ours)
         if settings.strategy != "ar":
             _check_options(self, settings, generation_config, model_kwargs.get(CACHE))
         return generation_config, model_kwargs
@@ -225,29 +225,18 @@ def _warn(model: Any, settings: WeDLMGenerationSettings, is_static: bool) -> Non
         )
 
 
-def _check_passed(settings: WeDLMGenerationSettings, passed: dict[str, Any]) -> None:
-    """Raises `OptionError` for a setting that was passed to a call in which it has no meaning. Stored ones may be for
-    other calls."""
-    if settings.strategy == "ar":
-        for name in passed.keys() - {"strategy", "mask_token_id"}:
-            if passed[name] not in (None, "none", False):
-                raise OptionError(
-                    f"`{name}={passed[name]!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too.",
-                    name,
-                )
-    elif settings.verification != "none":
-        if passed.get("entropy_threshold") is not None:
-            logger.warning(f"`entropy_threshold` is not read with `verification={settings.verification!r}`.")
-    elif passed.get("adaptive_window"):
-        raise OptionError(
-            "`adaptive_window=True` goes with `verification='exact'`: unverified windows keep their size.",
-            "adaptive_window",
-        )
-    elif passed.get("draft_threshold") is not None:
-        raise OptionError(
-            "`draft_threshold` goes with `verification='exact'`; without, `entropy_threshold` fills masks.",
-            "draft_threshold",
-        )
+def _check_passed(settings: WeDLMGenerationSettings, has_mask_adapter: bool, passed: dict[str, Any]) -> None:
+    """Raises `OptionError` for a setting that was passed to a call that does not read it, or warns of it, where the
+    output would be the same with it. Stored ones may be for other calls."""
+    why, unread = settings.unread(has_mask_adapter)
+    for name in sorted(unread & passed.keys()):
+        value = passed[name]
+        if value is None or value is False or value == "none":
+            continue
+        if settings.verification != "none" and settings.strategy != "ar":
+            logger.warning(f"`{name}={value!r}` {why}.")
+        else:
+            raise OptionError(f"`{name}={value!r}` {why}.", name)
 
 
 def _check_options(

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from wedlm_hf import add_mask_adapter, load_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.adapters.peft_method import MaskAdapterConfig
+from wedlm_hf.checkpoints.packed import can_pack, pack
 from wedlm_hf.generation.versions import CACHE
 
 SMALL = MaskAdapterSettings(rank=4, head_width=8)
@@ -228,3 +229,21 @@ def test_an_adapter_may_update_some_layers_alone(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         assert PeftConfig.from_pretrained(str(tmp_path)).layers_to_transform == kept
         assert len(model.get_base_model().mask_adapter.down["o_proj"]) == len(kept or range(2))
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
+def test_updates_of_a_mask_adapter_are_packed_with_the_model():
+    plain = with_adapter(tiny_model())
+    model = pack(copy.deepcopy(plain))
+    ids, slots = torch.tensor([[5, 6, 7, 8, MASK, MASK]]), 2
+    with torch.no_grad():
+        expected, packed_logits = predict(plain, ids, slots), predict(model, ids, slots)
+        assert packed_logits.equal(predict(copy.deepcopy(model), ids, slots))  # copies make products of their own
+    torch.testing.assert_close(packed_logits, expected, rtol=1e-2, atol=1e-2)
+    (down, up), *_ = next(iter(model.mask_adapter._weights(torch.float32, True).values()))
+    assert not isinstance(down, torch.Tensor) and not isinstance(up, torch.Tensor)
+    # Weights that change are packed anew.
+    with torch.no_grad():
+        for parameter in model.mask_adapter.parameters():
+            parameter.zero_()
+        assert not predict(model, ids, slots).equal(packed_logits)

@@ -217,7 +217,7 @@ def test_without_the_kernels_a_model_stays_as_it_is(monkeypatch, caplog):
     def pack_weight(weight):
         raise RuntimeError("Didn't find engine for operation quantized::linear_prepack_fp16")
 
-    monkeypatch.setattr(packed, "_pack", pack_weight)
+    monkeypatch.setattr(packed, "pack_matrix", pack_weight)
     monkeypatch.setattr(packed, "can_pack", cache(packed.can_pack.__wrapped__))  # asked anew
     model = stock_model()
     expected = logits_of(model)

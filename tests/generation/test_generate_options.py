@@ -64,8 +64,9 @@ def prompts(*rows):
         ({"distance_penalty": -1}, "`distance_penalty` must be a number of at least 0, got -1"),
         ({"output_trace": 1}, "`output_trace` must be True or False, got 1"),
         ({"adaptive_window": True}, "`adaptive_window=True` goes with `verification='exact'`"),
+        ({"slot_cost": 0.1}, "`slot_cost=0.1` goes with `verification='exact'`"),
         ({"draft_threshold": -1}, "`draft_threshold` must be a number of at least 0, got -1"),
-        ({"draft_threshold": 1.0}, "`draft_threshold` goes with `verification='exact'`"),
+        ({"draft_threshold": 1.0}, "`draft_threshold=1.0` goes with `verification='exact'`"),
         ({"slot_cost": "low"}, "`slot_cost` must be a number of at least 0, or times by numbers of rows, got 'low'"),
         ({"slot_cost": {1: 2.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers of rows"),
         ({"slot_cost": {1: 2.0, "x": 3.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers"),
@@ -147,11 +148,23 @@ def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(t
         assert not (tmp_path / name).exists()
 
 
-def test_a_threshold_of_masks_beside_verified_drafts_is_told_apart(model, caplog):
-    output = model.generate(PROMPT, **EXACT)
+@pytest.mark.parametrize(
+    ("unread", "where"),
+    [
+        ({"entropy_threshold": 0.0}, ""),
+        ({"distance_penalty": 0.1}, ""),
+        ({"slot_cost": 0.1, "adaptive_window": False}, " and `adaptive_window=False`"),
+    ],
+)
+def test_verified_decoding_names_each_setting_that_it_does_not_read(model, unread, where, caplog):
+    options = {name: value for name, value in EXACT.items() if name not in unread}
+    output = model.generate(PROMPT, **options)
     assert not caplog.records
-    assert model.generate(PROMPT, **EXACT, entropy_threshold=0.0).tolist() == output.tolist()
-    assert "`entropy_threshold` is not read with `verification='exact'`" in caplog.text
+    assert model.generate(PROMPT, **options, **unread).tolist() == output.tolist()
+    name, value = next(iter(unread.items()))
+    assert [record.message for record in caplog.records] == [
+        f"`{name}={value}` is not read with `verification='exact'`{where}."
+    ]
 
 
 @pytest.mark.parametrize("options", [{}, EXACT])
