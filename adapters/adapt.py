@@ -25,6 +25,7 @@ from ..checkpoints.card import CARD_NAME, write_card
 from ..checkpoints.files import write_text, written_whole
 from ..checkpoints.loading import FASTEST, find_device, load_config_dict, load_model, load_tokenizer
 from ..console.progress import Show, stage
+from ..generation.state import keeps_state
 from ..training.saving import only_writer
 from .adapt_config import AdaptConfig
 from .adapter_files import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings, read_adapter_config
@@ -59,6 +60,7 @@ from .trainer import MaskAdapterTrainer
 
 FORMAT = 2  # of the folder `work`
 HELD_OUT = 24  # greedy answers at most that are not trained on, and no more than every tenth answer
+ROOT_WIDTH = 1024  # of a new adapter
 ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
 
 Measure = Callable[[Any, PreTrainedTokenizerBase, Sequence[Sequence[int]], int], dict[str, Any]]
@@ -218,6 +220,8 @@ class _Run:
         else:
             shape: dict[str, Any] = {"rank": config.rank, "head_width": config.head_width}
             shape = {name: value for name, value in shape.items() if value is not None}
+            if not keeps_state(model):  # whose drafts have no branches, which a root head draws
+                shape["root_width"] = ROOT_WIDTH
             add_mask_adapter(model, MaskAdapterSettings(**shape))
         return model
 

@@ -48,6 +48,8 @@ class MaskAdapterSettings:
         num_masks: masks behind one row that it is trained to predict; decoding asks for no more.
         layers_to_transform: decoder layers that are updated, counted from 0; none: all of them.
         ngrams: n-grams of the model's answers that it holds, see [`NGrams`].
+        root_width: hidden units of the root head, which drafts without masks; 0 for none. Its drafts are among the
+            tokens that the n-grams have.
     """
 
     rank: int = 64
@@ -56,14 +58,20 @@ class MaskAdapterSettings:
     num_masks: int = 8
     layers_to_transform: tuple[int, ...] = ()
     ngrams: int = 0
+    root_width: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
         is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
-        if self.rank < 1 or min(self.head_width, self.ngrams) < 0 or self.num_masks < 1 or is_named_twice:
+        if (
+            self.rank < 1
+            or min(self.head_width, self.ngrams, self.root_width) < 0
+            or self.num_masks < 1
+            or is_named_twice
+        ):
             raise ValueError(
                 "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, a `head_width` of at "
-                f"least 0, `num_masks` of at least 1 and `ngrams` of at least 0; got {self}."
+                f"least 0, `num_masks` of at least 1, `ngrams` and `root_width` of at least 0; got {self}."
             )
         layers = tuple(self.layers_to_transform)
         if len(set(layers)) != len(layers) or any(type(layer) is not int or layer < 0 for layer in layers):
@@ -111,12 +119,13 @@ class StoredMaskAdapter:
         # Before memory is asked for.
         ranks = {weight.shape[1:2] for key, weight in weights.items() if key.startswith("down.")}
         widths = {weight.shape[:1] for key, weight in weights.items() if key == "head.down"}
+        roots = {weight.shape[:1] for key, weight in weights.items() if key == "root_head.down"}
         ngrams = {weight.shape[:1] for key, weight in weights.items() if key.startswith("ngrams.")}
-        sizes = [{(size,)} if size else set() for size in (settings.rank, settings.head_width, settings.ngrams)]
-        if [ranks, widths, ngrams] != sizes:
+        stated = settings.rank, settings.head_width, settings.root_width, settings.ngrams
+        if [ranks, widths, roots, ngrams] != [{(size,)} if size else set() for size in stated]:
             raise ValueError(
                 f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: `rank` {settings.rank}, `head_width` "
-                f"{settings.head_width}, `ngrams` {settings.ngrams}."
+                f"{settings.head_width}, `root_width` {settings.root_width}, `ngrams` {settings.ngrams}."
             )
         return cls(settings, base if isinstance(base, dict) else {}, weights)
 
@@ -166,20 +175,22 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     rank, width, targets = config.get("rank"), config.get("head_width"), config.get("target_modules")
     names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
     masks, ngrams = config.get("num_masks", MaskAdapterSettings.num_masks), config.get("ngrams", 0)
+    root_width = config.get("root_width", 0)
     if type(rank) is not int or type(width) is not int or not names or names != targets:
         raise ValueError(
             f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
             f"got {rank!r}, {width!r} and {targets!r}."
         )
-    if type(masks) is not int or type(ngrams) is not int:
+    if any(type(number) is not int for number in (masks, ngrams, root_width)):
         raise ValueError(
-            f"{CONFIG_NAME} may state `num_masks` and `ngrams`, whole numbers; got {masks!r} and {ngrams!r}."
+            f"{CONFIG_NAME} may state `num_masks`, `ngrams` and `root_width`, whole numbers; got {masks!r}, "
+            f"{ngrams!r} and {root_width!r}."
         )
     layers = config.get("layers_to_transform")
     layers = [] if layers is None else layers  # PEFT's way to say all
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise ValueError(f"{CONFIG_NAME} may state `layers_to_transform`, a list of whole numbers; got {layers!r}.")
-    return MaskAdapterSettings(rank, tuple(names), width, masks, tuple(layers), ngrams)
+    return MaskAdapterSettings(rank, tuple(names), width, masks, tuple(layers), ngrams, root_width)
 
 
 def base_of(model: Any) -> dict[str, Any]:

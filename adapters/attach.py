@@ -6,7 +6,7 @@ subclass of its own class, whose `generate` knows `strategy="wedlm"`; [`unload_m
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoints.packed import PackedLinear
+from ..checkpoints.packed import PackedLinear, multiply, pack_matrix
 from ..generation.attention import (
     ATTENTION_KINDS,
     DENSE_MASK_ATTENTION,
@@ -29,7 +29,7 @@ from ..generation.mixin import WeDLMGenerationMixin
 from ..generation.rows import Row, SequenceState, lay_out
 from ..generation.sampling import TokenSampler
 from ..generation.state import keeps_state, prepare_chunks, short_chunks
-from ..generation.tree_drafter import TreeDrafter
+from ..generation.tree_drafter import TreeDrafter, head_rows
 from ..generation.versions import cache_name, explained, is_checkpointing, warn_if_untested
 from .adapter_files import (
     CONFIG_NAME,
@@ -45,6 +45,8 @@ from .ngrams import NGramDrafter, NGrams
 # Single tokens that are read to see that a state is the same, and by how much of the largest logit theirs may differ.
 SINGLES, LEAST_STATE = 8, 1e-4
 TABLES = ("codegen", "gptj")  # model types whose rotary embeddings are a table
+# Tokens that drafts without masks are among: nine of ten that a model writes. More take longer to score.
+MOST_FREQUENT = 4096
 SHARDED = "Drafting calls the embeddings and the head by themselves, which FSDP does not allow"
 
 
@@ -75,7 +77,11 @@ class AttachedModel(WeDLMGenerationMixin):
             if hasattr(self.mask_adapter.mask_embedding, "full_tensor"):  # a DTensor
                 raise ValueError(f"{SHARDED}: leave the adapter and these out of `fully_shard`, or decode as AR.")
             _watch_ends(self)
-        return self.mask_adapter.predicting(slots, self.dtype, isinstance(self.get_output_embeddings(), PackedLinear))
+        return self.mask_adapter.predicting(slots, self.dtype, self._is_packed)
+
+    @property
+    def _is_packed(self: Any) -> bool:
+        return isinstance(self.get_output_embeddings(), PackedLinear)
 
     def draft_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """The states that the head turns into drafts, once the tokens before the slots are known.
@@ -88,13 +94,25 @@ class AttachedModel(WeDLMGenerationMixin):
         Returns:
             `(..., H)`; `hidden` itself where the adapter has no previous-token head.
         """
-        head = self.mask_adapter.head
-        return hidden if head is None else head(hidden, self.get_input_embeddings()(previous_ids))
+        adapter = self.mask_adapter
+        if adapter.head is None:
+            return hidden
+        found = adapter.matrices(self.dtype, self._is_packed)
+        return adapter.head(hidden, self.get_input_embeddings()(previous_ids), found.head, found.multiply)
+
+    def root_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+        """As [`draft_hidden`], without masks: `hidden` are the states that predicted the last of these tokens."""
+        adapter = self.mask_adapter
+        found = adapter.matrices(self.dtype, self._is_packed)
+        return adapter.root_head(hidden, self.get_input_embeddings()(previous_ids), found.root_head, found.multiply)
 
     def make_drafter(self, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> TreeDrafter:
         """See [`TreeDrafter`]."""
-        ngrams = self.mask_adapter.ngrams if has_branches else None
-        return TreeDrafter(sampler, end_tokens, self, has_branches, None if ngrams is None else NGramDrafter(ngrams))
+        adapter = self.mask_adapter
+        if not has_branches or adapter.ngrams is None:
+            return TreeDrafter(sampler, end_tokens, self, has_branches)
+        frequent = None if adapter.root_head is None else _frequent(self)
+        return TreeDrafter(sampler, end_tokens, self, has_branches, NGramDrafter(adapter.ngrams), frequent)
 
     def save_mask_adapter(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
         """See [`save_mask_adapter`]."""
@@ -123,6 +141,23 @@ def _rebuilt(base: type, make: Any, *rest: Any) -> Any:
 def _attached(base: type) -> type:
     """The class of a `base` with a mask adapter. It has the base's name, which checkpoints state."""
     return type(base.__name__, (AttachedModel, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+
+
+@torch.no_grad()
+def _frequent(model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] | None:
+    """The tokens that drafts from the root's state are among, and what gives their scores: some rows of the head. None
+    where single rows cannot be read."""
+    head, adapter = model.get_output_embeddings(), model.mask_adapter
+    if (table := head_rows(head)) is None:
+        return None
+    key = table.data_ptr(), 0 if table.is_inference() else table._version, id(adapter.ngrams)
+    if adapter.frequent is None or adapter.frequent[0] != key:
+        tokens = adapter.ngrams.frequent(MOST_FREQUENT).to(table.device)
+        is_packed, rows = isinstance(head, PackedLinear), table[tokens]
+        product, matrix = (multiply, pack_matrix(rows)) if is_packed else (nn.functional.linear, rows)
+        adapter.frequent = key, (tokens, lambda states: product(states, matrix))
+    found: tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] = adapter.frequent[1]
+    return found
 
 
 def add_mask_adapter(model: Any, settings: MaskAdapterSettings | None = None) -> MaskAdapter:

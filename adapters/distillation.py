@@ -205,7 +205,7 @@ class MaskDistillation(nn.Module):
         Returns:
             `loss`; and without a graph, of the slots with a target: `correct` and `correct_plain` `(B, C, K)` bool
             (the likeliest candidate is the base's, with and without the previous-token head), `counted` `(B, C, K)`
-            bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats.
+            bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats; with a root head, `correct_root` `(P,)` bool.
         """
         counted = labels != IGNORE_INDEX
         memory_hidden, memory = self.memory(input_ids, cuts)
@@ -218,9 +218,9 @@ class MaskDistillation(nn.Module):
             teacher, candidates, shares = self._teacher(memory_hidden.flatten(0, 1)[places], int(noise_key))
             tokens = input_ids.flatten()
             tokens = torch.stack([tokens[(places - 1).clamp(min=0)], tokens[places]], dim=1)
-            previous = self.model.get_input_embeddings()(tokens)[of_slot]
-        head = self.model.mask_adapter.head
-        states = [hidden] if head is None else [hidden, head(hidden, previous)]
+            of_place = self.model.get_input_embeddings()(tokens)
+        head, root_head = self.model.mask_adapter.head, self.model.mask_adapter.root_head
+        states = [hidden] if head is None else [hidden, head(hidden, of_place[of_slot])]
         lm_head = self.model.get_output_embeddings()
         bias = None if lm_head.bias is None else lm_head.bias[candidates]
         logits = self._scaled(nn.functional.linear(torch.cat(states), lm_head.weight[candidates], bias))
@@ -232,9 +232,16 @@ class MaskDistillation(nn.Module):
         weights = self.depth_weights.expand_as(counted)[counted]
         total = losses[-1] + (self.plain_weight * losses[0] if len(states) > 1 else 0)
         items = weights.sum() if num_items_in_batch is None else num_items_in_batch
+        loss, outputs = (total * weights).sum() / items, {}
+        if root_head is not None:  # which learns at every place, from the state of the row before
+            root = root_head(memory_hidden.flatten(0, 1)[(places - 1).clamp(min=0)], of_place)
+            logits = self._scaled(nn.functional.linear(root, lm_head.weight[candidates], bias))
+            predicted = Predicted(teacher, logits, (logits + shares).logsumexp(-1), shares)
+            loss = loss + self.loss(predicted).sum() / items
+            outputs["correct_root"] = logits.detach().argmax(-1) == teacher.argmax(-1)
         grid = torch.zeros_like(counted, dtype=torch.float32)
-        return {
-            "loss": (total * weights).sum() / items,
+        return outputs | {
+            "loss": loss,
             "counted": counted,
             "correct": torch.zeros_like(counted).masked_scatter_(counted, correct[-1]),
             "correct_plain": torch.zeros_like(counted).masked_scatter_(counted, correct[0]),

@@ -19,8 +19,18 @@ from ..checkpoints.packed import multiply, pack_matrix
 from .adapter_files import MaskAdapterSettings
 from .ngrams import NGrams
 
-Matrices = dict[str, list[tuple[Any, Any]]]
-"""For each target, for each layer, the two matrices of its update, `(rank, in)` and `(out, rank)`, maybe packed."""
+Pair = tuple[Any, Any]
+"""Two matrices to multiply rows with, one after the other, maybe packed: `(inner, in)` and `(out, inner)`."""
+
+
+@dataclass
+class Matrices:
+    """An adapter's matrices, ready to multiply rows with."""
+
+    updates: dict[str, list[Pair]]  # for each target, of each layer
+    head: Pair | None
+    root_head: Pair | None
+    multiply: Callable[[torch.Tensor, Any], torch.Tensor]  # rows with one of them
 
 
 @dataclass
@@ -30,9 +40,14 @@ class Slots:
     count: int  # M; the last M physical rows of the forward may be slots
     mask: torch.Tensor | None  # (B, M, 1) bool, which of them are; None where all are
     embedding: torch.Tensor  # (H,), of every slot
-    weights: Matrices
-    multiply: Callable[[torch.Tensor, Any], torch.Tensor]  # rows with one of these matrices
-    hidden: torch.Tensor | None = None  # (B, M, H), what the head read of the last M rows; set by the forward
+    matrices: Matrices
+    states: torch.Tensor | None = None  # (B, T, H), what the head read, of slots and of other rows; set by the forward
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """`(B, M, H)`, last hidden states of the last M rows."""
+        assert self.states is not None
+        return self.states[:, max(0, self.states.shape[1] - self.count) :]
 
 
 class _UnderWay(threading.local):  # torch.compile can follow it, unlike a context variable
@@ -52,14 +67,15 @@ class Update:
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         """What the layer gives."""
         slots = _UNDER_WAY.slots
-        if slots is None:
+        if slots is None or not slots.count:
             return None
-        down, up = slots.weights[self.target][self.layer]
+        down, up = slots.matrices.updates[self.target][self.layer]
         start = output.shape[1] - slots.count
         rows, last = (each.narrow(1, start, slots.count) for each in (args[0], output))
         if len(rows) > 1:  # as one matrix: torch multiplies slices of a batch one by one, with copies of the weights
             rows = rows.flatten(0, 1)
-        update = slots.multiply(slots.multiply(rows, down), up)
+        multiply = slots.matrices.multiply
+        update = multiply(multiply(rows, down), up)
         if len(last) > 1:
             update = update.view_as(last)
         if slots.mask is not None:
@@ -77,7 +93,7 @@ class EmbedSlots:
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         """What the layer gives."""
         slots = _UNDER_WAY.slots
-        if slots is None:
+        if slots is None or not slots.count:
             return None
         if slots.count > output.shape[1]:
             raise ValueError(f"There are more slots, {slots.count}, than rows in the input, {output.shape[1]}.")
@@ -89,7 +105,7 @@ class EmbedSlots:
 
 @dataclass(frozen=True)
 class CatchSlots:
-    """Forward pre-hook of the head: notes the hidden states of the slots."""
+    """Forward pre-hook of the head: notes the hidden states that it reads."""
 
     def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """What the head gets."""
@@ -97,7 +113,7 @@ class CatchSlots:
         # For a slice of a batch, torch copies the head's weights once for each sequence.
         hidden = args[0].contiguous()
         if slots is not None and hidden.ndim == 3:
-            slots.hidden = hidden[:, max(0, hidden.shape[1] - slots.count) :]
+            slots.states = hidden
         return hidden, *args[1:]
 
 
@@ -109,6 +125,10 @@ class PreviousTokenHead(nn.Module):
 
     A draft behind a token cannot know it while its own forward runs. Choosing the drafts one after the other, each
     through this small network, makes up for that; the base's own head then reads the corrected state.
+
+    A second one, the *root head*, drafts without masks: it makes, of the state of a real row and of the token that the
+    row predicts, a state that predicts the token behind; and so on from there, as Hydra's heads do (Ankner et al.,
+    2024).
     """
 
     context = 2  # tokens before the slot
@@ -120,23 +140,30 @@ class PreviousTokenHead(nn.Module):
         self.down = nn.Parameter(torch.empty(width, inputs).uniform_(-(inputs**-0.5), inputs**-0.5))
         self.up = nn.Parameter(torch.zeros(hidden_size, width))
 
-    def forward(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        previous: torch.Tensor,
+        pair: Pair | None = None,
+        multiply: Callable[[torch.Tensor, Any], torch.Tensor] = nn.functional.linear,
+    ) -> torch.Tensor:
         """Hidden states `(..., H)` for the base's head.
 
         Args:
-            hidden: `(..., H)`, the masks' last hidden states.
+            hidden: `(..., H)`, the masks' last hidden states; of the root head, those that predicted the last token.
             previous: `(..., 2, H)`, the embeddings of the two tokens before each mask, in the order of the text.
+            pair, multiply: the head's own matrices in another format, and what multiplies rows with them.
         """
-        dtype = self.down.dtype
+        dtype, (down, up) = self.down.dtype, pair or (self.down, self.up)
         previous = previous.to(dtype)
         previous = previous / previous.std(-1, keepdim=True).clamp(min=1e-6)
-        inner = nn.functional.linear(torch.cat([hidden.to(dtype), previous.flatten(-2)], dim=-1), self.down)
-        return hidden + nn.functional.linear(nn.functional.silu(inner), self.up).to(hidden.dtype)
+        inner = multiply(torch.cat([hidden.to(dtype), previous.flatten(-2)], dim=-1), down)
+        return hidden + multiply(nn.functional.silu(inner), up).to(hidden.dtype)
 
 
 class MaskAdapter(nn.Module):
-    """The weights of a mask adapter: updates of layers, the slots' embedding, and the previous-token head; and the
-    n-grams of the model's answers.
+    """The weights of a mask adapter: updates of layers, the slots' embedding, the previous-token head and the root
+    head; and the n-grams of the model's answers.
 
     It begins as no change at all, but for the embedding of the slots.
 
@@ -165,8 +192,10 @@ class MaskAdapter(nn.Module):
             self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))
         width = settings.head_width
         self.head = PreviousTokenHead(len(mask_embedding), width) if width else None
+        self.root_head = PreviousTokenHead(len(mask_embedding), settings.root_width) if settings.root_width else None
         self.ngrams = NGrams(settings.ngrams) if settings.ngrams else None
         self._prepared: tuple[Any, Matrices] | None = None
+        self.frequent: tuple[Any, Any] | None = None  # what drafts without masks are among, see `attach.py`
         self.to(mask_embedding.device)
 
     def restate(self, **changes: Any) -> None:
@@ -187,46 +216,49 @@ class MaskAdapter(nn.Module):
             is_packed: the model's layers are, and so are the updates: half as many bytes to read.
 
         Yields:
-            What is known of the slots: `hidden` after the forward; `None` without slots.
+            What is known of the slots, after the forward their `hidden` states, and those of all rows that the head
+            read; `None` without slots, where there is no root head.
         """
-        if slots is None:
+        if slots is None and self.root_head is None:
             yield None
             return
-        count, mask = (slots, None) if isinstance(slots, int) else (slots.shape[1], slots[..., None])
-        is_packed = is_packed and not torch.is_grad_enabled()  # packed products have no gradients
-        found = Slots(
-            count,
-            mask,
-            self.mask_embedding,
-            self._weights(dtype, is_packed),
-            multiply if is_packed else nn.functional.linear,
-        )
+        count, mask = (slots.shape[1], slots[..., None]) if isinstance(slots, torch.Tensor) else (slots or 0, None)
+        found = Slots(count, mask, self.mask_embedding, self.matrices(dtype, is_packed))
         try:
             _UNDER_WAY.slots = found
             yield found
         finally:
             _UNDER_WAY.slots = None
 
-    def _weights(self, dtype: torch.dtype, is_packed: bool) -> Matrices:
-        """The matrices of the updates, ready to multiply rows of `dtype` with; made once where they do not train."""
-        parameters = [*self.down.values(), *self.up.values()]
+    def matrices(self, dtype: torch.dtype, is_packed: bool) -> Matrices:
+        """The matrices, for rows of `dtype`; made once where they do not train."""
+        heads = [head for head in (self.head, self.root_head) if head is not None]
+        parameters = [*self.down.values(), *self.up.values(), *(each for head in heads for each in head.parameters())]
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+        is_packed = is_packed and not torch.is_grad_enabled()  # packed products have no gradients
         versions = (0 if parameter.is_inference() else parameter._version for parameter in parameters)
         key = dtype, is_packed, *zip(versions, (parameter.data_ptr() for parameter in parameters), strict=True)
         prepared = self._prepared
         if not trains and prepared is not None and prepared[0] == key:
             return prepared[1]
 
-        def matrices(stacked: torch.Tensor) -> list[Any]:
-            return [pack_matrix(each) for each in stacked] if is_packed else list(stacked.to(dtype).unbind())
+        def each(stacked: torch.Tensor) -> list[Any]:
+            return [pack_matrix(matrix) for matrix in stacked] if is_packed else list(stacked.to(dtype).unbind())
 
-        weights = {
-            target.replace("/", "."): list(zip(matrices(down), matrices(self.up[target]), strict=True))
+        def pair(head: PreviousTokenHead | None) -> Pair | None:
+            if head is None:
+                return None
+            return (pack_matrix(head.down), pack_matrix(head.up)) if is_packed else (head.down, head.up)
+
+        updates = {
+            target.replace("/", "."): list(zip(each(down), each(self.up[target]), strict=True))
             for target, down in self.down.items()
         }
+        product = multiply if is_packed else nn.functional.linear
+        found = Matrices(updates, pair(self.head), pair(self.root_head), product)
         # Optimizers may change parameters without raising their version: what trains is never kept.
-        self._prepared = None if trains else (key, weights)
-        return weights
+        self._prepared = None if trains else (key, found)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_prepared": None}
+        return {**vars(self), "_prepared": None, "frequent": None}

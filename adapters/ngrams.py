@@ -51,6 +51,12 @@ class NGrams(nn.Module):
         if (largest := int(self.tokens.max())) >= vocab_size:
             raise ValueError(f"its n-grams have token {largest}, and the model {vocab_size} tokens.")
 
+    def frequent(self, most: int) -> torch.Tensor:
+        """`(S,)` int64, the tokens that occur most often, at most so many."""
+        is_single = self.keys < 2**_BITS
+        order = self.counts[is_single, -1].argsort(descending=True, stable=True)[:most]
+        return self.keys[is_single][order] - 1
+
     @classmethod
     def of(cls, answers: Sequence[Mapping[str, Any]], before: "NGrams | None" = None) -> "NGrams":
         """Counts those of answers (`prompt_ids` and `response_ids`), and adds what was counted `before`."""

@@ -36,6 +36,7 @@ class MaskAdapterConfig(PeftConfig):
     num_masks: int = 8
     layers_to_transform: list[int] = field(default_factory=list)
     ngrams: int = 0
+    root_width: int = 0
     base: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class MaskAdapterTuner(BaseTuner):
             config.num_masks,
             tuple(config.layers_to_transform),
             config.ngrams,
+            config.root_width,
         )
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
         adapter = add_mask_adapter(owner, settings)

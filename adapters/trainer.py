@@ -177,6 +177,9 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
                 self._sums[f"correct{suffix}_{depth}"] += count
         for depth, count in enumerate(counted.sum((0, 1)).tolist()):
             self._sums[f"counted_{depth}"] += count
+        if "correct_root" in outputs:
+            self._sums["correct_root"] += int(outputs["correct_root"].sum())
+            self._sums["counted_root"] += len(outputs["correct_root"])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The parent's; with accuracy by depth, and accepted drafts given true tokens before them."""
@@ -192,6 +195,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
                 logs["accuracy" + suffix] = [  # type: ignore[assignment]
                     round(sums[f"correct{suffix}_{depth}"] / max(1, sums[f"counted_{depth}"]), 3) for depth in depths
                 ]
+            if "counted_root" in sums:
+                logs["accuracy_root"] = round(sums["correct_root"] / max(1, sums["counted_root"]), 3)
             self._sums.clear()
         logs["mask_rows"], logs["minutes"] = self.budget.mask_rows, round(self.budget.seconds / 60, 2)
         super().log(logs, start_time)

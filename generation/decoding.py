@@ -72,7 +72,7 @@ class ParallelDecoder:
 
     # Called as `model(input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep)`. Where its
     # `has_mask_adapter` is true, `model.predicting(slots)` is a context in which a forward takes its last rows for
-    # slots, and which keeps their hidden states.
+    # slots, and which keeps the hidden states that the head reads.
     model: Any
     request: DecodingRequest
     rule: Rule
@@ -141,8 +141,7 @@ class ParallelDecoder:
         return lay_out(sequences, firsts, self.rule.filler, self.request.prompt_ids.device, *shape)
 
     def _forward(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits `(A, T, V)`; with a mask adapter, also the hidden states of the columns that may be masks,
-        `(A, masks, H)`."""
+        """Logits `(A, T, V)`; with a mask adapter, also the hidden states `(A, T, H)` that the head read."""
         self.cache.plan(step)
         is_compiled = self.compiled is not None and self.steps > 0
         predicting: AbstractContextManager[Any] = nullcontext()
@@ -169,7 +168,7 @@ class ParallelDecoder:
                 **{self._cache_name: self.cache},
             )
         self.steps += 1
-        return outputs.logits.to(step.input_ids.device), None if states is None else states.hidden
+        return outputs.logits.to(step.input_ids.device), None if states is None else states.states
 
     def _embeds(self, step: Step) -> torch.Tensor:
         """The caller's embeddings of the prompt, and the model's of the masks behind it, `(A, Q, hidden)`."""

@@ -42,6 +42,7 @@ class Drafter:
     # Masks behind a row that draft nothing: the first one stands at the position that the row itself predicts.
     skipped_masks = 1
     has_branches = False
+    reads_root = False  # it drafts from the root's state where no masks do
 
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], draft_threshold: float):
         self.sampler, self.end_tokens, self.draft_threshold = sampler, end_tokens, draft_threshold
@@ -55,6 +56,7 @@ class Drafter:
         before: torch.Tensor,
         offsets: torch.Tensor,
         rows: list[int],
+        root: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Predicts what may follow, on the device; also for sequences that turn out to be finished.
 
@@ -65,6 +67,7 @@ class Drafter:
             before: `(A, 2)` int64, the last two tokens.
             offsets: `(A, 1)` int64, new tokens so far.
             rows: each entry's place in the call.
+            root: `(A, H)`, the last hidden states of the rows that chose the last token, where the drafter reads them.
 
         Returns:
             `(A, numbers)` int64, which [`drafts`] reads: here each mask's token (-1 where logits are NaN), whether the

@@ -60,7 +60,7 @@ class Rule(Protocol):
         Args:
             step: the forward.
             logits: `(A, T, V)`, raw, in the model's dtype.
-            hidden: `(A, masks, H)`, last hidden states of the last columns, if a mask adapter predicts masks.
+            hidden: `(A, T, H)`, the states that the head read, if a mask adapter predicts masks.
         """
 
     def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:

@@ -1,4 +1,4 @@
-"""Drafts of a mask adapter, from its masks and from the text itself.
+"""Drafts of a mask adapter: from its masks, from the root's own state where there are none, and from the text.
 
 `A` sequences, `K` masks of each, `B` paths that are followed, `C` children of a draft, `S` tokens of a shortlist, `H`
 hidden size, `V` vocabulary.
@@ -25,16 +25,24 @@ class TreeDrafter(Drafter):
         model: with a mask adapter.
         has_branches: a position has several drafts, of masks, of the text and of n-grams; otherwise one.
         ngrams: drafts what often followed, see [`NGramDrafter`].
+        frequent: of the tokens that drafts from the root's state are among, `(S,)` int64, and a layer that gives their
+            scores; `None`: there are no such drafts.
     """
 
     skipped_masks = 0
 
     def __init__(
-        self, sampler: TokenSampler, end_tokens: frozenset[int], model: Any, has_branches: bool, ngrams: Any = None
+        self,
+        sampler: TokenSampler,
+        end_tokens: frozenset[int],
+        model: Any,
+        has_branches: bool,
+        ngrams: Any = None,
+        frequent: tuple[torch.Tensor, Any] | None = None,
     ):
         super().__init__(sampler, end_tokens, float("inf"))
         self.model, self.has_branches, self.children = model, has_branches, CHILDREN if has_branches else 1
-        self.ngrams = ngrams
+        self.ngrams, self.frequent, self.reads_root = ngrams, frequent, frequent is not None
         self._lookups: dict[int, TextLookup] = {}
 
     def guess(
@@ -44,8 +52,10 @@ class TreeDrafter(Drafter):
         before: torch.Tensor,
         offsets: torch.Tensor,
         rows: list[int],
+        root: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See [`Drafter.guess`]. The numbers are each draft's parent, token, rank among siblings, chance, depth."""
+        """See [`Drafter.guess`]. The numbers are each draft's parent, token, rank among siblings, chance, and depth; 0
+        for drafts from the root's state."""
         assert hidden is not None
         device = logits.device
         self.sampler.suppress(logits)
@@ -55,6 +65,13 @@ class TreeDrafter(Drafter):
         chances = torch.ones(before.shape[:2], device=device)  # (A, B), of the paths so far
         parents = torch.full(before.shape[:2], -1, device=device)
         levels, first = [], 0
+        if root is not None and self.frequent is not None:
+            frequent, head = self.frequent
+            scores = head(self.model.root_hidden(root[:, None], before)).float()
+            tokens, found = self.sampler.draft(scores, frequent.expand(len(root), -1), offsets, rows, self.children)
+            ranks = torch.arange(tokens.shape[2], device=device).expand_as(tokens)
+            columns = parents[..., None], tokens, ranks, (found.float() / UNIT).long(), ranks.new_zeros(1)
+            levels.append(torch.stack([each.expand_as(tokens)[:, 0] for each in columns], -1))
         for depth in range(shortlist.shape[1]):
             scores = self._scores(hidden[:, depth], shortlist[:, depth], before)  # (A, B, S)
             tokens, found = self.sampler.draft(scores, shortlist[:, depth], offsets + depth, rows, self.children)
@@ -74,13 +91,15 @@ class TreeDrafter(Drafter):
         return torch.cat(levels, 1).flatten(1)
 
     def _drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
-        """Drafts of masks, and of the text as a branch beside them. Nothing follows an end token."""
+        """Drafts of masks, or of the root's state where none drafted, and of the text as a branch beside them. Nothing
+        follows an end token."""
         drafts: list[Row] = []
         places = {-1: -1}
-        found = zip(*(numbers[column::5] for column in range(5)), strict=True)
-        for number, (parent, token, rank, chance, depth) in enumerate(found):
+        found = (numbers[place : place + 5] for place in range(0, len(numbers), 5))
+        own = (each for each in found if (each[-1] > 0) == (masks > 0))
+        for number, (parent, token, rank, chance, depth) in enumerate(own):
             if parent in places and depth <= masks:
-                drafts.append(Row(token, depth, places[parent], min(chance * UNIT, CERTAIN - UNIT), rank > 0))
+                drafts.append(Row(token, max(1, depth), places[parent], min(chance * UNIT, CERTAIN - UNIT), rank > 0))
                 if token not in self.end_tokens:
                     places[number] = len(drafts) - 1
         if self.has_branches:
@@ -101,9 +120,15 @@ class TreeDrafter(Drafter):
         """
         states = self.model.draft_hidden(hidden[:, None].expand(-1, before.shape[1], -1), before)
         head = self.model.get_output_embeddings()
-        # Quantizers replace the weight by tensors of their own kinds, whose rows cannot be read.
-        is_plain = type(head) is torch.nn.Linear and head.bias is None and type(head.weight) is torch.nn.Parameter
-        table = head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`
-        if table is not None and not head._forward_hooks:
+        if (table := head_rows(head)) is not None:
             return states.float() @ table[shortlist].float().mT
         return head(states).gather(2, shortlist[:, None].expand(-1, before.shape[1], -1)).float()
+
+
+def head_rows(head: Any) -> torch.Tensor | None:
+    """The weights of a head, `(V, H)`, where they are all that it has and single rows can be read: quantizers replace
+    them by tensors of their own kinds."""
+    if head._forward_hooks or getattr(head, "bias", None) is not None:
+        return None
+    is_plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter
+    return head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`

@@ -114,15 +114,21 @@ class VerifyRule:
         end = ((depths + 1) * is_on_path).argmax(1, keepdim=True)
 
         readings, runs = [chosen, end], self._runs(step, len(places))
-        if (most := max(drafting for entry in runs for _, drafting in entry)) > 0:
+        most = max(drafting for entry in runs for _, drafting in entry)
+        reads_root = self.drafter.reads_root and any(
+            not drafting for own, entry in zip(real, runs, strict=True) for _, drafting in entry[: len(own)]
+        )
+        if most or reads_root:
             start, drafting = torch.tensor(runs, device=device).gather(1, end[..., None].expand(-1, -1, 2)).unbind(2)
             ks = torch.arange(most, device=device)
             masks = (start + torch.minimum(ks, (drafting - 1).clamp(min=0))).clamp(max=count - 1)
-            behind = None if hidden is None else hidden[entries, masks - count]
+            behind = None if hidden is None else hidden[entries, masks]
+            root = hidden[entries, columns.gather(1, end)][:, 0] if hidden is not None and reads_root else None
             before = torch.cat([tokens.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
             offsets = torch.tensor([[1 + sequence.new_count] for sequence in step.sequences], device=device)
             offsets = offsets + depths.gather(1, end)
-            readings.append(self.drafter.guess(logits[entries, masks].float(), behind, before, offsets, rows))
+            guess = self.drafter.guess(logits[entries, masks].float(), behind, before, offsets, rows, root)
+            readings.append(guess)
         return Choice(chosen, scores, columns, ((chosen < 0) & is_there).any(1), readings)
 
     def _choose(self, step: Step, real: list[list[Row]], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +196,7 @@ class VerifyRule:
             self._tokens += count
         if not sequence.is_finished:
             masks = max(0, len(mask_runs(rows).get(path[-1], ())) - self.drafter.skipped_masks)
-            drafts = self.drafter.drafts(sequence, masks, guesses[0] if masks else [])
+            drafts = self.drafter.drafts(sequence, masks, guesses[0] if guesses else [])
             self._outlooks[sequence.index] = Outlook(drafts, masks, sequence.remaining)
         return outcome
 
