@@ -181,11 +181,12 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
             f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
             f"got {rank!r}, {width!r} and {targets!r}."
         )
-    if any(type(number) is not int for number in (masks, ngrams, root_width)):
+    if type(masks) is not int or type(ngrams) is not int:
         raise ValueError(
-            f"{CONFIG_NAME} may state `num_masks`, `ngrams` and `root_width`, whole numbers; got {masks!r}, "
-            f"{ngrams!r} and {root_width!r}."
+            f"{CONFIG_NAME} may state `num_masks` and `ngrams`, whole numbers; got {masks!r} and {ngrams!r}."
         )
+    if type(root_width) is not int:
+        raise ValueError(f"{CONFIG_NAME} may state `root_width`, a whole number; got {root_width!r}.")
     layers = config.get("layers_to_transform")
     layers = [] if layers is None else layers  # PEFT's way to say all
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):

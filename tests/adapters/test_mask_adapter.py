@@ -239,8 +239,8 @@ def test_updates_of_a_mask_adapter_are_packed_with_the_model():
     with torch.no_grad():
         expected, packed_logits = predict(plain, ids, slots), predict(model, ids, slots)
         assert packed_logits.equal(predict(copy.deepcopy(model), ids, slots))  # copies make products of their own
+        (down, up), *_ = next(iter(model.mask_adapter.matrices(torch.float32, True).updates.values()))
     torch.testing.assert_close(packed_logits, expected, rtol=1e-2, atol=1e-2)
-    (down, up), *_ = next(iter(model.mask_adapter.matrices(torch.float32, True).updates.values()))
     assert not isinstance(down, torch.Tensor) and not isinstance(up, torch.Tensor)
     # Weights that change are packed anew.
     with torch.no_grad():

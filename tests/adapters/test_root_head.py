@@ -16,11 +16,18 @@ from wedlm_hf.adapters.adapter_files import WEIGHTS_NAME
 from wedlm_hf.adapters.attach import MOST_FREQUENT
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.checkpoints.packed import can_pack, pack
+from wedlm_hf.generation.planner import Planner
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 
 VERIFIED = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 24, "pad_token_id": 0}
-# Masks never pay, rows nearly always do.
-MASKLESS = VERIFIED | {"slot_cost": 0.01, "window_size": 1}
+CHEAP = VERIFIED | {"slot_cost": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def maskless(monkeypatch):
+    """No masks are planned."""
+    spend = Planner._spend
+    monkeypatch.setattr(Planner, "_spend", lambda planner, *args: spend(planner, *args[:-1], 0))
 
 
 def rooted(model=None):
@@ -62,7 +69,7 @@ def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(l
         return drafts
 
     monkeypatch.setattr(TreeDrafter, "_drafts", compared)
-    model.generate(**batch(*lengths), **MASKLESS, do_sample=False)
+    model.generate(**batch(*lengths), **CHEAP, do_sample=False)
     assert len(checked) > 3 * len(lengths)
 
 
@@ -74,12 +81,12 @@ def test_they_change_no_text_greedy_or_sampled(lengths, form):
     model = rooted() if form == "plain" else pack(rooted())
     for how in ({"do_sample": False}, {"do_sample": True, "temperature": 1.3}):
         texts = []
-        for options in (MASKLESS, VERIFIED | {"slot_cost": 0.02}, VERIFIED | {"slot_cost": 1e6}):
+        for options in (CHEAP, VERIFIED | {"slot_cost": 0.02}, VERIFIED | {"slot_cost": 1e6}):
             torch.manual_seed(1)
             texts.append(model.generate(**batch(*lengths), **options, **how))
         assert texts[0].equal(texts[1]) and texts[1].equal(texts[2])
     expected = model.generate(**batch(*lengths), max_new_tokens=24, pad_token_id=0, do_sample=False)
-    found = model.generate(**batch(*lengths), **MASKLESS, do_sample=False)
+    found = model.generate(**batch(*lengths), **CHEAP, do_sample=False)
     assert found.tolist() == expected[:, : found.shape[1]].tolist()
 
 
@@ -132,8 +139,8 @@ def test_it_is_saved_and_loaded_with_the_adapter(tmp_path, load):
     load(other, tmp_path / "adapter")
     for name, weight in model.mask_adapter.root_head.state_dict().items():
         assert weight.equal(other.mask_adapter.root_head.state_dict()[name])
-    output = model.generate(**batch(5), **MASKLESS, do_sample=False, return_dict_in_generate=True)
-    again = other.generate(**batch(5), **MASKLESS, do_sample=False, return_dict_in_generate=True)
+    output = model.generate(**batch(5), **CHEAP, do_sample=False, return_dict_in_generate=True)
+    again = other.generate(**batch(5), **CHEAP, do_sample=False, return_dict_in_generate=True)
     assert output.stats.drafted.equal(again.stats.drafted)
 
 
