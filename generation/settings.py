@@ -108,20 +108,15 @@ class WeDLMGenerationSettings:
         """Whether each step is planned."""
         return self.verification != "none" and self.adaptive_window is not False
 
-    def unread(self, has_mask_adapter: bool) -> tuple[str, frozenset[str]]:
-        """The settings that this way of decoding does not read; before them, what is to be said of one."""
+    def unread(self, has_mask_adapter: bool) -> frozenset[str]:
+        """The settings that this way of decoding does not read."""
         if self.strategy == "ar":
-            names = frozenset(SETTING_NAMES) - {"strategy", "mask_token_id"}
-            return "has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too", names
+            return frozenset(SETTING_NAMES) - {"strategy", "mask_token_id"}
         if self.verification == "none":
-            names = frozenset({"adaptive_window", "draft_threshold", "slot_cost"})
-            return "goes with `verification='exact'`: pass that too, or leave it out", names
-        why, names = "is not read with `verification='exact'`", frozenset({"distance_penalty", "entropy_threshold"})
-        if not self.is_adaptive:
-            why, names = f"{why} and `adaptive_window=False`", names | {"slot_cost"}
-        if has_mask_adapter:
-            why, names = f"{why} and a mask adapter", names | {"draft_threshold"}
-        return why, names
+            return frozenset({"adaptive_window", "draft_threshold", "slot_cost"})
+        names = frozenset({"distance_penalty", "entropy_threshold"})
+        names |= {"slot_cost"} if not self.is_adaptive else frozenset()
+        return names | {"draft_threshold"} if has_mask_adapter else names
 
     @classmethod
     def from_generation_config(

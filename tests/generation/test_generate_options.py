@@ -149,22 +149,16 @@ def test_a_checkpoint_with_a_bad_setting_is_refused_before_any_file_is_written(t
 
 
 @pytest.mark.parametrize(
-    ("unread", "where"),
-    [
-        ({"entropy_threshold": 0.0}, ""),
-        ({"distance_penalty": 0.1}, ""),
-        ({"slot_cost": 0.1, "adaptive_window": False}, " and `adaptive_window=False`"),
-    ],
+    "unread", [{"entropy_threshold": 0.0}, {"distance_penalty": 0.1}, {"slot_cost": 0.1, "adaptive_window": False}]
 )
-def test_verified_decoding_names_each_setting_that_it_does_not_read(model, unread, where, caplog):
+def test_verified_decoding_names_each_setting_that_it_does_not_read(model, unread, caplog):
     options = {name: value for name, value in EXACT.items() if name not in unread}
     output = model.generate(PROMPT, **options)
     assert not caplog.records
     assert model.generate(PROMPT, **options, **unread).tolist() == output.tolist()
     name, value = next(iter(unread.items()))
-    assert [record.message for record in caplog.records] == [
-        f"`{name}={value}` is not read with `verification='exact'`{where}."
-    ]
+    (record,) = caplog.records
+    assert record.message.startswith(f"`{name}={value}` is not read by this call")
 
 
 @pytest.mark.parametrize("options", [{}, EXACT])
