@@ -226,20 +226,16 @@ def _warn(model: Any, settings: WeDLMGenerationSettings, is_static: bool) -> Non
 
 
 def _check_passed(settings: WeDLMGenerationSettings, has_mask_adapter: bool, passed: dict[str, Any]) -> None:
-    """Raises `OptionError` for a setting that was passed to a call that does not read it, or warns of it, where the
-    output would be the same with it. Stored ones may be for other calls."""
+    """Raises `OptionError` for a passed setting that this call does not read, or warns, if the text is the same."""
     for name in sorted(settings.unread(has_mask_adapter) & passed.keys()):
-        value = passed[name]
-        if value is None or value is False or value == "none":
+        if (value := passed[name]) is None or value is False or value == "none":
             continue
         if settings.strategy == "ar":
             raise OptionError(
                 f"`{name}={value!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too.", name
             )
         if settings.verification == "none":
-            raise OptionError(
-                f"`{name}={value!r}` goes with `verification='exact'`: pass that too, or leave it out.", name
-            )
+            raise OptionError(f"`{name}={value!r}` goes with `verification='exact'`: pass that too.", name)
         logger.warning(f"`{name}={value!r}` is not read by this call: verified decoding has no use for it here.")
 
 

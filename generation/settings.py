@@ -90,8 +90,7 @@ class WeDLMGenerationSettings:
                 raise OptionError(f"`{name}` must be a number of at least 0, got {value!r}.", name)
         _check_slot_cost(self.slot_cost)
         if math.isinf(self.distance_penalty):
-            message = f"`distance_penalty` must be finite, got {self.distance_penalty!r}."
-            raise OptionError(message, "distance_penalty")
+            raise OptionError("`distance_penalty` must be finite, got inf.", "distance_penalty")
         for name in ("output_trace", "adaptive_window"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "adaptive_window"):
@@ -114,9 +113,8 @@ class WeDLMGenerationSettings:
             return frozenset(SETTING_NAMES) - {"strategy", "mask_token_id"}
         if self.verification == "none":
             return frozenset({"adaptive_window", "draft_threshold", "slot_cost"})
-        names = frozenset({"distance_penalty", "entropy_threshold"})
-        names |= {"slot_cost"} if not self.is_adaptive else frozenset()
-        return names | {"draft_threshold"} if has_mask_adapter else names
+        also = ["slot_cost"] * (not self.is_adaptive) + ["draft_threshold"] * has_mask_adapter
+        return frozenset({"distance_penalty", "entropy_threshold", *also})
 
     @classmethod
     def from_generation_config(

@@ -25,8 +25,7 @@ class TreeDrafter(Drafter):
         model: with a mask adapter.
         has_branches: a position has several drafts, of masks, of the text and of n-grams; otherwise one.
         ngrams: drafts what often followed, see [`NGramDrafter`].
-        frequent: of the tokens that drafts from the root's state are among, `(S,)` int64, and a layer that gives their
-            scores; `None`: there are no such drafts.
+        frequent: `(S,)` int64, tokens that the root's state drafts among, and what scores them; `None`: no drafts.
     """
 
     skipped_masks = 0
@@ -54,14 +53,12 @@ class TreeDrafter(Drafter):
         rows: list[int],
         root: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See [`Drafter.guess`]. The numbers are each draft's parent, token, rank among siblings, chance, and depth; 0
-        for drafts from the root's state."""
+        """See [`Drafter.guess`]. The numbers are a draft's parent, token, rank, chance and depth, 0 of the root's."""
         assert hidden is not None
-        device = logits.device
         self.sampler.suppress(logits)
         # Drafts are among the likeliest tokens of the mask's own logits: only their rows of the head are read.
         shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
-        before = before[:, None]  # (A, B, 2)
+        before, device = before[:, None], logits.device  # (A, B, 2)
         chances = torch.ones(before.shape[:2], device=device)  # (A, B), of the paths so far
         parents = torch.full(before.shape[:2], -1, device=device)
         levels, first = [], 0
@@ -91,8 +88,7 @@ class TreeDrafter(Drafter):
         return torch.cat(levels, 1).flatten(1)
 
     def _drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
-        """Drafts of masks, or of the root's state where none drafted, and of the text as a branch beside them. Nothing
-        follows an end token."""
+        """Drafts of masks, or where none drafted, of the root's state; and of text. Nothing follows an end token."""
         drafts: list[Row] = []
         places = {-1: -1}
         found = (numbers[place : place + 5] for place in range(0, len(numbers), 5))
@@ -126,8 +122,7 @@ class TreeDrafter(Drafter):
 
 
 def head_rows(head: Any) -> torch.Tensor | None:
-    """The weights of a head, `(V, H)`, where they are all that it has and single rows can be read: quantizers replace
-    them by tensors of their own kinds."""
+    """The weights of a head, `(V, H)`, where single rows can be read: quantizers have kinds of their own."""
     if head._forward_hooks or getattr(head, "bias", None) is not None:
         return None
     is_plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter

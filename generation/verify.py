@@ -115,9 +115,7 @@ class VerifyRule:
 
         readings, runs = [chosen, end], self._runs(step, len(places))
         most = max(drafting for entry in runs for _, drafting in entry)
-        reads_root = self.drafter.reads_root and any(
-            not drafting for own, entry in zip(real, runs, strict=True) for _, drafting in entry[: len(own)]
-        )
+        reads_root = self.drafter.reads_root and not all(drafting for entry in runs for _, drafting in entry)
         if most or reads_root:
             start, drafting = torch.tensor(runs, device=device).gather(1, end[..., None].expand(-1, -1, 2)).unbind(2)
             ks = torch.arange(most, device=device)
@@ -127,8 +125,7 @@ class VerifyRule:
             before = torch.cat([tokens.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
             offsets = torch.tensor([[1 + sequence.new_count] for sequence in step.sequences], device=device)
             offsets = offsets + depths.gather(1, end)
-            guess = self.drafter.guess(logits[entries, masks].float(), behind, before, offsets, rows, root)
-            readings.append(guess)
+            readings.append(self.drafter.guess(logits[entries, masks].float(), behind, before, offsets, rows, root))
         return Choice(chosen, scores, columns, ((chosen < 0) & is_there).any(1), readings)
 
     def _choose(self, step: Step, real: list[list[Row]], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
