@@ -70,9 +70,8 @@ class ParallelDecoder:
             because the model's logits are NaN or the processors leave no token.
     """
 
-    # Called as `model(input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep)`. Where its
-    # `has_mask_adapter` is true, `model.predicting(slots)` is a context in which a forward takes its last rows for
-    # slots, and which keeps the hidden states that the head reads.
+    # Called as `model(input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep)`. If it
+    # `has_mask_adapter`, then within `model.predicting(slots)` the last rows are slots, and what the head reads is kept.
     model: Any
     request: DecodingRequest
     rule: Rule
