@@ -24,6 +24,7 @@ from wedlm_hf.generation.decoding import ParallelDecoder
 # AR steps that a forward takes, by its rows.
 TIMES = {1: 1.0, 2: 1.15, 3: 1.23, 4: 1.3, 5: 1.36, 6: 1.41, 8: 1.48, 9: 1.53, 12: 1.64, 16: 2.05, 32: 3.5}
 MASK = 0.01  # each
+ROOT = 0.04  # what drafts from the root's state take in a step, where the adapter has a root head
 
 
 class Clock:
@@ -46,6 +47,7 @@ class Clock:
                 masks = max(step.masks)
                 time = np.interp(step.input_ids.shape[1], list(TIMES), list(TIMES.values()))
                 self.now += float(time) + (self.masks + MASK * masks) * (masks > 0)
+                self.now += ROOT * (decoder.model.mask_adapter.root_head is not None)
                 self.forwards += 1
             return forward(decoder, step)
 

@@ -71,7 +71,7 @@ class ParallelDecoder:
     """
 
     # Called as `model(input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep)`. If it
-    # `has_mask_adapter`, then within `model.predicting(slots)` the last rows are slots, and what the head reads is kept.
+    # `has_mask_adapter`, within `model.predicting(slots)` the last rows are slots, and what the head reads is kept.
     model: Any
     request: DecodingRequest
     rule: Rule
