@@ -77,8 +77,7 @@ class TreeDrafter(Drafter):
             count = min(joint.shape[1] * joint.shape[2], 2 * self.children if self.has_branches else 1)
             kept = joint.flatten(1).topk(count).indices
             columns = parents[..., None], tokens, ranks, (found.float() / UNIT).long(), ranks.new_tensor(depth + 1)
-            level = [each.expand_as(tokens).flatten(1).gather(1, kept) for each in columns]
-            levels.append(torch.stack(level, -1))
+            levels.append(torch.stack([each.expand_as(tokens).flatten(1).gather(1, kept) for each in columns], -1))
             followed = kept[:, : PATHS if self.has_branches else 1]
             chances = joint.flatten(1).gather(1, followed)
             last = before[..., 1:].expand_as(tokens).flatten(1).gather(1, followed)
@@ -98,6 +97,8 @@ class TreeDrafter(Drafter):
                 drafts.append(Row(token, max(1, depth), places[parent], min(chance * UNIT, CERTAIN - UNIT), rank > 0))
                 if token not in self.end_tokens:
                     places[number] = len(drafts) - 1
+        if drafts and not masks and not self.sampler.do_sample:  # whose noise says more than chances
+            drafts = self.ngrams.mixed(drafts, sequence.tokens)
         if self.has_branches:
             lookup = self._lookups.setdefault(sequence.index, TextLookup())
             known = [draft.token for draft in drafts[:1] if draft.token is not None]

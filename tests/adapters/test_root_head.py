@@ -15,8 +15,10 @@ from wedlm_hf import MaskAdapterTrainer, MaskTrainingConfig, count_ngrams, load_
 from wedlm_hf.adapters.adapter_files import WEIGHTS_NAME
 from wedlm_hf.adapters.attach import MOST_FREQUENT
 from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.adapters.ngrams import NGramDrafter, NGrams
 from wedlm_hf.checkpoints.packed import can_pack, pack
 from wedlm_hf.generation.planner import Planner
+from wedlm_hf.generation.rows import Row
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 
 VERIFIED = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 24, "pad_token_id": 0}
@@ -44,6 +46,16 @@ def batch(*lengths):
     return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
 
+class Unmixed:
+    """N-grams that know nothing."""
+
+    def mixed(self, drafts, text):
+        return drafts
+
+    def extend(self, drafts, text, end_tokens):
+        pass
+
+
 @pytest.mark.parametrize("lengths", [[5], [6, 3, 9]])
 def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(lengths, monkeypatch):
     model, checked = rooted(), []
@@ -51,7 +63,8 @@ def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(l
     own = TreeDrafter._drafts
 
     def compared(drafter, sequence, masks, numbers):
-        drafts = own(drafter, sequence, masks, numbers)
+        ngrams, drafter.ngrams = drafter.ngrams, Unmixed()
+        drafts, drafter.ngrams = own(drafter, sequence, masks, numbers), ngrams
         if not masks:
             text = torch.tensor(sequence.tokens)
             with torch.no_grad():
@@ -88,6 +101,18 @@ def test_they_change_no_text_greedy_or_sampled(lengths, form):
     expected = model.generate(**batch(*lengths), max_new_tokens=24, pad_token_id=0, do_sample=False)
     found = model.generate(**batch(*lengths), **CHEAP, do_sample=False)
     assert found.tolist() == expected[:, : found.shape[1]].tolist()
+
+
+def test_chances_are_mixed_with_those_of_ngrams():
+    drafter = NGramDrafter(
+        NGrams.of([{"prompt_ids": [1], "response_ids": [2, 3]}, {"prompt_ids": [1], "response_ids": [2, 4]}] * 2)
+    )
+    drafts = [Row(9, 1, -1, 0.5), Row(3, 1, -1, 0.4, True)]
+    found = drafter.mixed(drafts, [1, 2])
+    assert [row.token for row in found] == [3, 9, 4] and [row.is_sibling for row in found] == [False, True, True]
+    chances = 0.65 * 0.4 + 0.35 * 2 / 5, 0.65 * 0.5, 0.35 * 2 / 5
+    assert [row.chance for row in found] == pytest.approx(chances)
+    assert drafter.mixed(drafts, [8]) == drafts
 
 
 def test_it_learns_at_every_place_and_alters_nothing_of_what_masks_learn():
