@@ -39,7 +39,7 @@ from .answers import (
     read_user_prompts,
     write_answers,
 )
-from .attach import add_mask_adapter, load_mask_adapter, unload_mask_adapter
+from .attach import add_mask_adapter, add_root_head, load_mask_adapter, unload_mask_adapter
 from .budget import MaskTrainingConfig
 from .distillation import MaskDistillation
 from .model_card import acceptance_table, model_card, read_log
@@ -58,9 +58,9 @@ from .pace import (
 from .pace import schedule as scheduled
 from .trainer import MaskAdapterTrainer
 
-FORMAT = 2  # of the folder `work`
+FORMAT = 3  # of the folder `work`
 HELD_OUT = 24  # greedy answers at most that are not trained on, and no more than every tenth answer
-ROOT_WIDTH = 1024  # of a new adapter
+ROOT_WIDTH = 1024  # of a new root head
 ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
 
 Measure = Callable[[Any, PreTrainedTokenizerBase, Sequence[Sequence[int]], int], dict[str, Any]]
@@ -220,9 +220,9 @@ class _Run:
         else:
             shape: dict[str, Any] = {"rank": config.rank, "head_width": config.head_width}
             shape = {name: value for name, value in shape.items() if value is not None}
-            if not keeps_state(model):  # whose drafts have no branches, which a root head draws
-                shape["root_width"] = ROOT_WIDTH
             add_mask_adapter(model, MaskAdapterSettings(**shape))
+        if not keeps_state(model):  # there nothing reads a root head: drafts have no branches
+            add_root_head(model, ROOT_WIDTH)
         return model
 
     @cached_property
@@ -411,7 +411,7 @@ class _Run:
             "answer_tokens": sum(len(answer["response_ids"]) for answer in answers),
             "held_out": len(held_out),
             **{name: self.state[name] for name in ("mask_rows", "training_seconds", "answer_seconds")},
-            **{name: settings[name] for name in ("rank", "head_width")},
+            **{name: settings[name] for name in ("rank", "head_width", "root_width")},
             "seed": self.config.seed,
         }
         if draw is not None and curve["rows"]:

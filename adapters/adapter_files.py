@@ -49,7 +49,8 @@ class MaskAdapterSettings:
         layers_to_transform: decoder layers that are updated, counted from 0; none: all of them.
         ngrams: n-grams of the model's answers that it holds, see [`NGrams`].
         root_width: hidden units of the root head, which drafts without masks; 0 for none. Its drafts are among the
-            tokens that the n-grams have.
+            tokens that the n-grams have, and stand where branches are planned: not with a static cache, a fixed
+            window or a recurrent state.
     """
 
     rank: int = 64

@@ -39,7 +39,7 @@ from .adapter_files import (
     base_of,
     check_base,
 )
-from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, Slots, Update
+from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, PreviousTokenHead, Slots, Update
 from .ngrams import NGramDrafter, NGrams
 
 # Single tokens that are read to see that a state is the same, and by how much of the largest logit theirs may differ.
@@ -73,7 +73,7 @@ class AttachedModel(WeDLMGenerationMixin):
         """
         if self.training and is_checkpointing(self):
             raise ValueError("Gradient checkpointing would compute the slots anew without the mask adapter.")
-        if slots is not None:
+        if slots is not None or self.mask_adapter.root_head is not None:
             if hasattr(self.mask_adapter.mask_embedding, "full_tensor"):  # a DTensor
                 raise ValueError(f"{SHARDED}: leave the adapter and these out of `fully_shard`, or decode as AR.")
             _watch_ends(self)
@@ -148,12 +148,14 @@ def _frequent(model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.
     """The tokens that drafts from the root's state are among, and what gives their scores: some rows of the head. None
     where single rows cannot be read."""
     head, adapter = model.get_output_embeddings(), model.mask_adapter
-    if (table := head_rows(head)) is None:
+    is_packed, table = isinstance(head, PackedLinear), head_rows(head)
+    if table is None and not (is_packed and head.bias is None):
         return None
-    key = table.data_ptr(), 0 if table.is_inference() else table._version, id(adapter.ngrams)
+    version = () if table is None else (table.data_ptr(), table.dtype, 0 if table.is_inference() else table._version)
+    key = head, adapter.ngrams, version
     if adapter.frequent is None or adapter.frequent[0] != key:
-        tokens = adapter.ngrams.frequent(MOST_FREQUENT).to(table.device)
-        is_packed, rows = isinstance(head, PackedLinear), table[tokens]
+        tokens = adapter.ngrams.frequent(MOST_FREQUENT).to(model.device)
+        rows = (head.unpacked() if table is None else table)[tokens]
         product, matrix = (multiply, pack_matrix(rows)) if is_packed else (nn.functional.linear, rows)
         adapter.frequent = key, (tokens, lambda states: product(states, matrix))
     found: tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] = adapter.frequent[1]
@@ -255,6 +257,16 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
     adapter.ngrams = ngrams if len(ngrams.keys) else None
     adapter.restate(ngrams=len(ngrams.keys))
     model._keys_to_ignore_on_save |= {f"mask_adapter.{name}" for name in adapter.state_dict()}
+
+
+def add_root_head(model: Any, width: int) -> None:
+    """Gives a mask adapter that has no root head a new one, of `width` hidden units."""
+    adapter = _adapter_of(model)
+    if adapter.root_head is None:
+        size, device = len(adapter.mask_embedding), adapter.mask_embedding.device
+        adapter.root_head = PreviousTokenHead(size, width).to(device)
+        adapter.restate(root_width=width)
+        model._keys_to_ignore_on_save |= {f"mask_adapter.{name}" for name in adapter.state_dict()}
 
 
 def unload_mask_adapter(model: Any) -> None:

@@ -154,7 +154,8 @@ class PreviousTokenHead(nn.Module):
             previous: `(..., 2, H)`, the embeddings of the two tokens before each mask, in the order of the text.
             pair, multiply: the head's own matrices in another format, and what multiplies rows with them.
         """
-        dtype, (down, up) = self.down.dtype, pair or (self.down, self.up)
+        down, up = pair or (self.down, self.up)
+        dtype = down.dtype if isinstance(down, torch.Tensor) else torch.float32  # which packed matrices take
         previous = previous.to(dtype)
         previous = previous / previous.std(-1, keepdim=True).clamp(min=1e-6)
         inner = multiply(torch.cat([hidden.to(dtype), previous.flatten(-2)], dim=-1), down)
@@ -216,8 +217,8 @@ class MaskAdapter(nn.Module):
             is_packed: the model's layers are, and so are the updates: half as many bytes to read.
 
         Yields:
-            What is known of the slots, after the forward their `hidden` states, and those of all rows that the head
-            read; `None` without slots, where there is no root head.
+            The slots of the forward, with the states that the head read once it has run. `None` where nothing reads
+            them: without slots and without a root head.
         """
         if slots is None and self.root_head is None:
             yield None

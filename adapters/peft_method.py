@@ -1,7 +1,7 @@
 """Mask adapters as a PEFT method: `PeftModel.from_pretrained(base, adapter)`, and saving and uploading by PEFT.
 
 PEFT alone does not know the method, so it refuses such an adapter: no other library applies one to slots alone.
-Importing this module makes it known, and so does using a name of `wedlm_hf.adapters`.
+Importing this module makes it known: `wedlm_hf` does, once PEFT is imported.
 """
 
 from dataclasses import dataclass, field

@@ -20,6 +20,7 @@ import typer
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.eval.prompts import encode_prompt, read_prompts
 from wedlm_hf.generation.decoding import ParallelDecoder
+from wedlm_hf.generation.verify import VerifyRule
 
 # AR steps that a forward takes, by its rows.
 TIMES = {1: 1.0, 2: 1.15, 3: 1.23, 4: 1.3, 5: 1.36, 6: 1.41, 8: 1.48, 9: 1.53, 12: 1.64, 16: 2.05, 32: 3.5}
@@ -44,10 +45,11 @@ class Clock:
 
         def timed(decoder: ParallelDecoder, step: Any) -> Any:
             if decoder.steps > 0:
+                assert isinstance(decoder.rule, VerifyRule)
                 masks = max(step.masks)
                 time = np.interp(step.input_ids.shape[1], list(TIMES), list(TIMES.values()))
                 self.now += float(time) + (self.masks + MASK * masks) * (masks > 0)
-                self.now += ROOT * (decoder.model.mask_adapter.root_head is not None)
+                self.now += ROOT * decoder.rule.drafter.reads_root
                 self.forwards += 1
             return forward(decoder, step)
 

@@ -17,9 +17,8 @@ import torch
 import typer
 from torch import nn
 
-from wedlm_hf.adapters.attach import MOST_FREQUENT
+from wedlm_hf.adapters.attach import MOST_FREQUENT, add_root_head
 from wedlm_hf.adapters.loading import load_adapted
-from wedlm_hf.adapters.mask_adapter import PreviousTokenHead
 
 PART = 16  # answers whose states are computed at once
 
@@ -71,7 +70,8 @@ def main(
     head_rows = model.get_output_embeddings().weight.detach().float()[frequent].T.contiguous()
     states, targets, tokens = (part.clone() for part in rows_of(model, lines[:-held_out]))
     tested = [part.clone() for part in rows_of(model, lines[-held_out:])]
-    head = mask_adapter.root_head or PreviousTokenHead(table.shape[1], width)
+    add_root_head(model, width)
+    head = mask_adapter.root_head
     head.float().requires_grad_(True)
     optimizer = torch.optim.AdamW(head.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.05)
     print(f"{len(lines)} answers, {len(states)} rows; tested on {len(tested[0])}.", flush=True)
@@ -100,8 +100,6 @@ def main(
         if step % 500 == 0:
             print(step, f"{minutes * used:.1f} minutes", f"{float(loss):.3f}", accuracy(), flush=True)
     print(step, "steps:", accuracy())
-    mask_adapter.root_head = head
-    mask_adapter.restate(root_width=len(head.down))
     model.save_mask_adapter(out, torch.bfloat16)
 
 

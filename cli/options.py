@@ -152,12 +152,12 @@ class DecodingOptions:
         if repeated := own & self.settings.keys():
             option = min(repeated).replace("_", "-")
             raise ValueError(f"`--set {min(repeated)}=…`: this setting has an option of its own, `--{option}`.")
-        from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
+        from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings, is_left_out
 
         given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None}
         given |= check_settings(self.settings, self.strategy) if self.settings else {}
-        unread = {*SETTING_NAMES} - {"strategy", "mask_token_id"} if self.strategy == "ar" else ()
-        for name in (name for name, value in given.items() if name in unread and value not in (None, "none", False)):
+        unread = WeDLMGenerationSettings(strategy="ar").unread(False) if self.strategy == "ar" else ()
+        for name in (name for name, value in given.items() if name in unread and not is_left_out(value)):
             raise ValueError(f"`{name}={given[name]!r}` has no meaning with `--strategy ar`.")
         WeDLMGenerationSettings(**{name: value for name, value in given.items() if name in SETTING_NAMES})
         return given | ({"do_sample": True} if self.sample or self.temperature is not None else {})

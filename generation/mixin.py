@@ -27,7 +27,7 @@ from .planner import Planner
 from .request import DecodingRequest, decoding_request, prompts_of
 from .rules import FillRule, Rule
 from .sampling import TokenSampler
-from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerationSettings
+from .settings import SETTING_NAMES, WINDOW_SETTINGS, OptionError, WeDLMGenerationSettings, is_left_out
 from .state import keeps_state
 from .stats import DecodingStats, EndRecorder, ScoreRecorder, StatsRecorder, WeDLMGenerateOutput
 from .step_times import StepTimes, step_clock
@@ -111,7 +111,8 @@ class WeDLMGenerationMixin(GenerationMixin):
             for name in WINDOW_SETTINGS - ours.keys() - passed:
                 setattr(generation_config, name, None)
         settings = self._wedlm_settings(generation_config)
-        _check_passed(settings, self.has_mask_adapter, ours)
+        is_static = getattr(generation_config, "cache_implementation", None) == "static"
+        _check_passed(settings, settings.unread(self.has_mask_adapter, is_static), ours)
         if settings.strategy != "ar":
             _check_options(self, settings, generation_config, model_kwargs.get(CACHE))
         return generation_config, model_kwargs
@@ -225,11 +226,10 @@ def _warn(model: Any, settings: WeDLMGenerationSettings, is_static: bool) -> Non
         )
 
 
-def _check_passed(settings: WeDLMGenerationSettings, has_mask_adapter: bool, passed: dict[str, Any]) -> None:
+def _check_passed(settings: WeDLMGenerationSettings, unread: frozenset[str], passed: dict[str, Any]) -> None:
     """Raises `OptionError` for a passed setting that this call does not read, or warns, if the text is the same."""
-    for name in sorted(settings.unread(has_mask_adapter) & passed.keys()):
-        if (value := passed[name]) is None or value is False or value == "none":
-            continue
+    for name in sorted(name for name in unread & passed.keys() if not is_left_out(passed[name])):
+        value = passed[name]
         if settings.strategy == "ar":
             raise OptionError(
                 f"`{name}={value!r}` has no meaning with `strategy='ar'`: pass `strategy='wedlm'` too.", name

@@ -107,13 +107,14 @@ class WeDLMGenerationSettings:
         """Whether each step is planned."""
         return self.verification != "none" and self.adaptive_window is not False
 
-    def unread(self, has_mask_adapter: bool) -> frozenset[str]:
+    def unread(self, has_mask_adapter: bool, is_static: bool = False) -> frozenset[str]:
         """The settings that this way of decoding does not read."""
         if self.strategy == "ar":
             return frozenset(SETTING_NAMES) - {"strategy", "mask_token_id"}
         if self.verification == "none":
             return frozenset({"adaptive_window", "draft_threshold", "slot_cost"})
-        also = ["slot_cost"] * (not self.is_adaptive) + ["draft_threshold"] * has_mask_adapter
+        also = ["slot_cost"] * (is_static or not self.is_adaptive) + ["draft_threshold"] * has_mask_adapter
+        also += ["adaptive_window"] * is_static
         return frozenset({"distance_penalty", "entropy_threshold", *also})
 
     @classmethod
@@ -141,6 +142,11 @@ class WeDLMGenerationSettings:
                 generation_config.pad_token_id,
             )
         return settings
+
+
+def is_left_out(value: Any) -> bool:
+    """Whether a setting is passed as one may pass what one does not want."""
+    return value is None or value is False or value == "none"
 
 
 def _is_cost(value: Any) -> bool:

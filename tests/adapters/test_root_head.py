@@ -13,7 +13,7 @@ from tiny import stock_twin, tiny_model
 
 from wedlm_hf import MaskAdapterTrainer, MaskTrainingConfig, count_ngrams, load_mask_adapter
 from wedlm_hf.adapters.adapter_files import WEIGHTS_NAME
-from wedlm_hf.adapters.attach import MOST_FREQUENT
+from wedlm_hf.adapters.attach import MOST_FREQUENT, _frequent, add_root_head
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.ngrams import NGramDrafter, NGrams
 from wedlm_hf.checkpoints.packed import can_pack, pack
@@ -176,3 +176,40 @@ def test_a_root_head_of_another_size_than_stated_is_refused(tmp_path):
     save_file(weights | {name: weights[name][:-1].clone()}, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
     with pytest.raises(ValueError, match="`root_width` 16"):
         load_mask_adapter(stock_twin(tiny_model()), tmp_path)
+
+
+def test_an_embedding_that_was_resized_meanwhile_is_read_from_the_first_step_on():
+    model = rooted()
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    expected = model.generate(**batch(5), max_new_tokens=24, pad_token_id=0, do_sample=False)
+    for cost in (0.01, 1e6):
+        assert model.generate(**batch(5), **VERIFIED, slot_cost=cost, do_sample=False).tolist() == expected.tolist()
+
+
+@pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
+def test_packed_heads_are_read_tied_or_not_and_the_adapter_may_have_another_dtype():
+    model = pack(rooted())
+    model.mask_adapter.bfloat16()
+    assert _frequent(model) is not None and _frequent(model) is _frequent(model)
+    model.generate(**batch(5), **CHEAP, do_sample=False)
+    before = _frequent(model)
+    count_ngrams(model, [{"prompt_ids": [1], "response_ids": [7, 7, 7, 7]}])
+    assert _frequent(model) is not before
+
+
+@pytest.mark.parametrize(("key", "message"), [(5000, "token 4999"), (0, "damaged")])
+def test_ngrams_of_tokens_that_the_model_lacks_are_refused(key, message):
+    ngrams = NGrams.of([{"prompt_ids": [1, 2], "response_ids": [3, 4]}] * 2)
+    ngrams.keys[0] = key
+    ngrams.keys.copy_(ngrams.keys.sort().values)
+    with pytest.raises(ValueError, match=message):
+        ngrams.check(320)
+
+
+def test_an_adapter_without_one_gets_one_once():
+    model = with_adapter(stock_twin(tiny_model()))
+    add_root_head(model, 12)
+    head = model.mask_adapter.root_head
+    add_root_head(model, 99)
+    assert model.mask_adapter.root_head is head and model.mask_adapter.settings.root_width == len(head.down) == 12
+    assert "mask_adapter.root_head.down" in model._keys_to_ignore_on_save
