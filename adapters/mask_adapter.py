@@ -127,8 +127,7 @@ class PreviousTokenHead(nn.Module):
     through this small network, makes up for that; the base's own head then reads the corrected state.
 
     A second one, the *root head*, drafts without masks: it makes, of the state of a real row and of the token that the
-    row predicts, a state that predicts the token behind; and so on from there, as Hydra's heads do (Ankner et al.,
-    2024).
+    row predicts, a state that predicts the token behind, as Hydra's heads do (Ankner et al., 2024).
     """
 
     context = 2  # tokens before the slot

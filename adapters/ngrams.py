@@ -48,12 +48,10 @@ class NGrams(nn.Module):
 
     def check(self, vocab_size: int) -> None:
         """Raises `ValueError` for a table that is damaged, or that has tokens which a model does not have."""
-        if not bool((self.keys.diff() > 0).all() and (self.counts >= 0).all()):
+        if not bool((self.keys > 0).all() and (self.keys.diff() > 0).all() and (self.counts >= 0).all()):
             raise ValueError("its n-grams are damaged.")
-        singles = self.keys[self.keys < 2**_BITS] - 1
-        if len(singles) and int(singles.min()) < 0:
-            raise ValueError("its n-grams are damaged.")
-        if (largest := max(int(each.max()) for each in (self.tokens, singles) if len(each))) >= vocab_size:
+        known = self.tokens.flatten(), self.frequent(len(self.keys))
+        if (largest := max(int(each.max()) for each in known if len(each))) >= vocab_size:
             raise ValueError(f"its n-grams have token {largest}, and the model {vocab_size} tokens.")
 
     def frequent(self, most: int) -> torch.Tensor:

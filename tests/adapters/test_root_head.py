@@ -22,6 +22,7 @@ from wedlm_hf.generation.rows import Row
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 
 VERIFIED = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 24, "pad_token_id": 0}
+needs_kernels = pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
 CHEAP = VERIFIED | {"slot_cost": 0.01}
 
 
@@ -87,9 +88,7 @@ def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(l
 
 
 @pytest.mark.parametrize("lengths", [[5], [6, 3, 9]])
-@pytest.mark.parametrize(
-    "form", ["plain", pytest.param("packed", marks=pytest.mark.skipif(not can_pack(), reason=""))]
-)
+@pytest.mark.parametrize("form", ["plain", pytest.param("packed", marks=needs_kernels)])
 def test_they_change_no_text_greedy_or_sampled(lengths, form):
     model = rooted() if form == "plain" else pack(rooted())
     for how in ({"do_sample": False}, {"do_sample": True, "temperature": 1.3}):
@@ -186,7 +185,7 @@ def test_an_embedding_that_was_resized_meanwhile_is_read_from_the_first_step_on(
         assert model.generate(**batch(5), **VERIFIED, slot_cost=cost, do_sample=False).tolist() == expected.tolist()
 
 
-@pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
+@needs_kernels
 def test_packed_heads_are_read_tied_or_not_and_the_adapter_may_have_another_dtype():
     model = pack(rooted())
     model.mask_adapter.bfloat16()
