@@ -233,7 +233,11 @@ class MaskAdapter(nn.Module):
     def matrices(self, dtype: torch.dtype, is_packed: bool) -> Matrices:
         """The matrices, for rows of `dtype`; made once where they do not train."""
         heads = [head for head in (self.head, self.root_head) if head is not None]
-        parameters = [*self.down.values(), *self.up.values(), *(each for head in heads for each in head.parameters())]
+        parameters = [
+            *self.down.values(),
+            *self.up.values(),
+            *(each for head in heads for each in (head.down, head.up)),
+        ]
         trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
         is_packed = is_packed and not torch.is_grad_enabled()  # packed products have no gradients
         versions = (0 if parameter.is_inference() else parameter._version for parameter in parameters)

@@ -122,7 +122,8 @@ class Planner:
 
     def _prices(self, rows: Any, count: int, times: Callable[[Any, bool], Any]) -> Any:
         """The tokens that each option must bring to pay for its time, by numbers of drafts and of masks."""
-        time = np.where(np.arange(rows.shape[1]), times(count * rows, True), times(count * rows, False))
+        time = times(count * rows, True)
+        time[:, 0] = times(count * rows[:, 0], False)
         longer = time - self.times.of(count * rows[0, 0], False)
         prices = np.where(rows <= self.most_rows, self._rate(count) * longer, np.inf)
         prices[0, 0] = 0.0  # a step that has no choice may have more rows
@@ -187,17 +188,16 @@ class Planner:
         for value, known in zip(self._worth[1:].tolist(), self._known[1:].tolist(), strict=True):
             worth.append(min(worth[-1], (known * value + worth[-1] * min(worth[0], 1.0)) / (known + 1)))
         size = 1 + max(map(len, trees))
-        reach, room = np.zeros((2, len(trees), size))
-        children = np.zeros((len(trees), size, size))
+        counts, reach, room = np.arange(size), *np.zeros((2, len(trees), size))
+        ends = np.zeros((len(trees), size, size))  # by the number of drafts: the chance that the path ends at a row
         for entry, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):
             ranks = {-1: 0}
-            reach[entry, 0], room[entry, 0] = 1.0, outlook.room - 1
+            reach[entry, 0], room[entry, 0], ends[entry, :, 0] = 1.0, outlook.room - 1, 1.0
             for rank, (chance, place) in enumerate(tree, 1):
                 draft, ranks[place] = outlook.drafts[place], rank
                 reach[entry, rank], room[entry, rank] = chance, outlook.room - 1 - draft.position
-                children[entry, rank, ranks[draft.parent]] = chance
-        counts = np.arange(size)
-        ends = np.where(counts[:, None] >= counts, reach[:, None], 0.0) - children.cumsum(1)
+                ends[entry, rank:, rank] = chance
+                ends[entry, rank:, ranks[draft.parent]] -= chance
         if self.is_chain:
             last = np.minimum(counts, np.array([[len(tree)] for tree in trees]))
             ends = np.where(last[..., None] == counts, reach[:, None], 0.0)
@@ -211,7 +211,7 @@ class Planner:
         drafts = min(drafts, len(tree))
         worth = values[drafts, : 1 + drafts].ravel()
         behind = np.zeros(1 + drafts, dtype=int)
-        for place in np.argsort(-worth, kind="stable")[:masks]:
+        for place in np.argsort(-worth, kind="stable")[:masks] if masks else ():
             behind[place // values.shape[-1]] += worth[place] > 0
         behind += self.skipped_masks * (behind > 0)
         paths: dict[int, tuple[int, ...]] = {-1: (0,)}

@@ -112,10 +112,6 @@ class Step:
         counts = torch.tensor(self.masks, device=self.input_ids.device)[:, None]
         return torch.arange(most, 0, -1, device=counts.device) <= counts
 
-    def starts(self, rows: Sequence[int]) -> list[int]:
-        """In which of the T columns these rows are, one row of each entry."""
-        return [self.parents.shape[1] - count + row for count, row in zip(self.counts, rows, strict=True)]
-
 
 def lay_out(
     sequences: Sequence[SequenceState],

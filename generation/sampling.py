@@ -111,6 +111,11 @@ class TokenSampler:
         return self.mask_token_id or 0
 
     @property
+    def overwrites(self) -> bool:
+        """Whether [`choose`] may change the logits that it gets."""
+        return self.mask_token_id is not None or len(self.processors) > 0
+
+    @property
     def device(self) -> torch.device:
         """Of tokens."""
         return self.prompt_ids.device
@@ -133,7 +138,7 @@ class TokenSampler:
         """Chooses tokens for slots, where no processor needs the tokens before them.
 
         Args:
-            logits: `(A, M, V)` float32, raw; MASK's are overwritten.
+            logits: `(A, M, V)` float32, raw; they are overwritten where [`overwrites`] says so.
             offsets: `(A, M)`, new tokens in front of each slot; -1 where there is nothing to choose.
             rows: the call's row that each entry is.
 

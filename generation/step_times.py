@@ -41,6 +41,7 @@ class StepTimes:
         self._load = load
         self._loads = [(load, (0, False))] if load else []  # each with the width that it was measured at
         self._samples: tuple[dict[int, list[float]], ...] = {}, {}  # the last times of each width
+        self._medians: tuple[dict[int, float], ...] = {}, {}  # theirs
         self._met: dict[tuple[int, bool], int] = {}  # the step that was the last of a width
         self._tables = [np.empty(0)] * 2  # t(0), t(1) ... without masks and with them, as far as asked for
 
@@ -62,8 +63,12 @@ class StepTimes:
         if len(kept) > 1 and {each for _, each in self._loads} == {width}:
             time = usual
         samples[rows], self._met[width] = [*kept, time], self._steps
-        for kind in [True] if has_masks and self._samples[False] else [False, True]:
-            self._tables[kind] = self._table(len(self._tables[kind]), kind)
+        median, plain = median_low(samples[rows]), self._medians[False]
+        if self._medians[has_masks].get(rows) != median:  # else no curve changes
+            self._medians[has_masks][rows] = median
+            is_shared = not plain if has_masks else rows == min(plain)
+            for kind in (False, True) if is_shared else (has_masks,):
+                self._tables[kind] = self._table(len(self._tables[kind]), kind)
 
     def of(self, rows: Any, has_masks: bool) -> Any:
         """t(rows), of a number or an array."""
@@ -77,7 +82,7 @@ class StepTimes:
         """Lines between the medians of widths, in the middle of the curves that never fall above and below; those of
         steps with masks begin at the narrowest one without. Outside of what was measured the curve is as given, in
         proportion; beyond, it rises no less than within."""
-        plain, masked = ({width: median_low(each) for width, each in kind.items()} for kind in self._samples)
+        plain, masked = self._medians
         known = dict([min(plain.items())] if plain else []) | masked if has_masks else plain or masked
         rows = np.arange(max(size, 1 + max(known, default=0)))
         (*_, last, end), (*_, time, its_time) = self._given

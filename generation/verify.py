@@ -18,15 +18,27 @@ A [`Drafter`] says what may follow, a [`Planner`] which of it is checked and whe
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .drafter import Drafter, Outlook
 from .planner import Planner
-from .rows import Row, SequenceState, Step, lines, mask_runs
+from .rows import Row, SequenceState, Step, mask_runs
 from .rules import Choice, Cut, SequenceOutcome
 from .sampling import TokenSampler
+
+
+class ARRow(NamedTuple):
+    """What a step reads at the root and at each draft; of tensors `(A, R)` as of numbers."""
+
+    column: Any  # of the T columns
+    token: Any  # -2 where there is no row, which nothing chooses
+    parent: Any  # one of the R
+    depth: Any  # how far behind the root
+    offset: Any  # new tokens before the one that it predicts; -1 where there is no row
+    first_mask: Any  # behind it that drafts: its column
+    masks: Any  # behind it that draft: how many
 
 
 class VerifyRule:
@@ -96,71 +108,78 @@ class VerifyRule:
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
         """See [`Rule`]. The readings are the tokens that the AR rows choose, the last AR row of the accepted path, and
         what the masks behind that row draft."""
-        device, count, rows = logits.device, logits.shape[1], [sequence.index for sequence in step.sequences]
-        real = [_real_rows(sequence) for sequence in step.sequences]
-        places = torch.arange(max(1, *map(len, real)), device=device)
-        is_there = places < torch.tensor([len(each) for each in real], device=device)[:, None]
-        first = step.starts([max(0, sequence.pending - 1) for sequence in step.sequences])
-        columns = (torch.tensor(first, device=device)[:, None] + places).clamp(max=count - 1)
-        entries = torch.arange(len(real), device=device)[:, None]
-        chosen, scores = self._choose(step, real, logits[entries, columns].to(torch.float32))
+        device, indices = logits.device, [sequence.index for sequence in step.sequences]
+        rows = [self._ar_rows(sequence, logits.shape[1]) for sequence in step.sequences]
+        size = max(1, *map(len, rows))
+        nothing = ARRow(logits.shape[1] - 1, -2, 0, 0, -1, logits.shape[1] - 1, 0)
+        rows = [own + [nothing] * (size - len(own)) for own in rows]
+        at = ARRow(*torch.tensor(rows, device=device).unbind(-1))
+        entries = torch.arange(len(rows), device=device)[:, None]
+        chosen, scores = self._choose(step, rows, logits, (entries, at.column))
 
-        parents = (step.parents.gather(1, columns) - columns[:, :1]).clamp(min=0) * is_there
-        tokens, depths = (each[:, -count:].gather(1, columns) for each in (step.input_ids, step.position_ids))
-        depths = depths - depths[:, :1]
-        passed = chosen.gather(1, parents) == tokens
-        passed = (passed & is_there) | (places == 0)
-        is_on_path = (passed[:, None] | ~lines(parents)).all(-1)
-        end = ((depths + 1) * is_on_path).argmax(1, keepdim=True)
+        passed, parents = chosen.gather(1, at.parent) == at.token, at.parent
+        passed[:, 0] = True
+        for _ in range((size - 1).bit_length()):  # each round doubles how far back a path is known
+            passed, parents = passed & passed.gather(1, parents), parents.gather(1, parents)
+        end = ((at.depth + 1) * passed).argmax(1, keepdim=True)
 
-        readings, runs = [chosen, end], self._runs(step, len(places))
-        most = max(drafting for entry in runs for _, drafting in entry)
-        reads_root = self.drafter.reads_root and not all(drafting for entry in runs for _, drafting in entry)
+        readings = [chosen, end]
+        counts = [row.masks for own in rows for row in own]
+        most, reads_root = max(counts), self.drafter.reads_root and not all(counts)
         if most or reads_root:
-            start, drafting = torch.tensor(runs, device=device).gather(1, end[..., None].expand(-1, -1, 2)).unbind(2)
-            ks = torch.arange(most, device=device)
-            masks = (start + torch.minimum(ks, (drafting - 1).clamp(min=0))).clamp(max=count - 1)
+            last = (at.masks.gather(1, end) - 1).clamp(min=0)
+            masks = at.first_mask.gather(1, end) + torch.arange(most, device=device).minimum(last)
             behind = None if hidden is None else hidden[entries, masks]
-            root = hidden[entries, columns.gather(1, end)][:, 0] if hidden is not None and reads_root else None
-            before = torch.cat([tokens.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
-            offsets = torch.tensor([[1 + sequence.new_count] for sequence in step.sequences], device=device)
-            offsets = offsets + depths.gather(1, end)
-            readings.append(self.drafter.guess(logits[entries, masks].float(), behind, before, offsets, rows, root))
-        return Choice(chosen, scores, columns, ((chosen < 0) & is_there).any(1), readings)
+            root = hidden[entries, at.column.gather(1, end)][:, 0] if hidden is not None and reads_root else None
+            before = torch.cat([at.token.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
+            after = at.offset.gather(1, end) + 1
+            readings.append(self.drafter.guess(logits[entries, masks].float(), behind, before, after, indices, root))
+        return Choice(chosen, scores, at.column, ((chosen < 0) & (at.offset >= 0)).any(1), readings)
 
-    def _choose(self, step: Step, real: list[list[Row]], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The AR rows' tokens and scores, `(A, R)` and `(A, R, V)`, from their logits `(A, R, V)` float32."""
-        offsets = []
-        for sequence, rows in zip(step.sequences, real, strict=True):
-            own = [sequence.new_count + row.position - rows[0].position for row in rows]
-            offsets.append([*own, *[-1] * (logits.shape[1] - len(own))])
+    def _ar_rows(self, sequence: SequenceState, count: int) -> list[ARRow]:
+        """A sequence's root and drafts, where a forward has `count` columns."""
+        first, root, runs = count - len(sequence.rows), max(0, sequence.pending - 1), mask_runs(sequence.rows)
+        found = []
+        for place, row in enumerate(sequence.rows[root:], root):
+            if row.token is not None:
+                masks, depth = runs.get(place, range(0)), row.position - sequence.rows[root].position
+                skipped = min(self.drafter.skipped_masks, len(masks))
+                found.append(
+                    ARRow(
+                        column=first + place,
+                        token=row.token,
+                        parent=max(0, row.parent - root),
+                        depth=depth,
+                        offset=sequence.new_count + depth,
+                        first_mask=min(first + masks.start + skipped, count - 1),
+                        masks=len(masks) - skipped,
+                    )
+                )
+        return found
+
+    def _choose(
+        self, step: Step, rows: list[list[ARRow]], logits: torch.Tensor, cells: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The AR rows' tokens and scores, `(A, R)` and `(A, R, V)`, from the logits `(A, T, V)` at their cells."""
+        first, last = rows[0][0].column, rows[0][-1].column
+        if len(rows) == 1 and last - first == len(rows[0]) - 1:  # side by side: only what changes is copied
+            own = logits[:, first : last + 1].to(torch.float32, copy=self.sampler.overwrites)
+        else:
+            own = logits[cells].float()
 
         def prefix(entry: int, row: int) -> list[int]:
-            path: list[Any] = []
+            path: list[int] = []
             while row > 0:
-                path.insert(0, real[entry][row].token)
-                row = real[entry][row].parent
+                path.insert(0, rows[entry][row].token)
+                row = rows[entry][row].parent
             return step.sequences[entry].new_tokens + path
 
         def follow(entry: int, row: int, token: int) -> int | None:
-            behind = (child for child, draft in enumerate(real[entry]) if child and draft.parent == row)
-            return next((child for child in behind if real[entry][child].token == token), None)
+            behind = (child for child, draft in enumerate(rows[entry]) if child and draft.parent == row)
+            return next((child for child in behind if rows[entry][child].token == token), None)
 
-        indices = [sequence.index for sequence in step.sequences]
-        return self.sampler.choose_in_order(logits, offsets, indices, prefix, follow)
-
-    def _runs(self, step: Step, size: int) -> list[list[tuple[int, int]]]:
-        """Of the masks behind each AR row that draft: the column of the first, and their number."""
-        count = step.parents.shape[1]
-        found = []
-        for sequence in step.sequences:
-            runs = [(count - 1, 0)] * size
-            for place, masks in mask_runs(sequence.rows).items():
-                skipped = min(self.drafter.skipped_masks, len(masks))
-                first = count - len(sequence.rows) + masks.start
-                runs[place + 1 - sequence.pending] = first + skipped, len(masks) - skipped
-            found.append(runs)
-        return found
+        offsets = [[row.offset for row in own] for own in rows]
+        return self.sampler.choose_in_order(own, offsets, [each.index for each in step.sequences], prefix, follow)
 
     # --- what becomes final ------------------------------------------------------------------------------------------
 
@@ -196,9 +215,3 @@ class VerifyRule:
             drafts = self.drafter.drafts(sequence, masks, guesses[0] if guesses else [])
             self._outlooks[sequence.index] = Outlook(drafts, masks, sequence.remaining)
         return outcome
-
-
-def _real_rows(sequence: SequenceState) -> list[Row]:
-    """A sequence's root and drafts, with parents counted from the root."""
-    root = max(0, sequence.pending - 1)
-    return [row._replace(parent=row.parent - root) for row in sequence.rows[root:] if row.token is not None]
