@@ -6,6 +6,7 @@ is often the better one.
 `N` n-grams.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any
@@ -113,16 +114,15 @@ class NGramDrafter:
     """Drafts what often followed. Its arrays are the host's."""
 
     def __init__(self, ngrams: NGrams):
-        self.keys, self.tokens, self.counts = (
-            each.cpu().numpy() for each in (ngrams.keys, ngrams.tokens, ngrams.counts)
-        )
+        self.keys = ngrams.keys.cpu().numpy().data  # a search takes less time in it than in an array
+        self.tokens, self.counts = (each.cpu().numpy() for each in (ngrams.tokens, ngrams.counts))
 
     def followers(self, text: Sequence[int]) -> list[tuple[int, float]]:
         """What may follow a text, by its longest n-gram that is known, with its chances."""
         key, found = 0, -1
         for back, token in enumerate(reversed(text[-LONGEST:])):
             key |= (token + 1) << (_BITS * back)
-            place = int(np.searchsorted(self.keys, key))
+            place = bisect_left(self.keys, key)
             if place == len(self.keys) or self.keys[place] != key:
                 break  # longer ones were not met either
             found = place

@@ -163,7 +163,7 @@ def grouped_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torc
         groups: query heads of each key/value head, G.
         dtype: of the queries.
     """
-    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf")).repeat(1, 1, groups, 1)
+    return visible.to(dtype).log_().repeat(1, 1, groups, 1)  # of 1 and 0: 0 and -inf
 
 
 def keys_of(visible: torch.Tensor) -> Keys:

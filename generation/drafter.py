@@ -51,7 +51,7 @@ class Drafter:
 
     def guess(
         self,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         hidden: torch.Tensor | None,
         before: torch.Tensor,
         offsets: torch.Tensor,
@@ -61,18 +61,20 @@ class Drafter:
         """Predicts what may follow, on the device; also for sequences that turn out to be finished.
 
         Args:
-            logits: `(A, K, V)` float32, raw, of the drafting masks; those of the last one repeat where an entry has
-                fewer than K. They are overwritten.
+            logits: `(A, K, V)` float32, raw, of the drafting masks, if there are any; those of the last one repeat
+                where an entry has fewer than K. They are overwritten.
             hidden: `(A, K, H)`, last hidden states of these masks, where a mask adapter predicts them.
             before: `(A, 2)` int64, the last two tokens.
             offsets: `(A, 1)` int64, new tokens so far.
             rows: each entry's place in the call.
-            root: `(A, H)`, the last hidden states of the rows that chose the last token, where the drafter reads them.
+            root: `(A, 1, H)`, the last hidden states of the rows that chose the last token, where the drafter reads
+                them.
 
         Returns:
             `(A, numbers)` int64, which [`drafts`] reads: here each mask's token (-1 where logits are NaN), whether the
             mask is sure, and the token's chance.
         """
+        assert logits is not None
         entropy = token_entropy(logits)
         self.sampler.suppress(logits)
         chances, tokens = logits.softmax(-1).max(-1)

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation import logits_process as transformers_processors
 
@@ -146,17 +147,16 @@ class TokenSampler:
             `(A, M)` int64, tokens, -1 where there was nothing to choose from; `(A, M, V)` float32, processed scores.
         """
         self.suppress(logits)
-        places = torch.tensor(offsets, device=logits.device)
         size = min(SHORTLIST, logits.shape[-1])
         if self.do_sample and 0 < self.top_k < size and self.is_on_cpu:
             best, tokens = logits.topk(size)
             if bool((best[..., -1] < best[..., self.top_k - 1]).all()):  # else tokens behind are as likely as the k-th
                 best = self.processors(tokens.flatten(0, 1), best.flatten(0, 1)).view_as(best)
                 scores = torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
-                return self._draw(best.softmax(-1), tokens, places, rows), scores
+                return self._draw(best.softmax(-1), tokens, offsets, rows), scores
         scores = logits.flatten(0, 1)
         if not self.need_length:
-            scores = self.processors(places.new_empty(len(scores), 0), scores)
+            scores = self.processors(self.prompt_ids.new_empty(len(scores), 0), scores)
         else:
             by_offset: dict[int, list[int]] = {}  # known to the host: it need not wait for the tensor
             for cell, offset in enumerate(chain.from_iterable(offsets)):
@@ -164,11 +164,11 @@ class TokenSampler:
             scores = scores.clone()
             for offset, cells in by_offset.items():
                 if offset >= 0:
-                    index = places.new_tensor(cells)
+                    index = self.prompt_ids.new_tensor(cells)
                     prefix = index.new_zeros(len(cells), self.prompt_ids.shape[1] + offset)
                     scores[index] = self.processors(prefix, scores[index])
         scores = scores.view_as(logits)
-        return self._choose(scores, places, rows), scores
+        return self._choose(scores, offsets, rows), scores
 
     def choose_in_order(
         self,
@@ -189,8 +189,7 @@ class TokenSampler:
         if not self.need_prefix:
             return self.choose(logits, offsets, rows)
         self.suppress(logits)
-        places = torch.tensor(offsets, device=logits.device)
-        chosen, processed = torch.zeros_like(places), logits.clone()
+        chosen, processed = self.prompt_ids.new_zeros(logits.shape[:2]), logits.clone()
         # The host would wait to know which rows the path takes: a GPU scores all of them in less time. Processors that
         # keep a state must see the path alone.
         all_paths = not self.is_on_cpu and all(_is_any(p, STATELESS_PROCESSORS) for p in self.processors)
@@ -204,7 +203,7 @@ class TokenSampler:
                 copies, place = (len(self.prompt_ids), row) if self.need_row else (1, 0)
                 scores = logits[entry, column].expand(copies, -1).clone()
                 processed[cell] = self.processors(known.expand(copies, -1), scores)[place]
-                chosen[cell] = self._choose(processed[cell], places[cell], [row])
+                chosen[cell] = self._choose(processed[cell], [[own[column]]], [row])
                 if all_paths:
                     column = column + 1 if column + 1 < count else None
                 else:
@@ -245,28 +244,28 @@ class TokenSampler:
         if self.mask_token_id is not None:
             logits[..., self.mask_token_id] = float("-inf")
 
-    def _choose(self, scores: torch.Tensor, offsets: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        if not self.do_sample:
+    def _choose(self, scores: torch.Tensor, offsets: list[list[int]], rows: list[int]) -> torch.Tensor:
+        if self.do_sample:
+            tokens = torch.arange(scores.shape[-1]).to(scores.device)
+            return self._draw(torch.softmax(scores, dim=-1), tokens, offsets, rows)
+        if not self.is_on_cpu:
             best, tokens = scores.max(-1)
             return tokens.masked_fill(~best.isfinite(), -1)
-        return self._draw(
-            torch.softmax(scores, dim=-1), torch.arange(scores.shape[-1]).to(scores.device), offsets, rows
-        )
+        values = scores.numpy()  # whose argmax takes a fifth of the time of torch's
+        chosen = values.argmax(-1)
+        highest = np.take_along_axis(values, chosen[..., None], -1)[..., 0]
+        return torch.from_numpy(np.where(np.isfinite(highest), chosen, -1))
 
     def _draw(
-        self, probabilities: torch.Tensor, tokens: torch.Tensor, offsets: torch.Tensor, rows: list[int]
+        self, probabilities: torch.Tensor, tokens: torch.Tensor, offsets: list[list[int]], rows: list[int]
     ) -> torch.Tensor:
         """`(A, M)`: draws from `tokens`, `(A, M, S)` or `(S,)`, with `probabilities`, `(A, M, S)`; -1 where NaN."""
         tokens = tokens.expand_as(probabilities)
         if probabilities.numel() > CHUNK and len(rows) > 1:  # noise takes memory
-            parts = [
-                self._draw(*each)
-                for each in zip(
-                    probabilities.split(1), tokens.split(1), offsets.split(1), [[row] for row in rows], strict=True
-                )
-            ]
-            return torch.cat(parts)
-        places = (probabilities / self.noise.at(rows, offsets, tokens)).argmax(-1, keepdim=True)
+            parts = zip(probabilities.split(1), tokens.split(1), offsets, rows, strict=True)
+            return torch.cat([self._draw(one, ids, [own], [row]) for one, ids, own, row in parts])
+        noise = self.noise.at(rows, torch.tensor(offsets, device=tokens.device), tokens)
+        places = (probabilities / noise).argmax(-1, keepdim=True)
         return tokens.gather(-1, places)[..., 0].masked_fill(probabilities[..., 0].isnan(), -1)
 
     def _top_k(self) -> int:

@@ -4,6 +4,7 @@
 hidden size, `V` vocabulary.
 """
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -40,63 +41,70 @@ class TreeDrafter(Drafter):
         frequent: tuple[torch.Tensor, Any] | None = None,
     ):
         super().__init__(sampler, end_tokens, float("inf"))
-        self.model, self.has_branches, self.children = model, has_branches, CHILDREN if has_branches else 1
+        self.model, self.has_branches = model, has_branches
+        self.children, self.paths = (CHILDREN, PATHS) if has_branches else (1, 1)
         self.ngrams, self.frequent, self.reads_root = ngrams, frequent, frequent is not None
         self._lookups: dict[int, TextLookup] = {}
 
     def guess(
         self,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         hidden: torch.Tensor | None,
         before: torch.Tensor,
         offsets: torch.Tensor,
         rows: list[int],
         root: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See [`Drafter.guess`]. The numbers are a draft's parent, token, rank, chance and depth, 0 of the root's."""
-        assert hidden is not None
-        self.sampler.suppress(logits)
-        # Drafts are among the likeliest tokens of the mask's own logits: only their rows of the head are read.
-        shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
-        before, device = before[:, None], logits.device  # (A, B, 2)
-        chances = torch.ones(before.shape[:2], device=device)  # (A, B), of the paths so far
-        parents = torch.full(before.shape[:2], -1, device=device)
-        levels, first = [], 0
+        """See [`Drafter.guess`]. For each depth of masks, and last for the root's drafts: of these drafts their places
+        among all pairs of a path and a child, but for the root's; their tokens; their chances."""
+        numbers, paths = [], before[:, None]  # (A, B, 2), the last two tokens of each
+        if logits is not None:
+            assert hidden is not None
+            self.sampler.suppress(logits)
+            # Drafts are among the likeliest tokens of the mask's own logits: only their rows of the head are read.
+            shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
+            chances = torch.ones(paths.shape[:2], device=logits.device)  # (A, B)
+            for depth in range(shortlist.shape[1]):
+                scores = self._scores(hidden[:, depth], shortlist[:, depth], paths)  # (A, B, S)
+                tokens, found = self.sampler.draft(scores, shortlist[:, depth], offsets + depth, rows, self.children)
+                joint = (chances[..., None] * found).flatten(1)
+                kept = joint.topk(self._width(paths.shape[1])).indices
+                own = tokens.flatten(1).gather(1, kept)
+                numbers += [kept, own, (found.flatten(1).gather(1, kept) / UNIT).long()]
+                followed = kept[:, : self.paths]
+                chances = joint.gather(1, followed)
+                last = paths[..., 1].gather(1, followed // self.children)
+                paths = torch.stack([last, own[:, : self.paths]], -1)
         if root is not None and self.frequent is not None:
             frequent, head = self.frequent
-            scores = head(self.model.root_hidden(root[:, None], before)).float()
+            scores = head(self.model.root_hidden(root, before[:, None])).float()
             tokens, found = self.sampler.draft(scores, frequent.expand(len(root), -1), offsets, rows, self.children)
-            ranks = torch.arange(tokens.shape[2], device=device).expand_as(tokens)
-            columns = parents[..., None], tokens, ranks, (found.float() / UNIT).long(), ranks.new_zeros(1)
-            levels.append(torch.stack([each.expand_as(tokens)[:, 0] for each in columns], -1))
-        for depth in range(shortlist.shape[1]):
-            scores = self._scores(hidden[:, depth], shortlist[:, depth], before)  # (A, B, S)
-            tokens, found = self.sampler.draft(scores, shortlist[:, depth], offsets + depth, rows, self.children)
-            ranks = torch.arange(tokens.shape[2], device=device).expand_as(tokens)
-            joint = chances[..., None] * found
-            count = min(joint.shape[1] * joint.shape[2], 2 * self.children if self.has_branches else 1)
-            kept = joint.flatten(1).topk(count).indices
-            columns = parents[..., None], tokens, ranks, (found.float() / UNIT).long(), ranks.new_tensor(depth + 1)
-            levels.append(torch.stack([each.expand_as(tokens).flatten(1).gather(1, kept) for each in columns], -1))
-            followed = kept[:, : PATHS if self.has_branches else 1]
-            chances = joint.flatten(1).gather(1, followed)
-            last = before[..., 1:].expand_as(tokens).flatten(1).gather(1, followed)
-            before = torch.stack([last, tokens.flatten(1).gather(1, followed)], -1)
-            parents = torch.arange(followed.shape[1], device=device).expand_as(followed) + first
-            first += kept.shape[1]
-        return torch.cat(levels, 1).flatten(1)
+            numbers += [tokens[:, 0], (found[:, 0] / UNIT).long()]
+        return torch.cat(numbers, 1)
+
+    def _width(self, paths: int) -> int:
+        """Drafts of one depth, behind so many paths."""
+        return min(paths * self.children, 2 * self.children if self.has_branches else 1)
 
     def _drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
         """Drafts of masks, or where none drafted, of the root's state; and of text. Nothing follows an end token."""
         drafts: list[Row] = []
-        places = {-1: -1}
-        found = (numbers[place : place + 5] for place in range(0, len(numbers), 5))
-        own = (each for each in found if (each[-1] > 0) == (masks > 0))
-        for number, (parent, token, rank, chance, depth) in enumerate(own):
-            if parent in places and depth <= masks:
-                drafts.append(Row(token, max(1, depth), places[parent], min(chance * UNIT, CERTAIN - UNIT), rank > 0))
-                if token not in self.end_tokens:
-                    places[number] = len(drafts) - 1
+        parents: list[int | None] = [-1]  # of the paths that are followed; `None` behind an end token
+        read = iter(numbers)
+        for depth in range(1, masks + 1):
+            kept, tokens, chances = (list(islice(read, self._width(len(parents)))) for _ in range(3))
+            behind = []
+            for place, token, chance in zip(kept, tokens, chances, strict=True):
+                parent, rank = parents[place // self.children], place % self.children
+                is_over = parent is None or token in self.end_tokens
+                behind.append(None if is_over else len(drafts))
+                if parent is not None:
+                    drafts.append(Row(token, depth, parent, min(chance * UNIT, CERTAIN - UNIT), rank > 0))
+            parents = behind[: self.paths]
+        if not masks and self.frequent is not None:
+            count = min(self.children, len(self.frequent[0]))
+            for rank, (token, chance) in enumerate(zip(numbers[-2 * count : -count], numbers[-count:], strict=True)):
+                drafts.append(Row(token, 1, -1, min(chance * UNIT, CERTAIN - UNIT), rank > 0))
         if drafts and not masks and not self.sampler.do_sample:  # whose noise says more than chances
             drafts = self.ngrams.mixed(drafts, sequence.tokens)
         if self.has_branches:

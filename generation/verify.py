@@ -35,7 +35,7 @@ class ARRow(NamedTuple):
     column: Any  # of the T columns
     token: Any  # -2 where there is no row, which nothing chooses
     parent: Any  # one of the R
-    depth: Any  # how far behind the root
+    depth: Any  # rows of the path up to it, 1 of the root
     offset: Any  # new tokens before the one that it predicts; -1 where there is no row
     first_mask: Any  # behind it that drafts: its column
     masks: Any  # behind it that draft: how many
@@ -111,7 +111,7 @@ class VerifyRule:
         device, indices = logits.device, [sequence.index for sequence in step.sequences]
         rows = [self._ar_rows(sequence, logits.shape[1]) for sequence in step.sequences]
         size = max(1, *map(len, rows))
-        nothing = ARRow(logits.shape[1] - 1, -2, 0, 0, -1, logits.shape[1] - 1, 0)
+        nothing = ARRow(logits.shape[1] - 1, -2, 0, 1, -1, logits.shape[1] - 1, 0)
         rows = [own + [nothing] * (size - len(own)) for own in rows]
         at = ARRow(*torch.tensor(rows, device=device).unbind(-1))
         entries = torch.arange(len(rows), device=device)[:, None]
@@ -121,20 +121,24 @@ class VerifyRule:
         passed[:, 0] = True
         for _ in range((size - 1).bit_length()):  # each round doubles how far back a path is known
             passed, parents = passed & passed.gather(1, parents), parents.gather(1, parents)
-        end = ((at.depth + 1) * passed).argmax(1, keepdim=True)
+        end = (at.depth * passed).argmax(1, keepdim=True)
 
         readings = [chosen, end]
         counts = [row.masks for own in rows for row in own]
-        most, reads_root = max(counts), self.drafter.reads_root and not all(counts)
-        if most or reads_root:
-            last = (at.masks.gather(1, end) - 1).clamp(min=0)
-            masks = at.first_mask.gather(1, end) + torch.arange(most, device=device).minimum(last)
-            behind = None if hidden is None else hidden[entries, masks]
-            root = hidden[entries, at.column.gather(1, end)][:, 0] if hidden is not None and reads_root else None
+        reads_root = self.drafter.reads_root and not all(counts)
+        if (most := max(counts)) or reads_root:
+            masks, states, root = None, None, None
+            if most:
+                last = (at.masks.gather(1, end) - 1).clamp(min=0)
+                places = entries, at.first_mask.gather(1, end) + torch.arange(most, device=device).minimum(last)
+                masks, states = logits[places].float(), None if hidden is None else hidden[places]
+            if hidden is not None and reads_root:
+                root = hidden[entries, at.column.gather(1, end)]
             before = torch.cat([at.token.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
             after = at.offset.gather(1, end) + 1
-            readings.append(self.drafter.guess(logits[entries, masks].float(), behind, before, after, indices, root))
-        return Choice(chosen, scores, at.column, ((chosen < 0) & (at.offset >= 0)).any(1), readings)
+            readings.append(self.drafter.guess(masks, states, before, after, indices, root))
+        is_broken = (chosen < at.offset.clamp(max=0)).any(1)  # -1 where there is a row
+        return Choice(chosen, scores, at.column, is_broken, readings)
 
     def _ar_rows(self, sequence: SequenceState, count: int) -> list[ARRow]:
         """A sequence's root and drafts, where a forward has `count` columns."""
@@ -149,7 +153,7 @@ class VerifyRule:
                         column=first + place,
                         token=row.token,
                         parent=max(0, row.parent - root),
-                        depth=depth,
+                        depth=1 + depth,
                         offset=sequence.new_count + depth,
                         first_mask=min(first + masks.start + skipped, count - 1),
                         masks=len(masks) - skipped,
