@@ -262,8 +262,18 @@ class WindowCache(Cache):
     def commit(self, kept: list[list[int]]) -> None:
         """Keeps slots of the last forward, and drops the others: for each sequence in use, those at these places among
         the slots that the forward wrote for it, ascending."""
-        longest = max(map(len, kept))
-        if any(places and places[-1] >= len(places) for places in kept):  # a path through a tree: closes the gaps
+        gaps = [entry for entry, places in enumerate(kept) if places and places[-1] >= len(places)]
+        if len(gaps) == 1 and (run := _run(kept[gaps[0]])):  # a path through a tree: closes its gap
+            (entry,), (source, target, count) = gaps, run
+            source, target = source + self.lengths[entry], target + self.lengths[entry]
+            buffers = [
+                buffer[entry].transpose(0, 1) for layer in self.layers for buffer in (layer._keys, layer._values)
+            ]
+            for buffer in [self.token_ids[entry], *buffers]:
+                moved = buffer[source : source + count]
+                buffer[target : target + count] = moved if source >= target + count else moved.clone()
+        elif gaps:
+            longest = max(map(len, kept))
             starts = torch.tensor(self.lengths[: len(kept)])[:, None]
             sources = starts + torch.tensor([[*places, *range(len(places), longest)] for places in kept])
             targets = starts + torch.arange(longest)
@@ -358,3 +368,11 @@ class WindowCache(Cache):
         self.extent.lengths = []  # first: an exception in between must leave nothing that counts
         self._step = None
         self.layers.clear()
+
+
+def _run(places: list[int]) -> tuple[int, int, int] | None:
+    """Where what a path closes its gaps with begins, where it goes, and how many places it is; `None` where the path
+    has several gaps."""
+    target = next(target for target, place in enumerate(places) if place != target)
+    count = len(places) - target
+    return (places[target], target, count) if places[-1] - places[target] == count - 1 else None
