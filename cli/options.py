@@ -156,9 +156,11 @@ class DecodingOptions:
 
         given = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) is not None}
         given |= check_settings(self.settings, self.strategy) if self.settings else {}
-        unread = WeDLMGenerationSettings(strategy="ar").unread(False) if self.strategy == "ar" else ()
+        is_known = self.strategy != "wedlm" or self.verification == "none"  # else the default is the checkpoint's
+        unread = WeDLMGenerationSettings(strategy=self.strategy).unread(False) if is_known else ()
         for name in (name for name, value in given.items() if name in unread and not is_left_out(value)):
-            raise ValueError(f"`{name}={given[name]!r}` has no meaning with `--strategy ar`.")
+            how = "--verification none" if self.strategy == "wedlm" else f"--strategy {self.strategy}"
+            raise ValueError(f"`{name}={given[name]!r}` has no meaning with `{how}`.")
         WeDLMGenerationSettings(**{name: value for name, value in given.items() if name in SETTING_NAMES})
         return given | ({"do_sample": True} if self.sample or self.temperature is not None else {})
 

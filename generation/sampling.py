@@ -154,6 +154,8 @@ class TokenSampler:
                 best = self.processors(tokens.flatten(0, 1), best.flatten(0, 1)).view_as(best)
                 scores = torch.full_like(logits, float("-inf")).scatter(-1, tokens, best)
                 return self._draw(best.softmax(-1), tokens, offsets, rows), scores
+        if not self.processors:
+            return self._choose(logits, offsets, rows), logits
         scores = logits.flatten(0, 1)
         if not self.need_length:
             scores = self.processors(self.prompt_ids.new_empty(len(scores), 0), scores)
