@@ -263,7 +263,7 @@ class WindowCache(Cache):
         """Keeps slots of the last forward, and drops the others: for each sequence in use, those at these places among
         the slots that the forward wrote for it, ascending."""
         gaps = [entry for entry, places in enumerate(kept) if places and places[-1] >= len(places)]
-        if len(gaps) == 1 and (run := _run(kept[gaps[0]])):  # a path through a tree: closes its gap
+        if len(gaps) == 1 and (run := _run(kept[gaps[0]])):  # a path through a tree with one gap: copies a range
             (entry,), (source, target, count) = gaps, run
             source, target = source + self.lengths[entry], target + self.lengths[entry]
             buffers = [
@@ -371,8 +371,8 @@ class WindowCache(Cache):
 
 
 def _run(places: list[int]) -> tuple[int, int, int] | None:
-    """Where what a path closes its gaps with begins, where it goes, and how many places it is; `None` where the path
-    has several gaps."""
+    """Of a path with one gap: where the places behind it begin, where they move to, and how many they are. `None` if
+    it has several gaps."""
     target = next(target for target, place in enumerate(places) if place != target)
     count = len(places) - target
     return (places[target], target, count) if places[-1] - places[target] == count - 1 else None

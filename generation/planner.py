@@ -122,7 +122,7 @@ class Planner:
 
     def _prices(self, rows: Any, count: int, times: Callable[[Any, bool], Any]) -> Any:
         """The tokens that each option must bring to pay for its time, by numbers of drafts and of masks."""
-        time = times(count * rows, True)
+        time = times(count * rows, True)  # a new array
         time[:, 0] = times(count * rows[:, 0], False)
         longer = time - self.times.of(count * rows[0, 0], False)
         prices = np.where(rows <= self.most_rows, self._rate(count) * longer, np.inf)
@@ -188,7 +188,7 @@ class Planner:
         for value, known in zip(self._worth[1:].tolist(), self._known[1:].tolist(), strict=True):
             worth.append(min(worth[-1], (known * value + worth[-1] * min(worth[0], 1.0)) / (known + 1)))
         size = 1 + max(map(len, trees))
-        counts, reach, room = np.arange(size), *np.zeros((2, len(trees), size))
+        reach, room = np.zeros((2, len(trees), size))
         ends = np.zeros((len(trees), size, size))  # by the number of drafts: the chance that the path ends at a row
         for entry, (outlook, tree) in enumerate(zip(outlooks, trees, strict=True)):
             ranks = {-1: 0}
@@ -199,6 +199,7 @@ class Planner:
                 ends[entry, rank:, rank] = chance
                 ends[entry, rank:, ranks[draft.parent]] -= chance
         if self.is_chain:
+            counts = np.arange(size)
             last = np.minimum(counts, np.array([[len(tree)] for tree in trees]))
             ends = np.where(last[..., None] == counts, reach[:, None], 0.0)
         values = ends[..., None] * worth * (np.arange(len(worth)) < room[:, None, :, None])

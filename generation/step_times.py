@@ -41,7 +41,7 @@ class StepTimes:
         self._load = load
         self._loads = [(load, (0, False))] if load else []  # each with the width that it was measured at
         self._samples: tuple[dict[int, list[float]], ...] = {}, {}  # the last times of each width
-        self._medians: tuple[dict[int, float], ...] = {}, {}  # theirs
+        self._medians: tuple[dict[int, float], ...] = {}, {}  # the median of each of these
         self._met: dict[tuple[int, bool], int] = {}  # the step that was the last of a width
         self._tables = [np.empty(0)] * 2  # t(0), t(1) ... without masks and with them, as far as asked for
 
@@ -63,11 +63,10 @@ class StepTimes:
         if len(kept) > 1 and {each for _, each in self._loads} == {width}:
             time = usual
         samples[rows], self._met[width] = [*kept, time], self._steps
-        median, plain = median_low(samples[rows]), self._medians[False]
-        if self._medians[has_masks].get(rows) != median:  # else no curve changes
-            self._medians[has_masks][rows] = median
-            is_shared = not plain if has_masks else rows == min(plain)
-            for kind in (False, True) if is_shared else (has_masks,):
+        median, medians = median_low(samples[rows]), self._medians[has_masks]
+        if medians.get(rows) != median:  # else no curve changes
+            medians[rows] = median
+            for kind in [True] if has_masks and self._medians[False] else [False, True]:
                 self._tables[kind] = self._table(len(self._tables[kind]), kind)
 
     def of(self, rows: Any, has_masks: bool) -> Any:

@@ -42,7 +42,9 @@ class TreeDrafter(Drafter):
     ):
         super().__init__(sampler, end_tokens, float("inf"))
         self.model, self.has_branches = model, has_branches
-        self.children, self.paths = (CHILDREN, PATHS) if has_branches else (1, 1)
+        most = model.config.get_text_config(decoder=True).vocab_size - 1
+        self.children: int = min(CHILDREN, most) if has_branches else 1
+        self.paths = PATHS if has_branches else 1
         self.ngrams, self.frequent, self.reads_root = ngrams, frequent, frequent is not None
         self._lookups: dict[int, TextLookup] = {}
 
@@ -55,8 +57,8 @@ class TreeDrafter(Drafter):
         rows: list[int],
         root: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See [`Drafter.guess`]. For each depth of masks, and last for the root's drafts: of these drafts their places
-        among all pairs of a path and a child, but for the root's; their tokens; their chances."""
+        """See [`Drafter.guess`]. The numbers are, for each depth of masks: which pairs of a path and a child became
+        drafts, as path * children + child; their tokens; their chances. Last come the root's: tokens and chances."""
         numbers, paths = [], before[:, None]  # (A, B, 2), the last two tokens of each
         if logits is not None:
             assert hidden is not None
@@ -68,7 +70,7 @@ class TreeDrafter(Drafter):
                 scores = self._scores(hidden[:, depth], shortlist[:, depth], paths)  # (A, B, S)
                 tokens, found = self.sampler.draft(scores, shortlist[:, depth], offsets + depth, rows, self.children)
                 joint = (chances[..., None] * found).flatten(1)
-                kept = joint.topk(self._width(paths.shape[1])).indices
+                kept = joint.topk(self._drafts_behind(paths.shape[1])).indices
                 own = tokens.flatten(1).gather(1, kept)
                 numbers += [kept, own, (found.flatten(1).gather(1, kept) / UNIT).long()]
                 followed = kept[:, : self.paths]
@@ -82,7 +84,7 @@ class TreeDrafter(Drafter):
             numbers += [tokens[:, 0], (found[:, 0] / UNIT).long()]
         return torch.cat(numbers, 1)
 
-    def _width(self, paths: int) -> int:
+    def _drafts_behind(self, paths: int) -> int:
         """Drafts of one depth, behind so many paths."""
         return min(paths * self.children, 2 * self.children if self.has_branches else 1)
 
@@ -92,7 +94,7 @@ class TreeDrafter(Drafter):
         parents: list[int | None] = [-1]  # of the paths that are followed; `None` behind an end token
         read = iter(numbers)
         for depth in range(1, masks + 1):
-            kept, tokens, chances = (list(islice(read, self._width(len(parents)))) for _ in range(3))
+            kept, tokens, chances = (list(islice(read, self._drafts_behind(len(parents)))) for _ in range(3))
             behind = []
             for place, token, chance in zip(kept, tokens, chances, strict=True):
                 parent, rank = parents[place // self.children], place % self.children
@@ -103,7 +105,8 @@ class TreeDrafter(Drafter):
             parents = behind[: self.paths]
         if not masks and self.frequent is not None:
             count = min(self.children, len(self.frequent[0]))
-            for rank, (token, chance) in enumerate(zip(numbers[-2 * count : -count], numbers[-count:], strict=True)):
+            own = numbers[len(numbers) - 2 * count :]
+            for rank, (token, chance) in enumerate(zip(own[:count], own[count:], strict=True)):
                 drafts.append(Row(token, 1, -1, min(chance * UNIT, CERTAIN - UNIT), rank > 0))
         if drafts and not masks and not self.sampler.do_sample:  # whose noise says more than chances
             drafts = self.ngrams.mixed(drafts, sequence.tokens)

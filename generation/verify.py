@@ -30,15 +30,14 @@ from .sampling import TokenSampler
 
 
 class ARRow(NamedTuple):
-    """What a step reads at the root and at each draft; of tensors `(A, R)` as of numbers."""
+    """The root or a draft, as a step reads it. Each field is a number, or for all rows at once a tensor `(A, R)`."""
 
     column: Any  # of the T columns
-    token: Any  # -2 where there is no row, which nothing chooses
+    token: Any  # -2 where there is no row: nothing chooses it
     parent: Any  # one of the R
-    depth: Any  # rows of the path up to it, 1 of the root
-    offset: Any  # new tokens before the one that it predicts; -1 where there is no row
-    first_mask: Any  # behind it that drafts: its column
-    masks: Any  # behind it that draft: how many
+    offset: Any  # new tokens before the one that the row predicts; -1 where there is no row
+    first_mask: Any  # column of the first drafting mask behind it; any where there is none
+    masks: Any  # how many of them there are
 
 
 class VerifyRule:
@@ -111,7 +110,7 @@ class VerifyRule:
         device, indices = logits.device, [sequence.index for sequence in step.sequences]
         rows = [self._ar_rows(sequence, logits.shape[1]) for sequence in step.sequences]
         size = max(1, *map(len, rows))
-        nothing = ARRow(logits.shape[1] - 1, -2, 0, 1, -1, logits.shape[1] - 1, 0)
+        nothing = ARRow(column=0, token=-2, parent=0, offset=-1, first_mask=0, masks=0)
         rows = [own + [nothing] * (size - len(own)) for own in rows]
         at = ARRow(*torch.tensor(rows, device=device).unbind(-1))
         entries = torch.arange(len(rows), device=device)[:, None]
@@ -119,9 +118,10 @@ class VerifyRule:
 
         passed, parents = chosen.gather(1, at.parent) == at.token, at.parent
         passed[:, 0] = True
-        for _ in range((size - 1).bit_length()):  # each round doubles how far back a path is known
+        for _ in range(max(0, size - 2).bit_length()):  # each round doubles how far back a path is known
             passed, parents = passed & passed.gather(1, parents), parents.gather(1, parents)
-        end = (at.depth * passed).argmax(1, keepdim=True)
+        following = at.offset + 1
+        end = (following * passed).argmax(1, keepdim=True)
 
         readings = [chosen, end]
         counts = [row.masks for own in rows for row in own]
@@ -135,8 +135,7 @@ class VerifyRule:
             if hidden is not None and reads_root:
                 root = hidden[entries, at.column.gather(1, end)]
             before = torch.cat([at.token.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
-            after = at.offset.gather(1, end) + 1
-            readings.append(self.drafter.guess(masks, states, before, after, indices, root))
+            readings.append(self.drafter.guess(masks, states, before, following.gather(1, end), indices, root))
         is_broken = (chosen < at.offset.clamp(max=0)).any(1)  # -1 where there is a row
         return Choice(chosen, scores, at.column, is_broken, readings)
 
@@ -146,28 +145,20 @@ class VerifyRule:
         found = []
         for place, row in enumerate(sequence.rows[root:], root):
             if row.token is not None:
-                masks, depth = runs.get(place, range(0)), row.position - sequence.rows[root].position
+                masks = runs.get(place, range(place, place))
                 skipped = min(self.drafter.skipped_masks, len(masks))
-                found.append(
-                    ARRow(
-                        column=first + place,
-                        token=row.token,
-                        parent=max(0, row.parent - root),
-                        depth=1 + depth,
-                        offset=sequence.new_count + depth,
-                        first_mask=min(first + masks.start + skipped, count - 1),
-                        masks=len(masks) - skipped,
-                    )
-                )
+                offset = sequence.new_count + row.position - sequence.rows[root].position
+                of_masks = min(first + masks.start + skipped, count - 1), len(masks) - skipped
+                found.append(ARRow(first + place, row.token, max(0, row.parent - root), offset, *of_masks))
         return found
 
     def _choose(
         self, step: Step, rows: list[list[ARRow]], logits: torch.Tensor, cells: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The AR rows' tokens and scores, `(A, R)` and `(A, R, V)`, from the logits `(A, T, V)` at their cells."""
-        first, last = rows[0][0].column, rows[0][-1].column
-        if len(rows) == 1 and last - first == len(rows[0]) - 1:  # side by side: only what changes is copied
-            own = logits[:, first : last + 1].to(torch.float32, copy=self.sampler.overwrites)
+        if len(rows) == 1:  # side by side: only what changes is copied
+            own = logits[:, rows[0][0].column : rows[0][-1].column + 1]
+            own = own.to(torch.float32, copy=self.sampler.overwrites)
         else:
             own = logits[cells].float()
 
