@@ -22,16 +22,13 @@ def torchao(name: str) -> TorchAoConfig:
     return TorchAoConfig(getattr(quantization, name)())
 
 
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 QUANTIZED = {
     "torchao int8 weights": lambda: torchao("Int8WeightOnlyConfig"),
     "torchao int8 weights and activations": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
     "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
-    "bitsandbytes nf4": lambda: BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    ),
+    "bitsandbytes nf4": lambda: BitsAndBytesConfig(**NF4),
 }
-
-
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 BASES = {
     "Llama": lambda: llama(**SIZES),
