@@ -100,7 +100,8 @@ def prompts_of(answers: list[Any]) -> set[tuple[int, ...]]:
 
 def test_a_base_and_a_budget_make_an_adapter_and_a_card(whole):
     out, seen, notes = whole.out, whole.seen, whole.notes
-    assert files_of(out).keys() == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    made = {"adapter_config.json", "adapter_model.safetensors", "README.md", "work"}
+    assert {path.name for path in out.iterdir()} == made
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(whole.base)
     model, prompt = AutoModelForCausalLM.from_pretrained(whole.base, dtype=torch.float32), torch.tensor([[5, 6, 7]])
     expected = model.generate(prompt, max_new_tokens=20, do_sample=False)
@@ -123,21 +124,12 @@ def test_a_base_and_a_budget_make_an_adapter_and_a_card(whole):
     assert all(float(weight.abs().sum()) > 0 for name, weight in trained.items() if ".up." in name)  # they begin at 0
 
 
-def run_until(stage: str, monkeypatch: Any, *arguments: Any, **settings: Any) -> None:
-    """A run that is stopped where a stage would begin; until then, no other run may write into its folder."""
-    lock = FileLock(arguments[0] / "out" / "work" / "_lock")
-
-    def stop(*_: Any) -> None:
-        with pytest.raises(Timeout):
-            lock.acquire(blocking=False)
-        raise KeyboardInterrupt
-
+def run_until(stage: str, monkeypatch: Any, *arguments: Any, stop: Any = KeyboardInterrupt, **settings: Any) -> None:
+    """A run that is stopped where a stage would begin."""
     with monkeypatch.context() as patched:
-        patched.setattr(adapt_module._Run, stage, stop)
-        with pytest.raises(KeyboardInterrupt):
+        patched.setattr(adapt_module._Run, stage, Mock(side_effect=stop))
+        with pytest.raises((KeyboardInterrupt, Timeout)):
             run(*arguments, **settings)
-    lock.acquire(blocking=False)
-    lock.release()
 
 
 def test_a_run_that_a_full_disk_stops_and_then_somebody_in_each_stage_goes_on(tmp_path, base, whole, monkeypatch):
@@ -154,12 +146,14 @@ def test_a_run_that_a_full_disk_stops_and_then_somebody_in_each_stage_goes_on(tm
         with pytest.raises(OSError, match=r"The disk of '.*out' is full\. What was done is kept: make room, and the"):
             run(tmp_path, base)
     assert (tmp_path / "out" / "work" / "answers.jsonl").stat().st_size > 0
+    lock = FileLock(tmp_path / "out" / "work" / "_lock")
+    run_until("answer", monkeypatch, tmp_path, base, stop=lambda *_: lock.acquire(blocking=False))  # it is held
     for stage in ("answer", "_split", "train", "publish", "measure", "finish"):
         run_until(stage, monkeypatch, tmp_path, base)
     out, _ = run(tmp_path, base)
     assert weights(out) == weights(whole.out)
-    for name in ("answers", "training", "heldout"):
-        assert written(out, name) == written(whole.out, name)
+    for name in ("answers.jsonl", "training.jsonl", "heldout.jsonl"):
+        assert (out / "work" / name).read_bytes() == (whole.out / "work" / name).read_bytes()
 
 
 def test_only_a_larger_budget_writes_more_answers_trains_on_and_is_measured_again(tmp_path, whole, monkeypatch):

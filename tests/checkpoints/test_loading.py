@@ -202,7 +202,7 @@ def attempt(folder: Path, *, is_stock: bool) -> str:
     return ""
 
 
-@settings(max_examples=50)
+@settings(max_examples=75)
 @given(st.integers(0, 2), st.sampled_from(["cut", "empty", "flip", "swap", "field", "field"]), st.data())
 def test_a_damaged_file_is_a_clear_error_and_runs_no_code(folders, which, kind, data):
     *sources, damaged, ran = folders

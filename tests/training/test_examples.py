@@ -182,7 +182,6 @@ OBJECT = "each line must be a JSON object: "
      ("data.json", b'{\n "text": "a"}', f":1: {OBJECT}Expecting property name enclosed in double quotes at c"),
      ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', f":2: {OBJECT}not an object, got '[1, 2]'."),
      ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', f":2: {OBJECT}the text is not UTF-8. Save"),
-     ("data.jsonl", TEXT.replace("\u2028", "").encode("cp1252"), f":1: {OBJECT}the text is not UTF-8. Save"),
      ("data.jsonl", TEXT.encode("utf-16-le"), f":1: {OBJECT}"),  # without a mark
      ("data.jsonl", TEXT.encode("utf-16")[:-1], ": the text is not UTF-16. Save the file as UTF-8."),
      ("data.jsonl", b"", ": there is no example in this file."),

@@ -226,7 +226,7 @@ def test_batches_accumulation_packing_and_workers_change_no_digit(tmp_path):
         trainer_on(tmp_path, **how)
         for how in (
             {},
-            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "dataloader_num_workers": 2},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "dataloader_num_workers": 1},
             {"packing": True, "max_length": 400},
             {"gradient_checkpointing": True},
         )

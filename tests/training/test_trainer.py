@@ -98,10 +98,11 @@ def test_each_epoch_has_its_own_noise_and_evaluation_always_the_same(tmp_path, s
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
-    settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 2, "optim": "sgd"}
+    settings = {"num_train_epochs": 3, "save_strategy": "steps", "save_steps": 1, "optim": "sgd"}
+    settings |= {"per_device_train_batch_size": 8}
     whole = trainer_on(tmp_path / "whole", callbacks=[DynamicMaskingCallback()], **settings)
     whole.train()
-    for step in (4, 6):  # at the end of an epoch of 4 steps, and in the middle of one
+    for step in (2, 3):  # at the end of an epoch of 2 steps, and in the middle of one
         resumed = trainer_on(tmp_path / "resumed", callbacks=[DynamicMaskingCallback()], **settings)
         epochs, _ = record_noise(resumed)
         resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
