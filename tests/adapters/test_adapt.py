@@ -53,7 +53,7 @@ def base(tmp_path) -> Path:
 
 def run(tmp_path: Path, base: Any, name: str = "out", measure: Any = None, **settings: Any) -> tuple[Path, str]:
     console = Console(file=io.StringIO(), width=200)
-    config = AdaptConfig(**{"tokens": 150, "prompts": tmp_path / "prompts.txt"} | SMALL | settings)
+    config = AdaptConfig(**{"tokens": 80, "prompts": tmp_path / "prompts.txt"} | SMALL | settings)
     adapt(base, tmp_path / name, config, measure=measure, console=console)
     return tmp_path / name, console.file.getvalue()
 
@@ -111,7 +111,7 @@ def test_a_base_and_a_budget_make_an_adapter_and_a_card(whole):
     assert torch.equal(model.generate(prompt, **options), expected)
     card = (out / "README.md").read_text()
     assert all(part in card for part in ("library_name: peft", "On a test machine.", "| AR | 1.0 |"))
-    assert sum(len(answer["response_ids"]) for answer in written(out, "answers")) >= 150
+    assert sum(len(answer["response_ids"]) for answer in written(out, "answers")) >= 80
     held_out = {tuple(prompt) for prompt in seen["prompts"]}
     assert held_out and not held_out & prompts_of(written(out, "training"))
     assert list(notes) == ["[1/3] The model's own answers", "[2/3] Training the mask adapter"]
@@ -119,7 +119,7 @@ def test_a_base_and_a_budget_make_an_adapter_and_a_card(whole):
     assert answering[-1][0] == training[-1][0] == 1 and answering[0] == (0.0, "the first batch")
     assert any("held-out answer 1 of" in note for _, note in training) and "[3/3] Measuring" in whole.shown
     log = read_log(out / "work" / "training" / "log.jsonl")
-    assert log[-1]["mask_rows"] >= 6 * 150 and any(entry.get("eval_tokens", 0) > 0 for entry in log)
+    assert log[-1]["mask_rows"] >= 6 * 80 and any(entry.get("eval_tokens", 0) > 0 for entry in log)
     trained = load_file(out / "adapter_model.safetensors")
     assert all(float(weight.abs().sum()) > 0 for name, weight in trained.items() if ".up." in name)  # they begin at 0
 
