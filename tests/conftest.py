@@ -1,5 +1,6 @@
 """Settings for every test, made before transformers is imported: no network, one thread, an empty Hub code cache."""
 
+import gc
 import os
 import shutil
 import tempfile
@@ -31,6 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path not in slow, -counts[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """Every run of a trainer collects garbage: not among all that was imported, which takes longer than the run."""
+    gc.freeze()
 
 
 settings.register_profile("suite", deadline=None, derandomize=True)

@@ -9,7 +9,15 @@ from typing import Any, Literal
 
 import torch
 from nano_tokenizer import train_tokenizer
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 
@@ -56,6 +64,17 @@ def tiny_model(style: Style = "qwen3", seed: int = 0, **overrides: Any) -> WeDLM
         torch.manual_seed(seed)
         model = WeDLMForCausalLM(tiny_config(style, **overrides))
     return randomize(model, seed)
+
+
+def tiny_llama(seed: int = 0, **overrides: Any) -> LlamaForCausalLM:
+    """A stock Llama in float32 and evaluation mode."""
+    settings: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.3,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**settings | overrides)).eval()
 
 
 @torch.no_grad()

@@ -9,18 +9,11 @@ import pytest
 import torch
 from tiny import LINES, MASK, tiny_model, tiny_tokenizer
 
-from wedlm_hf import WeDLMForCausalLM
-from wedlm_hf.adapters.answers import (
-    STARTERS,
-    AnswerConfig,
-    check_conversations,
-    read_answers,
-    read_user_prompts,
-    write_answers,
-)
-from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
+from wedlm_hf.adapters import answers as writing
+from wedlm_hf.adapters.answers import AnswerConfig, check_conversations, read_answers, read_user_prompts, write_answers
+from wedlm_hf.checkpoints import NANO
+from wedlm_hf.checkpoints.loading import load_tokenizer
 
-NANO = Path(__file__).parents[2] / "examples" / "wedlm-nano"
 SMALL = AnswerConfig(batch_size=3, max_new_tokens=24)
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
 CHAT = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -32,107 +25,77 @@ def chat_tokenizer() -> Any:
     return tokenizer
 
 
-def collect(
-    file: Path, batches: int, prompts: Any = LINES, config: AnswerConfig = SMALL, model: Any = None
-) -> list[Any]:
+def collect(file: Path, batches: int, prompts: Any = LINES, config: AnswerConfig = SMALL, model: Any = None) -> Any:
     list(islice(write_answers(model or tiny_model(), chat_tokenizer(), file, prompts, config), batches + 1))
     return read_answers(file)
 
 
-def test_greedy_answers_are_those_of_generate_without_the_settings_of_its_generation_config(tmp_path):
-    model = tiny_model()
-    expected = {}
+def test_the_first_round_is_greedy_as_generate_without_its_generation_config_and_later_ones_are_sampled(tmp_path):
+    model, expected = tiny_model(), {}
     for line in LINES:
         prompt = chat_tokenizer().encode(f"<|im_start|>{line}<|im_end|>", add_special_tokens=False)
-        output = model.generate(
-            torch.tensor([prompt]), max_new_tokens=24, do_sample=False, suppress_tokens=[MASK], strategy="ar"
-        )
-        expected[tuple(prompt)] = output[0, len(prompt) :].tolist()
+        options = {"max_new_tokens": 24, "do_sample": False, "suppress_tokens": [MASK], "strategy": "ar"}
+        expected[tuple(prompt)] = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
     model.generation_config.update(do_sample=True, temperature=3.0, top_k=2, repetition_penalty=5.0)
-    found = collect(tmp_path / "answers.jsonl", 2, model=model)
-    assert all(answer["greedy"] for answer in found)
-    assert {tuple(answer["prompt_ids"]): answer["response_ids"] for answer in found} == {
+    answers = collect(tmp_path / "answers.jsonl", 6, model=model)
+    greedy, sampled = ([answer for answer in answers if answer["greedy"] is kind] for kind in (True, False))
+    assert {answer["batch"] for answer in greedy} <= {0, 1}
+    assert {answer["batch"] for answer in sampled} <= {2, 3, 4, 5}
+    assert {tuple(answer["prompt_ids"]): answer["response_ids"] for answer in greedy} == {
         prompt: answer for prompt, answer in expected.items() if len(answer) > 3
     }
-
-
-def test_the_first_round_over_the_users_prompts_is_greedy_and_later_ones_are_sampled(tmp_path):
-    answers = collect(tmp_path / "answers.jsonl", 6)
-    assert {answer["batch"] for answer in answers if answer["greedy"]} <= {0, 1}
-    assert {answer["batch"] for answer in answers if not answer["greedy"]} <= {2, 3, 4, 5}
     rounds = [{tuple(a["prompt_ids"]) for a in answers if a["batch"] // 2 == number} for number in range(3)]
     assert rounds[0] & rounds[1] & rounds[2]
-    sampled = [tuple(answer["response_ids"]) for answer in answers if not answer["greedy"]]
-    assert len(set(sampled)) == len(sampled)
+    assert len({tuple(answer["response_ids"]) for answer in sampled}) == len(sampled)
 
 
-@pytest.mark.parametrize("share", [0.01, 0.5, 0.999])
-def test_a_run_that_was_killed_at_any_byte_goes_on_as_if_it_had_not_been(tmp_path, share):
-    whole = tmp_path / "whole.jsonl"
-    collect(whole, 5)
-    content = whole.read_bytes()
-    cut = tmp_path / "cut.jsonl"
-    cut.write_bytes(content[: int(share * len(content))])
-    lines = read_answers(cut)
-    batches = 5 - (lines[-1]["batch"] if lines else 0)
-    collect(cut, batches)
-    assert cut.read_bytes() == content
-
-
-def test_noise_depends_on_the_seed_and_leaves_the_global_one_alone(tmp_path):
-    files = {name: tmp_path / f"{name}.jsonl" for name in ("one", "two", "other")}
+def test_noise_depends_on_the_seed_alone_and_a_run_that_was_killed_at_any_byte_goes_on(tmp_path):
+    one, other, cut = (tmp_path / f"{name}.jsonl" for name in ("one", "other", "cut"))
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    for name, file in files.items():
-        collect(file, 4, config=AnswerConfig(batch_size=3, max_new_tokens=24, seed=int(name == "other")))
-        assert torch.equal(torch.get_rng_state(), state)
-        torch.rand(3)
-        state = torch.get_rng_state()
-    assert files["one"].read_bytes() == files["two"].read_bytes() != files["other"].read_bytes()
+    collect(one, 5)
+    assert torch.equal(torch.get_rng_state(), state)
+    collect(other, 5, config=AnswerConfig(batch_size=3, max_new_tokens=24, seed=1))
+    assert one.read_bytes() != other.read_bytes()
+    torch.manual_seed(6)
+    content = one.read_bytes()
+    for share in (0.01, 0.5, 0.999):
+        cut.write_bytes(content[: int(share * len(content))])
+        lines = read_answers(cut)
+        collect(cut, 5 - (lines[-1]["batch"] if lines else 0))
+        assert cut.read_bytes() == content
 
 
-def test_a_model_writes_prompts_of_its_own(tmp_path):
+def test_a_model_writes_prompts_of_its_own(nano, tmp_path):
     """The chat template up to the user's turn, continued until the turn's end; no prompt twice."""
-    model: WeDLMForCausalLM = load_model(NANO).eval()
-    tokenizer = load_tokenizer(NANO)
+    model, tokenizer = nano
     config = AnswerConfig(batch_size=8, max_prompt_tokens=96, max_new_tokens=32)
-    file = tmp_path / "answers.jsonl"
-    list(islice(write_answers(model, tokenizer, file, config=config), 3))
-    answers = read_answers(file)
-    assert len(answers) >= 4
-    prompts = [tuple(answer["prompt_ids"]) for answer in answers]
-    assert len(set(prompts)) == len(prompts)
+    list(islice(write_answers(model, tokenizer, tmp_path / "answers.jsonl", config=config), 3))
+    answers = read_answers(tmp_path / "answers.jsonl")
+    assert len({tuple(answer["prompt_ids"]) for answer in answers}) == len(answers) >= 4
+    turn = [{"role": "user", "content": "@@"}]
+    head, _, tail = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True).partition("@@")
     for answer in answers:
         text = tokenizer.decode(answer["prompt_ids"])
-        head, _, tail = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "@@"}], tokenize=False, add_generation_prompt=True
-        ).partition("@@")
-        assert text.startswith(head)
-        assert text.endswith(tail)
-        assert len(answer["prompt_ids"]) <= 96
+        assert text.startswith(head) and text.endswith(tail) and len(answer["prompt_ids"]) <= 96
         assert answer["greedy"] is (answer["batch"] == 0)
 
 
-def test_a_model_without_template_and_bos_writes_prompts_too(tmp_path):
-    tokenizer = load_tokenizer(NANO)
+def test_a_model_without_template_and_bos_writes_prompts_too(nano, tmp_path):
+    tokenizer, config = load_tokenizer(NANO), AnswerConfig(batch_size=8, max_new_tokens=16)
     tokenizer.chat_template = tokenizer.bos_token = None
-    config = AnswerConfig(batch_size=8, max_new_tokens=16)
-    counts = [*islice(write_answers(load_model(NANO).eval(), tokenizer, tmp_path / "answers.jsonl", None, config), 2)]
-    assert counts[-1].answers
-    assert all(STARTERS)
+    *_, last = islice(write_answers(nano[0], tokenizer, tmp_path / "answers.jsonl", None, config), 2)
+    assert last.answers and all(writing.STARTERS)
 
 
-def test_a_model_that_answers_nothing_is_named(tmp_path):
+def test_a_model_that_answers_nothing_is_named_and_so_are_prompts_that_are_all_too_long(tmp_path):
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(4, 320))
     with pytest.raises(ValueError, match="The model gave no answer in 5 batches: it answers none of the prompts"):
         collect(tmp_path / "answers.jsonl", 10, model=model)
-
-
-def test_prompts_that_are_all_too_long_are_refused(tmp_path):
     with pytest.raises(ValueError, match="All 5 prompts are longer than `max_prompt_tokens`, 4"):
-        collect(tmp_path / "answers.jsonl", 1, config=AnswerConfig(max_prompt_tokens=4))
-    assert not (tmp_path / "answers.jsonl").exists()
+        collect(tmp_path / "new.jsonl", 1, config=AnswerConfig(max_prompt_tokens=4))
+    assert not (tmp_path / "new.jsonl").exists()
 
 
 def test_a_single_turn_of_the_users_gives_the_answers_of_its_text(tmp_path):
@@ -148,15 +111,12 @@ def test_a_single_turn_of_the_users_gives_the_answers_of_its_text(tmp_path):
 
 
 def test_conversations_are_answered_behind_the_chat_template_unless_they_are_too_long(tmp_path):
-    tokenizer = chat_tokenizer()
-    wanted = [
-        tokenizer.apply_chat_template(turns, add_generation_prompt=True)["input_ids"] for turns in (TURNS, TURNS * 2)
-    ]
-    prompts = [*LINES, TURNS, TURNS * 2]
-    config = AnswerConfig(batch_size=9, max_new_tokens=24, max_prompt_tokens=len(wanted[1]) - 1)
-    found = [answer["prompt_ids"] for answer in collect(tmp_path / "answers.jsonl", 1, prompts, config)]
-    assert wanted[0] in found
-    assert wanted[1] not in found
+    template = chat_tokenizer().apply_chat_template
+    short, long = (template(turns, add_generation_prompt=True)["input_ids"] for turns in (TURNS, TURNS * 2))
+    config = AnswerConfig(batch_size=9, max_new_tokens=24, max_prompt_tokens=len(long) - 1)
+    answers = collect(tmp_path / "answers.jsonl", 1, [*LINES, TURNS, TURNS * 2], config)
+    found = [answer["prompt_ids"] for answer in answers]
+    assert short in found and long not in found
 
 
 def test_conversations_need_a_chat_template_that_takes_their_roles(tmp_path):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -40,6 +41,7 @@ class Machine:
 
     def __init__(self, forward: float, row: float, save: float = 0.0):
         self.forward, self.row, self.save, self.now = forward, row, save, 0.0
+        self.console = Console(file=io.StringIO(), width=300)
 
     def __call__(self) -> float:
         return self.now
@@ -75,18 +77,26 @@ def answer_all(model: Any, tokenizer: Any, prompts: Any, max_new_tokens: int) ->
     return {"caption": f"{len(prompts)} prompts.", "columns": ["decoder"], "rows": [["AR"]]}
 
 
+def adapted(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, measure: Any = None, **how: Any) -> Any:
+    """What `adapt` makes of a tiny base by that clock."""
+    base = tmp_path / "llama"
+    if not base.exists():
+        write_base(base)
+    config = AdaptConfig(**{"prompts": tmp_path / "prompts.txt"} | SMALL | how)
+    with machine.running(monkeypatch):
+        return adapt(base, tmp_path / "out", config, measure=measure, console=machine.console, clock=machine)
+
+
 @pytest.mark.parametrize(
     ("minutes", "machine"),
-    [
-        (2.0, Machine(0.05, 0.004, save=0.5)),
-        pytest.param(10.0, Machine(0.5, 0.04, save=5.0), marks=pytest.mark.slow),  # ten times slower
-        (10.0, Machine(0.02, 0.06, save=0.5)),
-        pytest.param(30.0, Machine(0.5, 0.02, save=0.5), marks=pytest.mark.slow),  # few rows cost as many do
-        pytest.param(60.0, Machine(0.02, 0.04, save=20.0), marks=pytest.mark.slow),
-    ],
-)
+    [(2.0, Machine(0.05, 0.004, save=0.5)),
+     pytest.param(10.0, Machine(0.5, 0.04, save=5.0), marks=pytest.mark.slow),  # ten times slower
+     (10.0, Machine(0.02, 0.06, save=0.5)),
+     pytest.param(30.0, Machine(0.5, 0.02, save=0.5), marks=pytest.mark.slow),  # few rows cost as many do
+     pytest.param(60.0, Machine(0.02, 0.04, save=20.0), marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_the_minutes_go_into_learning_and_the_time_left_is_true(tmp_path, monkeypatch, minutes, machine):
-    base, seen = write_base(tmp_path / "llama"), {}
+    seen: dict[str, list[Any]] = {}
 
     @contextmanager
     def stage(console: Any, title: str) -> Iterator[Any]:
@@ -100,10 +110,7 @@ def test_the_minutes_go_into_learning_and_the_time_left_is_true(tmp_path, monkey
         yield show
 
     monkeypatch.setattr(adapting, "stage", stage)
-    config = AdaptConfig(minutes=minutes, prompts=tmp_path / "prompts.txt", **SMALL)
-    with machine.running(monkeypatch):
-        made = adapt(base, tmp_path / "out", config, measure=answer_all, clock=machine)
-    total = 60 * minutes
+    made, total = adapted(tmp_path, machine, monkeypatch, answer_all, minutes=minutes), 60 * minutes
     assert machine.now <= 1.25 * total + 60
     learning = made["answer_seconds"] + made["training_seconds"]
     assert 0.8 * total <= learning <= 1.05 * total  # the machine was measured, too
@@ -111,8 +118,7 @@ def test_the_minutes_go_into_learning_and_the_time_left_is_true(tmp_path, monkey
     checkpoint = newest_complete_checkpoint(tmp_path / "out" / "work" / "training")
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     spent = state["stateful_callbacks"]["Budget"]["attributes"]["spent"]
-    assert spent["evaluation"] <= 0.05 * total
-    assert spent["saving"] <= 0.03 * total + 2 * machine.save
+    assert spent["evaluation"] <= 0.05 * total and spent["saving"] <= 0.03 * total + 2 * machine.save
     assert seen.keys() == {"[1/3]", "[2/3]"}
     for shown in seen.values():
         began, ended = shown[0][0], shown[-1][0]
@@ -141,73 +147,60 @@ def test_a_plan_follows_from_the_pace():
 
 
 def test_a_budget_that_gives_next_to_nothing_is_said_before_any_answer_is_written(tmp_path, monkeypatch):
-    machine, lines = Machine(0.05, 0.01), Console(file=io.StringIO(), width=300)
+    machine = Machine(0.05, 0.01)
     monkeypatch.setattr(adapting, "write_answers", Mock(side_effect=KeyboardInterrupt))
-    config = AdaptConfig(minutes=5, prompts=None, **SMALL)
-    with machine.running(monkeypatch), pytest.raises(KeyboardInterrupt):
-        adapt(write_base(tmp_path / "llama"), tmp_path / "out", config, console=lines, clock=machine)
-    text = lines.file.getvalue()
-    found = re.search(r"about ([\d,]+) mask rows\.\nThat gives next to nothing: .* `--minutes (\d+)` trains", text)
+    with pytest.raises(KeyboardInterrupt):
+        adapted(tmp_path, machine, monkeypatch, minutes=5, prompts=None)
+    found = re.search(
+        r"about ([\d,]+) mask rows\.\nThat gives next to nothing: .* `--minutes (\d+)` trains",
+        machine.console.file.getvalue(),
+    )
     assert found is not None and int(found[1].replace(",", "")) < FEW_ROWS and int(found[2]) > 5
 
 
 def test_a_budget_too_small_for_a_batch_of_answers_is_named_and_a_larger_one_goes_on(tmp_path, monkeypatch):
-    machine, base = Machine(2.0, 0.1), write_base(tmp_path / "llama")
-    settings = {"prompts": tmp_path / "prompts.txt", **SMALL}
-    with machine.running(monkeypatch):
-        with pytest.raises(ValueError, match=r"^0\.1 minutes are too few for a batch of answers .* `--minutes (\d+)`"):
-            adapt(base, tmp_path / "out", AdaptConfig(minutes=0.1, **settings), clock=machine)
-        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=40, **settings), clock=machine)
-    assert made["answers"] > 0
+    machine = Machine(2.0, 0.1)
+    with pytest.raises(ValueError, match=r"^0\.1 minutes are too few for a batch of answers .* `--minutes (\d+)`"):
+        adapted(tmp_path, machine, monkeypatch, minutes=0.1)
+    assert adapted(tmp_path, machine, monkeypatch, minutes=40)["answers"] > 0
 
 
 @pytest.mark.slow
 def test_answers_get_more_time_where_they_take_longer_than_was_measured(tmp_path, monkeypatch):
-    machine, base = Machine(0.05, 0.004), write_base(tmp_path / "llama")
-
     def measure(*args: Any, **kwargs: Any) -> Pace:
         found = measure_pace(*args, **kwargs)
         return replace(found, steps={size: step / 10 for size, step in found.steps.items()})
 
+    machine = Machine(0.05, 0.004)
     monkeypatch.setattr(adapting, "measure_pace", measure)
-    config = AdaptConfig(minutes=4, prompts=tmp_path / "prompts.txt", **SMALL)
-    with machine.running(monkeypatch):
-        made = adapt(base, tmp_path / "out", config, clock=machine)
-    assert 30 < made["answer_seconds"] <= 125
-    assert made["training_seconds"] >= 115
-    assert machine.now <= 1.25 * 240 + 60
+    made = adapted(tmp_path, machine, monkeypatch, minutes=4)
+    assert 30 < made["answer_seconds"] <= 125 and made["training_seconds"] >= 115 and machine.now <= 1.25 * 240 + 60
 
 
 def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(tmp_path, monkeypatch):
-    machine, base = Machine(0.05, 0.004), write_base(tmp_path / "llama")
-
     def draw(writer: Any, rng: Any) -> list[tuple[int, ...]]:
         machine.now += 50
         return [writer.template.prompt(f"Sort {number}") for number in range(10, 14)]
 
+    machine = Machine(0.05, 0.004)
     monkeypatch.setattr(answers._Writer, "draw", draw)
-    with machine.running(monkeypatch):
-        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=2, **SMALL), clock=machine)
-    assert made["answers"] > 0 and made["training_seconds"] >= 60
-    assert machine.now <= 1.25 * 120 + 60
+    made = adapted(tmp_path, machine, monkeypatch, minutes=2, prompts=None)
+    assert made["answers"] > 0 and made["training_seconds"] >= 60 and machine.now <= 1.25 * 120 + 60
 
 
 def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatch):
-    machine, base = Machine(0.5, 0.001), write_base(tmp_path / "hybrid")
-    tokens = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "pad_token_id": PAD}
+    base, tokens = write_base(tmp_path / "llama"), {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "pad_token_id": PAD}
     randomize(build("Qwen3_5", STATEFUL["Qwen3_5"] | tokens)).save_pretrained(base)
-    prompts = {"prompts": tmp_path / "prompts.txt"}
-    with machine.running(monkeypatch):
-        made = adapt(base, tmp_path / "out", AdaptConfig(minutes=20, tokens=60, **prompts, **SMALL), clock=machine)
+    made = adapted(tmp_path, Machine(0.5, 0.001), monkeypatch, minutes=20, tokens=60)
     assert made["mask_rows"] > 0
     written = read_answers(tmp_path / "out" / "work" / "answers.jsonl")
     assert len([one for one in written if one["batch"] == 0]) > 1  # written together
     model, prompt = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval(), torch.tensor([[5, 6, 7]])
-    for answer in written:
+    for answer in written[:3]:
         ids = torch.tensor([answer["prompt_ids"]])
         text = model.generate(ids, max_new_tokens=192, do_sample=False)[0, ids.shape[1] :].tolist()
         assert text == answer["response_ids"]
-    expected = model.generate(prompt, max_new_tokens=20, do_sample=False)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(prompt, **options)
     load_mask_adapter(model, tmp_path / "out")
-    options = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 20, "do_sample": False}
-    assert torch.equal(model.generate(prompt, **options), expected)
+    assert torch.equal(model.generate(prompt, strategy="wedlm", verification="exact", **options), expected)

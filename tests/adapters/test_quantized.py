@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes.functional import has_avx512bf16
-from test_attach import GREEDY, SMALL, llama
+from test_attach import GREEDY, llama
 from test_families import build
+from test_mask_adapter import with_adapter as attached
 from test_states import STATEFUL
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
@@ -22,29 +23,19 @@ def torchao(name: str) -> TorchAoConfig:
     return TorchAoConfig(getattr(quantization, name)())
 
 
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 QUANTIZED = {
     "torchao int8 weights": lambda: torchao("Int8WeightOnlyConfig"),
     "torchao int8 weights and activations": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
     "bitsandbytes int8": lambda: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
-    "bitsandbytes nf4": lambda: BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
-    ),
+    "bitsandbytes nf4": lambda: BitsAndBytesConfig(**NF4),
 }
-
-
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 BASES = {
     "Llama": lambda: llama(**SIZES),
     "FalconH1": lambda: build("FalconH1", STATEFUL["FalconH1"] | SIZES | {"mamba_d_ssm": 128, "mamba_d_head": 16}),
     "Qwen3_5": lambda: build("Qwen3_5", STATEFUL["Qwen3_5"] | SIZES),
 }
-
-
-def attached(model: Any) -> Any:
-    torch.manual_seed(1)
-    for parameter in add_mask_adapter(model, SMALL).parameters():
-        nn.init.normal_(parameter, std=0.2)
-    return model
 
 
 def kinds_of(model: Any) -> list[Any]:

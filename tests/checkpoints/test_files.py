@@ -20,8 +20,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_another_keeps_its
     write("old", 1)
     with pytest.raises(ZeroDivisionError):
         write("half", 0)
-    assert path.read_text() == "old"
-    assert list(path.parent.iterdir()) == [path]
+    assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
@@ -35,8 +34,7 @@ def test_a_symbolic_link_stays_one_and_its_target_is_written(tmp_path):
     link.symlink_to(target)
     for text in ("new", "newer"):  # the target is made, then replaced
         write_text(link, text)
-        assert link.is_symlink()
-        assert (target.read_text(), link.read_text()) == (text, text)
+        assert link.is_symlink() and target.read_text() == link.read_text() == text
     assert list(target.parent.iterdir()) == [target]
 
 

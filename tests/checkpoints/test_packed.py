@@ -3,16 +3,16 @@
 import copy
 import logging
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_tokenizer
+from tiny import tiny_llama, tiny_model, tiny_tokenizer
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import wedlm_hf
 from wedlm_hf.checkpoints import packed
@@ -26,10 +26,8 @@ pytestmark = pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM
 
 
 def stock_model(tied=False, dtype=torch.float32):
+    config = tiny_llama(initializer_range=0.02, tie_word_embeddings=tied, pad_token_id=0).config
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    tokens = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = LlamaConfig(**sizes, **tokens, num_key_value_heads=2, tie_word_embeddings=tied)
     return LlamaForCausalLM._from_config(config, dtype=dtype).eval()
 
 
@@ -39,27 +37,20 @@ def logits_of(model):
 
 
 @pytest.mark.parametrize(("out", "width"), [(8, 8), (192, 576), (97, 32), (1, 64), (17, 100), (40, 1536), (64, 1200)])
-def test_a_row_has_the_same_bits_whatever_stands_beside_it(out, width):
-    layer = PackedLinear(nn.Linear(width, out))
-    rows = torch.randn(400, width)
+def test_a_row_has_the_same_bits_whatever_stands_beside_it_and_for_any_number_of_threads(out, width):
+    layer, rows, threads = PackedLinear(nn.Linear(width, out)), torch.randn(400, width), torch.get_num_threads()
     expected = torch.cat([layer(row[None]) for row in rows])
     torch.testing.assert_close(expected, nn.functional.linear(rows, layer.unpacked().float(), layer.bias))
     for count in [*range(1, 65), 96, 119, 120, 121, 200, 245, 400]:
         assert layer(rows[:count]).equal(expected[:count]), count
     assert layer(rows.view(4, 100, width)).equal(expected.view(4, 100, out))
     assert layer(rows[0]).equal(expected[0]) and layer(rows[:0]).shape == (0, out)
-    strided = rows.t().contiguous().t()
-    assert layer(strided).equal(expected)
-
-
-def test_a_row_has_the_same_bits_for_any_number_of_threads():
-    layer, rows, threads = PackedLinear(nn.Linear(576, 200)), torch.randn(7, 576), torch.get_num_threads()
-    found = []
-    for count in (1, 2, 3):
+    assert layer(rows.t().contiguous().t()).equal(expected)
+    for count in (2, 3):
         torch.set_num_threads(count)
-        found.append(layer(rows))
-    torch.set_num_threads(threads)
-    assert found[0].equal(found[1]) and found[0].equal(found[2])
+        found = layer(rows[:7])
+        torch.set_num_threads(threads)
+        assert found.equal(expected[:7])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,12 +63,10 @@ def test_a_packed_model_says_what_the_model_said(tmp_path, tied, dtype):
     assert model.dtype == torch.float32 and count_weights(model) == size
     assert not any(parameter.requires_grad for parameter in model.parameters())
     # A table in 16 bits stays so, and gives a tied head its rows.
-    assert model.model.embed_tokens.weight.dtype == dtype
-    assert (model.lm_head.rows is not None) == tied
+    assert model.model.embed_tokens.weight.dtype == dtype and (model.lm_head.rows is not None) == tied
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    assert ("lm_head.weight" in saved) != tied
-    assert saved["model.layers.0.mlp.up_proj.weight"].dtype == torch.float16
+    assert ("lm_head.weight" in saved) != tied and saved["model.layers.0.mlp.up_proj.weight"].dtype == torch.float16
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(logits_of(loaded), logits_of(model), atol=2e-3, rtol=1e-3)
     assert logits_of(pack(loaded)).equal(logits_of(model))
@@ -87,15 +76,11 @@ def test_a_packed_model_says_what_the_model_said(tmp_path, tied, dtype):
     assert loaded.generate(IDS, **options).equal(model.generate(IDS, **options))
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_a_packed_model_say_the_same(copied):
-    model = pack(stock_model())
-    assert logits_of(copied(model)).equal(logits_of(model))
-
-
-def test_a_packed_model_may_be_packed_again():
+def test_copies_of_a_packed_model_say_the_same_and_it_may_be_packed_again():
     model = pack(stock_model())
     before = [*model.modules()]
+    for copied in (copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        assert logits_of(copied(model)).equal(logits_of(model))
     assert pack(model) is model and [*model.modules()] == before
 
 
@@ -108,16 +93,13 @@ def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_ea
     for one, other in zip(together, alone, strict=True):
         assert one.unpacked().equal(other.unpacked())
     rows, others = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
-    for order in ([0, 1, 2], [2, 0], [1, 1, 1], [0, 0, 2, 1]):
-        for place in order:
-            assert together[place](rows).equal(alone[place](rows))
-        together[0](rows).add_(1)  # as a hook does: nobody else sees it
-        assert together[1](others).equal(alone[1](others))
-    together[0](rows)
-    rows.mul_(2)
-    assert together[1](rows).equal(alone[1](rows))
-    together[1](rows.clone())
-    assert together[2](others).equal(alone[2](others))
+    for place in (0, 1, 2, 2, 0, 1, 1, 1, 0, 0, 2, 1):
+        assert together[place](rows).equal(alone[place](rows))
+    together[0](rows).add_(1)  # as a hook does: nobody else sees it
+    for change in (lambda: others, lambda: rows.mul_(2), rows.clone, lambda: others):
+        together[0](rows)
+        read = change()
+        assert together[1](read).equal(alone[1](read)) and together[2](read).equal(alone[2](read))
 
 
 def test_norms_take_fewer_operations_where_they_have_the_same_bits_and_layers_of_another_kind_stay():
@@ -187,25 +169,20 @@ def test_of_layers_with_a_lora_the_base_is_packed():
         model.merge_and_unload()
 
 
-@pytest.mark.parametrize("value", [70_000.0, float("inf"), float("nan")])
-def test_weights_beyond_float16_stay_as_they_are(caplog, value):
-    model = stock_model()
-    layer = model.model.layers[1].mlp.up_proj
+def test_weights_beyond_float16_hooks_and_shared_layers_are_kept(caplog):
+    model, seen = stock_model(), []
+    first, second = (layer.mlp for layer in model.model.layers)
+    large = first.gate_proj, second.gate_proj, second.down_proj
     with torch.no_grad():
-        layer.weight[3, 4] = value
+        for layer, value in zip(large, (70_000.0, float("inf"), float("nan")), strict=True):
+            layer.weight[3, 4] = value
+    second.up_proj = first.up_proj
+    handle = first.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     pack(model)
-    assert model.model.layers[1].mlp.up_proj is layer and layer.weight.dtype == torch.float32
-    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
-    assert "1 linear layers have weights beyond float16 and stay in float32: up_proj" in caplog.text
-
-
-def test_hooks_and_layers_that_are_shared_are_kept():
-    model = stock_model()
-    shared, seen = model.model.layers[0].mlp, []
-    model.model.layers[1].mlp.up_proj = shared.up_proj
-    handle = shared.up_proj.register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    pack(model)
-    assert shared.up_proj is model.model.layers[1].mlp.up_proj
+    assert (first.gate_proj, second.gate_proj, second.down_proj) == large and large[0].weight.dtype == torch.float32
+    assert isinstance(first.down_proj, PackedLinear)
+    assert "3 linear layers have weights beyond float16 and stay in float32: " in caplog.text
+    assert first.up_proj is second.up_proj
     logits_of(model)
     assert seen == [(2, 5, 48)] * 2
     handle.remove()
@@ -222,46 +199,35 @@ def test_without_the_kernels_a_model_stays_as_it_is(monkeypatch, caplog):
     model = stock_model()
     expected = logits_of(model)
     assert not is_packed(pack(model)) and not is_packed(pack(model))
-    assert logits_of(model).equal(expected)
-    assert caplog.text.count("this torch has no FBGEMM kernels") == 1
+    assert logits_of(model).equal(expected) and caplog.text.count("this torch has no FBGEMM kernels") == 1
 
 
 def test_threads_that_start_while_kernels_are_timed_keep_their_number_of_torch_threads():
-    threads, seen = torch.get_num_threads(), []
-
     def look():
-        other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        other.start()
-        other.join()
-        return torch.get_num_threads()
+        with ThreadPoolExecutor() as others:
+            return others.submit(torch.get_num_threads).result(), torch.get_num_threads()
 
-    alone = packed._in_one_thread(look)
-    assert seen == [threads] and torch.get_num_threads() == threads
-    assert alone in (1, threads)  # 1 where torch's threads are OpenMP's
+    threads = torch.get_num_threads()
+    other, own = packed._in_one_thread(look)
+    assert other == threads == torch.get_num_threads()
+    assert own in (1, threads)  # 1 where torch's threads are OpenMP's
 
 
-@pytest.mark.parametrize(
-    ("times", "chosen"),
-    [
-        ({torch.float32: 2.0, "packed": 1.0, torch.bfloat16: 0.9}, "packed"),
-        ({torch.float32: 2.0, "packed": 1.0, torch.bfloat16: 0.7}, torch.bfloat16),
-        ({torch.float32: 1.0, "packed": 1.1, torch.bfloat16: 0.9}, torch.float32),
-    ],
-)
-def test_the_fastest_dtype_is_measured(monkeypatch, caplog, times, chosen):
+def test_the_fastest_dtype_is_measured(monkeypatch, caplog):
     asked = []
-    monkeypatch.setattr(packed, "_LEAST_WEIGHTS", 1000)
     monkeypatch.setattr(packed, "_seconds", lambda formats: asked.append(list(formats)) or times)
-    model = stock_model()
-    with caplog.at_level(logging.INFO):
-        assert use_fastest(model) == chosen
-    assert set(asked[0]) == set(times)
-    assert is_packed(model) == (chosen == "packed")
-    assert model.dtype == (torch.bfloat16 if chosen == torch.bfloat16 else torch.float32)
-    assert f"Linear layers are {chosen}" in caplog.text
-    monkeypatch.undo()
     small = stock_model(dtype=torch.bfloat16)  # it fits in a cache, and keeps its own dtype
-    assert use_fastest(small) == torch.bfloat16 == small.dtype
+    assert use_fastest(small) == torch.bfloat16 == small.dtype and not asked
+    monkeypatch.setattr(packed, "_LEAST_WEIGHTS", 1000)
+    for plain, fast, half, chosen in (
+        (2.0, 1.0, 0.9, "packed"), (2.0, 1.0, 0.7, torch.bfloat16), (1.0, 1.1, 0.9, torch.float32),
+    ):  # fmt: skip
+        times, model = {torch.float32: plain, "packed": fast, torch.bfloat16: half}, stock_model()
+        with caplog.at_level(logging.INFO):
+            assert use_fastest(model) == chosen
+        assert set(asked.pop()) == set(times) and f"Linear layers are {chosen}" in caplog.text
+        assert is_packed(model) == (chosen == "packed")
+        assert model.dtype == (torch.bfloat16 if chosen == torch.bfloat16 else torch.float32)
 
 
 def test_a_checkpoint_is_loaded_packed(tmp_path, monkeypatch):

@@ -46,8 +46,6 @@ ARGUMENTS: dict[str, Any] = {
 # How each run differs from the plain one.
 SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "accumulated": {"gradient_accumulation_steps": 4},
-    "packed": {"packed": True},
     "packed accumulated": {"packed": True, "gradient_accumulation_steps": 2},
     "checkpointed": {"gradient_checkpointing": True},
     "bf16": {"bf16": True, "gradient_checkpointing": True},
@@ -62,13 +60,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "sft": {},
     "adapter": {},
 }
-# What is refused. Context parallelism comes last: afterwards the processes are no longer in step.
-REFUSED: dict[str, dict[str, Any]] = {
-    "fsdp resumed": {"parallel": {"fsdp_size": 2}, "resume": True},
-    "tp resumed": {"parallel": {"tp_size": 2}, "resume": True},
-    "adapter fsdp": {"parallel": {"fsdp_size": 2}},
-    "adapter tp": {"parallel": {"tp_size": 2}},
-    "context parallel": {"parallelism_config": ParallelismConfig(cp_size=2)},
+# What is refused, and why. Context parallelism comes last: afterwards the processes are no longer in step.
+SHARDED = "Resuming is not supported for models sharded at load time (`DistributedConfig`)"
+CUTS = "Context and sequence parallelism cannot train a dual stream: they cut the sequence"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fsdp resumed": ({"parallel": {"fsdp_size": 2}, "resume": True}, SHARDED),
+    "tp resumed": ({"parallel": {"tp_size": 2}, "resume": True}, SHARDED),
+    "adapter fsdp": ({"parallel": {"fsdp_size": 2}}, "is sharded. Drafting calls"),
+    "adapter tp": ({"parallel": {"tp_size": 2}}, "needs whole rows: load it"),
+    "context parallel": ({"parallelism_config": ParallelismConfig(cp_size=2)}, CUTS),
 }
 
 
@@ -83,26 +83,23 @@ def run(
 ) -> None:  # fmt: skip
     """Trains, and writes `FOLDER/NAME`: the model, and losses and gradient norms of all steps in log.json."""
     data_parallel = 1 if parallel and "tp_size" in parallel else PROCESSES
-    rows = PACKED if packed else DOCUMENTS
+    rows, checkpoints = PACKED if packed else DOCUMENTS, folder / f"{name} checkpoints"
 
-    def load() -> WeDLMForCausalLM:
-        return load_start(folder, style, parallel)
-
-    def trainer(model: Any) -> Trainer:
+    def trainer() -> Trainer:
         args = TrainingArguments(
-            str(folder / f"{name} checkpoints"), gradient_accumulation_steps=gradient_accumulation_steps,
+            str(checkpoints), gradient_accumulation_steps=gradient_accumulation_steps,
             per_device_train_batch_size=len(rows) // data_parallel // gradient_accumulation_steps,
-            save_strategy="steps" if resume else "no", ddp_backend=BACKEND,
-            **ARGUMENTS | settings,
+            save_strategy="steps" if resume else "no", ddp_backend=BACKEND, **ARGUMENTS | settings,
         )  # fmt: skip
         collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3)
+        model = load_start(folder, style, parallel)
         return Trainer(model, args, collator, rows, callbacks=[DynamicMaskingCallback()])
 
-    run = trainer(load())
+    run = trainer()
     run.train()
     if resume:
-        run = trainer(load())
-        run.train(resume_from_checkpoint=str(folder / f"{name} checkpoints" / "checkpoint-2"))
+        run = trainer()
+        run.train(resume_from_checkpoint=str(checkpoints / "checkpoint-2"))
     run.save_model(str(folder / name))
     if run.is_world_process_zero():
         log = [entry for entry in run.state.log_history if "loss" in entry]
@@ -144,6 +141,13 @@ def run_adapter(folder: Path, name: str, parallel: dict[str, int] | None = None)
     trainer.save_state()
 
 
+def save_starts(folder: Path) -> Path:
+    """The models that all runs start from."""
+    for style in ("qwen3", "qwen2.5"):
+        tiny_model(style).save_pretrained(folder / f"start-{style}")
+    return folder
+
+
 def main(folder: Path, scenarios: list[str]) -> None:
     torch.set_num_threads(1)
     # accelerate takes tensor parallelism on accelerators only; all that follows its check works on CPUs as well.
@@ -156,17 +160,11 @@ def main(folder: Path, scenarios: list[str]) -> None:
             train(folder, name, **SCENARIOS[name])
         else:
             try:
-                train(folder, name, **REFUSED[name])
+                train(folder, name, **REFUSED[name][0])
             except ValueError as error:
                 (folder / f"{name}.txt").write_text(str(error))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def save_starts(folder: Path) -> None:
-    """The models that all runs start from."""
-    for style in ("qwen3", "qwen2.5"):
-        tiny_model(style).save_pretrained(folder / f"start-{style}")
 
 
 if __name__ == "__main__":

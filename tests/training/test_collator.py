@@ -11,7 +11,6 @@ from dual_stream_oracle import IGNORE, batch_of, responses, slots_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import EOS, MASK, START, tiny_tokenizer
-from torch.utils.data import DataLoader
 
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
@@ -38,16 +37,6 @@ def slots_of_stream(batch: dict, row: int, document: int, stream: int) -> torch.
 def masked_positions(batch: dict, row: int, document: int, copy: int) -> set[int]:
     slots = slots_of_stream(batch, row, document, copy) & (batch["input_ids"][row] == MASK)
     return set(batch["position_ids"][row][slots].tolist())
-
-
-def turns(*parts: tuple[str, int]) -> tuple[list[int], list[bool]]:
-    """A conversation from parts such as `("user", 5)` and `("assistant", 7)`; the latter end in the end token."""
-    tokens, supervised = [], []
-    for number, (role, length) in enumerate(parts):
-        body = [10 + number] * (length - 1)
-        tokens += [START, *body] if role == "user" else [*body, EOS]
-        supervised += [role == "assistant"] * length
-    return tokens, supervised
 
 
 # Runs of tokens: not supervised, supervised and closed by the end token, supervised and cut off.
@@ -85,26 +74,24 @@ def test_a_batch_is_what_the_oracle_lays_out_for_the_masks_drawn(rows, settings,
 
     expected_rows, expected_labels = [], []
     for number, row in enumerate(rows):
-        pieces = [piece for tokens, marks in row for piece in responses(tokens, marks, settings["num_eos"])]
         slots, labels = [], []
+        pieces = (piece for tokens, marks in row for piece in responses(tokens, marks, settings["num_eos"]))
         for index, piece in enumerate(pieces):
             masked = [masked_positions(batch, number, index, copy + 1) for copy in range(settings["num_copies"])]
             slots += slots_of(replace(piece, masked=masked), settings["block_size"], settings["ar_weight"], index)
-            labels += [token if mark else IGNORE for token, mark in zip(piece.tokens, piece.supervised, strict=True)]
+            labels += example_of(piece.tokens, piece.supervised)["labels"]
         expected_rows.append(slots)
         expected_labels.append(torch.tensor(labels))
     expected = batch_of(expected_rows)
-    assert set(batch) == {*expected, "labels"}
+    expected["labels"] = torch.nn.utils.rnn.pad_sequence(expected_labels, batch_first=True, padding_value=IGNORE)
+    assert batch.keys() == expected.keys()
     for name, values in batch.items():
         assert values.dtype == (torch.float32 if name == "loss_weights" else torch.int64)
-    for column, values in expected.items():
-        torch.testing.assert_close(batch[column], values, rtol=1e-6, atol=0, msg=lambda text, c=column: f"{c}: {text}")
-    labels = torch.nn.utils.rnn.pad_sequence(expected_labels, batch_first=True, padding_value=IGNORE)
-    assert torch.equal(batch["labels"], labels)
+        torch.testing.assert_close(values, expected[name], rtol=1e-6, atol=0, msg=lambda text, c=name: f"{c}: {text}")
 
 
 def test_columns_of_marks_mean_what_labels_mean_and_no_column_means_everything():
-    tokens, supervised = turns(("user", 5), ("assistant", 6))
+    tokens, supervised = [START, 10, 10, 10, 10, *[11] * 5, EOS], [False] * 5 + [True] * 6
     collator = collator_with()
     batch = collator([example_of(tokens, supervised)])
     for column in ("assistant_masks", "completion_mask"):
@@ -117,7 +104,10 @@ def test_columns_of_marks_mean_what_labels_mean_and_no_column_means_everything()
 # Noise.
 
 DOCUMENTS = [
-    example_of(*turns(("user", 3 + number % 5), ("assistant", 20 + 7 * number % 40)), number=number)
+    example_of(
+        [START, *[10] * (2 + number % 5), *[11] * (19 + 7 * number % 40), EOS],
+        [False] * (3 + number % 5) + [True] * (20 + 7 * number % 40),
+    )
     for number in range(9)
 ]
 
@@ -125,94 +115,74 @@ DOCUMENTS = [
 def noise_of(batch: dict) -> dict[tuple[int, ...], tuple[int, ...]]:
     """Masked positions of each document of a batch, under the document's clean tokens."""
     found = {}
-    for row in range(len(batch["input_ids"])):
-        for document in range(int(batch["document_ids"][row].max()) + 1):
-            memory = slots_of_stream(batch, row, document, 0)
-            tokens = tuple(batch["input_ids"][row][memory].tolist())
+    for row, documents in enumerate(batch["document_ids"]):
+        for document in range(int(documents.max()) + 1):
+            tokens = tuple(batch["input_ids"][row][slots_of_stream(batch, row, document, 0)].tolist())
             found[tokens] = tuple(sorted(masked_positions(batch, row, document, 1)))
     return found
 
 
-def noise_of_loader(collator, examples=DOCUMENTS, **settings) -> dict:
-    noise: dict = {}
-    for batch in DataLoader(examples, collate_fn=collator, **settings):
-        noise |= noise_of(batch)
-    return noise
-
-
-def test_noise_is_the_same_for_any_batch_size_order_packing_and_number_of_workers():
-    collator = collator_with(seed=3)
-    expected = noise_of_loader(collator, batch_size=1)
+def test_noise_depends_on_seed_epoch_document_and_copy_alone():
+    collator, before = collator_with(seed=3), torch.get_rng_state()
+    expected = noise_of(collator(DOCUMENTS))
     assert len(expected) == len(DOCUMENTS)
-    for loading in ({"batch_size": 4}, {"batch_size": 2, "shuffle": True}, {"batch_size": 2, "num_workers": 2}):
-        assert noise_of_loader(collator, **loading) == expected
     packed = {name: joined(example[name] for example in DOCUMENTS) for name in ("input_ids", "labels")}
     packed["seq_lengths"] = [len(example["input_ids"]) for example in DOCUMENTS]
-    before = torch.get_rng_state()
-    assert noise_of(collator([packed])) == expected
+    for other in (DOCUMENTS[::-1], [packed]):
+        assert noise_of(collator(other)) == expected
+    for example in DOCUMENTS:
+        assert noise_of(collator([example])).items() <= expected.items()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_noise_differs_by_seed_epoch_document_and_copy():
-    expected = noise_of_loader(collator_with(seed=3))
-    twins = [{"input_ids": [4, *range(first, first + 40)]} for first in (10, 60)]
-    assert len(set(noise_of_loader(collator_with(), twins).values())) == 2
     for seed, epoch in ((4, 0), (3, 1)):
         other = collator_with(seed=seed)
         other.set_epoch(epoch)
-        noise = noise_of_loader(other)
-        assert noise.keys() == expected.keys()
-        assert all(noise[document] != expected[document] for document in expected)
-    batch = collator_with(num_copies=2)([DOCUMENTS[0]])
+        noise = noise_of(other(DOCUMENTS))
+        assert noise.keys() == expected.keys() and all(noise[tokens] != expected[tokens] for tokens in expected)
+    twins = [{"input_ids": [4, *range(first, first + 40)]} for first in (10, 60)]
+    assert len(set(noise_of(collator(twins)).values())) == 2
+    batch = collator_with(num_copies=2)(DOCUMENTS[:1])
     assert masked_positions(batch, 0, 0, 1) != masked_positions(batch, 0, 0, 2)
 
 
 # Bad input.
 
 
-def tokenizer_with(**tokens):
+def tokenizer_with(name, token):
     tokenizer = tiny_tokenizer()
-    for name, token in tokens.items():
-        setattr(tokenizer, name, token)
-    return tokenizer
+    setattr(tokenizer, name, token)
+    return {"tokenizer": tokenizer}
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"block_size": 0}, "`block_size` must be an integer of at least 1, got 0."),
-        ({"ar_weight": -0.5}, "`ar_weight` must be a number of at least 0, got -0.5."),
-        ({"ar_weight": float("inf")}, "`ar_weight` must be a number of at least 0, got inf."),
-        ({"suffix_probability": 1.5}, "`suffix_probability` must lie in [0, 1], got 1.5."),
-        ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified'), got 'beta'."),
-        *(
-            ({"tokenizer": tokenizer_with(**{name: None})}, f"The tokenizer has no `{name}_id`, which dual-stream")
-            for name in ("mask_token", "eos_token")
-        ),
-        ({"tokenizer": tokenizer_with(eos_token="<|mask|>")}, "`mask_token_id` must differ from the end token, got 3"),
-        ({"tokenizer": tokenizer_with(pad_token="<|mask|>")}, "`mask_token_id` must differ from the padding token"),
-    ],
-)
+    [({"block_size": 0}, "`block_size` must be an integer of at least 1, got 0."),
+     ({"ar_weight": -0.5}, "`ar_weight` must be a number of at least 0, got -0.5."),
+     ({"ar_weight": float("inf")}, "`ar_weight` must be a number of at least 0, got inf."),
+     ({"suffix_probability": 1.5}, "`suffix_probability` must lie in [0, 1], got 1.5."),
+     ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified'), got 'beta'."),
+     (tokenizer_with("mask_token", None), "The tokenizer has no `mask_token_id`, which dual-stream"),
+     (tokenizer_with("eos_token", None), "The tokenizer has no `eos_token_id`, which dual-stream"),
+     (tokenizer_with("eos_token", "<|mask|>"), "`mask_token_id` must differ from the end token, got 3"),
+     (tokenizer_with("pad_token", "<|mask|>"), "`mask_token_id` must differ from the padding token")],
+)  # fmt: skip
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         DataCollatorForDualStreamMasking(**{"tokenizer": TOKENIZER} | settings)
+    with pytest.raises(ValueError, match=r"^`epoch` must be at least 0, got -1.$"):
+        collator_with().set_epoch(-1)
 
 
 @pytest.mark.parametrize(
     ("example", "message"),
-    [
-        ({"text": "hi", "labels": [1]}, "An example needs `input_ids`, got the columns ['labels', 'text']."),
-        ({"input_ids": [4, 5], "labels": [5]}, "`labels` must be as long as `input_ids`, got 1 and 2 entries."),
-        ({"input_ids": [4], "assistant_masks": []}, "`assistant_masks` must be as long as `input_ids`, got 0 and 1"),
-        ({"input_ids": [4, 5], "labels": [5, -100]}, "`labels` must repeat `input_ids`, unshifted, wherever they are"),
-        ({"input_ids": []}, "must hold at least one token"),
-        ({"input_ids": [4, 5], "seq_lengths": [1]}, "add up to their number; got 2 tokens and lengths [1]."),
-        ({"input_ids": [4, 5], "seq_lengths": [2, 0]}, "must be positive"),
-        ({"input_ids": [4, 5], "document_ids": [0]}, "(or the runs of `document_ids`) must be positive and add up"),
-    ],
-)
-def test_an_example_that_does_not_fit_together_is_refused_and_so_is_a_negative_epoch(example, message):
-    with pytest.raises(ValueError, match=r"^`epoch` must be at least 0, got -1.$"):
-        collator_with().set_epoch(-1)
+    [({"text": "hi", "labels": [1]}, "An example needs `input_ids`, got the columns ['labels', 'text']."),
+     ({"input_ids": [4, 5], "labels": [5]}, "`labels` must be as long as `input_ids`, got 1 and 2 entries."),
+     ({"input_ids": [4], "assistant_masks": []}, "`assistant_masks` must be as long as `input_ids`, got 0 and 1"),
+     ({"input_ids": [4, 5], "labels": [5, -100]}, "`labels` must repeat `input_ids`, unshifted, wherever they are"),
+     ({"input_ids": []}, "must hold at least one token"),
+     ({"input_ids": [4, 5], "seq_lengths": [1]}, "add up to their number; got 2 tokens and lengths [1]."),
+     ({"input_ids": [4, 5], "seq_lengths": [2, 0]}, "must be positive"),
+     ({"input_ids": [4, 5], "document_ids": [0]}, "(or the runs of `document_ids`) must be positive and add up")],
+)  # fmt: skip
+def test_an_example_that_does_not_fit_together_is_refused(example, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         collator_with()([example])

@@ -42,7 +42,8 @@ def rows_of(folder: Path, examples: list[dict], streaming: bool = False):
 
 
 def taught(folder: Path, data, chat_template: str = TOOLS, **settings) -> list[str]:
-    tokenizer = tiny_tokenizer()
+    """What is learnt of a dataset, or of the rows of a file."""
+    tokenizer, data = tiny_tokenizer(), rows_of(folder, data) if isinstance(data, list) else data
     tokenizer.chat_template = chat_template
     return [learnt_text(row) for row in trainer_on(folder, data, tokenizer=tokenizer, **settings).train_dataset]
 
@@ -50,21 +51,22 @@ def taught(folder: Path, data, chat_template: str = TOOLS, **settings) -> list[s
 # Tool calls.
 
 
-@pytest.mark.parametrize("content", ["", None])
-def test_tool_calls_are_learnt_as_objects_whether_they_were_text_or_not(tmp_path, content):
-    for arguments in ({"city": "Paris"}, '{"city": "Paris"}'):
-        data = rows_of(tmp_path, [{"messages": calling(call_of(arguments), content=content)}])
-        assert taught(tmp_path, data) == ['[weather{"city": "Paris"}]<|im_end|>']
-    nothing = rows_of(tmp_path, [{"messages": calling(call_of(""), content=content)}])  # as the server reads it
-    assert taught(tmp_path, nothing) == ["[weather{}]<|im_end|>"]
+def test_tool_calls_are_learnt_as_objects_whether_they_were_text_or_not(tmp_path):
+    for content in ("", None):
+        for arguments, expected in (
+            ({"city": "Paris"}, '{"city": "Paris"}'), ('{"city": "Paris"}', '{"city": "Paris"}'),
+            ("", "{}"),  # as the server reads it
+        ):  # fmt: skip
+            rows = [{"messages": calling(call_of(arguments), content=content)}]
+            assert taught(tmp_path, rows) == [f"[weather{expected}]<|im_end|>"]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_the_arguments_of_one_call_get_none_of_another_and_a_null_that_was_written_stays(tmp_path, streaming):
+def test_the_arguments_of_one_call_get_none_of_another_and_a_null_that_was_written_stays(tmp_path):
     calls = [{"city": "Paris"}, {"name": "Ada", "unit": None}, {"city": 3.0, "big": 10**20}]
     examples = [{"messages": calling(call_of(arguments))} for arguments in calls]
     expected = [f"[weather{json.dumps(arguments)}]<|im_end|>" for arguments in calls]
-    assert taught(tmp_path, rows_of(tmp_path, examples, streaming)) == expected
+    for streaming in (False, True):
+        assert taught(tmp_path, rows_of(tmp_path, examples, streaming)) == expected
     table = Dataset.from_list(examples[:2])  # where each has the keys of both
     assert taught(tmp_path, table) == [expected[0], '[weather{"name": "Ada"}]<|im_end|>']
 
@@ -80,7 +82,7 @@ def test_tools_need_a_template_that_knows_them_may_be_json_text_and_hold_no_null
         shown = [tokenizer.decode(row["input_ids"]).split("<|im_start|>")[0] for row in read]
         assert shown == [json.dumps([tool]) for tool in tools]
     with pytest.raises(ValueError, match=r"data.jsonl:1 has `tools`: the chat template knows none"):
-        taught(tmp_path, rows_of(tmp_path, rows), template("", begin=""))
+        taught(tmp_path, rows, template("", begin=""))
 
 
 ODD = "{% if m.content == 'odd' %}"
@@ -90,80 +92,66 @@ LEFT_OUT = "the chat template leaves it"
 
 @pytest.mark.parametrize(
     ("answer", "chat_template", "message"),
-    [
-        ({"tool_calls": [PARIS]}, template("{{ m.content }}"), "has `tool_calls`: the chat template knows none."),
-        ({"tool_calls": [PARIS]}, template("{{ m.content }}{{ 'x' if m.tool_calls }}"), f"has 'city': {LEFT_OUT} out"),
-        ({"tool_calls": [PARIS, ROME]}, TOOLS.replace("tool_calls or []", "get('tool_calls', [])[:1]"),
-         f"has 'Rome': {LEFT_OUT} out."),
-        ({"tool_calls": [PARIS], "content": "Well."},
-         TOOLS.replace("m.content }}{% for", "m.content if not m.tool_calls }}{% for"),
-         f"has 'Well.': {LEFT_OUT} out."),
-        ({"tool_calls": [call_of("{")]}, TOOLS, "`arguments` of a tool call must be a JSON object, got '{'."),
-        ({"tool_calls": [call_of("[1]")]}, TOOLS, "must be a JSON object, got '[1]'."),
-        ({"tool_calls": [call_of(None)]}, TOOLS, "must be a JSON object, got None."),
-        ({"tool_calls": "x"}, TOOLS, "`tool_calls` must be a list of objects, got 'x'."),
-        ({"function_call": {"name": "f"}}, TOOLS, "do not know `function_call`: write it as one of `tool_calls`."),
-        ({"weight": 0}, TOOLS, "`weight` must be 1, got 0"),
-        ({"role": "Assistant"}, TOOLS, "`role` of the assistant must be 'assistant', got 'Assistant'."),
-        ({"role": "note", "content": "42 %"}, TOOLS.replace("{% else", "{% elif m.role == 'user'"),
-         f"has '42 %': {LEFT_OUT} out."),
-        ({"thinking": "Hm"}, TOOLS, "has `reasoning_content`: the chat template knows no thoughts."),
-        ({"content": "odd"}, template(ODD + "{{ 'x' + 3 }}{% endif %}{{ m.content }}"), "refuses it: can only conca"),
-        ({"content": "odd"},
-         template(ODD + "{{ raise_exception('No') }}{% endif %}{{ m.content }}"), "refuses it: No"),
-        ({"content": "odd"},
-         template("{{ m.content if m.content != 'odd' }}").replace("{% gen", ODD + "odd{% endif %}{% gen"),
-         f"has 'odd': {LEFT_OUT} outside its {{% generation %}} markers."),
-        ({"content": "It is <|mask|> here."}, TOOLS, "holds the mask token, '<|mask|>'"),
-    ],
+    [({"tool_calls": [PARIS]}, template("{{ m.content }}"), "has `tool_calls`: the chat template knows none."),
+     ({"tool_calls": [PARIS]}, template("{{ m.content }}{{ 'x' if m.tool_calls }}"), f"has 'city': {LEFT_OUT} out"),
+     ({"tool_calls": [PARIS, ROME]}, TOOLS.replace("tool_calls or []", "get('tool_calls', [])[:1]"),
+      f"has 'Rome': {LEFT_OUT} out."),
+     ({"tool_calls": [PARIS], "content": "Well."},
+      TOOLS.replace("m.content }}{% for", "m.content if not m.tool_calls }}{% for"),
+      f"has 'Well.': {LEFT_OUT} out."),
+     ({"tool_calls": [call_of("{")]}, TOOLS, "`arguments` of a tool call must be a JSON object, got '{'."),
+     ({"tool_calls": [call_of("[1]")]}, TOOLS, "must be a JSON object, got '[1]'."),
+     ({"tool_calls": [call_of(None)]}, TOOLS, "must be a JSON object, got None."),
+     ({"tool_calls": "x"}, TOOLS, "`tool_calls` must be a list of objects, got 'x'."),
+     ({"function_call": {"name": "f"}}, TOOLS, "do not know `function_call`: write it as one of `tool_calls`."),
+     ({"weight": 0}, TOOLS, "`weight` must be 1, got 0"),
+     ({"role": "Assistant"}, TOOLS, "`role` of the assistant must be 'assistant', got 'Assistant'."),
+     ({"role": "note", "content": "42 %"}, TOOLS.replace("{% else", "{% elif m.role == 'user'"),
+      f"has '42 %': {LEFT_OUT} out."),
+     ({"thinking": "Hm"}, TOOLS, "has `reasoning_content`: the chat template knows no thoughts."),
+     ({"content": "odd"}, template(ODD + "{{ 'x' + 3 }}{% endif %}{{ m.content }}"), "refuses it: can only conca"),
+     ({"content": "odd"},
+      template(ODD + "{{ raise_exception('No') }}{% endif %}{{ m.content }}"), "refuses it: No"),
+     ({"content": "odd"},
+      template("{{ m.content if m.content != 'odd' }}").replace("{% gen", ODD + "odd{% endif %}{% gen"),
+      f"has 'odd': {LEFT_OUT} outside its {{% generation %}} markers."),
+     ({"content": "It is <|mask|> here."}, TOOLS, "holds the mask token, '<|mask|>'")],
 )  # fmt: skip
 def test_what_a_template_would_leave_out_or_change_is_told_by_its_line(tmp_path, answer, chat_template, message):
     data = [GOOD, {"messages": [USER, {"role": "assistant", "content": ""} | answer]}]
     with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path / 'data.jsonl'))}:2.*{re.escape(message)}"):
-        taught(tmp_path, rows_of(tmp_path, data), chat_template)
+        taught(tmp_path, data, chat_template)
     with pytest.raises(ValueError, match=f"^Example 2 of the train dataset.*{re.escape(message)}"):
         taught(tmp_path, Dataset.from_list(data), chat_template)
 
 
 def test_thoughts_are_learnt_under_each_of_their_names_and_a_template_that_drops_some_is_told_of(tmp_path, caplog):
     for name in ("reasoning_content", "reasoning", "thinking"):
-        data = rows_of(tmp_path, [{"messages": [USER, ANSWER | {name: "Let me count."}]}])
+        rows = [{"messages": [USER, ANSWER | {name: "Let me count."}]}]
         expected = f"<think>Let me count.</think>{ANSWER['content']}<|im_end|>"
-        assert taught(tmp_path, data, template(THOUGHT + "{{ m.content }}")) == [expected]
+        assert taught(tmp_path, rows, template(THOUGHT + "{{ m.content }}")) == [expected]
     turns = [USER, ANSWER | {"content": "<think>Hm</think>1, 2"}, USER, ANSWER]
     assert "leaves out thoughts" not in caplog.text
     last = template("{{ m.content.split('</think>')[-1] }}")
-    assert taught(tmp_path, rows_of(tmp_path, [{"messages": turns}]), last) == ["1, 2<|im_end|>1, 2, 3, 4<|im_end|>"]
+    assert taught(tmp_path, [{"messages": turns}], last) == ["1, 2<|im_end|>1, 2, 3, 4<|im_end|>"]
     assert "data.jsonl:1 and perhaps others: the chat template leaves out thoughts" in caplog.text
 
 
 def test_an_empty_turn_is_learnt_as_an_end_and_supervises_nothing_behind_it(tmp_path):
     bare = TOOLS.replace("<|im_start|>{{ m.role }}\n", "").replace("<|im_end|>\n{% endfor", "{% endfor")
-    turns = [{"role": "assistant", "content": ""}, USER, ANSWER]
-    assert taught(tmp_path, rows_of(tmp_path, [{"messages": turns}]), bare) == [
-        f"<|im_end|>{ANSWER['content']}<|im_end|>"
-    ]
+    rows = [{"messages": [{"role": "assistant", "content": ""}, USER, ANSWER]}]
+    assert taught(tmp_path, rows, bare) == [f"<|im_end|>{ANSWER['content']}<|im_end|>"]
 
 
 def test_the_completion_of_a_chat_begins_where_the_prompt_ends_and_of_text_where_it_was_written(tmp_path, caplog):
-    data = rows_of(tmp_path, [{"prompt": [USER, ANSWER, USER], "completion": [ANSWER | {"content": "7"}]}])
-    assert taught(tmp_path, data) == ["7<|im_end|>"]
-    data = rows_of(tmp_path, [{"prompt": "Sort 7:\n", "completion": "7"}])
-    assert taught(tmp_path, data) == ["7<|im_end|>"]
-    assert taught(tmp_path, data, completion_only_loss=False) == ["Sort 7:\n7<|im_end|>"]
+    chat = {"prompt": [USER, ANSWER, USER], "completion": [ANSWER | {"content": "7"}]}
+    text = {"prompt": "Sort 7:\n", "completion": "7"}
+    assert taught(tmp_path, [chat]) == taught(tmp_path, [text]) == ["7<|im_end|>"]
+    assert taught(tmp_path, [text], completion_only_loss=False) == ["Sort 7:\n7<|im_end|>"]
     assert "a token holds the end" not in caplog.text
-    data = rows_of(tmp_path, [{"prompt": "3 + 4 =", "completion": " 7"}])  # where " = " is one token
-    assert taught(tmp_path, data)[0].strip() == "= 7<|im_end|>"
+    text = {"prompt": "3 + 4 =", "completion": " 7"}  # where " = " is one token
+    assert taught(tmp_path, [text])[0].strip() == "= 7<|im_end|>"
     assert "data.jsonl:1 and perhaps others: a token holds the end of the prompt" in caplog.text
-
-
-def test_a_formatting_function_makes_text_that_is_all_learnt(tmp_path):
-    data = rows_of(tmp_path, [{"question": "Sort 9:"}])
-    trainer = WeDLMSFTTrainer(
-        tiny_model(), settings_of(tmp_path), data, processing_class=tiny_tokenizer(),
-        formatting_func=lambda example: example["question"] + " 9",
-    )  # fmt: skip
-    assert learnt_text(trainer.train_dataset[0]).endswith(": 9<|im_end|>")
 
 
 # Files.
@@ -171,45 +159,42 @@ def test_a_formatting_function_makes_text_that_is_all_learnt(tmp_path):
 TEXT = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\r\n" for text in ("Café", "naïve", "x\u2028y"))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-def test_files_of_windows_are_read_as_they_were_meant(tmp_path, encoding, streaming):
+def test_files_of_windows_are_read_as_they_were_meant(tmp_path):
     path = tmp_path / "DATA.JSONL"
-    path.write_bytes(("\r\n" + TEXT).encode(encoding))
-    read = [row_of(row, 0, "train") for row in load(str(path), streaming=streaming)]
-    assert [row["text"] for row, *_ in read] == ["Café", "naïve", "x\u2028y"]
-    assert [place for _, place, _ in read] == [f"{path}:{number}" for number in (2, 3, 4)]
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-32"):
+        path.write_bytes(("\r\n" + TEXT).encode(encoding))
+        for streaming in (False, True):
+            read = [row_of(row, 0, "train") for row in load(str(path), streaming=streaming)]
+            assert [row["text"] for row, *_ in read] == ["Café", "naïve", "x\u2028y"]
+            assert [place for _, place, _ in read] == [f"{path}:{number}" for number in (2, 3, 4)]
 
 
 OBJECT = "each line must be a JSON object: "
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("name", "content", "message"),
-    [
-        ("data.jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', f":3: {OBJECT}Expecting ',' del"),
-        ("data.jsonl", b"prompt;answer\r\nPet?;goat\r\n",
-         f":1: {OBJECT}Expecting value at column 1 of 'prompt;answer'."),
-        ("data.json", b'\n[{"text": "a"},\n {"text": }]',
-         f":3: {OBJECT}Expecting value at column 11 of ' {{\"text\": }}]'."),
-        ("data.json", b'{\n "text": "a"}', f":1: {OBJECT}Expecting property name enclosed in double quotes at c"),
-        ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', f":2: {OBJECT}not an object, got '[1, 2]'."),
-        ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', f":2: {OBJECT}the text is not UTF-8. Save"),
-        ("data.jsonl", TEXT.replace("\u2028", "").encode("cp1252"), f":1: {OBJECT}the text is not UTF-8. Save"),
-        ("data.jsonl", TEXT.encode("utf-16-le"), f":1: {OBJECT}"),  # without a mark
-        ("data.jsonl", TEXT.encode("utf-16")[:-1], ": the text is not UTF-16. Save the file as UTF-8."),
-        ("data.jsonl", b"", ": there is no example in this file."),
-        ("data.json", b"[]", ": there is no example in this file."),
-        ("data.json", b'[{"text": "a"}, 7]', f", example 2: {OBJECT}"),
-        ("data.parquet", b"PAR1 no more", ": cannot be read as parquet"),
-    ],
+    [("data.jsonl", b'{"text": "a"}\n\n{"text": "b"\n{"text": "c"}\n', f":3: {OBJECT}Expecting ',' del"),
+     ("data.jsonl", b"prompt;answer\r\nPet?;goat\r\n",
+      f":1: {OBJECT}Expecting value at column 1 of 'prompt;answer'."),
+     ("data.json", b'\n[{"text": "a"},\n {"text": }]',
+      f":3: {OBJECT}Expecting value at column 11 of ' {{\"text\": }}]'."),
+     ("data.json", b'{\n "text": "a"}', f":1: {OBJECT}Expecting property name enclosed in double quotes at c"),
+     ("data.jsonl", b'{"text": "a"}\n[1, 2]\n', f":2: {OBJECT}not an object, got '[1, 2]'."),
+     ("data.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', f":2: {OBJECT}the text is not UTF-8. Save"),
+     ("data.jsonl", TEXT.encode("utf-16-le"), f":1: {OBJECT}"),  # without a mark
+     ("data.jsonl", TEXT.encode("utf-16")[:-1], ": the text is not UTF-16. Save the file as UTF-8."),
+     ("data.jsonl", b"", ": there is no example in this file."),
+     ("data.json", b"[]", ": there is no example in this file."),
+     ("data.json", b'[{"text": "a"}, 7]', f", example 2: {OBJECT}"),
+     ("data.parquet", b"PAR1 no more", ": cannot be read as parquet")],
 )  # fmt: skip
-def test_a_file_that_cannot_be_read_is_told_by_name_and_line(tmp_path, name, content, message, streaming):
+def test_a_file_that_cannot_be_read_is_told_by_name_and_line(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
-        list(load(str(path), streaming=streaming))
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
+            list(load(str(path), streaming=streaming))
 
 
 def test_half_a_surrogate_pair_is_told_by_its_line(tmp_path):
@@ -219,33 +204,34 @@ def test_half_a_surrogate_pair_is_told_by_its_line(tmp_path):
         trainer_on(tmp_path, load(str(path)))
 
 
-def test_files_of_each_kind_hold_the_same_examples(tmp_path):
-    examples = [{"text": "a"}, {"text": "b"}]
+def test_files_of_each_kind_hold_the_same_examples_and_slices_keep_the_places(tmp_path):
+    examples = [{"text": str(number)} for number in range(9)]
     for kind in ("jsonl", "json", "parquet"):
         path = tmp_path / f"data.{kind}"
         data = Dataset.from_list(examples)
-        data.to_parquet(path) if kind == "parquet" else data.to_json(path)
+        data.to_parquet(path) if kind == "parquet" else data.to_json(path, lines=kind == "jsonl")
         for streaming in (False, True):
             read = load(str(path), streaming=streaming)
             assert [row_of(row, 0, "train")[0] for row in read] == examples
             assert next(iter(read)) == next(iter(load(str(path), "any[:1]")))
         with pytest.raises(ValueError, match="A configuration belongs to a dataset of the Hub, not to the file"):
             load(str(path), config_name="main")
-
-
-def test_an_example_of_a_json_array_is_told_by_its_number_and_slices_keep_the_places(tmp_path):
     path = tmp_path / "data.json"
-    path.write_text(json.dumps([{"text": str(number)} for number in range(9)], indent=1))
     part = load(str(path), "anything[4:6]")
     assert [row_of(row, 0, "train")[1] for row in part] == [f"{path}, example {number}" for number in (5, 6)]
     with pytest.raises(ValueError, match=r"A stream is read from its beginning: .* got 'train\[:1\]'"):
         load(str(path), "train[:1]", streaming=True)
 
 
-def test_a_dataset_with_a_transform_is_refused_and_formats_are_read_as_plain(tmp_path):
+def test_a_transform_is_refused_a_formatting_function_makes_text_and_formats_are_read_as_plain(tmp_path):
     data = Dataset.from_list([{"question": "a"}])
     with pytest.raises(ValueError, match=r"The train dataset has a transform .*Apply it by `map`"):
         trainer_on(tmp_path, data.with_transform(lambda rows: {"text": rows["question"]}))
+    args = settings_of(tmp_path)
+    text = WeDLMSFTTrainer(
+        tiny_model(), args, data, processing_class=tiny_tokenizer(), formatting_func=lambda row: row["question"] + " 9"
+    )
+    assert learnt_text(text.train_dataset[0]) == "a 9<|im_end|>"
     tokens = Dataset.from_list([{"input_ids": [11, 12, 13]}])
     assert trainer_on(tmp_path, tokens.with_format("torch")).train_dataset[0]["labels"] == [11, 12, 13]
     with pytest.raises(TypeError, match="must be a `Dataset` or an `IterableDataset`, got <class 'list'>"):
@@ -267,6 +253,6 @@ def test_a_model_without_a_pad_token_is_trained_with_the_end_token_or_the_one_th
     for settings, pad in (({}, "<|im_end|>"), ({"pad_token": "<|endoftext|>"}, "<|endoftext|>")):
         tokenizer = tiny_tokenizer()
         tokenizer.pad_token = None
-        trainer = trainer_on(tmp_path, tokenizer=tokenizer, max_steps=1, **settings)
+        trainer = trainer_on(tmp_path, tokenizer=tokenizer, **settings)
         trainer.train()
         assert trainer.processing_class.pad_token == pad

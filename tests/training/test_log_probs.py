@@ -39,8 +39,7 @@ def masked_positions(example, collator) -> list[set[int]]:
 @pytest.mark.parametrize("copies", [1, 3])
 @pytest.mark.parametrize("example", EXAMPLES[:2], ids=["long", "short"])
 def test_sums_over_a_response_are_those_of_the_oracle(example, copies):
-    model = tiny_model().double()
-    collator = collator_with(num_copies=copies)
+    model, collator = tiny_model().double(), collator_with(num_copies=copies)
     document = Document(example["input_ids"], supervised_of(example), masked_positions(example, collator))
     with torch.no_grad():
         mask_loss, ar_loss = document_losses(model, document, BLOCK)
@@ -67,28 +66,20 @@ def test_each_token_has_its_own_place_and_its_blocks_sum():
 
 def test_the_gradient_is_that_of_the_loss():
     collator, tokens = collator_with(), sum(map(sum, map(supervised_of, EXAMPLES)))
-    gradients = []
-    for through_loss in (True, False):
-        model = tiny_model()
-        if through_loss:
-            model(**collator(EXAMPLES)).loss.backward()
-        else:
-            log_probs = response_log_probs(model, EXAMPLES, collator)
-            (-(log_probs.ar_tokens.sum() + log_probs.mask_blocks.sum()) / (2 * tokens)).backward()
-        gradients.append({name: weight.grad for name, weight in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert gradient.abs().max() > 0
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-6)
+    expected, model = tiny_model(), tiny_model()
+    expected(**collator(EXAMPLES)).loss.backward()
+    log_probs = response_log_probs(model, EXAMPLES, collator)
+    (-(log_probs.ar_tokens.sum() + log_probs.mask_blocks.sum()) / (2 * tokens)).backward()
+    for weight, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert other.grad.abs().max() > 0
+        torch.testing.assert_close(weight.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("examples", "message"),
-    [
+def test_bad_examples_are_refused():
+    for examples, message in (
         ([], "`examples` must hold at least one example, got none"),
         ([EXAMPLES[0] | {"seq_lengths": [7, 10]}], r"one conversation each, got a packed one with \['seq_lengths'\]"),
         ([{"completion_mask": [1]}], r"An example needs `input_ids`, got the columns \['completion_mask'\]"),
-    ],
-)
-def test_bad_examples_are_refused(examples, message):
-    with pytest.raises(ValueError, match=message):
-        response_log_probs(tiny_model(), examples, collator_with())
+    ):
+        with pytest.raises(ValueError, match=message):
+            response_log_probs(tiny_model(), examples, collator_with())

@@ -31,17 +31,18 @@ def assert_frequencies(observed: Counter, expected: dict, draws: int) -> None:
         assert abs(observed[outcome] - draws * probability) <= 5 * deviation, (outcome, observed[outcome], draws)
 
 
-block_sizes = st.integers(1, 9)
 seeds = st.integers(0, 2**32)
 
 
 @st.composite
-def block_grids(draw) -> torch.Tensor:
-    rows, size = draw(st.integers(1, 6)), draw(block_sizes)
-    return torch.tensor(draw(st.lists(st.lists(st.booleans(), min_size=size, max_size=size), min_size=rows)))
+def grids(draw, most: int) -> torch.Tensor:
+    """Rows of numbers from 0 to `most`."""
+    rows, size = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    row = st.lists(st.integers(0, most), min_size=size, max_size=size)
+    return torch.tensor(draw(st.lists(row, min_size=rows, max_size=rows)))
 
 
-@given(block_grids(), seeds, st.sampled_from(SAMPLERS), st.sampled_from([0.0, 0.5, 1.0]))
+@given(grids(1).map(torch.Tensor.bool), seeds, st.sampled_from(SAMPLERS), st.sampled_from([0.0, 0.5, 1.0]))
 def test_masks_are_supervised_tokens_as_many_as_their_weight_says_and_a_function_of_the_key(
     blocks, seed, sampler, suffix
 ):
@@ -50,19 +51,16 @@ def test_masks_are_supervised_tokens_as_many_as_their_weight_says_and_a_function
     assert torch.equal(masked, again[0]) and torch.equal(inverse_ratios, again[1])
     assert torch.equal(torch.get_rng_state(), before)
     assert masked.shape == blocks.shape and inverse_ratios.shape == blocks.shape[:1]
-    assert (masked.dtype, inverse_ratios.dtype) == (torch.bool, torch.float32)
-    assert not (masked & ~blocks).any()
+    assert (masked.dtype, inverse_ratios.dtype) == (torch.bool, torch.float32) and not (masked & ~blocks).any()
     n, m = blocks.sum(-1), masked.sum(-1)
     assert torch.equal(m > 0, n > 0)
     torch.testing.assert_close(inverse_ratios, n / m.clamp(min=1))  # 1 / γ, with γ = m / n
 
 
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=12),
-    st.lists(st.integers(0, 9), min_size=1, max_size=12),
-    seeds,
-    st.sampled_from(SAMPLERS),
-)
+numbers = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+@given(numbers, numbers, seeds, st.sampled_from(SAMPLERS))
 def test_documents_side_by_side_are_masked_as_each_is_alone(first, second, seed, sampler):
     counts = [torch.tensor(first), torch.tensor(second)]
     noise = draw_noise([seed, seed + 1], [len(first), len(second)], 1)
@@ -92,8 +90,8 @@ def test_stratified_ratios_fill_each_stratum_once_and_skip_blocks_without_superv
     assert sorted(counts.tolist()) == [0] * empty + list(range(1, blocks + 1))
 
 
-def drawn_masks(supervised: list[bool], suffix_probability: float) -> Counter:
-    blocks = torch.tensor([supervised] * DRAWS)
+def drawn_masks(suffix_probability: float) -> Counter:
+    blocks = torch.tensor([[True, True, False, True, True, False]] * DRAWS)
     masked, _ = mask_blocks(blocks, noise_for(blocks), suffix_probability=suffix_probability)
     return Counter(tuple(row.nonzero().flatten().tolist()) for row in masked)
 
@@ -103,21 +101,16 @@ def test_uniform_layout_draws_every_subset_of_a_size_equally_often():
     for size in range(1, 5):
         subsets = list(combinations([0, 1, 3, 4], size))
         law |= dict.fromkeys(subsets, 1 / 4 / len(subsets))
-    assert_frequencies(drawn_masks([True, True, False, True, True, False], 0.0), law, DRAWS)
+    assert_frequencies(drawn_masks(0.0), law, DRAWS)
 
 
 def test_suffix_layout_masks_the_last_supervised_tokens_in_every_number_equally_often():
     law = dict.fromkeys([(4,), (3, 4), (1, 3, 4), (0, 1, 3, 4)], 1 / 4)
-    assert_frequencies(drawn_masks([True, True, False, True, True, False], 1.0), law, DRAWS)
+    assert_frequencies(drawn_masks(1.0), law, DRAWS)
 
 
-@given(block_grids(), st.data())
-def test_reordering_is_a_permutation_of_each_block_with_observed_tokens_first_and_order_kept(present, data):
-    masked = present & torch.tensor([[data.draw(st.booleans()) for _ in row] for row in present])
-    expected = []
-    for tokens, hidden in zip(present.tolist(), masked.tolist(), strict=True):
-        cells = range(len(tokens))
-        observed = [cell for cell in cells if tokens[cell] and not hidden[cell]]
-        empty = [cell for cell in cells if not tokens[cell]]
-        expected.append(observed + [cell for cell in cells if hidden[cell]] + empty)
-    assert reorder_blocks(masked, present).tolist() == expected
+@given(grids(2))
+def test_reordering_is_a_permutation_of_each_block_with_observed_tokens_first_and_order_kept(kinds):
+    """Kinds: 0 observed, 1 masked, 2 empty."""
+    expected = [sorted(range(len(row)), key=row.__getitem__) for row in kinds.tolist()]  # a stable sort
+    assert reorder_blocks(kinds == 1, kinds < 2).tolist() == expected

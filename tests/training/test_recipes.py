@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -32,11 +33,6 @@ QUICK = (
 @pytest.fixture
 def checkpoint(tmp_path) -> str:
     return str(write_checkpoint(tmp_path / "model"))
-
-
-@pytest.fixture
-def stock_checkpoint(tmp_path) -> str:
-    return str(write_stock_checkpoint(tmp_path / "stock"))
 
 
 @pytest.fixture
@@ -72,21 +68,20 @@ def test_a_recipe_trains_with_settings_of_the_command_line_and_says_what_came_ou
     for part in ("train dataset: 12 examples", "eval dataset: 4 examples", "eval_elbo_nll", "tokens_per_second"):
         assert part in summary
     tuned = WeDLMForCausalLM.from_pretrained(tmp_path / "tuned")
-    assert not torch.equal(tuned.lm_head.weight, tiny_model().lm_head.weight)
-    assert tuned.config.use_cache is True
+    assert not torch.equal(tuned.lm_head.weight, tiny_model().lm_head.weight) and tuned.config.use_cache is True
 
 
 def test_one_conversation_as_the_readme_shows_them_is_trained_on(tmp_path, checkpoint, capsys, caplog):
     (chat,) = re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     (tmp_path / "chats.jsonl").write_text(chat.partition("\n")[0])
     run("sft", checkpoint, str(tmp_path / "chats.jsonl"), tmp_path / "out")
-    assert "train dataset: 1 example" in capsys.readouterr().out
-    assert "none is left to evaluate on" in caplog.text
+    assert "train dataset: 1 example" in capsys.readouterr().out and "none is left to evaluate on" in caplog.text
 
 
-def test_a_stock_qwen_checkpoint_becomes_a_wedlm_by_one_command(tmp_path, stock_checkpoint):
+def test_a_stock_qwen_checkpoint_becomes_a_wedlm_by_one_command(tmp_path):
+    stock = str(write_stock_checkpoint(tmp_path / "stock"))
     Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 9] * 6}).to_parquet(tmp_path / "texts.parquet")
-    run("adapt", stock_checkpoint, str(tmp_path / "texts.parquet"), tmp_path / "adapted", "--eval_share", "0")
+    run("adapt", stock, str(tmp_path / "texts.parquet"), tmp_path / "adapted", "--eval_share", "0")
     adapted = WeDLMForCausalLM.from_pretrained(tmp_path / "adapted")
     ids = torch.tensor([[11, 12, 13]])
     assert adapted.generate(ids, attention_mask=ids > 0, strategy="wedlm", max_new_tokens=5).shape[1] > 3
@@ -94,12 +89,11 @@ def test_a_stock_qwen_checkpoint_becomes_a_wedlm_by_one_command(tmp_path, stock_
 
 def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
     output = tmp_path / "adapter"
-    words = "--packing false --eval_share 0 --streaming true --resume_from_checkpoint auto".split()
-    words += "--save_strategy steps --save_steps 1".split()
-    run("lora", checkpoint, chats, output, *words)
-    assert (output / "adapter_model.safetensors").exists()
-    run("lora", checkpoint, chats, output, *words, "--max_steps", "3")
-    assert json.loads((output / "trainer_state.json").read_text())["global_step"] == 3
+    words = "--packing false --eval_share 0 --streaming true --resume_from_checkpoint auto --save_strategy steps"
+    for steps in (1, 2):
+        run("lora", checkpoint, chats, output, *words.split(), "--save_steps=1", f"--max_steps={steps}")
+        assert json.loads((output / "trainer_state.json").read_text())["global_step"] == steps
+        assert (output / "adapter_model.safetensors").exists()
 
 
 def test_a_dataset_to_evaluate_on_goes_before_the_share_that_a_recipe_keeps(monkeypatch):
@@ -119,42 +113,34 @@ def said(*words: str) -> str:
     return result.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_a_bad_recipe_is_told_in_one_line_and_runs_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for content, message in (
         (b"a: [1,\nb", "while parsing a flow sequence"),
-        (b"\tlearning_rate: 3", "while scanning for the next token"),
-        (b"a: *x", "found undefined alias 'x'"),
         (b'!!python/object/apply:os.system ["touch run"]', "could not determine a constructor for the tag"),
         (b"- a", "must contain a YAML mapping."),
         (b"3: 4", "The name of a setting must be text, but the recipe has a number"),
         (b"\xff\xfe\x00", "The recipe is not UTF-8: "),
         (b"learning_rate: null", "`learning_rate` must be at least 0, got None."),
         (b"blok_size: 8", "blok_size"),
-    ],
-)
-def test_a_bad_recipe_is_told_in_one_line_and_runs_nothing(tmp_path, monkeypatch, content, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.yaml").write_bytes(content)
-    line = said("recipe.yaml", "--dataset", "x.jsonl", "--model_name_or_path", "m", *CPU)
-    assert line.startswith("Error: ") and message in line
-    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    ):
+        (tmp_path / "recipe.yaml").write_bytes(content)
+        line = said("recipe.yaml", "--dataset", "x.jsonl", "--model_name_or_path", "m", *CPU)
+        assert line.startswith("Error: ") and message in line
+        assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
 
 
-def test_the_model_is_checked_before_the_data_are_read(tmp_path, stock_checkpoint, monkeypatch):
+def test_the_model_is_checked_before_the_data_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(train, "load", lambda *_, **__: pytest.fail("the data are read"))
     words = ["--dataset", "x.jsonl", "--output_dir", str(tmp_path / "out"), *CPU, "--model_name_or_path"]
     assert said(*words, str(tmp_path / "no")) == f"Error: There is no checkpoint folder '{tmp_path / 'no'}'."
-    adapter = said(*words, stock_checkpoint, "--use_peft", "true")
-    assert adapter.startswith("Error: An adapter is loaded onto the checkpoint that it was trained on")
-    assert not (tmp_path / "out").exists()
+    stock = str(write_stock_checkpoint(tmp_path / "stock"))
+    expected = "Error: An adapter is loaded onto the checkpoint that it was trained on"
+    assert said(*words, stock, "--use_peft", "true").startswith(expected) and not (tmp_path / "out").exists()
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "run", interrupt)
+    monkeypatch.setattr(train, "run", Mock(side_effect=KeyboardInterrupt))
     result = CliRunner().invoke(cli.app, ["train", "--dataset", "x.jsonl", *CPU])
     assert result.exit_code == 130
     assert result.stderr == "Stopped. With `--resume_from_checkpoint auto` it goes on from the newest checkpoint.\n"

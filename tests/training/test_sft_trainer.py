@@ -87,27 +87,26 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("streamed", [False, True], ids=["map", "iterable"])
-def test_each_kind_of_data_supervises_what_it_should(tmp_path, kind, streamed):
+def test_each_kind_of_data_supervises_what_it_should(tmp_path, kind):
     example, expected = FORMATS[kind]
     data = Dataset.from_list([example, example])
-    trainer = trainer_on(tmp_path, data.to_iterable_dataset() if streamed else data)
-    examples = list(trainer.train_dataset)
-    assert [learnt_text(read) for read in examples] == [expected] * 2
-    labels = trainer.data_collator(examples)["labels"]
-    assert labels[0].tolist()[-3:] == [EOS] * 3  # the response's own end token and its copies
+    for each in (data, data.to_iterable_dataset()):
+        trainer = trainer_on(tmp_path, each)
+        examples = list(trainer.train_dataset)
+        assert [learnt_text(read) for read in examples] == [expected] * 2
+        labels = trainer.data_collator(examples)["labels"]
+        assert labels[0].tolist()[-3:] == [EOS] * 3  # the response's own end token and its copies
 
 
 def test_every_assistant_turn_is_learnt_and_nothing_else(tmp_path):
     turns = [*TURNS, {"role": "user", "content": "Go on"}, {"role": "assistant", "content": "5, 6"}]
     data = Dataset.from_dict({"messages": [turns]})
     assert learnt_text(trainer_on(tmp_path, data).train_dataset[0]) == f"{LEARNT}5, 6<|im_end|>"
-    everything = trainer_on(tmp_path, data, assistant_only_loss=False)
-    whole = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n{LEARNT}"
-    assert learnt_text(everything.train_dataset[0]).startswith(whole)
+    everything = learnt_text(trainer_on(tmp_path, data, assistant_only_loss=False).train_dataset[0])
+    assert everything.startswith(f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n{LEARNT}")
 
 
-def test_packed_rows_hold_whole_documents_and_isolate_them(tmp_path):
+def test_packed_rows_hold_whole_documents_or_parts_of_texts_that_are_split_instead_of_cut(tmp_path):
     plain, packed = (trainer_on(tmp_path, packing=packing, max_length=60) for packing in (False, True))
     assert len(packed.train_dataset) < len(plain.train_dataset)
     assert max(map(len, packed.train_dataset["input_ids"])) <= 60
@@ -117,18 +116,14 @@ def test_packed_rows_hold_whole_documents_and_isolate_them(tmp_path):
         for i, length in enumerate(row["seq_lengths"])
     ]
     assert sorted(pieces) == sorted(map(tuple, plain.train_dataset["input_ids"]))
-    batch = next(iter(packed.get_train_dataloader()))
-    assert int(batch["document_ids"].max()) > 0
-
-
-def test_text_longer_than_the_limit_can_be_split_instead_of_cut(tmp_path):
+    assert int(next(iter(packed.get_train_dataloader()))["document_ids"].max()) > 0
+    # Text that is longer than the limit can be split instead of cut.
     data = Dataset.from_dict({"text": ["3 + 4 = 7, so 37 + 40 = 77. " * 6]})
     cut = trainer_on(tmp_path, data, max_length=20)
     assert cut.data_reports["train"].outcomes.total() == 1 and "1 shortened" in str(cut.data_reports["train"])
     split = trainer_on(tmp_path, data, max_length=20, packing=True, packing_strategy="bfd_split")
-    whole = trainer_on(tmp_path, data)
     tokens = [token for row in split.train_dataset["input_ids"] for token in row]
-    assert sorted(tokens) == sorted(whole.train_dataset["input_ids"][0])
+    assert sorted(tokens) == sorted(trainer_on(tmp_path, data).train_dataset["input_ids"][0])
     assert "shortened" not in str(split.data_reports["train"])
 
 
@@ -167,8 +162,7 @@ def test_a_stream_counts_what_it_loses_too(tmp_path, caplog):
     trainer = trainer_on(tmp_path, data.to_iterable_dataset(), max_length=60, max_steps=2, dataloader_num_workers=1)
     trainer.train()
     report = trainer.data_reports["train"]
-    assert report.outcomes[1] >= 1 and report.kept >= 9
-    assert str(report) in caplog.text
+    assert report.outcomes[1] >= 1 and report.kept >= 9 and str(report) in caplog.text
 
 
 USER = CHATS[0][0]
@@ -177,25 +171,21 @@ LONG = {"role": "user", "content": "a b c d " * 99}
 
 @pytest.mark.parametrize(
     ("examples", "message"),
-    [
-        ([{"messages": [USER]}] * 3, "3 examples; 3 dropped: nothing to learn"),
-        ([{"messages": [LONG, CHATS[0][1]]}] * 2, "2 dropped: longer than `max_length` before anything to learn"),
-        ([{"input_ids": [5, 6], "labels": [IGNORE] * 2}], "1 dropped: nothing to learn"),
-        ([{"input_ids": [5], "labels": [5]}, {"input_ids": [], "labels": []}], "2 dropped: nothing to learn"),
-    ],
-    ids=["no assistant turn", "over-long", "no supervised token", "no tokens"],
-)
+    [([{"messages": [USER]}] * 3, "3 examples; 3 dropped: nothing to learn"),
+     ([{"messages": [LONG, CHATS[0][1]]}] * 2, "2 dropped: longer than `max_length` before anything to learn"),
+     ([{"input_ids": [5, 6], "labels": [IGNORE] * 2}], "1 dropped: nothing to learn"),
+     ([{"input_ids": [5], "labels": [5]}, {"input_ids": [], "labels": []}], "2 dropped: nothing to learn"),
+     ([], "")],
+    ids=["no assistant turn", "over-long", "no supervised token", "no tokens", "no example"],
+)  # fmt: skip
 def test_data_without_anything_to_learn_are_refused(tmp_path, examples, message):
     data = Dataset.from_list(examples)
     for name, datasets in (("Train", {"data": data}), ("Eval", {"eval_dataset": data})):
-        with pytest.raises(ValueError, match=f"There is nothing to train on. {name} dataset.*{re.escape(message)}"):
+        said = f"There is nothing to train on. {name} dataset.*{re.escape(message)}"
+        with pytest.raises(ValueError, match=said if examples else f"The {name.lower()} dataset is empty"):
             trainer_on(tmp_path, **datasets, max_length=60)
-
-
-@pytest.mark.parametrize("data", [Dataset.from_list([]), IterableDataset.from_generator(lambda: iter(()))])
-def test_data_without_an_example_are_refused(tmp_path, data):
     with pytest.raises(ValueError, match="The train dataset is empty"):
-        trainer_on(tmp_path, data)
+        trainer_on(tmp_path, IterableDataset.from_generator(lambda: iter(())))
 
 
 GOOD = {"messages": CHATS[0]}
@@ -203,26 +193,24 @@ GOOD = {"messages": CHATS[0]}
 
 @pytest.mark.parametrize(
     ("examples", "message"),
-    [
-        ([{"question": "a"}], "Example 1 of the train dataset has the columns ['question']. It needs `messages`"),
-        ([{"messages": "hello"}], "Example 1 of the train dataset: `messages` must be a list of turns, got 'hello'."),
-        ([{"messages": []}], "Example 1 of the train dataset has no turn in `messages`."),
-        ([GOOD, {"messages": [{"content": "a"}]}], "Example 2 of the train dataset: each turn of `messages` needs"),
-        ([GOOD, {"messages": [USER, {"role": "assistant", "content": None}]}], "needs `role` and `content`: {"),
-        ([{"conversations": [{"from": "human"}]}], "each turn of `conversations` needs `from` and `value`: {"),
-        ([{"text": "abc"}, {"text": None}], "has the columns [] (text: null), and the first one has `text`"),
-        ([{"text": "abc"}, {"prompt": "a", "completion": "b"}], "has `text`: all must be of one kind."),
-        ([{"text": 3}], "Example 1 of the train dataset: `text` must be a string, got 3."),
-        ([{"messages": [{"role": "user", "content": 3}]}], "`content` of each turn must be text, got 3."),
-        ([{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}], "must be text, got [{"),
-        ([{"prompt": "a", "completion": [CHATS[0][1]]}], "`prompt` and `completion` must be both strings, or both"),
-        ([{"prompt": "a"}], "must be both strings, or both lists of turns, got ['a', None]."),
-        ([{"input_ids": "abc"}], "`input_ids` must be a list of integers, got 'abc'."),
-        ([{"input_ids": [5, 6], "labels": [5]}], "`labels` must be a list as long as `input_ids`, 2 entries, got"),
-        ([{"input_ids": [5], "document_ids": [0]}], "say the lengths of packed documents by `seq_lengths`, not by"),
-        ([{"input_ids": [5, 6]}, {"input_ids": [5, 999]}], "must lie in [0, 320), the model's vocabulary, got 5 to"),
-    ],
-)
+    [([{"question": "a"}], "Example 1 of the train dataset has the columns ['question']. It needs `messages`"),
+     ([{"messages": "hello"}], "Example 1 of the train dataset: `messages` must be a list of turns, got 'hello'."),
+     ([{"messages": []}], "Example 1 of the train dataset has no turn in `messages`."),
+     ([GOOD, {"messages": [{"content": "a"}]}], "Example 2 of the train dataset: each turn of `messages` needs"),
+     ([GOOD, {"messages": [USER, {"role": "assistant", "content": None}]}], "needs `role` and `content`: {"),
+     ([{"conversations": [{"from": "human"}]}], "each turn of `conversations` needs `from` and `value`: {"),
+     ([{"text": "abc"}, {"text": None}], "has the columns [] (text: null), and the first one has `text`"),
+     ([{"text": "abc"}, {"prompt": "a", "completion": "b"}], "has `text`: all must be of one kind."),
+     ([{"text": 3}], "Example 1 of the train dataset: `text` must be a string, got 3."),
+     ([{"messages": [{"role": "user", "content": 3}]}], "`content` of each turn must be text, got 3."),
+     ([{"messages": [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]}], "must be text, got [{"),
+     ([{"prompt": "a", "completion": [CHATS[0][1]]}], "`prompt` and `completion` must be both strings, or both"),
+     ([{"prompt": "a"}], "must be both strings, or both lists of turns, got ['a', None]."),
+     ([{"input_ids": "abc"}], "`input_ids` must be a list of integers, got 'abc'."),
+     ([{"input_ids": [5, 6], "labels": [5]}], "`labels` must be a list as long as `input_ids`, 2 entries, got"),
+     ([{"input_ids": [5], "document_ids": [0]}], "say the lengths of packed documents by `seq_lengths`, not by"),
+     ([{"input_ids": [5, 6]}, {"input_ids": [5, 999]}], "must lie in [0, 320), the model's vocabulary, got 5 to")],
+)  # fmt: skip
 def test_an_example_that_cannot_be_read_is_told_by_its_number(tmp_path, examples, message):
     data = IterableDataset.from_generator(lambda: iter(examples))
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -233,28 +221,24 @@ def weights_of(model) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for weight in model.parameters()])
 
 
-def step_of(trainer) -> tuple[str, torch.Tensor]:
-    """The logged loss of one SGD step, and all weights after it."""
-    trainer.train()
-    return f"{logged(trainer, 'loss')[0]:.4f}", weights_of(trainer.model)
-
-
 def test_batches_accumulation_packing_and_workers_change_no_digit(tmp_path):
-    variants = [
-        {},
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
-        {"packing": True, "max_length": 400},
-        {"dataloader_num_workers": 2},
-        {"gradient_checkpointing": True},
+    trainers = [
+        trainer_on(tmp_path, **how)
+        for how in (
+            {},
+            {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "dataloader_num_workers": 1},
+            {"packing": True, "max_length": 400},
+            {"gradient_checkpointing": True},
+        )
     ]
-    runs = [step_of(trainer_on(tmp_path, **variant)) for variant in variants]
-    (expected_loss, expected), *others = runs
-    moved = (expected - weights_of(tiny_model())).abs().max()
+    for trainer in trainers:
+        trainer.train()
+    expected = weights_of(trainers[0].model)
+    moved = float((expected - weights_of(tiny_model())).abs().max())
     assert moved > 0
-    for loss, weights in others:
-        assert loss == expected_loss
-        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-4 * float(moved))
+    for trainer in trainers[1:]:
+        assert f"{logged(trainer, 'loss')[0]:.4f}" == f"{logged(trainers[0], 'loss')[0]:.4f}"
+        torch.testing.assert_close(weights_of(trainer.model), expected, rtol=0, atol=1e-4 * moved)
 
 
 def test_the_loss_is_that_of_plain_forwards_over_the_whole_step(tmp_path):
@@ -284,20 +268,17 @@ def test_evaluation_divides_sums_over_tokens_once_whatever_the_batches(tmp_path)
     # By definition, slot by slot.
     fixed = {"block_size": 4, "num_eos": 1, "ratio_sampler": "stratified", "seed": 0}
     collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), **fixed)
-    values = defaultdict(list)
     trainer = trainer_on(tmp_path, eval_dataset=MESSAGES)
-    supervised = 0
-    for example in trainer.eval_dataset:
-        batch = collator([example])
+    values, supervised = defaultdict(list), 0
+    for batch in (collator([example]) for example in trainer.eval_dataset):
         with torch.no_grad():
             output = trainer.model(**batch)
-        columns = ("input_ids", "stream_ids", "block_ids", "position_ids")
+        columns = ("input_ids", "stream_ids", "block_ids", "position_ids", "targets")
         slots = pd.DataFrame({name: batch[name][0].numpy() for name in columns})
         slots["is_learnable"] = batch["labels"][0].numpy()[slots["position_ids"]] != IGNORE
         slots["nll"], slots["correct"] = output.token_nll[0].numpy(), output.correct[0].numpy()
         supervised += int((batch["labels"] != IGNORE).sum())
-        has_target = batch["targets"][0].numpy() != IGNORE
-        values["ar_nll"] += list(slots["nll"][has_target & (slots["stream_ids"] == 0)])
+        values["ar_nll"] += list(slots["nll"][(slots["targets"] != IGNORE) & (slots["stream_ids"] == 0)])
         for _, block in slots[slots["stream_ids"] == 1].groupby("block_ids"):
             masked = block[block["input_ids"] == MASK]
             ratio = len(masked) / block["is_learnable"].sum()
@@ -318,13 +299,10 @@ def test_evaluation_divides_sums_over_tokens_once_whatever_the_batches(tmp_path)
 
 def test_evaluation_decodes_prompts_as_a_user_would(tmp_path):
     trainer = trainer_on(tmp_path, eval_dataset=MESSAGES, eval_decoding_samples=3, eval_decoding_tokens=9)
-    result = trainer.evaluate()["eval_tokens_per_forward"]
-    new_tokens = forwards = 0
-    for chat in CHATS[:3]:
-        output = decoded(tiny_model(), chat, max_new_tokens=9, return_dict_in_generate=True)
-        new_tokens += int(output.stats.new_tokens)
-        forwards += int(output.stats.forwards)
-    assert result == pytest.approx(new_tokens / forwards)
+    how = {"max_new_tokens": 9, "return_dict_in_generate": True}
+    stats = [decoded(tiny_model(), chat, **how).stats for chat in CHATS[:3]]
+    expected = sum(int(each.new_tokens) for each in stats) / sum(int(each.forwards) for each in stats)
+    assert trainer.evaluate()["eval_tokens_per_forward"] == pytest.approx(expected)
 
 
 # What is refused.
@@ -336,38 +314,33 @@ OTHER.config.model_type = "qwen3"
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"loss_type": "dft"}, "`loss_type` must be 'nll', got 'dft'"),
-        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0.0, got 0.1"),
-        ({"padding_free": True}, "`padding_free` must be False, got True: `packing=True` puts documents side by side"),
-        ({"packing": True, "packing_strategy": "wrapped"}, "must be 'bfd' or 'bfd_split', got 'wrapped'"),
-        ({"packing": True, "packing_strategy": "bfd_split"}, "must be 'bfd' for data with responses, got 'bfd_split'"),
-        ({"packing": True, "max_length": None}, "`packing=True` needs a `max_length`, got None."),
-        ({"max_length": 1}, "`max_length` must be at least 2 (a prompt and a token to learn), got 1."),
-        ({"eval_decoding_samples": -1}, "`eval_decoding_samples` must be at least 0, got -1."),
-        ({"model": tiny_model(mask_token_id=7)}, "mask token is id 3, the model's is 7: they do not belong together"),
-        ({"model": tiny_model(vocab_size=100)}, "and the model 100 embedding rows: they do not belong together."),
-        ({"model": OTHER}, "`model` must be a WeDLM model, got one of type 'qwen3'"),
-    ],
-)
+    [({"loss_type": "dft"}, "`loss_type` must be 'nll', got 'dft'"),
+     ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be 0.0, got 0.1"),
+     ({"padding_free": True}, "`padding_free` must be False, got True: `packing=True` puts documents side by side"),
+     ({"packing": True, "packing_strategy": "wrapped"}, "must be 'bfd' or 'bfd_split', got 'wrapped'"),
+     ({"packing": True, "packing_strategy": "bfd_split"}, "must be 'bfd' for data with responses, got 'bfd_split'"),
+     ({"packing": True, "max_length": None}, "`packing=True` needs a `max_length`, got None."),
+     ({"max_length": 1}, "`max_length` must be at least 2 (a prompt and a token to learn), got 1."),
+     ({"eval_decoding_samples": -1}, "`eval_decoding_samples` must be at least 0, got -1."),
+     ({"model": tiny_model(mask_token_id=7)}, "mask token is id 3, the model's is 7: they do not belong together"),
+     ({"model": tiny_model(vocab_size=100)}, "and the model 100 embedding rows: they do not belong together."),
+     ({"model": OTHER}, "`model` must be a WeDLM model, got one of type 'qwen3'")],
+)  # fmt: skip
 def test_what_cannot_be_trained_is_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer_on(tmp_path, **settings)
 
 
-def test_a_template_that_does_not_say_what_the_assistant_wrote_is_refused_unless_ours_is_asked_for(tmp_path):
+def test_a_template_or_an_end_token_that_does_not_say_what_the_assistant_wrote_is_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     with pytest.raises(ValueError, match=r"has no \{% generation %\} markers.*chat_template_path='chatml'"):
         trainer_on(tmp_path, tokenizer=tokenizer)
-    trainer = trainer_on(tmp_path, tokenizer=tokenizer, chat_template_path="chatml")
+    trainer = trainer_on(tmp_path, tokenizer=tokenizer, chat_template_path="chatml")  # ours, if asked for
     assert learnt_text(trainer.train_dataset[0]) == LEARNT
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match=r"There is no chat template.*chat_template_path='chatml'"):
         trainer_on(tmp_path, tokenizer=tokenizer)
-
-
-def test_responses_that_never_end_in_the_end_token_are_refused(tmp_path):
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = "<|im_start|>"
     with pytest.raises(ValueError, match=r"No response .* ends in the end token '<\|im_start\|>'.*as `eos_token`"):
@@ -376,24 +349,20 @@ def test_responses_that_never_end_in_the_end_token_are_refused(tmp_path):
     assert trainer.data_collator(list(trainer.train_dataset))["labels"].eq(EOS).sum() == 3 * len(CHATS)
 
 
-def test_a_loss_that_is_not_finite_ends_the_training_before_it_reaches_the_weights(tmp_path):
-    trainer = trainer_on(tmp_path, max_steps=5, save_strategy="steps", save_steps=1)
-
+def test_a_loss_that_is_not_finite_ends_the_training_and_nothing_is_resumed_without_a_complete_checkpoint(tmp_path):
     class Poison(TrainerCallback):
         def on_step_begin(self, args, state, control, model, **kwargs):
-            if state.global_step == 2:
+            if state.global_step == 1:
                 model.lm_head.weight.data[5] = float("nan")
 
-    trainer.add_callback(Poison())
-    with pytest.raises(FloatingPointError, match="The loss of step 3 is nan: training ends before it reaches"):
-        trainer.train()
-    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-2"
-
-
-def test_resuming_without_a_complete_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
+    trainer = trainer_on(tmp_path, max_steps=5, save_strategy="steps", save_steps=1)
     with pytest.raises(ValueError, match="There is no complete checkpoint to resume from in"):
-        trainer_on(tmp_path).train(resume_from_checkpoint=True)
+        trainer.train(resume_from_checkpoint=True)
+    trainer.add_callback(Poison())
+    with pytest.raises(FloatingPointError, match="The loss of step 2 is nan: training ends before it reaches"):
+        trainer.train()
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-1"
 
 
 def test_a_stream_too_short_for_a_step_ends_after_its_first_pass(tmp_path):

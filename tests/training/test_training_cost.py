@@ -37,7 +37,6 @@ def test_a_step_gives_the_dense_loss_for_at_most_60_percent_of_its_operations_an
             step()
         gradients[name] = {key: weight.grad.clone() for key, weight in model.named_parameters()}
         costs[name] = {"flops": counter.get_total_flops(), "bytes": kept_bytes(step)}
-    print(costs)
     assert losses["ours"].item() == pytest.approx(losses["dense"].item(), rel=1e-5)
     for key, gradient in gradients["dense"].items():
         scale = gradient.abs().max().item()

@@ -30,66 +30,17 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """The run that nothing interrupts."""
-    trainer = trainer_on(tmp_path_factory.mktemp("whole"), **SETTINGS)
-    trainer.train()
-    return trainer
-
-
-def assert_resumes(folder: Path, whole) -> None:
-    """Resuming gives the uninterrupted run, digit by digit, and cleans up."""
-    resumed = trainer_on(folder, **SETTINGS)
-    resumed.train(resume_from_checkpoint=True)
-    assert logged(resumed, "loss") == logged(whole, "loss")
-    assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["checkpoint-4"]
+CUT_OFF = r"Saving into '.*' was cut off: .* GB were free there\. What was saved before is as it was\."
+WEIGHTS_SIZE = 4 * weights_of(tiny_model()).numel()
 
 
 class Killed(BaseException):
     """Stands for SIGKILL: what a save has written so far stays there, one file half written."""
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "place"),
-    [
-        (modeling_utils, "safe_save_file", "checkpoint-3"),
-        (torch, "save", "checkpoint-3/optimizer"),
-        (TrainerState, "save_to_json", "checkpoint-3"),
-    ],
-    ids=["weights", "optimizer", "state"],
-)
-def test_after_a_kill_in_the_middle_of_a_checkpoint_training_resumes_as_if_uninterrupted(
-    tmp_path, whole, monkeypatch, owner, name, place
-):
-    save = getattr(owner, name)
-
-    def cut_off(*args, **kwargs):
-        save(*args, **kwargs)
-        target = Path(next(str(arg) for arg in args if isinstance(arg, str | os.PathLike)))
-        if place in str(target):
-            os.truncate(target, target.stat().st_size // 2)
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, cut_off)
-        patch.setattr(saving.shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
-        with pytest.raises(Killed):
-            trainer_on(tmp_path, **SETTINGS).train()
-    assert (tmp_path / "_saving").is_dir()
-    # transformers' own search finds it too: no other folder looks like a checkpoint.
-    assert get_last_checkpoint(tmp_path) == str(newest_complete_checkpoint(tmp_path)) == str(tmp_path / "checkpoint-2")
-    assert_resumes(tmp_path, whole)
-
-
-# A full disk: the system refuses to let files grow beyond so many bytes.
-
-CUT_OFF = r"Saving into '.*' was cut off: .* GB were free there\. What was saved before is as it was\."
-
-
 @contextmanager
 def disk_with_room_for(size: int):
+    """A full disk: the system refuses to let files grow beyond so many bytes."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -98,28 +49,64 @@ def disk_with_room_for(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-WEIGHTS_SIZE = 4 * weights_of(tiny_model()).numel()
-
-
 class FullDisk(TrainerCallback):
-    """Leaves room for files of `size` bytes from step 3 on."""
+    """Leaves room for files of `size` bytes from a step on."""
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, step: int):
+        self.size, self.step = size, step
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
+        if state.global_step == self.step:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-@pytest.mark.parametrize("share", [0.5, 1.5], ids=["weights", "optimizer"])  # AdamW's state is twice as large
-def test_after_a_full_disk_the_checkpoint_before_is_whole_and_training_resumes_from_it(tmp_path, whole, share):
-    broken = trainer_on(tmp_path, **SETTINGS)
-    broken.add_callback(FullDisk(int(share * WEIGHTS_SIZE)))
+def train_on_a_full_disk(trainer, size: int, step: int, checkpoint=None) -> None:
+    trainer.add_callback(FullDisk(size, step))
     with disk_with_room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=CUT_OFF):
-        broken.train()
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["checkpoint-2"]  # nothing half-made
-    assert_resumes(tmp_path, whole)
+        trainer.train(checkpoint)
+
+
+def test_after_kills_and_full_disks_in_the_middle_of_checkpoints_training_resumes_as_if_uninterrupted(
+    tmp_path, monkeypatch
+):
+    def kill(owner, name: str, place: str, step: int) -> None:
+        """Kills the training behind half of a file whose path has `place` in it, which `owner.name` writes."""
+
+        def cut_off(*args, **kwargs):
+            save(*args, **kwargs)
+            target = Path(next(str(arg) for arg in args if isinstance(arg, str | os.PathLike)))
+            if place in str(target):
+                os.truncate(target, target.stat().st_size // 2)
+                raise Killed
+
+        save = getattr(owner, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, cut_off)
+            patch.setattr(saving.shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
+            with pytest.raises(Killed):
+                trainer_on(folder, **SETTINGS).train(step > 2)
+        assert (folder / "_saving").is_dir()
+        # transformers' own search finds it too: no other folder looks like a checkpoint.
+        newest = str(folder / f"checkpoint-{step - 1}")
+        assert get_last_checkpoint(folder) == str(newest_complete_checkpoint(folder)) == newest
+
+    def fill_the_disk(size: int, step: int) -> None:
+        train_on_a_full_disk(trainer_on(folder, **SETTINGS), size, step, True)
+        # Nothing is half-made.
+        assert {path.name for path in folder.glob("*/")} <= {f"checkpoint-{done}" for done in range(1, step)}
+
+    whole, folder = trainer_on(tmp_path / "whole", **SETTINGS), tmp_path / "out"
+    whole.train()
+    kill(modeling_utils, "safe_save_file", "checkpoint-2", step=2)
+    fill_the_disk(WEIGHTS_SIZE // 2, step=2)
+    kill(torch, "save", "checkpoint-3/optimizer", step=3)
+    fill_the_disk(WEIGHTS_SIZE * 3 // 2, step=3)  # AdamW's state is twice as large
+    kill(TrainerState, "save_to_json", "checkpoint-4", step=4)
+    resumed = trainer_on(folder, **SETTINGS)
+    resumed.train(True)
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
+    assert [path.name for path in folder.glob("*/")] == ["checkpoint-4"]
 
 
 def test_a_full_disk_in_the_final_save_leaves_the_older_model_as_it_was(tmp_path):
@@ -129,10 +116,7 @@ def test_a_full_disk_in_the_final_save_leaves_the_older_model_as_it_was(tmp_path
     trainer.train()
     with disk_with_room_for(WEIGHTS_SIZE // 2), pytest.raises(OSError, match=CUT_OFF):
         trainer.save_model()
-    after = contents(tmp_path)
-    for files in (before, after):
-        del files["README.md"]  # says how far training has come
-    assert after == before
+    assert contents(tmp_path) | {"README.md": before["README.md"]} == before  # it says how far training has come
     trainer.save_model()
     assert torch.equal(weights_of(WeDLMForCausalLM.from_pretrained(tmp_path)), weights_of(trainer.model))
     assert not list(tmp_path.glob("_sav*"))
@@ -140,15 +124,13 @@ def test_a_full_disk_in_the_final_save_leaves_the_older_model_as_it_was(tmp_path
 
 def test_a_run_into_a_folder_of_another_leaves_the_others_checkpoint_whole_until_its_own_is(tmp_path):
     """Written in place, the new weights would lie beside the old optimizer under a complete-looking state."""
-    trainer_on(tmp_path, **SETTINGS | {"max_steps": 3}).train()
-    before = contents(tmp_path / "checkpoint-3")
+    trainer_on(tmp_path, **SETTINGS | {"max_steps": 1}).train()
+    before = contents(tmp_path / "checkpoint-1")
     second = trainer_on(tmp_path, model=tiny_model(seed=1), **SETTINGS | {"save_total_limit": None})
-    second.add_callback(FullDisk(WEIGHTS_SIZE * 3 // 2))
-    with disk_with_room_for(resource.RLIM_INFINITY), pytest.raises(OSError, match=CUT_OFF):
-        second.train()
-    assert contents(tmp_path / "checkpoint-3") == before
-    trainer_on(tmp_path, model=tiny_model(seed=1), **SETTINGS).train()
-    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-4"
+    train_on_a_full_disk(second, WEIGHTS_SIZE * 3 // 2, step=1)
+    assert contents(tmp_path / "checkpoint-1") == before
+    trainer_on(tmp_path, model=tiny_model(seed=1), **SETTINGS | {"max_steps": 2}).train()
+    assert newest_complete_checkpoint(tmp_path).name == "checkpoint-2"
 
 
 def test_the_best_checkpoint_is_kept_by_its_final_name_and_loaded_in_the_end(tmp_path):
@@ -176,13 +158,14 @@ def test_a_saved_model_replaces_the_shards_of_an_older_one(tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == len(trainer.processing_class)
 
 
-@pytest.mark.parametrize("part", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
-def test_a_checkpoint_that_lacks_a_state_is_not_resumed_in_silence(tmp_path, part):
+def test_a_checkpoint_that_lacks_a_state_is_not_resumed_in_silence(tmp_path):
     trainer_on(tmp_path, **SETTINGS | {"max_steps": 1}).train()
-    (tmp_path / "checkpoint-1" / part).unlink()
-    said = f"checkpoint-1' cannot be resumed: it has no {part.removesuffix('.pt')}.* pass it as the model"
-    with pytest.raises(ValueError, match=said):
-        trainer_on(tmp_path, **SETTINGS).train(str(tmp_path / "checkpoint-1"))
+    for part in ("optimizer.pt", "scheduler.pt", "trainer_state.json"):
+        hidden = (tmp_path / "checkpoint-1" / part).rename(tmp_path / part)
+        said = f"checkpoint-1' cannot be resumed: it has no {part.removesuffix('.pt')}.* pass it as the model"
+        with pytest.raises(ValueError, match=said):
+            trainer_on(tmp_path, **SETTINGS).train(str(tmp_path / "checkpoint-1"))
+        hidden.rename(tmp_path / "checkpoint-1" / part)
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_writes_nothing(tmp_path):

@@ -1,0 +1,349 @@
+"""Drafts without masks, of n-grams and of the root's state: right to the letter, learned, saved with the adapter."""
+
+import copy
+import json
+import random
+from collections import Counter, defaultdict
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_mask_adapter import SMALL, with_adapter
+from test_mask_trainer import K, answers, batch_of
+from tiny import EOS, VOCAB_SIZE, edit, stock_twin, tiny_model
+
+from wedlm_hf import MaskAdapterTrainer, MaskTrainingConfig, add_mask_adapter, count_ngrams, load_mask_adapter
+from wedlm_hf.adapters.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from wedlm_hf.adapters.attach import MOST_FREQUENT, _frequent, add_root_head
+from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
+from wedlm_hf.adapters.peft_method import MaskAdapterConfig
+from wedlm_hf.checkpoints.packed import can_pack, pack
+from wedlm_hf.generation.planner import Planner
+from wedlm_hf.generation.rows import Row
+from wedlm_hf.generation.tree_drafter import TreeDrafter
+
+VERIFIED = {"strategy": "wedlm", "verification": "exact", "pad_token_id": 0}
+
+
+def texts(count, seed=0, tokens=5):
+    """Answers of few tokens, some of them empty."""
+    draw = random.Random(seed)
+    lengths = [(draw.randrange(4), draw.randrange(9)) for _ in range(count)]
+    return [
+        {"prompt_ids": draw.choices(range(tokens), k=p), "response_ids": draw.choices(range(tokens), k=r)}
+        for p, r in lengths
+    ]
+
+
+def same(one, other):
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("keys", "tokens", "counts"))
+
+
+def by_hand(answers):
+    found = defaultdict(Counter)
+    for answer in answers:
+        text, start = answer["prompt_ids"] + answer["response_ids"], len(answer["prompt_ids"])
+        for place in range(start, len(text)):
+            for size in range(1, min(3, place) + 1):
+                found[tuple(text[place - size : place])][text[place]] += 1
+    return {ngram: followers for ngram, followers in found.items() if followers.total() > 1}
+
+
+def chances(followers):
+    """The counts of the three most frequent ones, as chances."""
+    return sorted((count / (followers.total() + 1) for count in followers.values()), reverse=True)[:3]
+
+
+def test_counts_are_those_by_hand_in_parts_or_in_one_go():
+    answers, ngrams = texts(300, tokens=3), None
+    for part in range(3):
+        ngrams = NGrams.of(answers[part::3], ngrams)
+    assert same(ngrams, NGrams.of(answers))
+    drafter, expected = NGramDrafter(ngrams), by_hand(answers)
+    assert len(ngrams.keys) == len(expected) and bool((ngrams.keys.diff() > 0).all())
+    for ngram, followers in expected.items():
+        found = drafter.followers(ngram)
+        assert [chance for _, chance in found] == pytest.approx(chances(followers))
+        assert all(followers[token] / (followers.total() + 1) == pytest.approx(chance) for token, chance in found)
+
+
+def test_the_longest_known_ngram_counts_nothing_follows_an_unknown_one_and_the_most_frequent_are_kept(monkeypatch):
+    same = {"prompt_ids": [1], "response_ids": [2, 3, 4]}
+    other = {"prompt_ids": [7], "response_ids": [3, 5]}
+    drafter = NGramDrafter(NGrams.of([same, same, *[other] * 3]))
+    assert drafter.followers([9, 2, 3]) == [(4, 2 / 3)]
+    assert [token for token, _ in drafter.followers([9, 3])] == [5, 4]
+    assert drafter.followers([8]) == drafter.followers([]) == []
+    assert NGrams.of([]).keys.shape == NGrams.of([same]).keys.shape == (0,)
+    monkeypatch.setattr("wedlm_hf.adapters.ngrams.MOST", 2)
+    pairs = [(1, 2)] * 3 + [(5, 6)] * 2 + [(3, 4)] * 4
+    drafter = NGramDrafter(NGrams.of([{"prompt_ids": [one], "response_ids": [two]} for one, two in pairs]))
+    assert [drafter.followers([token]) for token in (5, 1, 3)] == [[], [(2, 3 / 4)], [(4, 4 / 5)]]
+
+
+def test_drafts_are_a_tree_whose_siblings_share_a_chance_and_that_ends_where_the_text_does():
+    drafter = NGramDrafter(NGrams.of([*texts(400), *[{"prompt_ids": [0, 1], "response_ids": [EOS, 4, 4]}] * 200]))
+    ends = 0
+    for text, drafts in (([3, 4], []), ([0, 1], []), ([4], [Row(1, 1, -1, 0.5), Row(0, 2, 0, 0.6)])):
+        given = list(drafts)
+        drafter.extend(drafts, text, {EOS})
+        assert drafts[: len(given)] == given and len(drafts) > len(given)
+        children, reaches = defaultdict(list), {-1: 1.0}
+        for place, draft in enumerate(drafts):
+            above = drafts[draft.parent].position if draft.parent >= 0 else 0
+            assert draft.parent < place and draft.position == 1 + above
+            assert draft.is_sibling == bool(children[draft.parent]) or place < len(given)
+            children[draft.parent].append(draft)
+            reaches[place] = reaches[draft.parent] * draft.chance
+            assert reaches[place] >= LEAST_REACH
+            ends += draft.token == EOS
+        for parent, own in children.items():
+            assert len({draft.token for draft in own}) == len(own) and sum(draft.chance for draft in own) <= 1
+            assert parent < 0 or drafts[parent].token != EOS
+    assert ends
+
+
+def test_without_any_training_a_model_repeats_its_answers_in_fewer_forwards_and_to_the_letter():
+    def written(prompts, **how):
+        how = {"max_new_tokens": 40, "return_dict_in_generate": True, "pad_token_id": 0} | how
+        return model.generate(torch.tensor(prompts), **how)
+
+    model = stock_twin(tiny_model(), "sdpa")
+    prompts = [[token, token + 1, token + 2] for token in range(20, 32, 2)]
+    expected = [written([prompt], do_sample=False).sequences[0].tolist() for prompt in prompts]
+    add_mask_adapter(model, SMALL)
+    seen = [{"prompt_ids": text[:3], "response_ids": text[3:]} for text in expected[:4]]
+    count_ngrams(model, seen * 2)
+    cheap = VERIFIED | {"slot_cost": 0.05}
+    batch = written(prompts, **cheap, do_sample=False).sequences.tolist()
+    assert [row[: len(own)] for row, own in zip(batch, expected, strict=True)] == expected
+    outputs = [written([prompt], **cheap, do_sample=False) for prompt in prompts]
+    assert [output.sequences[0].tolist() for output in outputs] == expected
+    assert sum(int(output.stats.forwards) for output in outputs[:4]) < 0.6 * sum(map(len, expected[:4]))
+    draws = []
+    for ngrams, window_size in ((model.mask_adapter.ngrams, 4), (model.mask_adapter.ngrams, 31), (None, 31)):
+        model.mask_adapter.ngrams = ngrams
+        torch.manual_seed(3)
+        draws.append([written([each], do_sample=True, window_size=window_size, **cheap) for each in prompts[:2]])
+    for one, *others in zip(*draws, strict=True):
+        assert all(torch.equal(one.sequences, other.sequences) for other in others)
+
+
+def counted():
+    """A model with a mask adapter and n-grams."""
+    model = stock_twin(tiny_model())
+    add_mask_adapter(model, SMALL)
+    count_ngrams(model, texts(200))
+    return model
+
+
+def test_a_model_that_peft_made_saves_them_too_and_they_are_saved_again(tmp_path):
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for below in (stock_twin(tiny_model()), get_peft_model(stock_twin(tiny_model()), lora)):
+        model = get_peft_model(below, MaskAdapterConfig(rank=4, head_width=8))
+        model.count_ngrams(texts(200))
+        model.save_pretrained(tmp_path)
+        other, kept = stock_twin(tiny_model()), model.mask_adapter.ngrams
+        load_mask_adapter(other, tmp_path)
+        assert same(other.mask_adapter.ngrams, kept)
+        other.save_mask_adapter(tmp_path / "again", torch.bfloat16)
+        assert json.loads((tmp_path / "again" / CONFIG_NAME).read_text())["ngrams"] == len(kept.keys)
+
+
+def test_tokens_that_are_not_the_models_are_refused():
+    model = stock_twin(tiny_model())
+    add_mask_adapter(model, SMALL)
+    for token in (-1, VOCAB_SIZE, 2**21):
+        with pytest.raises(ValueError, match=f"tokens of the model, 0 to 319; got .*{token}"):
+            count_ngrams(model, [{"prompt_ids": [4], "response_ids": [5, token]}])
+        assert model.mask_adapter.ngrams is None
+
+
+def test_a_damaged_table_and_one_that_is_not_the_stated_one_are_refused(tmp_path):
+    def refused(message):
+        other = stock_twin(tiny_model())
+        with pytest.raises(ValueError, match=message):
+            load_mask_adapter(other, tmp_path)
+        assert not hasattr(other, "mask_adapter")
+
+    for damage, message in (
+        (lambda ngrams: ngrams.keys.copy_(ngrams.keys.flip(0)), "n-grams are damaged"),
+        (lambda ngrams: ngrams.counts.neg_(), "n-grams are damaged"),
+        (lambda ngrams: ngrams.tokens.add_(VOCAB_SIZE), "n-grams have token 324, and the model 320 tokens"),
+    ):
+        model = counted()
+        damage(model.mask_adapter.ngrams)
+        model.save_mask_adapter(tmp_path)
+        refused(message)
+    counted().save_mask_adapter(tmp_path)
+    for value, message in ((7, "do not fit its adapter_config.json: .*`ngrams` 7"), ("a", "numbers; got 8 and 'a'")):
+        edit(tmp_path / CONFIG_NAME, ngrams=value)
+        refused(message)
+
+
+# The root head.
+
+needs_kernels = pytest.mark.skipif(not can_pack(), reason="this torch has no FBGEMM kernels")
+LIMIT = {"max_new_tokens": 16, "pad_token_id": 0}
+CHEAP = VERIFIED | LIMIT | {"slot_cost": 0.01}
+
+
+@pytest.fixture
+def maskless(monkeypatch):
+    """No masks are planned."""
+    spend = Planner._spend
+    monkeypatch.setattr(Planner, "_spend", lambda planner, *args: spend(planner, *args[:-1], 0))
+
+
+def rooted(model=None):
+    """A model whose adapter has a root head, and n-grams of a few answers."""
+    model = with_adapter(model or stock_twin(tiny_model()), replace(SMALL, root_width=16))
+    count_ngrams(model, [{"prompt_ids": [1, 2], "response_ids": [*range(20, 90)]}] * 2)
+    return model
+
+
+def batch(*lengths):
+    torch.manual_seed(0)
+    rows = [torch.randint(4, 300, (length,)) for length in lengths]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
+    return {"input_ids": ids, "attention_mask": (ids > 0).long()}
+
+
+@pytest.mark.parametrize("lengths", [[5], [6, 3, 9]])
+def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(lengths, maskless, monkeypatch):
+    model, checked = rooted(), []
+    base, adapter = copy.deepcopy(model), model.mask_adapter
+    own = TreeDrafter._drafts
+
+    def compared(drafter, sequence, masks, numbers):
+        ngrams, drafter.ngrams = drafter.ngrams, Mock(mixed=lambda drafts, text: drafts)  # they know nothing
+        drafts, drafter.ngrams = own(drafter, sequence, masks, numbers), ngrams
+        if not masks:
+            text = torch.tensor(sequence.tokens)
+            with torch.no_grad():
+                state = base.base_model(text[None, :-1]).last_hidden_state[0, -1]
+                state = adapter.root_head(state, base.get_input_embeddings()(text[-2:]))
+                frequent = adapter.ngrams.frequent(MOST_FREQUENT)
+                scores = base.lm_head(state)[frequent]
+            chances, places = scores.softmax(-1).topk(3)
+            assert [draft.token for draft in drafts[:3]] == frequent[places].tolist()
+            assert [draft.chance for draft in drafts[:3]] == pytest.approx(chances.tolist(), rel=1e-3, abs=1e-6)
+            assert [draft.is_sibling for draft in drafts[:3]] == [False, True, True]
+            checked.append(drafts)
+        return drafts
+
+    monkeypatch.setattr(TreeDrafter, "_drafts", compared)
+    model.generate(**batch(*lengths), **CHEAP, do_sample=False)
+    assert len(checked) > 3 * len(lengths)
+
+
+@pytest.mark.parametrize("lengths", [[5], [6, 3, 9]])
+@pytest.mark.parametrize("form", ["plain", pytest.param("packed", marks=needs_kernels)])
+def test_they_change_no_text_greedy_or_sampled(lengths, form, maskless):
+    model = rooted() if form == "plain" else pack(rooted())
+    for how in ({"do_sample": False}, {"do_sample": True, "temperature": 1.3}):
+        texts = []
+        for cost in (0.01, 0.02, 1e6):
+            torch.manual_seed(1)
+            texts.append(model.generate(**batch(*lengths), **VERIFIED | LIMIT, slot_cost=cost, **how))
+        assert texts[0].equal(texts[1]) and texts[1].equal(texts[2])
+        if how == {"do_sample": False}:
+            expected = model.generate(**batch(*lengths), **LIMIT, do_sample=False)
+            assert texts[0].tolist() == expected[:, : texts[0].shape[1]].tolist()
+
+
+def test_chances_are_mixed_with_those_of_ngrams():
+    drafter = NGramDrafter(NGrams.of([{"prompt_ids": [1], "response_ids": [2, last]} for last in (3, 4)] * 2))
+    drafts = [Row(9, 1, -1, 0.5), Row(3, 1, -1, 0.4, True)]
+    found = drafter.mixed(drafts, [1, 2])
+    assert [row.token for row in found] == [3, 9, 4] and [row.is_sibling for row in found] == [False, True, True]
+    chances = 0.65 * 0.4 + 0.35 * 2 / 5, 0.65 * 0.5, 0.35 * 2 / 5
+    assert [row.chance for row in found] == pytest.approx(chances) and drafter.mixed(drafts, [8]) == drafts
+
+
+def test_it_learns_at_every_place_and_alters_nothing_of_what_masks_learn():
+    model, some = rooted(), answers(3)
+    batch_, vocabulary = batch_of(some), model.config.vocab_size
+    adapter, distillation = model.mask_adapter, MaskDistillation(model, K, top_tokens=vocabulary, sampled_tokens=1)
+    loss = distillation(**batch_)["loss"]
+    root_head, adapter.root_head = adapter.root_head, None
+    without = distillation(**batch_)["loss"]
+    adapter.root_head = root_head
+    places = {
+        (row, int(batch_["cuts"][row, number]) + 1 + depth)
+        for row, number, depth in (batch_["labels"] != -100).nonzero().tolist()
+    }
+    total = torch.zeros(())
+    for row, place in places:
+        tokens = torch.tensor(some[row]["prompt_ids"] + some[row]["response_ids"])
+        with torch.no_grad():
+            hidden = model.base_model(tokens[None]).last_hidden_state[0]
+            wanted = model.lm_head(hidden[place]).softmax(-1)
+            known = model.get_input_embeddings()(tokens[[place - 1, place]])
+        total = total - (wanted * model.lm_head(root_head(hidden[place - 1], known)).log_softmax(-1)).sum()
+    weights = float((0.85 ** torch.arange(K) * (batch_["labels"] != -100)).sum())
+    torch.testing.assert_close(loss - without, total / weights, atol=1e-4, rtol=1e-4)
+    expected = torch.autograd.grad(total / weights, [*root_head.parameters()])
+    loss.backward()
+    for parameter, right in zip(root_head.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, right, atol=1e-4, rtol=1e-3)
+    assert len(places) > 20
+
+
+def test_training_makes_it_right_and_says_how_often(tmp_path):
+    model, some = rooted(), [{"prompt_ids": [5, 6], "response_ids": [7, 8, 9, 10, 11, 12, 13, 14]}] * 4
+    args = MaskTrainingConfig(str(tmp_path), mask_rows=1500, learning_rate=2e-2, logging_steps=5, report_to=[])
+    trainer = MaskAdapterTrainer(model, args, some)
+    trainer.train()
+    shares = [entry["accuracy_root"] for entry in trainer.state.log_history if "accuracy_root" in entry]
+    assert shares[-1] > max(0.8, shares[0])
+
+
+def test_a_root_head_of_another_size_than_stated_is_refused(tmp_path):
+    rooted().save_mask_adapter(tmp_path)
+    weights = load_file(tmp_path / WEIGHTS_NAME)
+    name = next(name for name in weights if name.endswith("root_head.down"))
+    save_file(weights | {name: weights[name][:-1].clone()}, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="`root_width` 16"):
+        load_mask_adapter(stock_twin(tiny_model()), tmp_path)
+
+
+def test_an_embedding_that_was_resized_meanwhile_is_read_from_the_first_step_on(maskless):
+    model = rooted()
+    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
+    expected = model.generate(**batch(5), **LIMIT, do_sample=False)
+    for how in (CHEAP, CHEAP | {"slot_cost": 1e6}):
+        assert model.generate(**batch(5), **how, do_sample=False).tolist() == expected.tolist()
+
+
+@needs_kernels
+def test_packed_heads_are_read_tied_or_not_and_the_adapter_may_have_another_dtype(maskless):
+    model = pack(rooted())
+    model.mask_adapter.bfloat16()
+    assert _frequent(model) is not None and _frequent(model) is _frequent(model)
+    model.generate(**batch(5), **CHEAP, do_sample=False)
+    before = _frequent(model)
+    count_ngrams(model, [{"prompt_ids": [1], "response_ids": [7, 7, 7, 7]}])
+    assert _frequent(model) is not before
+
+
+def test_ngrams_of_tokens_that_the_model_lacks_are_refused():
+    for key, message in ((5000, "token 4999"), (0, "damaged")):
+        ngrams = NGrams.of([{"prompt_ids": [1, 2], "response_ids": [3, 4]}] * 2)
+        ngrams.keys[0] = key
+        ngrams.keys.copy_(ngrams.keys.sort().values)
+        with pytest.raises(ValueError, match=message):
+            ngrams.check(320)
+
+
+def test_an_adapter_without_one_gets_one_once():
+    model = with_adapter(stock_twin(tiny_model()))
+    add_root_head(model, 12)
+    head = model.mask_adapter.root_head
+    add_root_head(model, 99)
+    assert model.mask_adapter.root_head is head and model.mask_adapter.settings.root_width == len(head.down) == 12
+    assert "mask_adapter.root_head.down" in model._keys_to_ignore_on_save
