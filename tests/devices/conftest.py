@@ -1,13 +1,10 @@
-"""The pretend accelerator, where a test asks for it."""
-
-from collections.abc import Iterator
+"""The pretend accelerator, for the tests of a file."""
 
 import pytest
-from pretend import Accelerator, accelerator
+from pretend import accelerator
 
 
-@pytest.fixture
-def pretend() -> Iterator[Accelerator]:
-    """A device of its own."""
+@pytest.fixture(scope="module")
+def pretend():
     with accelerator() as device:
         yield device
