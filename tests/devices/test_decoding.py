@@ -99,7 +99,7 @@ def test_answers_scores_and_traces_are_the_cpus(pretend, models, name, options):
 
 @pytest.mark.parametrize("name", ["wedlm", "static", "verified", "trees"])
 def test_turns_on_a_cache_stop_strings_and_embeddings_do_as_on_the_cpu(models, name):
-    (model, other), options, prompts = models[name], DECODERS[name], prompts_of([5, 9])
+    (model, other), options, prompts = models[name], DECODERS[name], prompts_of([4, 7])
     first, rows = generate(other, prompts, **options)
     turns = [a + b + c for a, b, c in zip(prompts, rows, prompts_of([4, 3], seed=7), strict=True)]
     _, cold = generate(model, turns, **options)
