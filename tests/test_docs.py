@@ -13,12 +13,8 @@ from wedlm_hf.generation import WeDLMGenerationSettings
 
 ROOT = Path(__file__).parents[1]
 INDEX = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## The paper in the code")[2]
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")]
-    for line in INDEX.partition("\n## ")[0].splitlines()
-    if line.startswith("| ")
-]
-HEAD, *ENTRIES = ROWS
+LINES = [line.strip("|") for line in INDEX.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+HEAD, *ENTRIES = ([cell.strip() for cell in line.split("|")] for line in LINES)
 
 
 def names_in(file: Path) -> set[str]:
@@ -82,23 +78,20 @@ def test_every_message_on_the_page_of_errors_is_in_the_code():
 
 def test_the_signature_shown_has_every_setting_with_its_default():
     text = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
-    shown = re.findall(
-        r"^    (\w+)=([^,]+),", text.partition("<!-- signature -->")[2].partition("<!-- /")[0], re.MULTILINE
-    )
+    signature = text.partition("<!-- signature -->")[2].partition("<!-- /")[0]
+    shown = re.findall(r"^    (\w+)=([^,]+),", signature, re.MULTILINE)
     settings = {field.name: repr(field.default).replace("'", '"') for field in fields(WeDLMGenerationSettings)}
     assert dict(shown) == settings
 
 
 def test_the_drawings_are_what_the_code_draws(tmp_path, monkeypatch):
-    figures = ROOT / "docs" / "figures"
     draw = script("docs/figures/draw.py")
     monkeypatch.setattr(draw, "HERE", tmp_path)
     for drawing in draw.DRAWINGS:
         drawing()
-    drawn = sorted(tmp_path.glob("*.svg"))
+    drawn = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.glob("*.svg")}
     assert len(drawn) == len(draw.DRAWINGS)
-    for file in drawn:
-        assert file.read_text(encoding="utf-8") == (figures / file.name).read_text(encoding="utf-8"), file.name
+    assert drawn == {name: (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8") for name in drawn}
 
 
 def test_the_newest_entry_of_the_changelog_is_of_this_version():

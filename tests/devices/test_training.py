@@ -20,64 +20,63 @@ ANSWERS = [
 ]
 
 
-def moved(batch, device):
-    return {name: values.to(device) for name, values in batch.items()}
+def pair_on(device, model):
+    """Two copies of a model: on the CPU and on the device."""
+    return copy.deepcopy(model), copy.deepcopy(model).to(device)
 
 
-def gradients_of(model):
-    return {name: weight.grad.cpu() for name, weight in model.named_parameters() if weight.grad is not None}
+def both(batch, device):
+    return batch, {name: values.to(device) for name, values in batch.items()}
 
 
-def assert_close(found, expected):
-    assert found.keys() == expected.keys() and found
-    for name, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4, msg=name)
+def assert_gradients_close(found, expected):
+    pairs = [(one.grad, other.grad) for one, other in zip(found.parameters(), expected.parameters(), strict=True)]
+    assert any(expected is not None for _, expected in pairs)
+    for found, expected in pairs:
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_dual_stream_loss_and_its_gradient_are_the_cpus(pretend, attention, monkeypatch):
     monkeypatch.setattr("wedlm_hf.modeling_wedlm.dual_stream.CHUNK_LOGITS", 5 * 320)  # several chunks of the head
-    model, batch = tiny_model(attn_implementation=attention), batch_of()
-    other = copy.deepcopy(model).to(pretend.device)
-    expected = model(**batch)
-    expected.loss.backward()
-    output = other(**moved(batch, pretend.device), num_items_in_batch=None)
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
-    torch.testing.assert_close(output.token_nll.cpu(), expected.token_nll, atol=1e-5, rtol=1e-5)
-    assert_close(gradients_of(other), gradients_of(model))
+    outputs, models = [], pair_on(pretend.device, tiny_model(attn_implementation=attention))
+    for model, batch in zip(models, both(batch_of(), pretend.device), strict=True):
+        outputs.append(model(**batch))
+        outputs[-1].loss.backward()
+    assert outputs[1].loss.item() == pytest.approx(outputs[0].loss.item(), rel=1e-6)
+    torch.testing.assert_close(outputs[1].token_nll.cpu(), outputs[0].token_nll, atol=1e-5, rtol=1e-5)
+    assert_gradients_close(models[1], models[0])
 
 
 def test_mask_adapters_learn_as_on_the_cpu(pretend):
-    model = with_adapter(tiny_model())
-    other = copy.deepcopy(model).to(pretend.device)
-    batch = DataCollatorForMaskRuns(0, num_masks=3, cut_stride=2)([ANSWERS])
-    pair = [MaskDistillation(one, num_masks=3, sampled_tokens=64) for one in (model, other)]
-    pair[1].to(pretend.device)
+    pair = [
+        MaskDistillation(model, num_masks=3, sampled_tokens=64).to(model.device)
+        for model in pair_on(pretend.device, with_adapter(tiny_model()))
+    ]
+    batches = both(DataCollatorForMaskRuns(0, num_masks=3, cut_stride=2)([ANSWERS]), pretend.device)
     optimizers = [torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], 1e-2) for one in pair]
     for _ in range(3):
-        outputs = [one(**inputs) for one, inputs in zip(pair, (batch, moved(batch, pretend.device)), strict=True)]
+        outputs = [one(**batch) for one, batch in zip(pair, batches, strict=True)]
         for output, optimizer in zip(outputs, optimizers, strict=True):
             optimizer.zero_grad()
             output["loss"].backward()
-        assert_close(gradients_of(pair[1]), gradients_of(pair[0]))
+        assert_gradients_close(pair[1], pair[0])
         assert outputs[1]["loss"].item() == pytest.approx(outputs[0]["loss"].item(), rel=1e-5)
         assert torch.equal(outputs[1]["correct"].cpu(), outputs[0]["correct"])
         for optimizer in optimizers:
             optimizer.step()
 
 
+@torch.no_grad()
 def test_what_is_evaluated_is_the_cpus(pretend):
-    model = tiny_model()
-    other = copy.deepcopy(model).to(pretend.device)
+    models = pair_on(pretend.device, tiny_model())
     collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, num_eos=3, num_copies=2)
-    batch, sums = batch_of(), []
-    for one, inputs in ((other, moved(batch, pretend.device)), (model, batch)):
-        with torch.no_grad():
-            output = one(**inputs)
-        sums.append(evaluation_sums(inputs, output, collator))
-    for name, values in sums[0].items():
-        torch.testing.assert_close(values.cpu(), sums[1][name], atol=1e-5, rtol=1e-5)
-    found, expected = (response_log_probs(one, [EXAMPLES[1]], collator) for one in (other, model))
+    pairs = zip(models, both(batch_of(), pretend.device), strict=True)
+    expected, found = (evaluation_sums(batch, model(**batch), collator) for model, batch in pairs)
+    for name, values in found.items():
+        torch.testing.assert_close(values.cpu(), expected[name], atol=1e-5, rtol=1e-5)
+    expected, found = (response_log_probs(model, [EXAMPLES[1]], collator) for model in models)
     for name in ("ar_tokens", "mask_tokens", "ar_blocks", "mask_blocks"):
         torch.testing.assert_close(getattr(found, name).cpu(), getattr(expected, name), atol=1e-5, rtol=1e-5)
