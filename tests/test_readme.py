@@ -1,4 +1,5 @@
-"""Everything that README.md, the guides and the model cards show: code runs, commands run, links and files are there.
+"""Everything that README.md, the guides and the model cards show: code runs, commands run, links and files are there,
+the paper index names what exists, errors are those of the code, pages stay few and short.
 
 Blocks run in a folder of their own that has what they name: the Hub ids as tiny local checkpoints, wedlm-nano, data. A
 fence with a title, as in `sh title="needs several GPUs"`, says what its block takes; only options and syntax of such a
@@ -8,6 +9,7 @@ The slow suite also runs what names the real model on the real one: SmolLM2-135M
 examples/smollm2, as `make real` fetches it.
 """
 
+import ast
 import configparser
 import json
 import os
@@ -16,6 +18,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ from transformers import AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import wedlm_hf
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import smollm2
@@ -38,11 +43,12 @@ from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import FIELDS
 from wedlm_hf.eval.prompts import read_tasks
+from wedlm_hf.generation import WeDLMGenerationSettings
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
-FOUND = (*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md")))
-PAGES = [*(page.relative_to(ROOT).as_posix() for page in FOUND), "CONTRIBUTING.md", "README.md"]
+DOCS, CARDS = sorted((ROOT / "docs").rglob("*.md")), sorted((ROOT / "examples").glob("*/README.md"))
+PAGES = [*(page.relative_to(ROOT).as_posix() for page in (*DOCS, *CARDS)), "CONTRIBUTING.md", "README.md"]
 RESULTS = ROOT / "examples" / "wedlm-nano" / "results"
 
 # Added to long commands, so that they take seconds: later options win. A random model writes no prompts.
@@ -66,40 +72,40 @@ REAL_ID, REAL_FILE = "HuggingFaceTB/SmolLM2-135M-Instruct", "build/smollm2"  # t
 ELSEWHERE = {"cd", "git", "hf", "pip", "sbatch", "vllm"}  # programs that no test calls
 
 
+def text_of(*path: str | Path) -> str:
+    return ROOT.joinpath(*path).read_text(encoding="utf-8")
+
+
+@cache
 def fences(page: str) -> list[tuple[str, str, str, str]]:
     """The code blocks of a page: language, title, content, and what the page says that it prints, or nothing."""
-    text = (ROOT / page).read_text(encoding="utf-8")
     fence = r"^```(\w*)([^\n]*)\n(.*?)^```$(?=(?:\n\n```text\n(.*?)^```$)?)"
-    return re.findall(fence, text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(fence, text_of(page), flags=re.DOTALL | re.MULTILINE)
 
 
-def blocks(page: str, language: str, titled: bool = False) -> list[str]:
-    """The code blocks of a page in one language: those to be run, or those with a title."""
-    return [content for name, title, content, _ in fences(page) if name == language and bool(title.strip()) == titled]
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page in one language that have no title."""
+    return [content for name, title, content, _ in fences(page) if (name, title.strip()) == (language, "")]
 
 
-def case(page: str, index: int, block: str, *marks: Any) -> Any:
-    return pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}", marks=marks)
+def kinds_of(title: str, block: str) -> set[str]:
+    """`titled`, or else to be `run`; and `real`, if it names the real model and no title keeps it from being run."""
+    is_kept = re.search("trains for|takes |runs until|several GPUs|account", title)
+    is_real = not is_kept and (REAL_ID in block or REAL_FILE in block)
+    is_run = not title and REAL_FILE not in block
+    return {name for name, holds in (("titled", title), ("run", is_run), ("real", is_real)) if holds}
 
 
-def cases(language: str, titled: bool = False) -> list[Any]:
-    return [
-        case(page, index, block, *[pytest.mark.slow] * (language == "python" and SLOW in block))
-        for page in PAGES
-        for index, block in enumerate(blocks(page, language, titled))
-        if titled or REAL_FILE not in block
-    ]
-
-
-def real_cases(language: str) -> list[Any]:
-    """Blocks that name the real model, but for those that a title keeps from being run."""
-    kept = re.compile("trains for|takes |runs until|several GPUs|account")
-    return [
-        case(page, index, block)
+def cases(kind: str, *languages: str) -> Any:
+    """Parametrizes a test with all blocks of a kind."""
+    found = [
+        pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}", marks=marks)
         for page in PAGES
         for index, (name, title, block, _) in enumerate(fences(page))
-        if name == language and not kept.search(title) and (REAL_ID in block or REAL_FILE in block)
+        for marks in [[pytest.mark.slow] if name == "python" and SLOW in block else []]
+        if name in languages and kind in kinds_of(title.strip(), block)
     ]
+    return pytest.mark.parametrize(("page", "block"), found)
 
 
 def check_printed(page: str, block: str, printed: str) -> None:
@@ -155,7 +161,7 @@ def workplace(tmp_path, monkeypatch, models, page, block):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("page", "block"), cases("python"))
+@cases("run", "python")
 def test_python_blocks_run(workplace, capsys, page, block):
     code = block.replace("300_000", "30")  # takes less time
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
@@ -188,14 +194,14 @@ def real_workplace(workplace, real_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), real_cases("python"))
+@cases("real", "python")
 def test_python_blocks_run_on_the_real_model(real_workplace, capsys, page, block):
     exec(compile(block, page, "exec"), {"__name__": "__main__"})
     check_printed(page, block, capsys.readouterr().out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), real_cases("sh"))
+@cases("real", "sh")
 def test_shell_blocks_run_on_the_real_model(real_workplace, monkeypatch, page, block):
     printed = ""
     for line in commands(block):
@@ -205,7 +211,7 @@ def test_shell_blocks_run_on_the_real_model(real_workplace, monkeypatch, page, b
     check_printed(page, block, printed)
 
 
-@pytest.mark.parametrize(("page", "block"), cases("python", titled=True))
+@cases("titled", "python")
 def test_python_blocks_that_need_more_are_python(page, block):
     compile(block, page, "exec")
 
@@ -218,7 +224,7 @@ def commands(block: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), cases("sh") + cases("console"))
+@cases("run", "sh", "console")
 def test_shell_blocks_run(workplace, monkeypatch, page, block):
     for line in commands(block):
         for command in line.split("&&"):
@@ -261,7 +267,7 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: 
     return result.stdout
 
 
-@pytest.mark.parametrize(("page", "block"), cases("sh", titled=True))
+@cases("titled", "sh")
 def test_commands_that_need_more_have_the_options_that_are_shown(page, block, monkeypatch):
     monkeypatch.chdir(ROOT)
     for line in commands(block):
@@ -341,7 +347,7 @@ def test_a_release_is_installed_and_runs_the_first_examples(workplace, tmp_path_
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = text_of(page)
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("https://") or ((ROOT / page).parent / target).exists(), target
     assert not re.search(r"install [\"']?wedlm-hf", text)  # no index has it
@@ -362,7 +368,7 @@ def test_the_file_tree_names_files_that_exist():
 
 
 def test_measured_numbers_are_those_of_the_stored_report_and_the_card_shows_every_task():
-    report, card = (path.read_text(encoding="utf-8") for path in (RESULTS / "report.md", ROOT / CARD))
+    report, card = map(text_of, (RESULTS / "report.md", CARD))
     tables = re.findall(r"^\| (?:decoder|task) .*ar.*\n(?:\|.*\n)+", card, flags=re.M)
     assert len(tables) == 3 and all(table in report for table in tables)
     stored = json.loads((NANO / "generation_config.json").read_text())
@@ -374,8 +380,7 @@ def test_measured_numbers_are_those_of_the_stored_report_and_the_card_shows_ever
 
 
 def test_the_first_table_repeats_the_measurements_of_the_examples():
-    files = (ROOT / "README.md", RESULTS / "report.md", ROOT / "examples" / "smollm2" / "README.md")
-    readme, report, real = (file.read_text(encoding="utf-8") for file in files)
+    readme, report, real = map(text_of, ("README.md", RESULTS / "report.md", "examples/smollm2/README.md"))
     row = re.findall(r"^\| wedlm\+exact +\|(.*)\|$", report, flags=re.MULTILINE)[0]
     _, per_forward, _, _, speed = (cell.strip() for cell in row.split("|"))
     assert f"| {per_forward} | {speed.split()[0]}× |" in readme
@@ -388,6 +393,95 @@ def test_the_first_table_repeats_the_measurements_of_the_examples():
 def test_the_readme_lists_every_extra():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text_of("README.md")
     listed = re.findall(r"`(\w+)`", text.partition("The extras: ")[2].partition("\n\n")[0])
     assert sorted(listed) == sorted(setup["options.extras_require"])
+
+
+INDEX = text_of("CONTRIBUTING.md").partition("## The paper in the code")[2]
+HEAD, *ENTRIES = (
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in INDEX.partition("\n## ")[0].splitlines()
+    if line.startswith("| ")
+)
+
+
+def names_in(file: Path) -> set[str]:
+    """Functions and classes of a file, methods as `Class.method`."""
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{child.name}" for child in node.body if isinstance(child, ast.FunctionDef)}
+    return names
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0])
+def test_code_and_test_of_each_entry_exist(entry):
+    assert len(entry) == len(HEAD) == 4 and len(ENTRIES) > 10
+    for cell, folder in ((entry[2], r"\w+(/\w+)*"), (entry[3], r"tests(/\w+)*")):
+        references = re.findall(r"`([^`]+)`", cell)
+        assert references, "an entry needs code and a test"
+        for reference in references:
+            assert re.fullmatch(rf"{folder}/\w+\.py::\w+(\.\w+)?", reference), reference
+            path, name = reference.split("::")
+            assert (ROOT / path).is_file() and name in names_in(ROOT / path), reference
+
+
+def test_pages_are_few_and_short():
+    assert len(DOCS) <= 10
+    words = [word for page in DOCS for word in page.read_text(encoding="utf-8").split() if re.search(r"\w", word)]
+    assert len(words) <= 9000
+
+
+def messages() -> list[re.Pattern[str]]:
+    """Every text literal of the package, with what is filled in at run time as a wildcard."""
+    patterns = []
+    for folder in ("generation", "modeling_wedlm", "adapters", "training"):
+        for file in (ROOT / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    patterns += map(pattern_of, node.args)
+    return [re.compile(pattern) for pattern in patterns if len(pattern.replace(".*", "")) > 30]
+
+
+def pattern_of(node: ast.expr) -> str:
+    """The regular expression of an expression's text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.escape(node.value)
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(".*" if isinstance(part, ast.FormattedValue) else pattern_of(part) for part in parts)
+
+
+def test_every_message_on_the_page_of_errors_is_in_the_code():
+    text = text_of("docs", "errors.md")
+    shown, known = re.findall(r"^```text\n(.*)\n```$", text, flags=re.MULTILINE), messages()
+    assert len(shown) > 12
+    for message in shown:
+        assert any(pattern.fullmatch(message) for pattern in known), message
+
+
+def test_the_signature_shown_has_every_setting_with_its_default():
+    text = text_of("docs", "reference.md")
+    signature = text.partition("<!-- signature -->")[2].partition("<!-- /")[0]
+    shown = re.findall(r"^    (\w+)=([^,]+),", signature, re.MULTILINE)
+    settings = {field.name: repr(field.default).replace("'", '"') for field in fields(WeDLMGenerationSettings)}
+    assert dict(shown) == settings
+
+
+def test_the_drawings_are_what_the_code_draws(tmp_path, monkeypatch):
+    draw = script("docs/figures/draw.py")
+    monkeypatch.setattr(draw, "HERE", tmp_path)
+    for drawing in draw.DRAWINGS:
+        drawing()
+    drawn = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.glob("*.svg")}
+    assert len(drawn) == len(draw.DRAWINGS)
+    assert drawn == {name: (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8") for name in drawn}
+
+
+def test_the_newest_entry_of_the_changelog_is_of_this_version():
+    text = text_of("CHANGELOG.md")
+    version, state = re.findall(r"^## \[(.*)\] - (.*)$", text, flags=re.MULTILINE)[0]
+    assert version == wedlm_hf.__version__
+    assert state == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", state)

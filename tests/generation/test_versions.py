@@ -53,10 +53,10 @@ def test_a_forward_takes_the_cache_by_either_name_and_by_position(kind, name):
 @pytest.mark.parametrize("kind", ["attached causal", "attached stock"])
 def test_generate_goes_on_from_a_cache_by_either_name(kind):
     model = MODELS[kind]()
-    first = model.generate(IDS, **EXACT, return_dict_in_generate=True)
-    assert isinstance(cache_of(first), WindowCache) and first[CACHE] is cache_of(first)
-    expected = model.generate(first.sequences, **EXACT).tolist()
     for name in ("cache", "past_key_values"):
+        first = model.generate(IDS, **EXACT, return_dict_in_generate=True)
+        assert isinstance(cache_of(first), WindowCache) and first[CACHE] is cache_of(first)
+        expected = model.generate(first.sequences, **EXACT).tolist()
         assert model.generate(first.sequences, **EXACT, **{name: cache_of(first)}).tolist() == expected
 
 
