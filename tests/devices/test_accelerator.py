@@ -19,7 +19,7 @@ from wedlm_hf.training import DataCollatorForDualStreamMasking
 from wedlm_hf.training.log_probs import response_log_probs
 from wedlm_hf.training.metrics import evaluation_sums
 
-LIMIT = 12
+LIMIT = 8
 EXACT = {"verification": "exact", "slot_cost": 0.04}
 STATIC = {"cache_implementation": "static"}
 DECODERS = {
@@ -68,7 +68,7 @@ OPTIONS = {
     "warped": {"do_sample": True, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.9, "eta_cutoff": 1e-3},
     "prefixes": {
         "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[7, 8]],
-        "sequence_bias": [[[9], 1.5], [[9, 10], -2.0]],
+        "sequence_bias": [[[9], 1.5], [[9, 10], -2.0]], "max_new_tokens": 12,  # until a sibling passes
     },
     "lengths": {
         "min_new_tokens": 4, "forced_eos_token_id": ENDS[0], "exponential_decay_length_penalty": (2, 1.1),
@@ -113,7 +113,7 @@ def test_answers_scores_and_traces_are_the_cpus(pretend, models, name, options):
 
 @pytest.mark.parametrize("name", ["wedlm", "static", "verified", "trees"])
 def test_turns_on_a_cache_stop_strings_and_embeddings_do_as_on_the_cpu(models, name):
-    (model, other), options, prompts = models[name], DECODERS[name], prompts_of([4, 7])
+    (model, other), prompts, options = models[name], prompts_of([4, 7]), DECODERS[name]
     first, rows = generate(other, prompts, **options)
     turns = [a + b + c for a, b, c in zip(prompts, rows, prompts_of([4, 3], seed=7), strict=True)]
     _, cold = generate(model, turns, **options)

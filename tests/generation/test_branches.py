@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import causal_forward, decode, decode_ar
-from test_generation import ENDS, LIMIT, ORACLE, Recorder, check_every_commit, generate, prompts_of
+from test_generation import ENDS, LIMIT, ORACLE, check_every_commit, generate, prompts_of
 from test_mask_adapter import with_adapter
 from tiny import MASK, tiny_model
 
@@ -205,19 +205,19 @@ def test_unverified_windows_are_filled_by_the_adapter(qwen3):
     assert output.stats.forwards.tolist() == [forwards for _, forwards, _ in expected]
 
 
-def test_streams_log_probs_and_traces_work_as_without_branches(qwen3, foreseeing):
-    prompt, shown = prompts_of([6]), Recorder()
+def test_traces_show_drafts_one_step_before_they_are_checked(qwen3, foreseeing):
+    prompt = prompts_of([6])
     (expected,) = ar_outputs(qwen3, prompt)
     foreseeing([expected], 0.2)
-    output, (row,) = generate(qwen3, prompt, verification="exact", **FIXED, output_trace=True, streamer=shown)
-    assert row == torch.cat(shown.puts[1:]).tolist() == expected and shown.ended
+    output, (row,) = generate(qwen3, prompt, verification="exact", **FIXED, output_trace=True)
     scores = causal_forward(qwen3, prompt[0] + expected, list(range(6 + len(expected))))[5:-1]
     found = torch.log_softmax(scores, -1).gather(1, torch.tensor(expected)[:, None])[:, 0]
     torch.testing.assert_close(output.log_probs[0], found, atol=1e-3, rtol=1e-3)
+    assert row == expected
     assert sorted(set(output.step_map[0].tolist())) == list(range(output.stats.forwards.item()))
     drafted = {}
     for step in output.trace:
-        for position, token in drafted.items():  # the drafts of one step are what the next one checks
+        for position, token in drafted.items():
             assert position >= 6 + LIMIT - 1 or token in step.input_ids[0][step.position_ids[0] == position]
         columns = step.filled[0]
         drafted = dict(zip(step.logit_positions[0, columns].tolist(), step.tokens[0, columns].tolist(), strict=True))

@@ -18,16 +18,8 @@ import torch
 from test_branches import FIXED, adapted
 from test_generation import Recorder, no_forward
 from tiny import MASK, PAD, START, stock_twin, tiny_model, tiny_tokenizer
-from transformers import (
-    CompileConfig,
-    GenerationConfig,
-    GenerationMixin,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    WatermarkingConfig,
-)
+from transformers import CompileConfig, GenerationConfig, GenerationMixin
+from transformers.generation import LogitsProcessor, StoppingCriteria, WatermarkingConfig
 
 from wedlm_hf.generation import WeDLMGenerateOutput, WindowCache
 from wedlm_hf.generation.versions import CACHE, cache_of
@@ -180,13 +172,10 @@ def heals(run: Run) -> None:
 
 
 def draws_by_the_seed(run: Run) -> None:
-    draws = [run(do_sample=True, temperature=3.0).tolist() for _ in range(2)]
-    assert draws[0] == draws[1] != run.free.tolist()
-
-
-def draws_different_sequences(run: Run) -> None:
-    draws = run(do_sample=True, temperature=3.0, num_return_sequences=3)
-    assert draws.shape[0] == 6 and len({tuple(row) for row in draws.tolist()}) == 6
+    sampled = {"do_sample": True, "temperature": 3.0}
+    assert run(**sampled).tolist() == run(**sampled).tolist() != run.free.tolist()
+    draws = run(**sampled, num_return_sequences=3).tolist()
+    assert len(draws) == len({tuple(row) for row in draws}) == 6
 
 
 def rows_do_not_see_padding(run: Run) -> None:
@@ -284,19 +273,17 @@ VALUES = {
     "custom_generate": lambda model, input_ids, **kwargs: input_ids, "renormalize_logits": True,
     "suppress_tokens": list(range(100, 300)), "begin_suppress_tokens": list(range(100, 320)),
     "forced_eos_token_id": 9, "repetition_penalty": 1.8, "encoder_repetition_penalty": 1.8,
-    "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1,
-    "bad_words_ids": [[75], [75, 169], *([token] for token in range(150, 290))],
+    "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1, "logits_processor": [NoTwice()],
+    "bad_words_ids": [[75], [75, 169], *([token] for token in range(150, 290))], "guidance_scale": 2.0,
     "sequence_bias": [[[45], 9.0], [[46], 5.0]], "watermarking_config": WatermarkingConfig(bias=6.0),
-    "logits_processor": LogitsProcessorList([NoTwice()]),
-    "prefix_allowed_tokens_fn": lambda row, ids: [40 + row, 60 + len(ids) % 7, 90], "guidance_scale": 2.0,
+    "prefix_allowed_tokens_fn": lambda row, ids: [40 + row, 60 + len(ids) % 7, 90], "remove_invalid_values": True,
     "negative_prompt_ids": PROMPTS, "negative_prompt_attention_mask": INPUTS["attention_mask"],
-    "remove_invalid_values": True, "position_ids": torch.tensor([[0, 0, 0, 2, 4], [0, 1, 2, 4, 8]]),
-    "decoder_start_token_id": 9, "use_cache": False, "cache_config": {"nbits": 4}, "prefill_chunk_size": 2,
-    "continuous_batching_config": {}, "output_attentions": True, "output_hidden_states": True,
-    "assistant_tokenizer": tiny_tokenizer(), "is_assistant": True, "num_assistant_tokens": 3,
-    "num_assistant_tokens_schedule": "heuristic", "assistant_confidence_threshold": 0.1,
-    "assistant_ensemble_weight": 0.5, "assistant_lookbehind": 3, "target_lookbehind": 3,
-    "max_matching_ngram_size": 3, "speculation_type": "dflash",
+    "position_ids": torch.tensor([[0, 0, 0, 2, 4], [0, 1, 2, 4, 8]]), "decoder_start_token_id": 9, "use_cache": False,
+    "cache_config": {"nbits": 4}, "prefill_chunk_size": 2, "continuous_batching_config": {},
+    "output_attentions": True, "output_hidden_states": True, "assistant_tokenizer": tiny_tokenizer(),
+    "is_assistant": True, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic",
+    "assistant_confidence_threshold": 0.1, "assistant_ensemble_weight": 0.5, "assistant_lookbehind": 3,
+    "target_lookbehind": 3, "max_matching_ngram_size": 3, "speculation_type": "dflash",
 }  # fmt: skip
 
 CASES = {name: Case({name: value}) for name, value in VALUES.items()}
@@ -310,8 +297,7 @@ CASES |= {
     "min_length": Case({"min_length": 11} | COMMON_ENDS),
     "max_time": Case({"max_time": 1e-9}, ends_after_the_first_step),
     "stop_strings": Case({}, stops_at_a_string),
-    "stopping_criteria": Case(
-        {"stopping_criteria": StoppingCriteriaList([StopAt(9)])}, stops_as_if_tokens_came_one_by_one),
+    "stopping_criteria": Case({"stopping_criteria": [StopAt(9)]}, stops_as_if_tokens_came_one_by_one),
     "eos_token_id": Case({"eos_token_id": [40, 77]}, ends_where_a_row_says_it),
     "pad_token_id": Case({"pad_token_id": 9, "eos_token_id": [40, 77]}, ends_where_a_row_says_it),
     "bos_token_id": Case({"bos_token_id": 7}, same_as({"input_ids": torch.tensor([[7]])}, bos_token_id=7)),
@@ -338,7 +324,7 @@ CASES |= {
         {"cache_implementation": "static", "compile_config": CompileConfig()}, compiles(is_disabled=False)),
     "disable_compile": Case({"disable_compile": True}, compiles(is_disabled=True)),
     "return_dict_in_generate": Case({}, returns_everything),
-    "num_return_sequences": Case(SAMPLED | {"num_return_sequences": 3}, draws_different_sequences, like_ar=False),
+    "num_return_sequences": Case(SAMPLED | {"num_return_sequences": 3}, draws_by_the_seed, like_ar=False),
     "output_scores": Case({"output_scores": True}, keeps("scores")),
     "output_logits": Case({"output_logits": True}, keeps("logits")),
     "streamer": Case({}, streams_final_tokens_in_order_and_drafts_between),

@@ -10,16 +10,8 @@ from accelerate import disk_offload
 from peft import PromptTuningConfig, get_peft_model
 from test_generation import Recorder, generate, monotonous, no_forward
 from tiny import EOS, MASK, PAD, VOCAB_SIZE, tiny_model, tiny_tokenizer
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    MaxLengthCriteria,
-    StoppingCriteriaList,
-    SynthIDTextWatermarkingConfig,
-    TextIteratorStreamer,
-    pipeline,
-)
-from transformers.generation import EosTokenCriteria
+from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer, pipeline
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, SynthIDTextWatermarkingConfig
 
 from wedlm_hf.generation import WeDLMGenerationSettings, WindowCache
 from wedlm_hf.generation.versions import CACHE, cache_of
@@ -33,8 +25,7 @@ EXACT = {"strategy": "wedlm", "max_new_tokens": 20, "verification": "exact", "sl
 def storing(options):
     """A model whose generation config holds these settings."""
     model = tiny_model()
-    for name, value in options.items():
-        setattr(model.generation_config, name, value)
+    vars(model.generation_config).update(options)
     return model
 
 
@@ -150,7 +141,7 @@ def test_a_callers_own_length_and_end_criteria_replace_the_generation_configs(mo
         (MaxLengthCriteria(max_length=2), 6),
         (EosTokenCriteria(eos_token_id=int(free[0, 9])), free[0, 5:].tolist().index(free[0, 9]) + 6),
     ):
-        stopped = model.generate(PROMPT, **options, stopping_criteria=StoppingCriteriaList([criterion]))
+        stopped = model.generate(PROMPT, **options, stopping_criteria=[criterion])
         assert stopped.tolist() == free[:, :length].tolist()
 
 

@@ -111,37 +111,32 @@ def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, li
 
 
 def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights_and_the_mask_token_of_the_call(qwen3):
-    stock = stock_twin(qwen3, "sdpa")
+    stock, prompts = stock_twin(qwen3, "sdpa"), prompts_of([4, 11])
     stock.__class__ = type("StockQwen3", (WeDLMGenerationMixin, Qwen3ForCausalLM), {})
-    prompts = prompts_of([4, 11])
     _, expected = generate(qwen3, prompts, entropy_threshold=1.5)
-    _, rows = generate(stock, prompts, entropy_threshold=1.5, mask_token_id=MASK)
-    assert rows == expected
+    assert generate(stock, prompts, entropy_threshold=1.5, mask_token_id=MASK)[1] == expected
 
 
 def check_every_commit(model, prompts, rows, monkeypatch, **options):
     """After every step, the cache is that of a fresh prefill. Returns how many rows were compared."""
-    seen = 0
-    commit = WindowCache.commit
+    seen, commit = [], WindowCache.commit
 
     def checked_commit(cache, kept):
-        nonlocal seen
         commit(cache, kept)
-        for buffer_row, row in enumerate(cache._rows[: len(kept)]):
-            length = cache.lengths[buffer_row]
-            sequence = (prompts[row] + rows[row])[:length]
-            assert cache.token_ids[buffer_row, :length].tolist() == sequence
-            fresh = DynamicCache()
+        for place, row in enumerate(cache._rows[: len(kept)]):
+            length = cache.lengths[place]
+            sequence, fresh = (prompts[row] + rows[row])[:length], DynamicCache()
+            assert cache.token_ids[place, :length].tolist() == sequence
             model.model(input_ids=torch.tensor([sequence]), **{CACHE: fresh}, use_cache=True)
-            for layer, fresh_layer in zip(cache.layers, fresh.layers, strict=True):
-                for buffer, expected in ((layer._keys, fresh_layer.keys), (layer._values, fresh_layer.values)):
-                    torch.testing.assert_close(buffer[buffer_row, :, :length], expected[0], atol=1e-4, rtol=1e-4)
-            seen += 1
+            for layer, expected in zip(cache.layers, fresh.layers, strict=True):
+                found = layer._keys[place, :, :length], layer._values[place, :, :length]
+                torch.testing.assert_close(found, (expected.keys[0], expected.values[0]), atol=1e-4, rtol=1e-4)
+            seen.append(row)
 
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(WindowCache, "commit", checked_commit)
         assert generate(model, prompts, **options)[1] == rows
-    return seen
+    return len(seen)
 
 
 @pytest.mark.parametrize("verification", THRESHOLD)

@@ -124,12 +124,15 @@ def parts(planner, drafts, masks, room=ROOM):
     return checked, [len(runs.get(place, ())) for place in range(-1, len(checked))]
 
 
-def test_nothing_is_planned_beyond_the_limit():
-    planner = Planner(StepTimes(0.0), 5)
+def test_nothing_is_planned_beyond_the_limit_or_the_rows_that_a_step_may_have():
     for room in (1, 2, 3):
-        drafts, masks = parts(planner, chain(0.9, 0.9, 0.9), 3, room)
-        assert len(drafts) == room - 1
-        assert all(depth + count < room for depth, count in enumerate(masks))
+        drafts, masks = parts(Planner(StepTimes(0.0), 5), chain(0.9, 0.9, 0.9), 3, room)
+        assert len(drafts) == room - 1 and all(depth + count < room for depth, count in enumerate(masks))
+    planner = Planner(StepTimes(0.0), 40)
+    planner.most_rows = 32
+    for count in (0, 20, 31, 40):
+        drafts, masks = parts(planner, chain(*[0.99] * count), count, 100)
+        assert min(count, 31) < 1 + len(drafts) + sum(masks) <= 32
 
 
 def test_masks_that_nobody_planned_may_draft_deeper_than_planned_ones():
@@ -137,14 +140,6 @@ def test_masks_that_nobody_planned_may_draft_deeper_than_planned_ones():
     planner = Planner(StepTimes(0.0), 2, is_chain=True, skipped_masks=1)
     for _ in range(4):
         assert len(parts(planner, chain(*[0.9] * 5), 5)[0]) == 5
-
-
-def test_a_step_has_no_more_rows_than_it_may():
-    planner = Planner(StepTimes(0.0), 40)
-    planner.most_rows = 32
-    for drafts in (0, 20, 31, 40):
-        checked, masks = parts(planner, chain(*[0.99] * drafts), drafts, 100)
-        assert min(drafts, 31) < 1 + len(checked) + sum(masks) <= 32
 
 
 def test_parents_stand_before_their_children_and_first_children_right_behind():
