@@ -220,9 +220,9 @@ ADAPT = "adapt base out --prompts prompts.txt --rank 2 --head-width 8 --device c
 COMMANDS = {
     "generate": Command("generate Count Sort --model model --max-new-tokens 24", nothing),
     "trace": Command(
-        "trace Count --model model --output page.html --save trace.json --max-new-tokens 24",
+        "trace Count --model model --output page.html --save trace.json --repeats 1 --max-new-tokens 24",
         whole_json("page.html", "trace.json"),
-        "trace Sort --model model --output page.html --save trace.json --max-new-tokens 4",
+        "trace Sort --model model --output page.html --save trace.json --repeats 1 --max-new-tokens 4",
     ),
     "report": Command(
         REPORT + "--max-new-tokens 8 --max-loss 100 --save-settings",
