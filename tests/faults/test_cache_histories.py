@@ -27,7 +27,7 @@ from wedlm_hf.generation.versions import CACHE
 from wedlm_hf.modeling_wedlm import modeling_wedlm
 
 PHASES = [Phase.generate] + [Phase.shrink] * ("SHRINK" in os.environ)
-HISTORIES = int(os.environ.get("CACHE_HISTORIES", "35"))
+HISTORIES = int(os.environ.get("CACHE_HISTORIES", "30"))
 OUR_FOLDERS = tuple(str(Path(module.__file__).parent) + os.sep for module in (cache, modeling_wedlm))
 NEW_TOKENS = 6
 ENDS = [107, 151, 166, 227, 40, 77, 9]
@@ -97,7 +97,6 @@ class Failing(BaseStreamer):
 
 CALLBACKS = {
     "none": lambda calls: {},
-    "no callback, embeddings": lambda calls: {"embeds": True},
     "streamer": lambda calls: {"streamer": Failing(calls)},
     "criterion": lambda calls: {"stopping_criteria": [Failing(calls).stop]},
     "processor": lambda calls: {"logits_processor": [Failing(calls).process]},
@@ -149,13 +148,18 @@ class Histories(RuleBasedStateMachine):
 
     @rule(
         kind=st.sampled_from(["on", "on", "same", "fork", "new"]), seed=st.integers(0, 9),
-        call=st.sampled_from(sorted(CALLS)), callback=st.sampled_from(["none", *CALLBACKS]), calls=st.integers(1, 12),
+        call=st.sampled_from(sorted(CALLS)),
+        callback=st.sampled_from(["processor", "none", "streamer", "criterion", "none"]), calls=st.integers(1, 12),
         fault=faults,
     )  # fmt: skip
     def generate(self, kind, seed, call, callback, calls, fault):
         if call in ("none", "block") and callback == "processor":
             callback = "criterion"
         self.run(self.prompts(kind, seed), call, fault, **CALLBACKS[callback](calls))
+
+    @rule(seed=st.integers(0, 9), call=st.sampled_from(["none", "exact"]), fault=faults)
+    def generate_from_embeddings(self, seed, call, fault):
+        self.run(self.prompts("on" if seed % 2 else "new", seed), call, fault, embeds=True)
 
     def failed(self, error):
         assert "injected" in str(error) or "callback failed" in str(error)
