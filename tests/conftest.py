@@ -13,12 +13,9 @@ from hypothesis import settings
 _HUB_CODE = tempfile.TemporaryDirectory(prefix="hub-code-")  # one for each test process; removed at exit
 
 # Worker processes find the shared helpers where pytest does (`pythonpath` in setup.cfg).
-TESTS = Path(__file__).parent
-FOLDERS = [
-    TESTS,
-    *(TESTS / name for name in ("adapters", "oracles", "generation", "training", "../examples/wedlm-nano")),
-]
-os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])])
+FOLDERS = ("", "adapters", "oracles", "generation", "training", "../examples/wedlm-nano")
+PYTHONPATH = [str(Path(__file__).parent / name) for name in FOLDERS] + [os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, PYTHONPATH))
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_MODULES_CACHE"] = _HUB_CODE.name
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 
 import openai
+import pytest
 import uvicorn
 
 from wedlm_hf.serving.server import build_app
@@ -68,8 +69,6 @@ def post(server, body, path="v1/chat/completions", **headers):
 
 def refusal(server, *args, **kwargs):
     """The status and the error object of a refused request."""
-    try:
+    with pytest.raises(urllib.error.HTTPError) as refused:
         post(server, *args, **kwargs)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)["error"]
-    raise AssertionError("the request was answered")
+    return refused.value.code, json.load(refused.value)["error"]

@@ -4,45 +4,53 @@
     modeling_wedlm -> generation, checkpoints
 
 What ships (`hub.SHIPPED`) also travels beside the weights to the Hub, whose loader is a regex over one flat folder.
+What the library uses of other packages beyond their documented interface stands in private_names.toml, with its
+reason: each name is a future break.
 """
 
 import ast
 import configparser
 import importlib
+import inspect
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
-from functools import lru_cache
+from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
 import wedlm_hf
+from wedlm_hf.generation.state import CHUNKED
 from wedlm_hf.modeling_wedlm import hub
 
 ROOT = Path(__file__).parents[1]
-# Lowest first.
-LAYERS = (
-    "threads checkpoints generation modeling_wedlm console training adapters eval serving apps cli __main__".split()
-)
-OUTSIDE_PACKAGE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
+# Each lowest layer first, with what setup.cfg must require for it: extras, or None for the standard library alone.
+LAYERS = {
+    "threads": None, "checkpoints": ["gguf"], "generation": ["grammar"], "modeling_wedlm": [], "console": ["cli"],
+    "training": ["train"], "adapters": ["train"], "eval": ["eval"], "serving": ["serve", "vllm"],
+    "apps": ["demo", "chat"], "cli": ["cli"], "__main__": None,
+}  # fmt: skip
+RANKS = {name: rank for rank, name in enumerate(LAYERS)}
 
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
 
-FOLDERS = [
-    path
-    for path in sorted(ROOT.iterdir())
-    if path.is_dir() and not path.name.startswith((".", "__")) and path.name not in OUTSIDE_PACKAGE
-]
+OUTSIDE_PACKAGE = {"tests", "examples", "benchmarks", "docs", "build", "dist"}
+FOLDERS = [path for path in sorted(ROOT.iterdir()) if path.is_dir() and path.name not in OUTSIDE_PACKAGE]
+FOLDERS = [path for path in FOLDERS if not path.name.startswith((".", "__"))]
 FILES = sorted(ROOT.glob("*.py")) + sorted(file for folder in FOLDERS for file in folder.rglob("*.py"))
 SHIPPED = [ROOT / path for path in hub.SHIPPED]
 
@@ -56,14 +64,19 @@ def name_of(file: Path) -> str:
 MODULES = {name_of(file): file for file in FILES}
 
 
-@lru_cache
+@cache
 def tree_of(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 
 
+@cache
 def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
     """Every import statement of a file, those inside functions included."""
     return [node for node in ast.walk(tree_of(file)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def top_imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in tree_of(file).body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def local_targets(file: Path, node: ast.Import | ast.ImportFrom) -> set[str]:
@@ -83,35 +96,36 @@ def resolved(file: Path, name: str) -> str:
     return source
 
 
+def reached(file: Path) -> set[str]:
+    """Modules of ours that the imports of a file reach."""
+    return {target for node in imports_of(file) for target in local_targets(file, node)}
+
+
 def string_targets(file: Path) -> set[str]:
     """Modules of ours that `import_module` reaches by relative names, in a call or in a table of names."""
-    found = set()
+    found = []
     for node in ast.walk(tree_of(file)):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("import_module"):
+        called = node.func if isinstance(node, ast.Call) else None
+        if getattr(called, "attr", getattr(called, "id", None)) != "import_module":
             continue
         name = ast.unparse(node.args[0])
-        texts = [each for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)]
         if "_HOME[" in name:
-            prefix = "".join(str(each.value) for each in texts if str(each.value).startswith("."))
-            (table,) = [
-                each.value for each in tree_of(file).body
-                if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "_HOME"
-            ]  # fmt: skip
-            names = [prefix + value for value in ast.literal_eval(table).values()]
+            texts = [str(each.value) for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)]
+            prefix = "".join(text for text in texts if text.startswith("."))
+            given = [each for each in tree_of(file).body if isinstance(each, ast.Assign)]
+            (table,) = [each.value for each in given if ast.unparse(each.targets[0]) == "_HOME"]
+            found += [prefix + value for value in ast.literal_eval(table).values()]
         else:
             assert isinstance(node.args[0], ast.Constant), f"{file.relative_to(ROOT)}:{node.lineno} imports {name}"
-            names = [node.args[0].value]
-        found |= {resolved(file, each) for each in names if each.startswith(".")}
-    return found
+            found.append(node.args[0].value)
+    return {resolved(file, each) for each in found if each.startswith(".")}
 
 
 def outside_packages(node: ast.Import | ast.ImportFrom) -> set[str]:
     """Top-level names of the installed packages that an import needs, the standard library left out."""
-    if isinstance(node, ast.ImportFrom):
-        names = [] if node.level else [node.module or ""]
-    else:
-        names = [alias.name for alias in node.names]
-    return {name.split(".")[0] for name in names} - sys.stdlib_module_names
+    is_local = isinstance(node, ast.ImportFrom) and node.level
+    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+    return set() if is_local else {name.split(".")[0] for name in names} - sys.stdlib_module_names
 
 
 def requirements(*extras: str) -> list[Requirement]:
@@ -136,9 +150,7 @@ def installed_first(name: str) -> set[str]:
         if name not in found:
             found.add(name)
             left += [name.rpartition(".")[0]]
-            for node in tree_of(MODULES[name]).body:
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    left += local_targets(MODULES[name], node)
+            left += [target for node in top_imports_of(MODULES[name]) for target in local_targets(MODULES[name], node)]
     return found
 
 
@@ -146,32 +158,21 @@ def test_layers_import_only_from_below():
     for name, file in MODULES.items():
         if not name:
             continue  # the root package names all layers, lazily
-        rank = LAYERS.index(name.split(".")[0])
-        reached = {target for node in imports_of(file) for target in local_targets(file, node)}
-        for target in reached | string_targets(file):
+        for target in reached(file) | string_targets(file):
             assert target, f"{name} imports the root package"
-            assert LAYERS.index(target.split(".")[0]) <= rank, f"{name} imports {target}, a layer above its own"
+            is_below = RANKS[target.split(".")[0]] <= RANKS[name.split(".")[0]]
+            assert is_below, f"{name} imports {target}, a layer above its own"
 
 
 def test_modules_form_no_cycle():
-    graph = {
-        name: {target for node in imports_of(file) for target in local_targets(file, node)} - {name}
-        for name, file in MODULES.items()
-    }
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter({name: reached(file) - {name} for name, file in MODULES.items()}).prepare()
     except CycleError as error:
         pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
 
 
 def test_every_outside_package_is_declared_in_setup_cfg_and_the_package_imports_itself_relatively():
-    allowed = {
-        "": set(), "__main__": set(), "threads": set(),
-        "checkpoints": declared("gguf"), "generation": declared("grammar"),
-        "modeling_wedlm": declared(), "console": declared("cli"), "training": declared("train"),
-        "adapters": declared("train"), "eval": declared("eval"), "serving": declared("serve", "vllm"),
-        "apps": declared("demo", "chat"), "cli": declared("cli"),
-    }  # fmt: skip
+    allowed = {name: set() if extras is None else declared(*extras) for name, extras in LAYERS.items()} | {"": set()}
     for name, file in MODULES.items():
         for node in imports_of(file):
             missing = outside_packages(node) - allowed[name.split(".")[0]]
@@ -181,17 +182,14 @@ def test_every_outside_package_is_declared_in_setup_cfg_and_the_package_imports_
 @pytest.mark.parametrize("name", ["generation", "checkpoints.loading", "modeling_wedlm", "adapters"])
 def test_a_model_loads_and_generates_with_the_packages_of_the_plain_install(name):
     for module in installed_first(name):
-        for node in tree_of(MODULES[module]).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                assert outside_packages(node) <= declared(), f"{module}:{node.lineno}"
+        for node in top_imports_of(MODULES[module]):
+            assert outside_packages(node) <= declared(), f"{module}:{node.lineno}"
 
 
 def test_public_names_resolve_and_are_listed_for_type_checkers():
     nodes = [node for node in imports_of(ROOT / "__init__.py") if isinstance(node, ast.ImportFrom) and node.level]
-    typed = {alias.name for node in nodes for alias in node.names}
-    assert typed == set(wedlm_hf.__all__)
-    for name in wedlm_hf.__all__:
-        assert getattr(wedlm_hf, name).__name__ == name
+    assert {alias.name for node in nodes for alias in node.names} == set(wedlm_hf.__all__)
+    assert all(getattr(wedlm_hf, name).__name__ == name for name in wedlm_hf.__all__)
     with pytest.raises(AttributeError, match="module 'wedlm_hf' has no attribute 'WeDML'"):
         wedlm_hf.WeDML  # noqa: B018
 
@@ -241,14 +239,14 @@ def pins_of(name: str) -> dict[str, Requirement]:
 
 
 def test_every_pinned_package_takes_the_oldest_python_that_the_readme_names():
+    pinned = pins_of("requirements.txt")
     for found in distributions():
-        if canonicalize_name(found.metadata["Name"]) in pins_of("requirements.txt"):
+        if canonicalize_name(found.metadata["Name"]) in pinned:
             assert "3.11.0" in SpecifierSet(found.metadata.get("Requires-Python") or ""), found.metadata["Name"]
 
 
 def test_the_lowest_set_pins_the_lower_bounds_of_setup_cfg():
-    pinned = pins_of("requirements-lowest.txt")
-    extras = [extra for extra in SETUP["options.extras_require"] if extra not in ("docs", "vllm")]
+    pinned, extras = pins_of("requirements-lowest.txt"), {*SETUP["options.extras_require"]} - {"docs", "vllm"}
     for each in requirements(*extras):
         if each.name != SETUP["metadata"]["name"]:
             (lowest,) = [one.version for one in each.specifier if one.operator == ">="]
@@ -282,3 +280,90 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     files = [*FILES, *data, ROOT / "py.typed"]
     expected = {f"wedlm_hf/{file.relative_to(ROOT).as_posix()}" for file in files}
     assert packed == expected | {"wedlm_hf/training/probe.jinja"}
+
+
+LISTED = tomllib.loads((ROOT / "tests" / "private_names.toml").read_text(encoding="utf-8"))
+DOCUMENTED = LISTED.pop("documented modules")
+PACKAGES = ("accelerate", "huggingface_hub", "peft", "transformers", "trl")
+ITSELF = ("self", "cls", "super()")
+ACCESS = ("getattr", "setattr", "hasattr", "delattr")
+NAMEDTUPLE = ("_asdict", "_fields", "_replace")  # documented
+# Private names in the text of a class: its methods, class attributes and attributes of its instances.
+PRIVATE = re.compile(r"(?:\b(?:self|cls)\.|\bdef |^    )(_[A-Za-z]\w*)", flags=re.MULTILINE)
+
+
+def is_private(name: Any) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"_[A-Za-z]\w*", name) is not None and name not in NAMEDTUPLE
+
+
+def undocumented_imports(file: Path) -> Iterator[str]:
+    for node in imports_of(file):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if "." in alias.name and alias.name not in DOCUMENTED)
+        elif not node.level:
+            is_documented = "." not in str(node.module) or node.module in DOCUMENTED
+            names = [alias.name for alias in node.names if is_private(alias.name) or not is_documented]
+            yield from {f"{node.module}.{name}" for name in names} - {*DOCUMENTED}
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """Private names that are given to functions, classes, variables and attributes of `self`."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) in ITSELF:
+            names.add(node.attr)
+    return set(filter(is_private, names))
+
+
+def attributes(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Private attributes that are read or set, by a dot or by `getattr` and its like; whether on the object itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            place, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ACCESS and node.args[1:]:
+            place, name = node.args[0], getattr(node.args[1], "value", None)
+        else:
+            continue
+        if is_private(name):
+            yield name, ast.unparse(place) in ITSELF
+
+
+@cache
+def private_in(cls: type) -> frozenset[str]:
+    """Private names in the source of a class."""
+    return frozenset(PRIVATE.findall(inspect.getsource(cls)))
+
+
+def inherited(cls: type) -> set[str]:
+    """Private names that the classes of other packages above this one define or use."""
+    return {name for base in cls.__mro__ if base.__module__.split(".")[0] in LISTED for name in private_in(base)}
+
+
+def private_names() -> dict[str, str]:
+    """Every such name that the library uses, and where."""
+    found = {f"transformers.{name}": "generation.state" for name in CHUNKED}  # by their names in strings
+    # What vllm/ uses of vLLM, one minor version of it, is left out.
+    files = {name: file for name, file in MODULES.items() if not name.startswith("serving.vllm")}
+    ours = set().union(*(defined(tree_of(file)) for file in files.values())) - inherited(PreTrainedModel)
+    for module, file in files.items():
+        found |= {name: module for name in undocumented_imports(file) if name.split(".")[0] in PACKAGES}
+        elsewhere = {name for name, is_own in attributes(tree_of(file)) if not is_own}
+        found |= dict.fromkeys(elsewhere - ours, module)
+        for node in tree_of(file).body:
+            if isinstance(node, ast.ClassDef):
+                names = {name for name, _ in attributes(node)} | defined(node)
+                cls = getattr(importlib.import_module(f"wedlm_hf.{module}".rstrip(".")), node.name)
+                found |= dict.fromkeys(names & inherited(cls), f"{module}.{node.name}")
+    return found
+
+
+def test_every_private_or_undocumented_name_of_another_package_is_listed_with_its_reason_and_used():
+    listed = {name if is_private(name) else f"{package}.{name}" for package in LISTED for name in LISTED[package]}
+    found = private_names()
+    assert {name: place for name, place in found.items() if name not in listed} == {}
+    assert listed - found.keys() == set()
+    assert all(len(reason) > 20 for reasons in LISTED.values() for reason in reasons.values())

@@ -1,4 +1,5 @@
-"""Everything that README.md, the guides and the model cards show: code runs, commands run, links and files are there.
+"""Everything that README.md, the guides and the model cards show: code runs, commands run, links and files are there,
+the paper index names what exists, errors are those of the code, pages stay few and short.
 
 Blocks run in a folder of their own that has what they name: the Hub ids as tiny local checkpoints, wedlm-nano, data. A
 fence with a title, as in `sh title="needs several GPUs"`, says what its block takes; only options and syntax of such a
@@ -8,6 +9,7 @@ The slow suite also runs what names the real model on the real one: SmolLM2-135M
 examples/smollm2, as `make real` fetches it.
 """
 
+import ast
 import configparser
 import json
 import os
@@ -16,6 +18,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ from transformers import AutoTokenizer
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import wedlm_hf
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import smollm2
@@ -38,74 +43,69 @@ from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import FIELDS
 from wedlm_hf.eval.prompts import read_tasks
+from wedlm_hf.generation import WeDLMGenerationSettings
 
 ROOT = Path(__file__).parents[1]
 CARD = "examples/wedlm-nano/README.md"
-PAGES = [
-    *(
-        page.relative_to(ROOT).as_posix()
-        for page in (*sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").glob("*/README.md")))
-    ),
-    "CONTRIBUTING.md",
-    "README.md",
-]
+DOCS, CARDS = sorted((ROOT / "docs").rglob("*.md")), sorted((ROOT / "examples").glob("*/README.md"))
+PAGES = [*(page.relative_to(ROOT).as_posix() for page in (*DOCS, *CARDS)), "CONTRIBUTING.md", "README.md"]
 RESULTS = ROOT / "examples" / "wedlm-nano" / "results"
 
-# Added to long commands, so that they take seconds: later options win.
+# Added to long commands, so that they take seconds: later options win. A random model writes no prompts.
 SHORTER = {
-    "examples/wedlm-nano/train.py": ["--max-steps", "2", "--batch-size", "2"],
-    "examples/new-task/train.py": ["--steps", "2", "--count", "6", "--examples", "24", "--old-examples", "12"],
-    "examples/adaptation/train.py": ["--stock-steps", "2", "--steps", "2"],
-    "examples/dpo/train.py": ["--prompts", "12", "--rollouts", "4", "--held-out", "1"],
-    "examples/paper-findings/run.py": "--steps 2 --base-steps 2 --prompts-per-task 2".split(),
-    "wedlm trace": "--repeats 1 --max-new-tokens 8".split(),
+    "examples/wedlm-nano/train.py": "--max-steps 2 --batch-size 2",
+    "examples/new-task/train.py": "--steps 2 --count 6 --examples 24 --old-examples 12",
+    "examples/adaptation/train.py": "--stock-steps 2 --steps 2",
+    "examples/dpo/train.py": "--prompts 12 --rollouts 4 --held-out 1",
+    "examples/paper-findings/run.py": "--steps 2 --base-steps 2 --prompts-per-task 2",
+    "wedlm trace": "--repeats 1 --max-new-tokens 8",
     "wedlm report": "--count 1 --sweep-count 1 --timed 1 --sweep-timed 1 --repeats 1 --threads 1 --windows 6 "
-    "--thresholds 0.8 --penalties 0.1 --draft-thresholds 0.8 --batch-sizes 1 --max-new-tokens 8".split(),
-    # A random model seldom writes a prompt of its own.
-    "wedlm adapt": "--minutes 0.05 --rank 2 --head-width 8 --device cpu "
-    "--prompts examples/wedlm-nano/tasks.jsonl".split(),
-    "wedlm generate": "--max-new-tokens 16".split(),
+    "--thresholds 0.8 --penalties 0.1 --draft-thresholds 0.8 --batch-sizes 1 --max-new-tokens 8",
+    "wedlm adapt": "--minutes 0.05 --rank 2 --head-width 8 --device cpu --prompts examples/wedlm-nano/tasks.jsonl",
+    "wedlm generate": "--max-new-tokens 16",
     "wedlm train": "--max_steps 1 --use_cpu true --bf16 false --max_length 256 --gradient_accumulation_steps 1 "
-    "--eval_decoding_samples 1 --eval_decoding_tokens 4 --chat_template_path chatml".split(),
-    "wedlm_hf.eval": ["--limit", "1"],
+    "--eval_decoding_samples 1 --eval_decoding_tokens 4 --chat_template_path chatml",
+    "wedlm_hf.eval": "--limit 1",
 }
-QUICKER = {"300_000": "30"}  # the same, in Python
 SLOW = "max_steps=100"  # what makes a Python block slow
 REAL_ID, REAL_FILE = "HuggingFaceTB/SmolLM2-135M-Instruct", "build/smollm2"  # the real model, as pages name it
 ELSEWHERE = {"cd", "git", "hf", "pip", "sbatch", "vllm"}  # programs that no test calls
 
 
+def text_of(*path: str | Path) -> str:
+    return ROOT.joinpath(*path).read_text(encoding="utf-8")
+
+
+@cache
 def fences(page: str) -> list[tuple[str, str, str, str]]:
     """The code blocks of a page: language, title, content, and what the page says that it prints, or nothing."""
-    text = (ROOT / page).read_text(encoding="utf-8")
     fence = r"^```(\w*)([^\n]*)\n(.*?)^```$(?=(?:\n\n```text\n(.*?)^```$)?)"
-    return re.findall(fence, text, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(fence, text_of(page), flags=re.DOTALL | re.MULTILINE)
 
 
-def blocks(page: str, language: str, titled: bool = False) -> list[str]:
-    """The code blocks of a page in one language: those to be run, or those with a title."""
-    return [content for name, title, content, _ in fences(page) if name == language and bool(title.strip()) == titled]
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page in one language that have no title."""
+    return [content for name, title, content, _ in fences(page) if (name, title.strip()) == (language, "")]
 
 
-def cases(language: str, titled: bool = False) -> list[Any]:
-    return [
+def kinds_of(title: str, block: str) -> set[str]:
+    """`titled`, or else to be `run`; and `real`, if it names the real model and no title keeps it from being run."""
+    is_kept = re.search("trains for|takes |runs until|several GPUs|account", title)
+    is_real = not is_kept and (REAL_ID in block or REAL_FILE in block)
+    is_run = not title and REAL_FILE not in block
+    return {name for name, holds in (("titled", title), ("run", is_run), ("real", is_real)) if holds}
+
+
+def cases(kind: str, *languages: str) -> Any:
+    """Parametrizes a test with all blocks of a kind."""
+    found = [
         pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}", marks=marks)
         for page in PAGES
-        for index, block in enumerate(blocks(page, language, titled))
-        for marks in [[pytest.mark.slow] if language == "python" and SLOW in block else []]
-        if titled or REAL_FILE not in block
-    ]
-
-
-def real_cases(language: str) -> list[Any]:
-    """Blocks that name the real model, but for those that a title keeps from being run."""
-    kept = re.compile("trains for|takes |runs until|several GPUs|account")
-    return [
-        pytest.param(page, block, id=f"{page.removesuffix('.md').replace('/', '-')}-{index}")
-        for page in PAGES
         for index, (name, title, block, _) in enumerate(fences(page))
-        if name == language and not kept.search(title) and (REAL_ID in block or REAL_FILE in block)
+        for marks in [[pytest.mark.slow] if name == "python" and SLOW in block else []]
+        if name in languages and kind in kinds_of(title.strip(), block)
     ]
+    return pytest.mark.parametrize(("page", "block"), found)
 
 
 def check_printed(page: str, block: str, printed: str) -> None:
@@ -122,20 +122,17 @@ def check_printed(page: str, block: str, printed: str) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
     """A folder with checkpoints under the names that the pages use."""
-    folder = tmp_path_factory.mktemp("models")
-    twin = tiny_model("qwen2.5")
+    folder, twin = tmp_path_factory.mktemp("models"), tiny_model("qwen2.5")
     for name, model in {
-        "Qwen/Qwen3-0.6B": stock_twin(tiny_model()),
-        "HuggingFaceTB/SmolLM2-135M-Instruct": stock_twin(twin),
-        "tencent/WeDLM-8B-Instruct": twin,
+        "Qwen/Qwen3-0.6B": stock_twin(tiny_model()), REAL_ID: stock_twin(twin), "tencent/WeDLM-8B-Instruct": twin,
         "my-model": twin,
-    }.items():
+    }.items():  # fmt: skip
         model.save_pretrained(folder / name)
         tiny_tokenizer().save_pretrained(folder / name)
-    WeDLMForCausalLM.from_pretrained(NANO).save_pretrained(folder / "my-wedlm")
-    AutoTokenizer.from_pretrained(NANO).save_pretrained(folder / "my-wedlm")
-    lora = get_peft_model(tiny_model("qwen2.5"), LoraConfig(target_modules=["q_proj"]))
-    lora.save_pretrained(folder / "my-task-lora")
+    for loader in (WeDLMForCausalLM, AutoTokenizer):
+        loader.from_pretrained(NANO).save_pretrained(folder / "my-wedlm")
+    lora = LoraConfig(target_modules=["q_proj"])
+    get_peft_model(tiny_model("qwen2.5"), lora).save_pretrained(folder / "my-task-lora")
     add_mask_adapter(twin, MaskAdapterSettings(rank=2, head_width=8))
     twin.save_mask_adapter(folder / "my-adapter")
     return folder
@@ -148,13 +145,10 @@ def workplace(tmp_path, monkeypatch, models, page, block):
     folders = [f"examples/{name}" for name in ("recipes", "distributed", "wedlm-nano-hybrid")]
     for name in ("README.md", CARD, "docs/measure.md", *folders):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
-        copy(ROOT / name, tmp_path / name)
-    for name in ("Qwen", "HuggingFaceTB", "tencent", "my-task-lora", "my-model"):
-        shutil.copytree(models / name, tmp_path / name)
-    for name, source in (("my-adapter", models / "my-adapter"), ("my-wedlm", models / "my-wedlm"), ("my-chat", NANO)):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile)(ROOT / name, tmp_path / name)
+    for name in ("Qwen", "HuggingFaceTB", "tencent", "my-task-lora", "my-model", "my-adapter", "my-wedlm", "my-chat"):
         if not re.search(rf"(adapt|convert) \S+ {name}|--output_dir {name}", block):
-            shutil.copytree(source, tmp_path / name)
+            shutil.copytree(NANO if name == "my-chat" else models / name, tmp_path / name)
     (chat,) = blocks("README.md", "json")
     (tmp_path / "chats.jsonl").write_text(chat * 20, encoding="utf-8")
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in LINES * 4))
@@ -167,11 +161,9 @@ def workplace(tmp_path, monkeypatch, models, page, block):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("page", "block"), cases("python"))
+@cases("run", "python")
 def test_python_blocks_run(workplace, capsys, page, block):
-    code = block
-    for slow, quick in QUICKER.items():
-        code = code.replace(slow, quick)
+    code = block.replace("300_000", "30")  # takes less time
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
     if REAL_ID not in code:
         check_printed(page, block, capsys.readouterr().out)
@@ -193,12 +185,8 @@ def real_model(tmp_path_factory) -> Path:
 @pytest.fixture
 def real_workplace(workplace, real_model):
     """As `workplace`, with the real model under its names, and its adapter as the one that a reader has trained."""
-    for name, source in (
-        (REAL_ID, real_model),
-        (REAL_FILE, ROOT / smollm2.FOLDER),
-        ("my-adapter", smollm2.ADAPTER),
-        ("examples/smollm2", smollm2.ADAPTER),
-    ):
+    here = {REAL_ID: real_model, REAL_FILE: ROOT / smollm2.FOLDER}
+    for name, source in (here | dict.fromkeys(["my-adapter", "examples/smollm2"], smollm2.ADAPTER)).items():
         shutil.rmtree(workplace / name, ignore_errors=True)
         (workplace / name).parent.mkdir(parents=True, exist_ok=True)
         (workplace / name).symlink_to(source)
@@ -206,46 +194,47 @@ def real_workplace(workplace, real_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), real_cases("python"))
+@cases("real", "python")
 def test_python_blocks_run_on_the_real_model(real_workplace, capsys, page, block):
     exec(compile(block, page, "exec"), {"__name__": "__main__"})
     check_printed(page, block, capsys.readouterr().out)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), real_cases("sh"))
+@cases("real", "sh")
 def test_shell_blocks_run_on_the_real_model(real_workplace, monkeypatch, page, block):
     printed = ""
     for line in commands(block):
-        words = shlex.split(re.split(r"\s#\s|^#", line)[0])
+        words = shlex.split(line)
         if words[:1] == ["wedlm"] and words[1] != "adapt":  # trained already
             printed += run(words, "", monkeypatch, SHORTER if words[1] == "report" else {})
     check_printed(page, block, printed)
 
 
-@pytest.mark.parametrize(("page", "block"), cases("python", titled=True))
+@cases("titled", "python")
 def test_python_blocks_that_need_more_are_python(page, block):
     compile(block, page, "exec")
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a block, a line each; of a console, those behind its prompt."""
+    """The commands of a block, a line each, without comments; of a console, those behind its prompt."""
     lines = block.replace("\\\n", " ").splitlines()
-    return [line.removeprefix("$ ") for line in lines if line.startswith("$ ") or "$ " not in block]
+    lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ") or "$ " not in block]
+    return [re.split(r"\s#\s|^#", line)[0] for line in lines]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "block"), cases("sh") + cases("console"))
+@cases("run", "sh", "console")
 def test_shell_blocks_run(workplace, monkeypatch, page, block):
     for line in commands(block):
-        for command in re.split(r"\s#\s|^#", line)[0].split("&&"):
+        for command in line.split("&&"):
             stdin = ""
             for stage in command.split("|"):
                 if stage.strip():
                     stdin = run(shlex.split(stage), stdin, monkeypatch)
 
 
-def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: dict[str, list[str]] = SHORTER) -> str:
+def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: dict[str, str] = SHORTER) -> str:
     """Run one command in this process and return its output; those that set things up must only exist."""
     program, *arguments = words
     if program == "make":
@@ -254,26 +243,23 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: 
         return ""
     if program == "echo":
         return f"{' '.join(arguments)}\n"
-    if words[:2] == ["wedlm", "demo"]:
-        return ""  # serves until it is stopped: tests/apps
+    # A demo serves until it is stopped (tests/apps); trends.py has a test in tests/examples.
+    if program in ELSEWHERE or words[:2] in (["wedlm", "demo"], ["python", "examples/paper-findings/trends.py"]):
+        return ""
+    assert program in ("wedlm", "python"), f"no test knows how to run {shlex.join(words)}"
     if program == "wedlm":
-        app = cli.app
-        arguments += shorter.get(f"wedlm {arguments[0]}", [])
-    elif program == "python":
+        app, module = cli.app, f"wedlm {arguments[0]}"
+    else:
         module, *arguments = arguments[1:] if arguments[0] == "-m" else arguments
-        if module == "wedlm_hf.eval":
-            monkeypatch.setattr(sys, "argv", ["eval", *arguments, *SHORTER[module]])
-            import_module("wedlm_hf.eval.harness.run").main()
-            return ""
-        if module == "examples/paper-findings/trends.py":
-            return ""  # tests/examples/test_tools.py
+    arguments += shorter.get(module, "").split()
+    if module == "wedlm_hf.eval":
+        monkeypatch.setattr(sys, "argv", ["eval", *arguments])
+        import_module("wedlm_hf.eval.harness.run").main()
+        return ""
+    if program == "python":
         found, app = script(module), typer.Typer()
         found.VOCABULARY_SAMPLES_PER_TASK = 20
-        arguments += SHORTER[module]
         app.command()(found.main)
-    else:
-        assert program in ELSEWHERE, f"no test knows how to run {shlex.join(words)}"
-        return ""
     if "build/wedlm-nano" in arguments and not Path("build/wedlm-nano").exists() and program == "wedlm":
         shutil.copytree("examples/wedlm-nano", "build/wedlm-nano")
     result = CliRunner().invoke(app, arguments, input=stdin)
@@ -281,11 +267,11 @@ def run(words: list[str], stdin: str, monkeypatch: pytest.MonkeyPatch, shorter: 
     return result.stdout
 
 
-@pytest.mark.parametrize(("page", "block"), cases("sh", titled=True))
+@cases("titled", "sh")
 def test_commands_that_need_more_have_the_options_that_are_shown(page, block, monkeypatch):
     monkeypatch.chdir(ROOT)
     for line in commands(block):
-        words = shlex.split(re.split(r"\s#\s|^#", line)[0])
+        words = shlex.split(line)
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             del words[0]
         if words and words[0] not in ELSEWHERE:
@@ -316,9 +302,9 @@ def parse(words: list[str]) -> None:
         place = "/".join(module.split(".")[1:]) if module.startswith("wedlm_hf") else module.removesuffix(".py")
         file = ROOT / f"{place}.py"
         source = (file if file.exists() else ROOT / place / "harness" / "run.py").read_text(encoding="utf-8")
-        for option in (word for word in arguments if word.startswith("--")):
-            is_harness = module == "wedlm_hf.eval" and option in HARNESS_OPTIONS
-            assert is_harness or re.search(rf'"{option}"|\b{option[2:].replace("-", "_")}:', source), option
+        known = HARNESS_OPTIONS if module == "wedlm_hf.eval" else set()
+        for option in {word for word in arguments if word.startswith("--")} - known:
+            assert re.search(rf'"{option}"|\b{option[2:].replace("-", "_")}:', source), option
     return None
 
 
@@ -361,7 +347,7 @@ def test_a_release_is_installed_and_runs_the_first_examples(workplace, tmp_path_
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
+    text = text_of(page)
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("https://") or ((ROOT / page).parent / target).exists(), target
     assert not re.search(r"install [\"']?wedlm-hf", text)  # no index has it
@@ -381,29 +367,23 @@ def test_the_file_tree_names_files_that_exist():
         assert {path.name for path in (ROOT / folder).glob("*.py") if path.stem[0] != "_"} <= listed
 
 
-def test_measured_numbers_are_those_of_the_stored_report():
-    report, card = (RESULTS / "report.md").read_text(encoding="utf-8"), (ROOT / CARD).read_text(encoding="utf-8")
+def test_measured_numbers_are_those_of_the_stored_report_and_the_card_shows_every_task():
+    report, card = map(text_of, (RESULTS / "report.md", CARD))
     tables = re.findall(r"^\| (?:decoder|task) .*ar.*\n(?:\|.*\n)+", card, flags=re.M)
     assert len(tables) == 3 and all(table in report for table in tables)
     stored = json.loads((NANO / "generation_config.json").read_text())
     window, threshold, penalty = (stored[name] for name in FIELDS)
     settings = f"Settings: window {window}, τ = {threshold:g}, λ = {penalty:g};"
     assert settings in report and settings in card
-
-
-def test_the_model_card_shows_every_task_in_its_own_words():
-    text = (ROOT / CARD).read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\w+) \| `", text, flags=re.MULTILINE)
-    assert rows == list(dict.fromkeys(prompt.task for prompt in read_tasks(ROOT / CARD.rpartition("/")[0])))
+    rows = re.findall(r"^\| (\w+) \| `", card, flags=re.MULTILINE)
+    assert rows == list(dict.fromkeys(prompt.task for prompt in read_tasks((ROOT / CARD).parent)))
 
 
 def test_the_first_table_repeats_the_measurements_of_the_examples():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    report = (RESULTS / "report.md").read_text(encoding="utf-8")
+    readme, report, real = map(text_of, ("README.md", RESULTS / "report.md", "examples/smollm2/README.md"))
     row = re.findall(r"^\| wedlm\+exact +\|(.*)\|$", report, flags=re.MULTILINE)[0]
     _, per_forward, _, _, speed = (cell.strip() for cell in row.split("|"))
     assert f"| {per_forward} | {speed.split()[0]}× |" in readme
-    real = (ROOT / "examples" / "smollm2" / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (?:\[SmolLM2|the same).*?\| ([\d.]+) \| ([\d.]+×) \|", readme, flags=re.MULTILINE)
     assert len(rows) == 3
     for numbers in rows:
@@ -413,6 +393,95 @@ def test_the_first_table_repeats_the_measurements_of_the_examples():
 def test_the_readme_lists_every_extra():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg", encoding="utf-8")
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = text_of("README.md")
     listed = re.findall(r"`(\w+)`", text.partition("The extras: ")[2].partition("\n\n")[0])
     assert sorted(listed) == sorted(setup["options.extras_require"])
+
+
+INDEX = text_of("CONTRIBUTING.md").partition("## The paper in the code")[2]
+HEAD, *ENTRIES = (
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in INDEX.partition("\n## ")[0].splitlines()
+    if line.startswith("| ")
+)
+
+
+def names_in(file: Path) -> set[str]:
+    """Functions and classes of a file, methods as `Class.method`."""
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{child.name}" for child in node.body if isinstance(child, ast.FunctionDef)}
+    return names
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0])
+def test_code_and_test_of_each_entry_exist(entry):
+    assert len(entry) == len(HEAD) == 4 and len(ENTRIES) > 10
+    for cell, folder in ((entry[2], r"\w+(/\w+)*"), (entry[3], r"tests(/\w+)*")):
+        references = re.findall(r"`([^`]+)`", cell)
+        assert references, "an entry needs code and a test"
+        for reference in references:
+            assert re.fullmatch(rf"{folder}/\w+\.py::\w+(\.\w+)?", reference), reference
+            path, name = reference.split("::")
+            assert (ROOT / path).is_file() and name in names_in(ROOT / path), reference
+
+
+def test_pages_are_few_and_short():
+    assert len(DOCS) <= 10
+    words = [word for page in DOCS for word in page.read_text(encoding="utf-8").split() if re.search(r"\w", word)]
+    assert len(words) <= 9000
+
+
+def messages() -> list[re.Pattern[str]]:
+    """Every text literal of the package, with what is filled in at run time as a wildcard."""
+    patterns = []
+    for folder in ("generation", "modeling_wedlm", "adapters", "training"):
+        for file in (ROOT / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call):
+                    patterns += map(pattern_of, node.args)
+    return [re.compile(pattern) for pattern in patterns if len(pattern.replace(".*", "")) > 30]
+
+
+def pattern_of(node: ast.expr) -> str:
+    """The regular expression of an expression's text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.escape(node.value)
+    parts = node.values if isinstance(node, ast.JoinedStr) else []
+    return "".join(".*" if isinstance(part, ast.FormattedValue) else pattern_of(part) for part in parts)
+
+
+def test_every_message_on_the_page_of_errors_is_in_the_code():
+    text = text_of("docs", "errors.md")
+    shown, known = re.findall(r"^```text\n(.*)\n```$", text, flags=re.MULTILINE), messages()
+    assert len(shown) > 12
+    for message in shown:
+        assert any(pattern.fullmatch(message) for pattern in known), message
+
+
+def test_the_signature_shown_has_every_setting_with_its_default():
+    text = text_of("docs", "reference.md")
+    signature = text.partition("<!-- signature -->")[2].partition("<!-- /")[0]
+    shown = re.findall(r"^    (\w+)=([^,]+),", signature, re.MULTILINE)
+    settings = {field.name: repr(field.default).replace("'", '"') for field in fields(WeDLMGenerationSettings)}
+    assert dict(shown) == settings
+
+
+def test_the_drawings_are_what_the_code_draws(tmp_path, monkeypatch):
+    draw = script("docs/figures/draw.py")
+    monkeypatch.setattr(draw, "HERE", tmp_path)
+    for drawing in draw.DRAWINGS:
+        drawing()
+    drawn = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.glob("*.svg")}
+    assert len(drawn) == len(draw.DRAWINGS)
+    assert drawn == {name: (ROOT / "docs" / "figures" / name).read_text(encoding="utf-8") for name in drawn}
+
+
+def test_the_newest_entry_of_the_changelog_is_of_this_version():
+    text = text_of("CHANGELOG.md")
+    version, state = re.findall(r"^## \[(.*)\] - (.*)$", text, flags=re.MULTILINE)[0]
+    assert version == wedlm_hf.__version__
+    assert state == "unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", state)

@@ -105,8 +105,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def write_checkpoint(folder: Path, model: WeDLMForCausalLM | None = None, **generation: Any) -> Path:
     """Saves a model with its tokenizer, and with settings in its generation config. Returns the folder."""
     model = model or tiny_model()
-    for name, value in generation.items():
-        setattr(model.generation_config, name, value)
+    vars(model.generation_config).update(generation)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder

@@ -4,13 +4,13 @@ It raises where tensors of two devices meet, as an accelerator would, but for CP
 where the host waits: where a value, or a shape that depends on values, comes from the device.
 """
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from traceback import walk_stack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils.backend_registration import _DummyPrivateUse1Hook, _setup_privateuseone_for_python_backend
 
@@ -23,40 +23,20 @@ WAITING = {
 }  # fmt: skip
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index}
 COPYING = {aten._to_copy, aten.copy_}
-
-
-class _Backend:
-    """What `torch.pretend` must have."""
-
-    def is_available(self) -> bool:
-        return _is_on
-
-    def device_count(self) -> int:
-        return int(_is_on)
-
-    def current_device(self) -> int:
-        return 0
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+DIFFERENT = "Expected all tensors to be on the same device"
 
 
 class _Hook(_DummyPrivateUse1Hook):
     def is_available(self) -> bool:
-        return _is_on
+        return _current is not None
 
 
-_is_on = False
-_setup_privateuseone_for_python_backend(NAME, _Backend(), _Hook())
+BACKEND = SimpleNamespace(
+    is_available=lambda: _current is not None, device_count=lambda: int(_current is not None),
+    current_device=lambda: 0, is_initialized=lambda: True, _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None, get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+)  # fmt: skip
+_setup_privateuseone_for_python_backend(NAME, BACKEND, _Hook())
 # Nothing is cast: `torch.autocast` is there, and changes nothing.
 _CASTS = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 _CASTS.fallback(torch.library.fallthrough_kernel)
@@ -66,6 +46,7 @@ class PretendTensor(torch.Tensor):
     """`inner`, a CPU tensor, as one of the device's."""
 
     inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> "PretendTensor":
@@ -84,8 +65,6 @@ class PretendTensor(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -108,10 +87,6 @@ class Accelerator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
-    def wait(self) -> None:
-        frames = reversed(traceback.extract_stack())
-        self.waits.append([f"{f.filename}:{f.lineno} {f.name}" for f in frames if "site-packages" not in f.filename])
-
 
 _current: Accelerator | None = None
 
@@ -119,45 +94,55 @@ _current: Accelerator | None = None
 @contextmanager
 def accelerator() -> Iterator[Accelerator]:
     """The device is there."""
-    global _current, _is_on
+    global _current
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device=...)` comes by, too
-    _current, _is_on = Accelerator(), True
+    _current = Accelerator()
     try:
         with _current:
             yield _current
     finally:
         torch._C._set_only_lift_cpu_tensors(before)
-        _current, _is_on = None, False
+        _current = None
 
 
 def _wait() -> None:
     if _current is not None:
-        _current.wait()
+        places = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk_stack(None)]
+        ours = [place for place in places if place[0] != __file__ and "site-packages" not in place[0]]
+        _current.waits.append(["{}:{} {}".format(*place) for place in ours])
+
+
+def _mapped(value: Any, change: Any) -> Any:
+    """A value with its tensors changed, those in its lists and tuples too."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return type(value)(_mapped(one, change) for one in value) if type(value) in (list, tuple) else value
+
+
+def _inner(one: torch.Tensor) -> torch.Tensor:
+    return one.inner if isinstance(one, PretendTensor) else one
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    flat, spec = pytree.tree_flatten((args, kwargs))
-    tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+    packet, device = func.overloadpacket, kwargs.get("device")
+    tensors: list[torch.Tensor] = []
+    _mapped([*args, *kwargs.values()], tensors.append)
     ours = [one for one in tensors if isinstance(one, PretendTensor)]
-    packet = func.overloadpacket
-    device = kwargs.get("device")
     is_to_device = device is not None and torch.device(device).type == NAME
     if not ours and not is_to_device:
         return func(*args, **kwargs)
     is_to_cpu = bool(ours) and device is not None and not is_to_device
     if packet in COPYING:
         is_to_cpu = is_to_cpu or (packet is aten.copy_ and not isinstance(args[0], PretendTensor))
-    elif device is None or ours:
-        _check_devices(func, packet, args, tensors, ours)
+    elif ours:
+        _check_devices(func, packet, args, tensors)
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type != NAME:
         raise RuntimeError(f"Expected a '{NAME}' device type for generator but found '{generator.device.type}'")
     if packet in WAITING or (is_to_cpu and packet in COPYING) or (packet in INDEXING and _finds_places(packet, args)):
         _wait()
-    inner_args, inner_kwargs = pytree.tree_unflatten(
-        [one.inner if isinstance(one, PretendTensor) else one for one in flat], spec
-    )
+    inner_args, inner_kwargs = _mapped(args, _inner), {name: _mapped(value, _inner) for name, value in kwargs.items()}
     if is_to_device:
         inner_kwargs["device"] = torch.device("cpu")
     found = func(*inner_args, **inner_kwargs)
@@ -166,29 +151,22 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return args[0]
         return found.clone() if any(found is one.inner for one in ours) else found
     if not ours:
-        if packet is aten._to_copy and any(found is one for one in tensors):
-            found = found.clone()
-        return pytree.tree_map_only(torch.Tensor, PretendTensor, found)
+        is_same = packet is aten._to_copy and any(found is one for one in tensors)
+        return _mapped(found.clone() if is_same else found, PretendTensor)
     known = {id(one.inner): one for one in ours}
-    found = pytree.tree_map_only(
-        torch.Tensor, lambda one: known[id(one)] if id(one) in known else PretendTensor(one), found
-    )
+    found = _mapped(found, lambda one: known[id(one)] if id(one) in known else PretendTensor(one))
     return return_and_correct_aliasing(func, args, kwargs, found)
 
 
-def _check_devices(func: Any, packet: Any, args: Any, tensors: list[Any], ours: list[Any]) -> None:
-    others = [one for one in tensors if not isinstance(one, PretendTensor) and one.ndim]
-    if others and packet in INDEXING and isinstance(args[0], PretendTensor):
-        others = [one for one in args[2:3] if isinstance(one, torch.Tensor) and not isinstance(one, PretendTensor)]
-        others = [one for one in others if one.ndim]  # places may come from the CPU
-    if others and ours:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {NAME}:0 and cpu! "
-            f"({func}, shapes {[tuple(one.shape) for one in tensors]})"
-        )
-    in_place = func._schema.name.endswith("_") and isinstance(args[0], torch.Tensor)
-    if in_place and ours and not isinstance(args[0], PretendTensor):
-        raise RuntimeError(f"Expected all tensors to be on the same device: {func} writes to cpu from {NAME}:0.")
+def _check_devices(func: Any, packet: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+    is_into_ours = isinstance(args[0], PretendTensor)
+    if packet in INDEXING and is_into_ours:
+        tensors = [one for one in args[2:3] if isinstance(one, torch.Tensor)]  # places may come from the CPU
+    others = [tuple(one.shape) for one in tensors if not isinstance(one, PretendTensor) and one.ndim]
+    if others:
+        raise RuntimeError(f"{DIFFERENT}, but found at least two devices, {NAME}:0 and cpu! ({func}, {others})")
+    if func._schema.name.endswith("_") and isinstance(args[0], torch.Tensor) and not is_into_ours:
+        raise RuntimeError(f"{DIFFERENT}: {func} writes to cpu from {NAME}:0.")
 
 
 def _finds_places(packet: Any, args: Any) -> bool:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "../examples/wedlm-nano"), str(TESTS / "
 
 import torch  # noqa: E402
 from safetensors import safe_open  # noqa: E402
-from tiny import LINES, MASK, stock_twin, tiny_model, tiny_tokenizer, write_checkpoint  # noqa: E402
+from tiny import LINES, MASK, write_checkpoint, write_stock_checkpoint  # noqa: E402
 
 from wedlm_hf.cli import main  # noqa: E402
 
@@ -43,9 +42,6 @@ TIME_LIMIT = 120.0  # seconds, for what should take two
 SERVING = 15.0  # seconds after which a server is stopped whose words a fault has kept from us
 # Exit codes of each fault. A negative one: the signal came before the command line was there to take it.
 CODES = {"SIGINT": {130, 0, -2}, "SIGTERM": {143, 0, -15}, "limit": {2, 0}, "pipe": {141, 0}, "twice": {2, 0}}
-
-
-# --- one run --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -63,16 +59,14 @@ class Run:
         """Reads what it says until it ends, or for so long."""
         end = time.monotonic() + (TIME_LIMIT if seconds is None else seconds)
         while self.code is None and (left := end - time.monotonic()) > 0:
-            ready, _, _ = select.select([self.terminal], [], [], min(left, 0.05))
-            if ready:
-                self._read()
+            self._read(min(left, 0.05))
             if self.until and (self.until in self.output or time.monotonic() - self.started > SERVING):
                 self.until = b""
                 os.kill(self.pid, signal.SIGINT)
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.code = os.waitstatus_to_exitcode(status)
-                while select.select([self.terminal], [], [], 0)[0] and self._read():
+                while self._read(0):
                     pass
         if seconds is None and self.code is None:
             os.kill(self.pid, signal.SIGKILL)
@@ -81,7 +75,10 @@ class Run:
         if self.code is not None:
             os.close(self.terminal)
 
-    def _read(self) -> bool:
+    def _read(self, seconds: float) -> bool:
+        """Whether it said something within so long."""
+        if not select.select([self.terminal], [], [], seconds)[0]:
+            return False
         try:
             data = os.read(self.terminal, 65536)
         except OSError as error:
@@ -142,9 +139,6 @@ def run_here(words: list[str], folder: Path) -> None:
         os.chdir(before)
 
 
-# --- commands -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Command:
     """What a command is asked for, and what must be whole afterwards.
@@ -172,23 +166,24 @@ class Command:
 def whole_json(*names: str) -> Callable[[Path], None]:
     def check(folder: Path) -> None:
         for name in names:
-            path = folder / name
-            if path.suffix == ".html":
-                assert path.read_text().rstrip().endswith("</html>"), name
-            else:
-                json.loads(path.read_text())
+            text = (folder / name).read_text()
+            assert text.rstrip().endswith("</html>") if name.endswith(".html") else json.loads(text), name
 
     return check
 
 
+def whole_weights(file: Path) -> None:
+    with safe_open(file, "pt") as weights:
+        assert list(weights.keys())
+
+
 def whole_model(folder: Path) -> None:
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    json.loads((folder / "config.json").read_text())
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as weights:
-            assert list(weights.keys())
-    assert list(folder.glob("*.safetensors")), "no weights"
+    if folder.exists() and any(folder.iterdir()):
+        json.loads((folder / "config.json").read_text())
+        files = list(folder.glob("*.safetensors"))
+        assert files, "no weights"
+        for file in files:
+            whole_weights(file)
 
 
 def whole_training(folder: Path) -> None:
@@ -202,11 +197,13 @@ def whole_training(folder: Path) -> None:
 
 
 def whole_adapter(folder: Path) -> None:
-    out = folder / "out"
-    json.loads((out / "adapter_config.json").read_text())
-    with safe_open(out / "adapter_model.safetensors", "pt") as weights:
-        assert list(weights.keys())
-    assert (out / "README.md").read_text().startswith("---")
+    json.loads((folder / "out" / "adapter_config.json").read_text())
+    whole_weights(folder / "out" / "adapter_model.safetensors")
+    assert (folder / "out" / "README.md").read_text().startswith("---")
+
+
+def nothing(folder: Path) -> None:
+    """It writes no files."""
 
 
 TRAIN = (
@@ -221,11 +218,11 @@ REPORT = (
 )
 ADAPT = "adapt base out --prompts prompts.txt --rank 2 --head-width 8 --device cpu --tokens "
 COMMANDS = {
-    "generate": Command("generate Count Sort --model model --max-new-tokens 24", lambda folder: None),
+    "generate": Command("generate Count Sort --model model --max-new-tokens 24", nothing),
     "trace": Command(
-        "trace Count --model model --output page.html --save trace.json --max-new-tokens 24",
+        "trace Count --model model --output page.html --save trace.json --repeats 1 --max-new-tokens 24",
         whole_json("page.html", "trace.json"),
-        "trace Sort --model model --output page.html --save trace.json --max-new-tokens 4",
+        "trace Sort --model model --output page.html --save trace.json --repeats 1 --max-new-tokens 4",
     ),
     "report": Command(
         REPORT + "--max-new-tokens 8 --max-loss 100 --save-settings",
@@ -238,9 +235,9 @@ COMMANDS = {
         lambda folder: whole_model(folder / "model"),
         may_say_no=True,
     ),
-    "chat": Command("chat model --max-new-tokens 24", lambda folder: None, stdin="prompts.txt"),
-    "demo": Command("demo --model model --port 0 --no-browser", lambda folder: None, until="http://"),
-    "serve": Command("serve model --port 0", lambda folder: None, until="http://"),
+    "chat": Command("chat model --max-new-tokens 24", nothing, stdin="prompts.txt"),
+    "demo": Command("demo --model model --port 0 --no-browser", nothing, until="http://"),
+    "serve": Command("serve model --port 0", nothing, until="http://"),
     "train": Command(TRAIN + "3", whole_training, TRAIN + "1"),
     "adapt": Command(ADAPT + "200", whole_adapter, ADAPT + "60"),
 }
@@ -248,18 +245,12 @@ COMMANDS = {
 
 def prepare(folder: Path) -> None:
     """A tiny model, a stock one, prompts and chats."""
-    tokenizer = tiny_tokenizer()
     shutil.copytree(write_checkpoint(folder / "model", suppress_tokens=[MASK]), folder / "base")
-    tokenizer.mask_token = None
-    stock_twin(tiny_model()).save_pretrained(folder / "stock")
-    tokenizer.save_pretrained(folder / "stock")
+    write_stock_checkpoint(folder / "stock")
     lines = [line.strip().replace("\n", " ") for line in LINES]
     (folder / "prompts.txt").write_text("\n".join(lines + [f"{line} {line[::-1]}" for line in lines]))
     chat = {"messages": [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "7, of course"}]}
     (folder / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 6)
-
-
-# --- trials ---------------------------------------------------------------------------------------------------------
 
 
 def run_under(fault: str, command: Command, folder: Path, seconds: float, rng: random.Random) -> list[Run]:
@@ -324,8 +315,7 @@ def trial(command: Command, fault: str, template: Path, seconds: float, rng: ran
             again = command.start(folder)
             again.wait()
             text = again.output.decode(errors="replace")
-            is_done = "must be new or empty" in text  # a conversion that had ended
-            if again.code not in command.codes and not is_done:
+            if again.code not in command.codes and "must be new or empty" not in text:  # a conversion that had ended
                 problem = f"the next run ended with {again.code}: {text[-400:]!r}"
             left = [path.name for path in folder.rglob(".*") if path.is_file() and path.name != ".lock"]
             problem = problem or (f"left over: {left}" if left else "")
@@ -351,22 +341,17 @@ def template_of(command: Command, folder: Path) -> float:
 
 def table(trials: int, commands: list[str], faults: list[str], seed: int = 0) -> tuple[list[list[str]], list[str]]:
     """Rows of `tried/held` (ended early in brackets), and what went wrong."""
-    rng = random.Random(seed)
-    rows, problems = [], []
+    rng, rows, problems = random.Random(seed), [], []
     for name in commands:
         with tempfile.TemporaryDirectory(prefix="template-") as folder:
             seconds = template_of(COMMANDS[name], Path(folder))
             row = [name]
             for fault in faults:
-                count: Counter[str] = Counter()
-                for _ in range(trials):
-                    kind, problem = trial(COMMANDS[name], fault, Path(folder), seconds, rng)
-                    count[kind] += 1
-                    count["held"] += not problem
-                    if problem:
-                        problems.append(f"{name}, {fault}: {problem}")
-                        print(problems[-1], file=sys.stderr, flush=True)
-                row.append(f"{trials}/{count['held']} ({count['early']})")
+                found = [trial(COMMANDS[name], fault, Path(folder), seconds, rng) for _ in range(trials)]
+                wrong = [f"{name}, {fault}: {problem}" for _, problem in found if problem]
+                print(*wrong, sep="\n", end="\n" if wrong else "", file=sys.stderr, flush=True)
+                row.append(f"{trials}/{trials - len(wrong)} ({sum(kind == 'early' for kind, _ in found)})")
+                problems += wrong
             rows.append(row)
             print(f"| {' | '.join(row)} |", flush=True)
     return rows, problems

@@ -130,19 +130,16 @@ def planned(curve: Curve, acceptance: float, batch: int = 1, seeds: int = 3, kee
 @cache
 def _expected(acceptance: float) -> dict[tuple[int, int], float]:
     """Tokens of a step of each shape: masks stand behind each row, so that every step checks drafts of a new tree."""
-    random, sums, trees = Random(7), dict[tuple[int, int], float](), 300
+    random, sums, trees = Random(7), dict[tuple[int, int], float](), 200
     for _ in range(trees):
         reaches: list[float] = []
         drafts = drafts_of(DEPTH, acceptance, random)
         for draft in drafts:
             reaches.append((draft.chance or 0.0) * (reaches[draft.parent] if draft.parent >= 0 else 1.0))
         for masks in (1, 2, 3, 5):
-            likeliest = sorted(
-                [reach for reach, draft in zip(reaches, drafts, strict=True) if draft.position <= masks]
-            )
+            likeliest = sorted(reach for reach, draft in zip(reaches, drafts, strict=True) if draft.position <= masks)
             for count in (1, 2, 3, 4, 6, 8, 12):
-                tokens = (1 + sum(likeliest[-count:])) / trees
-                sums[count, masks] = sums.get((count, masks), 0.0) + tokens
+                sums[count, masks] = sums.get((count, masks), 0.0) + (1 + sum(likeliest[-count:])) / trees
     return sums
 
 
@@ -151,8 +148,5 @@ def best_fixed(curve: Curve, acceptance: float, batch: int = 1, keeps_state: boo
     if keeps_state:
         chains = [FixedPlan(m, True, 0, True, pending) for m in (1, 2, 3, 5) for pending in (2, 4, 8, 16, 32)]
         return max([1.0, *(speed(plan, lambda rows, *_: curve(rows), acceptance, seed=7) for plan in chains)])
-    shapes = _expected(acceptance).items()
-    speeds = [
-        tokens * curve(batch) / curve(batch * (1 + count + masks * (1 + count))) for (count, masks), tokens in shapes
-    ]
-    return max([1.0, *speeds])
+    rows = {shape: batch * (1 + shape[0] + shape[1] * (1 + shape[0])) for shape in _expected(acceptance)}
+    return max([1.0, *(n * curve(batch) / curve(rows[shape]) for shape, n in _expected(acceptance).items())])

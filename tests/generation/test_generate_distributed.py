@@ -1,4 +1,4 @@
-"""Generation in two processes: waiting for each other (`synced_gpus`), and tensor parallel."""
+"""Generation in two processes, which run this file: waiting for each other (`synced_gpus`), and tensor parallel."""
 
 import json
 import subprocess
@@ -6,39 +6,59 @@ import sys
 from pathlib import Path
 
 import pytest
-from generate_worker import LIMITS, SCENARIOS, STRATEGIES, decode
-from tiny import tiny_model
+import torch
+import torch.distributed
+from tiny import PAD, tiny_model
 
-WORKER = Path(__file__).with_name("generate_worker.py")
+from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
+
+PROMPTS = torch.tensor([[PAD, PAD, 20, 40, 9], [31, 77, 5, 6, 7]])
+STRATEGIES = {
+    "ar": {},
+    "wedlm": {"strategy": "wedlm", "entropy_threshold": 2.0},
+    "block": {"strategy": "block", "entropy_threshold": 2.0},
+    "exact": {"strategy": "wedlm", "verification": "exact", "draft_threshold": 2.0},
+}
+LIMITS = [4, 16]  # new tokens of each process
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    """What each process answered, by scenario."""
-    folder = tmp_path_factory.mktemp("two")
-    checkpoint = folder / "checkpoint"
-    tiny_model().save_pretrained(checkpoint)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run([*command, WORKER, checkpoint, folder], capture_output=True, text=True, timeout=600)
+def decode(model, strategy, **options):
+    inputs = {"input_ids": PROMPTS, "attention_mask": (PROMPTS != PAD).long()}
+    return model.generate(**inputs, **STRATEGIES[strategy], **options).tolist()
+
+
+def main(checkpoint, folder):
+    torch.distributed.init_process_group("gloo")
+    rank, told, forwards = torch.distributed.get_rank(), {}, []
+    model, shared = tiny_model(), WeDLMForCausalLM.from_pretrained(checkpoint, tp_plan="auto")
+    model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    # Stands for the collective operations of a sharded model: it hangs where not all processes take part.
+    model.register_forward_pre_hook(lambda *_: torch.distributed.barrier())
+    for strategy in STRATEGIES:
+        forwards.clear()
+        tokens = decode(model, strategy, max_new_tokens=LIMITS[rank], synced_gpus=True)
+        told[strategy] = {
+            "synced": tokens,
+            "forwards": len(forwards),
+            "tp": decode(shared, strategy, max_new_tokens=16),
+        }
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(told))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_processes_that_finish_early_keep_the_others_company_and_share_weights(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "checkpoint")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    result = subprocess.run([*command, tmp_path / "checkpoint", tmp_path], capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
-    return {
-        scenario: [json.loads((folder / f"{scenario}-{rank}.json").read_text()) for rank in range(2)]
-        for scenario in SCENARIOS
-    }
-
-
-@pytest.mark.slow
-def test_processes_that_finish_early_keep_the_others_company(two_processes):
-    first, second = two_processes["synced"]
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for strategy in STRATEGIES:
-        for result, limit in zip((first, second), LIMITS, strict=True):
-            assert result[strategy]["tokens"] == decode(tiny_model(), strategy, max_new_tokens=limit)
-        assert first[strategy]["forwards"] == second[strategy]["forwards"]
+        short, long = (decode(tiny_model(), strategy, max_new_tokens=limit) for limit in LIMITS)
+        assert [one[strategy]["synced"] for one in told] == [short, long]
+        assert [one[strategy]["tp"] for one in told] == [long, long]
+        assert told[0][strategy]["forwards"] == told[1][strategy]["forwards"]
 
 
-@pytest.mark.slow
-def test_tensor_parallel_models_decode_like_one_process(two_processes):
-    first, second = two_processes["tp"]
-    for strategy in STRATEGIES:
-        expected = decode(tiny_model(), strategy, max_new_tokens=16)
-        assert first[strategy]["tokens"] == second[strategy]["tokens"] == expected
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -15,7 +15,6 @@ from wedlm_hf.generation.step_times import StepTimes
 
 ROOM = 1000
 
-# What others draw: convex, concave, stairs of 5, stairs of steps with masks alone, masks that cost by themselves.
 DRAWN = {
     "convex": lambda rows, has_masks: 1 + 0.002 * (rows - 1) ** 2,
     "concave": lambda rows, has_masks: rows**0.3,
@@ -25,12 +24,12 @@ DRAWN = {
 }
 
 
-def new_planner():
-    return Planner(StepTimes(0.035, plans.Clock()), plans.DEPTH)
+def new_planner(slot_cost=0.035, depth=plans.DEPTH, **options):
+    return Planner(StepTimes(slot_cost, plans.Clock()), depth, **options)
 
 
 def new_chain(slot_cost=0.035):
-    return Planner(StepTimes(slot_cost, plans.Clock()), plans.DEPTH, is_chain=True, keeps_state=True)
+    return new_planner(slot_cost, is_chain=True, keeps_state=True)
 
 
 def speed(planner, curve, *args, **kwargs):
@@ -38,43 +37,39 @@ def speed(planner, curve, *args, **kwargs):
     return plans.speed(planner, lambda rows, *_: plans.CURVES[curve](rows), *args, **kwargs)
 
 
-def check(curve, acceptances, batch=1, seeds=3, keeps_state=False):
+def check(curve, acceptances, batch=1, seeds=2, keeps_state=False):
     """Near the best fixed shape, never behind AR, and no worse where more drafts pass."""
-    of_fixed, of_ar, best = (0.91, 0.96, 0.0) if keeps_state else (0.95, 0.97, 0.0)
+    of_fixed, of_ar = (0.91, 0.96) if keeps_state else (0.95, 0.97)
+    best = 0.0
     for acceptance in acceptances:
         found = plans.planned(plans.CURVES[curve], acceptance, batch, seeds, keeps_state)
-        fixed = plans.best_fixed(plans.CURVES[curve], acceptance, batch, keeps_state)
-        assert found >= of_fixed * fixed, (acceptance, found, fixed)
-        if not (keeps_state and curve == "stairs of 3"):  # there a commit takes a stair more
-            assert found >= of_ar, (acceptance, found)
+        assert found >= of_fixed * plans.best_fixed(plans.CURVES[curve], acceptance, batch, keeps_state), acceptance
+        # There a commit takes a stair more.
+        assert found >= of_ar or (keeps_state and curve == "stairs of 3"), acceptance
         assert found >= 0.95 * best or keeps_state, (acceptance, found, best)
         best = max(best, found)
 
 
 @pytest.mark.parametrize("curve", plans.CURVES)
 def test_it_is_near_the_best_fixed_shape_and_never_behind_ar(curve):
-    check(curve, (0.1, 0.7), seeds=2)
+    check(curve, (0.1, 0.7), seeds=1)
 
 
 @pytest.mark.parametrize("curve", ["flat", "packed, AVX2"])
 def test_a_model_that_keeps_a_state_is_decoded_near_the_best_fixed_chain(curve):
-    check(curve, (0.8,), seeds=2, keeps_state=True)
+    check(curve, (0.8,), seeds=1, keeps_state=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "keeps_state"), [(1, False), (4, False), (1, True)])
 @pytest.mark.parametrize("curve", plans.CURVES)
 def test_it_is_so_in_every_cell_and_no_worse_where_more_drafts_pass(curve, batch, keeps_state):
-    check(curve, plans.ACCEPTANCES, batch, keeps_state=keeps_state)
+    check(curve, plans.ACCEPTANCES, batch, 3, keeps_state)
 
 
 @pytest.mark.parametrize(
     ("make", "curve", "seldom", "steps", "speeds"),
-    [
-        (new_planner, "3.5 % a row", 0.02, plans.STEPS, (0.97, 1.8)),
-        (new_chain, "packed, AVX2", 0.05, 200, (0.96, 1.25)),
-    ],
-    ids=["tree", "chain"],
+    [(new_planner, "3.5 % a row", 0.02, 400, (0.97, 1.8)), (new_chain, "packed, AVX2", 0.05, 200, (0.96, 1.25))],
 )
 def test_drafts_come_back_where_the_text_becomes_foreseeable(make, curve, seldom, steps, speeds):
     planner = make()
@@ -122,68 +117,57 @@ def chain(*chances):
     return [Row(7, place + 1, place - 1, chance) for place, chance in enumerate(chances)]
 
 
-def parts(planned):
-    """The drafts, and how many masks stand behind the root and each of them."""
-    drafts = [row for row in planned if row.token is not None]
-    runs = mask_runs(planned)
-    return drafts, [len(runs.get(place, ())) for place in range(-1, len(drafts))]
+def parts(planner, drafts, masks, room=ROOM):
+    """The drafts of a planned step, and how many masks stand behind the root and each of them."""
+    (plan,) = planner.plan([Outlook(drafts, masks, room)])
+    checked, runs = [row for row in plan if row.token is not None], mask_runs(plan)
+    return checked, [len(runs.get(place, ())) for place in range(-1, len(checked))]
 
 
-def test_nothing_is_planned_beyond_the_limit():
-    planner = Planner(StepTimes(0.0), 5)
+def test_nothing_is_planned_beyond_the_limit_or_the_rows_that_a_step_may_have():
     for room in (1, 2, 3):
-        (plan,) = planner.plan([Outlook(chain(0.9, 0.9, 0.9), 3, room)])
-        drafts, masks = parts(plan)
-        assert len(drafts) == room - 1
-        assert all(depth + count < room for depth, count in enumerate(masks))
+        drafts, masks = parts(Planner(StepTimes(0.0), 5), chain(0.9, 0.9, 0.9), 3, room)
+        assert len(drafts) == room - 1 and all(depth + count < room for depth, count in enumerate(masks))
+    planner = Planner(StepTimes(0.0), 40)
+    planner.most_rows = 32
+    for count in (0, 20, 31, 40):
+        drafts, masks = parts(planner, chain(*[0.99] * count), count, 100)
+        assert min(count, 31) < 1 + len(drafts) + sum(masks) <= 32
 
 
 def test_masks_that_nobody_planned_may_draft_deeper_than_planned_ones():
     """vLLM fills the step of a request whose prompt is in the cache with as many masks as there may be drafts."""
     planner = Planner(StepTimes(0.0), 2, is_chain=True, skipped_masks=1)
     for _ in range(4):
-        (plan,) = planner.plan([Outlook(chain(*[0.9] * 5), 5, ROOM)])
-        assert len(parts(plan)[0]) == 5
-
-
-def test_a_step_has_no_more_rows_than_it_may():
-    planner = Planner(StepTimes(0.0), 40)
-    planner.most_rows = 32
-    for drafts in (0, 20, 31, 40):
-        (plan,) = planner.plan([Outlook(chain(*[0.99] * drafts), drafts, 100)])
-        assert min(drafts, 31) < 1 + len(plan) <= 32
+        assert len(parts(planner, chain(*[0.9] * 5), 5)[0]) == 5
 
 
 def test_parents_stand_before_their_children_and_first_children_right_behind():
     drafts = [Row(1, 1, -1, 0.6), Row(2, 1, -1, 0.3, True), Row(3, 2, 0, 0.9), Row(4, 2, 1, 0.9)]
-    (plan,) = Planner(StepTimes(0.0), 2).plan([Outlook(drafts, 2, ROOM)])
-    assert [(draft.token, draft.parent) for draft in parts(plan)[0]] == [(1, -1), (3, 0), (2, -1), (4, 2)]
+    checked, _ = parts(Planner(StepTimes(0.0), 2), drafts, 2)
+    assert [(draft.token, draft.parent) for draft in checked] == [(1, -1), (3, 0), (2, -1), (4, 2)]
 
 
 def test_chances_are_corrected_by_what_passed():
     planner = Planner(StepTimes(0.03), 5)
     for _ in range(100):
         planner.learn(chain(0.9)[0], False)
-    assert planner.reaches(chain(0.9))[0] < 0.1
-    assert planner.reaches(chain(0.5))[0] == 0.5
+    assert planner.reaches(chain(0.9))[0] < 0.1 and planner.reaches(chain(0.5))[0] == 0.5
 
 
 def test_drafts_from_the_text_are_checked_without_masks_where_ar_steps_are_best():
     planner = Planner(StepTimes(0.15), 5)
-    text = [Row(7, place + 1, place - 1, None) for place in range(5)]
     for _ in range(200):
         planner.plan([Outlook(chain(0.01), 1, ROOM)])
         planner.learn(chain(0.01)[0], False)
-    (plan,) = planner.plan([Outlook(text, 0, ROOM)])
-    assert parts(plan)[1] == [0] * 6
+    assert parts(planner, chain(*[None] * 5), 0)[1] == [0] * 6
 
 
 def test_times_see_stairs_and_a_table_is_taken_as_it_is():
-    times = StepTimes(0.035, plans.Clock())
+    times, stairs = StepTimes(0.035, plans.Clock()), plans.CURVES["stairs of 8"]
     for rows in [*range(1, 20)] * 4:
-        times.record(rows, True, 5.0 * plans.CURVES["stairs of 8"](rows))
-    for rows in range(1, 20):
-        assert times.of(rows, True) / times.of(1, True) == pytest.approx(plans.CURVES["stairs of 8"](rows))
+        times.record(rows, True, 5.0 * stairs(rows))
+    assert all(times.of(rows, True) / times.of(1, True) == pytest.approx(stairs(rows)) for rows in range(1, 20))
     given = StepTimes({1: 18.0, 3: 20.0, 6: 23.0})
     assert [given.of(rows, False) for rows in (1, 2, 3, 6, 9)] == [18.0, 19.0, 20.0, 23.0, 26.0]
 
@@ -212,24 +196,19 @@ def test_a_width_is_not_dearer_for_not_having_been_met_lately(others):
 
 def test_masks_lose_no_worth_where_steps_may_not_be_wide_yet():
     planner = new_planner()
-    for _ in range(20):
-        (plan,) = planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)])
-        assert plan == []
+    assert all(planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)]) == [[]] for _ in range(20))
     assert planner._worth.min() > 0.3
 
 
 def test_slow_first_steps_are_doubted():
     """On vLLM, the first step with masks may take a second, and those without drafts would stay best for hours."""
-    clock, met = plans.Clock(), Counter[int]()
-    planner = Planner(StepTimes(0.04, clock), plans.DEPTH, is_chain=True)
-    drafts = 0
+    planner, met, drafts = new_planner(0.04, is_chain=True), Counter[int](), 0
     for _ in range(400):
-        (plan,) = planner.plan([Outlook(chain(*[0.9] * drafts), drafts, ROOM)])
-        checked, masks = parts(plan)
-        rows = 1 + len(plan)
+        checked, masks = parts(planner, chain(*[0.9] * drafts), drafts)
+        rows = 1 + len(checked) + sum(masks)
         planner.begin(rows, masks[-1] > 0, 1)
         met[rows] += 1
-        clock.now += 1.0 if rows > 1 and met[rows] <= 2 else 0.005 * (1 + 0.02 * (rows - 1))
+        planner.times.clock.now += 1.0 if rows > 1 and met[rows] <= 2 else 0.005 * (1 + 0.02 * (rows - 1))
         for draft in checked:
             planner.learn(draft, True)
         planner.finish(1 + len(checked))
@@ -238,7 +217,6 @@ def test_slow_first_steps_are_doubted():
 
 
 def test_a_fixed_plan_checks_all_there_is():
-    (plan,) = FixedPlan(4, is_chain=False, skipped_masks=0).plan([Outlook(chain(0.1, 0.1), 2, ROOM)])
-    assert len(parts(plan)[0]) == 2 and parts(plan)[1] == [4, 4, 4]
-    (plan,) = FixedPlan(4, is_chain=True, skipped_masks=1).plan([Outlook(chain(0.1, 0.1), 2, 5)])
-    assert parts(plan)[1] == [0, 0, 3]
+    drafts, masks = parts(FixedPlan(4, is_chain=False, skipped_masks=0), chain(0.1, 0.1), 2)
+    assert len(drafts) == 2 and masks == [4, 4, 4]
+    assert parts(FixedPlan(4, is_chain=True, skipped_masks=1), chain(0.1, 0.1), 2, 5)[1] == [0, 0, 3]

@@ -40,34 +40,30 @@ def test_a_row_that_attends_alone_has_the_bits_of_an_ar_step():
 )
 def test_logits_in_bfloat16_are_those_of_ar_to_the_bit(do_sample, attention, autocast):
     assert not attends_by_row(llama())
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        check_logits(do_sample, attention, torch.float32 if autocast else torch.bfloat16)
-
-
-def check_logits(do_sample: bool, attention: str, dtype: torch.dtype) -> None:
     # Widths of whole vectors, as in real models: what is left over is computed by other instructions.
-    model = llama(hidden_size=128, intermediate_size=256, vocab_size=128, initializer_range=0.1).to(dtype)
+    model = llama(hidden_size=128, intermediate_size=256, vocab_size=128, initializer_range=0.1)
+    model = model.to(torch.float32 if autocast else torch.bfloat16)
     model.set_attn_implementation(attention)
     add_mask_adapter(model, SMALL)
     model.mask_adapter.requires_grad_(False)
-    assert attends_by_row(model)
-    for layer in model.modules():
-        if isinstance(layer, torch.nn.Linear):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+        assert attends_by_row(model)
+        for layer in (each for each in model.modules() if isinstance(each, torch.nn.Linear)):
             rows = torch.randn(ROWS_ALIKE, layer.in_features).bfloat16()
             if not torch.equal(torch.cat([layer(row[None]) for row in rows]), layer(rows)):
                 pytest.skip("the matrix products of this processor give a row other bits in company")
+        assert sum(accepted_of_an_answer(model, seed, do_sample) for seed in range(2))
+
+
+def accepted_of_an_answer(model, seed, do_sample):
+    """Compares the logits of an answer with those of forwards of one row each, over the tokens that were found."""
+    prompt = torch.randint(4, 60, (1, 9), generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(seed)
     options = {"max_new_tokens": 24, "do_sample": do_sample, "output_logits": True, "return_dict_in_generate": True}
-    accepted = 0
-    for seed in range(4):
-        prompt = torch.randint(4, 60, (1, 9), generator=torch.Generator().manual_seed(seed))
-        torch.manual_seed(seed)
-        found = model.generate(prompt, strategy="wedlm", verification="exact", slot_cost=0.0, **options)
-        accepted += int(found.stats.accepted.sum())
-        # Forwards of one row each, over the tokens that were found.
-        cache, ids = None, prompt
-        for logits, token in zip(found.logits, found.sequences[0, 9:], strict=True):
-            with torch.no_grad():
-                step = model(ids, **{CACHE: cache}, use_cache=True)
-            assert torch.equal(step.logits[:, -1].float(), logits)
-            cache, ids = cache_of(step), token[None, None]
-    assert accepted
+    found = model.generate(prompt, strategy="wedlm", verification="exact", slot_cost=0.0, **options)
+    cache, ids = None, prompt
+    for logits, token in zip(found.logits, found.sequences[0, 9:], strict=True):
+        step = model(ids, **{CACHE: cache}, use_cache=True)
+        assert torch.equal(step.logits[:, -1].float(), logits)
+        cache, ids = cache_of(step), token[None, None]
+    return int(found.stats.accepted.sum())

@@ -65,15 +65,12 @@ def test_noise_does_not_depend_on_what_else_is_asked_for():
 
 @pytest.mark.parametrize("is_on_cpu", [True, False])
 @pytest.mark.parametrize(
-    ("processors", "spread"),
-    [([], 0.0), ([], 3.0), ([TopKLogitsWarper(200)], 3.0), (WARPED, 3.0)],
-    ids=["all, alike", "all", "top 200", "warped"],
+    ("processors", "spread"), [([], 0.0), ([], 3.0), ([TopKLogitsWarper(200)], 3.0), (WARPED, 3.0)]
 )
 def test_draws_have_the_law_of_the_processed_scores(processors, is_on_cpu, spread):
     """With a spread of 0 nearly all of the mass lies behind the shortlist."""
-    draws = 10_000
+    draws, sampler = 10_000, sampler_of(processors)
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2)) * spread
-    sampler = sampler_of(processors)
     sampler.is_on_cpu = is_on_cpu
     tokens, _ = sampler.choose(logits.repeat(1, draws, 1), *slots_of(1, draws))
     counts = torch.bincount(tokens[0], minlength=VOCABULARY)
@@ -81,8 +78,7 @@ def test_draws_have_the_law_of_the_processed_scores(processors, is_on_cpu, sprea
     expected = LogitsProcessorList(processors)(torch.zeros(1, 1).long(), logits[None])[0].softmax(-1).double() * draws
     assert counts[expected == 0].sum() == 0
     is_large = expected >= 5
-    seen = [*counts[is_large].tolist(), counts[~is_large].sum().item()]
-    wanted = [*expected[is_large].tolist(), expected[~is_large].sum().item()]
+    seen, wanted = ([*each[is_large].tolist(), each[~is_large].sum().item()] for each in (counts, expected))
     if wanted[-1] < 5:  # too few for a cell of their own
         seen[-2:], wanted[-2:] = [sum(seen[-2:])], [sum(wanted[-2:])]
     assert stats.chisquare(seen, wanted, sum_check=False).pvalue > 1e-3
@@ -103,20 +99,12 @@ def test_a_shortlist_chooses_as_the_whole_vocabulary_does(is_coarse, monkeypatch
     assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("processors", "top_k"),
-    [
-        ([], 0),
-        (WARPED, 50),
-        (WARPED[1:], 50),
-        ([TopKLogitsWarper(20), MinPLogitsWarper(0.1)], 20),
-        ([TopPLogitsWarper(0.9), TopKLogitsWarper(20)], 0),
-        ([RepetitionPenaltyLogitsProcessor(1.2), TopKLogitsWarper(20)], 0),
-        ([TopKLogitsWarper(20), RepetitionPenaltyLogitsProcessor(1.2)], 0),
-    ],
-)
-def test_a_shortlist_is_used_where_the_likeliest_tokens_are_all_that_matters(processors, top_k):
-    assert sampler_of(processors).top_k == top_k
+def test_a_shortlist_is_used_where_the_likeliest_tokens_are_all_that_matters():
+    penalty, top = RepetitionPenaltyLogitsProcessor(1.2), TopKLogitsWarper(20)
+    assert [sampler_of(used).top_k for used in (WARPED, WARPED[1:], [top, MinPLogitsWarper(0.1)])] == [50, 50, 20]
+    assert not any(
+        sampler_of(used).top_k for used in ([], [TopPLogitsWarper(0.9), top], [penalty, top], [top, penalty])
+    )
 
 
 @pytest.mark.parametrize("processors", [[], WARPED])
@@ -127,22 +115,11 @@ def test_logits_that_are_nan_choose_nothing(processors):
     assert (tokens[0] < 0).tolist() == [False, True, False]
 
 
-# The selection rule on hand-made distributions whose entropies stand beside them.
+# The selection rule on hand-made distributions whose entropies stand beside them, in nats.
 PROBABILITIES = torch.tensor(
-    [
-        [1.0, 0.0, 0.0, 0.0],  # 0 nats
-        [0.5, 0.5, 0.0, 0.0],  # ln 2 = 0.693
-        [0.25, 0.25, 0.25, 0.25],  # ln 4 = 1.386
-        [0.9, 0.1, 0.0, 0.0],  # 0.325
-    ]
+    [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], [0.9, 0.1, 0.0, 0.0]]
 )
-ENTROPIES = [0.0, math.log(2), math.log(4), -0.9 * math.log(0.9) - 0.1 * math.log(0.1)]
-
-
-def select(entropy, tau):
-    entropy = torch.tensor([entropy])
-    distance, is_mask = torch.arange(entropy.shape[1])[None], torch.ones_like(entropy, dtype=torch.bool)
-    return select_masks(entropy, distance, is_mask, tau, 0.0)[0].nonzero().flatten().tolist()
+ENTROPIES = [0.0, math.log(2), math.log(4), -0.9 * math.log(0.9) - 0.1 * math.log(0.1)]  # 0, 0.693, 1.386, 0.325
 
 
 def test_entropy_is_in_nats_and_certain_tokens_have_none():
@@ -151,12 +128,14 @@ def test_entropy_is_in_nats_and_certain_tokens_have_none():
     assert not torch.signbit(entropy[1:]).any()
 
 
-def test_every_mask_strictly_below_the_threshold_is_chosen():
-    assert select(ENTROPIES, tau=0.7) == [0, 1, 3]
-    assert select([0.5, 0.25, 0.5], tau=0.5) == [1]
-
-
-def test_without_one_below_it_the_least_is_chosen_and_ties_go_to_the_left():
-    assert select([0.9, 0.6, 0.8], tau=0.5) == [1]
-    assert select([0.6, 0.9, 0.6], tau=0.5) == [0]
-    assert select([0.0, 0.0], tau=0.0) == [0]
+@pytest.mark.parametrize(
+    ("entropy", "tau", "chosen"),
+    [
+        (ENTROPIES, 0.7, [0, 1, 3]), ([0.5, 0.25, 0.5], 0.5, [1]),  # every one strictly below the threshold
+        ([0.9, 0.6, 0.8], 0.5, [1]), ([0.6, 0.9, 0.6], 0.5, [0]), ([0.0, 0.0], 0.0, [0]),  # the least, the first one
+    ],
+)  # fmt: skip
+def test_every_mask_strictly_below_the_threshold_is_chosen_or_else_the_first_of_the_least(entropy, tau, chosen):
+    distance, is_mask = torch.arange(len(entropy))[None], torch.ones(1, len(entropy), dtype=torch.bool)
+    found = select_masks(torch.tensor([entropy]), distance, is_mask, tau, 0.0)
+    assert found[0].nonzero().flatten().tolist() == chosen

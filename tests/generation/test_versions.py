@@ -2,7 +2,6 @@
 5.24), versions outside the tested range, and later formats of ours."""
 
 import inspect
-import re
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -24,47 +23,41 @@ from wedlm_hf.generation.versions import CACHE, OTHER_NAME, cache_of
 
 IDS = torch.tensor([[5, 17, 40, 8, 60, 31]])
 EXACT = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 6}
+MODELS = {
+    "causal": tiny_model,
+    "backbone": lambda: tiny_model().model,
+    "attached causal": lambda: with_adapter(tiny_model()),
+    "attached stock": lambda: with_adapter(stock_twin(tiny_model(), "sdpa")),
+}
 # A stock class takes the names that transformers gives it; ours takes both with every transformers.
-STOCK_NAMES = ("cache", "past_key_values") if CACHE == "cache" else ("past_key_values",)
-
-
-def attached():
-    return with_adapter(stock_twin(tiny_model(), "sdpa"))
-
-
-NAMES = dict.fromkeys(("causal", "backbone", "attached causal"), ("cache", "past_key_values"))
-NAMES["attached stock"] = STOCK_NAMES
+NAMES = {kind: {"cache", "past_key_values"} for kind in MODELS} | {"attached stock": {"past_key_values", CACHE}}
 OLDER_NAME = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', of a caller that uses it
 
 
 @OLDER_NAME
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in NAMES for name in (*NAMES[kind], None)])
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in MODELS for name in (*sorted(NAMES[kind]), None)])
 @torch.no_grad()
 def test_a_forward_takes_the_cache_by_either_name_and_by_position(kind, name):
-    model = {"attached causal": lambda: with_adapter(tiny_model()), "attached stock": attached}.get(kind, tiny_model)()
-    model = model.model if kind == "backbone" else model
+    model = MODELS[kind]()
     cache = DynamicCache(config=model.config)
 
     def step(ids):
         return model(ids, None, None, cache, use_cache=True) if name is None else model(ids, **{name: cache})
 
     first, second = step(IDS[:, :4]), step(IDS[:, 4:])
-    assert cache.get_seq_length() == 6 and cache_of(first) is cache
-    whole = model(IDS)
-    torch.testing.assert_close(second[0], whole[0][:, 4:], atol=1e-5, rtol=1e-4)
-    assert CACHE in second and second[CACHE] is cache
+    assert cache.get_seq_length() == 6 and cache_of(first) is second[CACHE] is cache
+    torch.testing.assert_close(second[0], model(IDS)[0][:, 4:], atol=1e-5, rtol=1e-4)
 
 
 @OLDER_NAME
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-@pytest.mark.parametrize("make", [tiny_model, attached], ids=["causal", "attached stock"])
-def test_generate_goes_on_from_a_cache_by_either_name(make, name):
-    model = with_adapter(make()) if make is tiny_model else make()
-    first = model.generate(IDS, **EXACT, return_dict_in_generate=True)
-    cache = cache_of(first)
-    assert isinstance(cache, WindowCache) and first[CACHE] is cache
-    expected = model.generate(first.sequences, **EXACT)
-    assert model.generate(first.sequences, **EXACT, **{name: cache}).tolist() == expected.tolist()
+@pytest.mark.parametrize("kind", ["attached causal", "attached stock"])
+def test_generate_goes_on_from_a_cache_by_either_name(kind):
+    model = MODELS[kind]()
+    for name in ("cache", "past_key_values"):
+        first = model.generate(IDS, **EXACT, return_dict_in_generate=True)
+        assert isinstance(cache_of(first), WindowCache) and first[CACHE] is cache_of(first)
+        expected = model.generate(first.sequences, **EXACT).tolist()
+        assert model.generate(first.sequences, **EXACT, **{name: cache_of(first)}).tolist() == expected
 
 
 def test_both_names_at_once_are_refused():
@@ -81,12 +74,14 @@ def test_generate_reads_the_prefix_of_prefix_tuning():
     model = get_peft_model(tiny_model(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
     for parameter in model.prompt_encoder.parameters():
         parameter.normal_(0, 2)
-    with_prefix, without = IDS, IDS
-    for _ in range(6):
-        with_prefix = torch.cat([with_prefix, model(with_prefix).logits[:, -1:].argmax(-1)], dim=1)
-        without = torch.cat([without, model.get_base_model()(without).logits[:, -1:].argmax(-1)], dim=1)
+    expected = []
+    for one in (model, model.get_base_model()):
+        ids = IDS
+        for _ in range(6):
+            ids = torch.cat([ids, one(ids).logits[:, -1:].argmax(-1)], dim=1)
+        expected.append(ids.tolist())
     found = model.generate(input_ids=IDS, max_new_tokens=6, min_new_tokens=6, do_sample=False)
-    assert found.tolist() == with_prefix.tolist() != without.tolist()
+    assert found.tolist() == expected[0] != expected[1]
 
 
 def test_the_signature_shows_the_installed_transformers_name():
@@ -96,35 +91,29 @@ def test_the_signature_shows_the_installed_transformers_name():
 
 
 def test_decoding_warns_of_nothing(recwarn):
-    for model in (tiny_model(), attached()):
+    for kind in ("causal", "attached stock"):
         for more in ({}, {"do_sample": True}, {"num_return_sequences": 2, "do_sample": True}):
-            model.generate(IDS, **EXACT, **more)
-    tiny_model().generate(IDS, strategy="wedlm", max_new_tokens=6)
-    tiny_model().generate(IDS, max_new_tokens=6)
+            MODELS[kind]().generate(IDS, **EXACT, **more)
+    for strategy in ("wedlm", "ar"):
+        tiny_model().generate(IDS, strategy=strategy, max_new_tokens=6)
     assert not [str(each.message) for each in recwarn if issubclass(each.category, FutureWarning)]
 
 
-def versions_with(monkeypatch, version):
-    """versions.py as it is with another transformers."""
-    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
-    spec = spec_from_file_location("versions_with_another_transformers", versions.__file__)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_tested_versions_are_those_that_setup_cfg_and_the_pins_name():
-    setup, oldest = read_configuration_of("setup.cfg"), versions.TESTED[0]
-    (transformers_line,) = re.findall(r"^    transformers>=([\d.]+),<6$", setup, flags=re.MULTILINE)
-    assert oldest.removesuffix(".0") == transformers_line
-    assert f"transformers=={versions.TESTED[1]}\n" in read_configuration_of("requirements.txt")
-    assert f"transformers=={oldest}\n" in read_configuration_of("requirements-lowest.txt")
+    root, (oldest, newest) = Path(wedlm_hf.__file__).parent, versions.TESTED
+    names = ("setup.cfg", "requirements.txt", "requirements-lowest.txt")
+    setup, pins, lowest = ((root / name).read_text(encoding="utf-8") for name in names)
+    assert f"\n    transformers>={oldest.removesuffix('.0')},<6\n" in setup
+    assert f"transformers=={newest}\n" in pins and f"transformers=={oldest}\n" in lowest
     assert f"wedlm-hf {wedlm_hf.__version__.rpartition('.')[0]}" == versions.RELEASE
 
 
 @pytest.mark.parametrize("version", ["5.19.0", "5.24.9"])
 def test_a_tested_transformers_is_nothing_to_speak_of(monkeypatch, caplog, version):
-    within = versions_with(monkeypatch, version)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    spec = spec_from_file_location("versions_with_another_transformers", versions.__file__)
+    within = module_from_spec(spec)
+    spec.loader.exec_module(within)
     within.warn_if_untested()
     assert (caplog.text, within.explained(int)) == ("", int)
 
@@ -187,10 +176,6 @@ for statement in (
 def test_beyond_the_range_failures_deep_inside_say_so_and_below_it_whatever_is_imported_first_names_the_range():
     result = subprocess.run([sys.executable, "-c", OTHER_VERSIONS], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-
-
-def read_configuration_of(name):
-    return (Path(wedlm_hf.__file__).parent / name).read_text(encoding="utf-8")
 
 
 def test_a_checkpoint_of_a_later_format_is_one_sentence(tmp_path):
