@@ -304,3 +304,10 @@ def test_replayed_acceptance_is_that_of_decoding(name):
                 break
             right += 1
         assert found[place] == right
+
+
+def test_rows_without_masks_are_read_where_many_tokens_are_pending(monkeypatch):
+    model, ids = adapted("Lfm2"), prompt(12)
+    whole = model.generate(ids, **GREEDY)
+    know(monkeypatch, whole[0].tolist(), 0.5, 3)
+    assert torch.equal(model.generate(ids, **GREEDY, **EXACT, slot_cost=0.01), whole)
