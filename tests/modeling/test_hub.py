@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
+from huggingface_hub import ModelCard, ModelCardData
 from tiny import edit, tiny_config, tiny_model, tiny_tokenizer, write_checkpoint
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
@@ -31,19 +34,7 @@ VARIANTS = {"qwen3": "1GB", "qwen2.5": "40KB"}  # style of the weights, largest 
 CLEAN_PROCESS = """
 import json, sys
 
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "wedlm_hf":
-            raise ModuleNotFoundError(f"No module named {name!r} (blocked)", name=name)
-
-sys.meta_path.insert(0, Blocker())
-try:
-    import wedlm_hf
-except ModuleNotFoundError:
-    pass
-else:
-    raise AssertionError("the package is within reach")
-
+sys.modules["wedlm_hf"] = None
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -68,21 +59,17 @@ for job in json.loads(sys.argv[1]):
     assert type(AutoConfig.from_pretrained(job["source"], trust_remote_code=True)) is type(model.config)
     backbone = AutoModel.from_pretrained(job["source"], trust_remote_code=True)
     assert type(backbone) is type(model.model)
-assert not [name for name in sys.modules if name.split(".")[0] == "wedlm_hf"]
+assert [name for name in sys.modules if name.split(".")[0] == "wedlm_hf"] == ["wedlm_hf"]  # None
 print(json.dumps(results))
 """
 
 
 # Interpreters with other versions of the packages: what `make` sets up, and what the variable names.
 ROOT = Path(wedlm_hf.__file__).parent
-OTHERS = [
-    python
-    for python in [
-        *(str(ROOT / name / "bin/python") for name in (".venv", ".venv-lowest", ".venv-newest")),
-        *os.environ.get("WEDLM_OTHER_PYTHONS", "").split(os.pathsep),
-    ]
-    if os.path.exists(python) and Path(python).parents[1].resolve() != Path(sys.prefix).resolve()
-]
+PYTHONS = [str(ROOT / name / "bin/python") for name in (".venv", ".venv-lowest", ".venv-newest")]
+PYTHONS += os.environ.get("WEDLM_OTHER_PYTHONS", "").split(os.pathsep)
+HERE = Path(sys.prefix).resolve()
+OTHERS = [each for each in PYTHONS if os.path.exists(each) and Path(each).parents[1].resolve() != HERE]
 
 
 def run_clean_process(jobs: list[dict[str, Any]], folder: Path, python: str = sys.executable) -> list[list[list[int]]]:
@@ -155,11 +142,9 @@ def assert_holds_the_bundle(files: dict[str, bytes]) -> None:
 
 
 def test_model_backbone_and_config_all_bring_the_whole_bundle(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_model().model.save_pretrained(tmp_path / "backbone")
-    tiny_config().save_pretrained(tmp_path / "config")
-    for folder in ("model", "backbone", "config"):
-        assert_holds_the_bundle(contents(tmp_path / folder))
+    for name, saved in {"model": tiny_model(), "backbone": tiny_model().model, "config": tiny_config()}.items():
+        saved.save_pretrained(tmp_path / name)
+        assert_holds_the_bundle(contents(tmp_path / name))
     assert type(AutoConfig.from_pretrained(tmp_path / "config")) is WeDLMConfig
     assert type(AutoModel.from_pretrained(tmp_path / "backbone")) is WeDLMModel
 
@@ -178,17 +163,44 @@ def test_the_bundle_is_flat_small_and_all_of_it_is_reached_from_the_model_file(t
         assert target == f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
 
 
-def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, hub):
-    model = tiny_model()
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub: `hub.card` is the card in the repository, `hub.commits` the files of each upload."""
+    hub = SimpleNamespace(card=None, commits=[])
+
+    class Api:
+        def create_repo(self, repo_id, **_):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, operations, **_):
+            hub.commits.append({each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations})
+
+    def card_of(repo_id, tags=None, token=None):
+        return ModelCard(hub.card or str(ModelCard.from_template(ModelCardData(tags=tags or []))))
+
+    for module in (transformers.utils.hub, transformers.modeling_utils, transformers.configuration_utils):
+        monkeypatch.setattr(module, "hf_api", Api)
+        monkeypatch.setattr(module, "create_and_tag_model_card", card_of, raising=False)
+    return hub
+
+
+def test_pushes_upload_the_bundle_and_a_card_with_the_name_in_it_but_keep_a_persons_own(tmp_path, hub):
+    model, config = tiny_model(), str(tmp_path / "config")
+    model.push_to_hub("someone/tiny", tags=["mine"])
+    uploaded = hub.commits[0]["README.md"].decode()
+    assert uploaded.count('from_pretrained("someone/tiny"') == 2
+    assert "mine" in ModelCard(uploaded).data.tags
+    hub.card = "---\nlicense: mit\n---\n\n# Mine\n"
+    (tmp_path / "README.md").write_text("# Local\n")
+    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="someone/tiny")
+    assert (tmp_path / "README.md").read_text() == "# Local\n"
     model.push_to_hub("someone/tiny")
-    model.save_pretrained(tmp_path / "model", push_to_hub=True)
     model.config.push_to_hub("someone/tiny")
-    model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
-    assert len(hub.commits) == 4
-    for commit in hub.commits:
+    for _ in range(2):  # again into the same folder: what a folder held before is not left out
+        model.config.save_pretrained(config, push_to_hub=True)
+    assert len(hub.commits) == 6
+    for commit in hub.commits[:5]:
         assert_holds_the_bundle(commit)
-    for commit in hub.commits[:2]:
-        assert "model.safetensors" in commit
-    # Again into the same folder: what a folder held before is not left out.
-    model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
-    assert hub_files().keys() <= hub.commits[4].keys()
+    assert hub_files().keys() <= hub.commits[5].keys()
+    assert ["model.safetensors" in commit for commit in hub.commits] == [True] * 3 + [False] * 3
+    assert all(b"# Mine" in commit["README.md"] for commit in hub.commits[1:3])
