@@ -159,23 +159,23 @@ def test_the_loss_is_divided_by_the_count_it_is_given_else_by_the_supervised_lab
     torch.testing.assert_close(model(**batch).loss, total / (batch["targets"] != IGNORE).sum())
     weights = batch.pop("loss_weights")
     torch.testing.assert_close(model(**batch).loss, model(**batch, loss_weights=torch.ones_like(weights)).loss)
+    # A batch without targets gives zero, and a graph.
+    loss = model(**batch | {"targets": torch.full_like(batch["targets"], IGNORE)}, num_items_in_batch=0).loss
+    assert loss == 0 and all((gradient == 0).all() for gradient in gradients(model, loss))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 5, 6])
-def test_a_chunked_head_gives_the_loss_and_the_gradient_of_a_whole_one(chunk_size):
+def test_a_chunked_head_gives_the_loss_and_the_gradient_of_a_whole_one():
     torch.manual_seed(0)
-    head = torch.nn.Linear(8, 11)
-    hidden = torch.randn(6, 8, requires_grad=True)
-    targets = torch.tensor([0, 10, 3, 3, 7, 1])
-    leaves = [hidden, *head.parameters()]
+    head, hidden = torch.nn.Linear(8, 11), torch.randn(6, 8, requires_grad=True)
+    targets, weights, leaves = torch.tensor([0, 10, 3, 3, 7, 1]), torch.arange(1.0, 7.0), [hidden, *head.parameters()]
     whole = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="none")
-    chunked, correct = token_nll(head, hidden, targets, chunk_size=chunk_size)
-    assert torch.equal(correct, head(hidden).argmax(-1) == targets)
-    torch.testing.assert_close(chunked, whole)
-    weights = torch.arange(1.0, 7.0)
     expected = torch.autograd.grad((whole * weights).sum(), leaves)
-    for gradient, wanted in zip(torch.autograd.grad((chunked * weights).sum(), leaves), expected, strict=True):
-        torch.testing.assert_close(gradient, wanted)
+    for chunk_size in (1, 3, 5, 6):
+        chunked, correct = token_nll(head, hidden, targets, chunk_size=chunk_size)
+        assert torch.equal(correct, head(hidden).argmax(-1) == targets)
+        torch.testing.assert_close(chunked, whole)
+        for gradient, wanted in zip(torch.autograd.grad((chunked * weights).sum(), leaves), expected, strict=True):
+            torch.testing.assert_close(gradient, wanted)
 
 
 def test_the_output_holds_the_nll_of_each_target_and_whether_it_is_the_likeliest(model, batch):
@@ -190,13 +190,6 @@ def test_the_output_holds_the_nll_of_each_target_and_whether_it_is_the_likeliest
     torch.testing.assert_close(output.token_nll, expected)
     assert torch.equal(output.correct, (logits.argmax(-1) == batch["targets"]) & has_target)
     torch.testing.assert_close((output.token_nll * batch["loss_weights"]).sum(), output.loss)
-
-
-def test_a_batch_without_targets_gives_zero_and_a_graph(model, batch):
-    batch["targets"].fill_(IGNORE)
-    loss = model(**batch, num_items_in_batch=0).loss
-    assert loss == 0
-    assert all((gradient == 0).all() for gradient in gradients(model, loss))
 
 
 def test_the_expected_loss_over_all_masks_is_the_evidence_bound():

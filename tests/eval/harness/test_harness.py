@@ -21,7 +21,7 @@ from wedlm_hf.eval.harness import WeDLMHarnessLM, evaluate
 from wedlm_hf.eval.harness.model import block_elbo
 from wedlm_hf.eval.harness.nano import FEWSHOT, documents
 from wedlm_hf.eval.harness.run import TASKS_FOLDER, _apply_suite
-from wedlm_hf.eval.measure import measure
+from wedlm_hf.eval.measure import decode, measure
 from wedlm_hf.eval.prompts import Prompt, encode_prompt, read_tasks
 
 TASKS = ("counting", "arithmetic", "sorting", "json", "chat", "python")
@@ -82,10 +82,8 @@ def test_answers_scores_and_counts_are_those_of_the_measuring_core(nano, manager
         if options["strategy"] == "ar":
             continue
         counts = results["config"]["decoding_statistics"][task]
-        assert [counts[column] for column in ("prompts", *COUNTS)] == [
-            len(rows),
-            *(rows[name].sum() for name in COUNTS),
-        ]
+        assert {column: counts[column] for column in COUNTS} == {column: rows[column].sum() for column in COUNTS}
+        assert counts["prompts"] == len(rows)
         per_forward = rows["new_tokens"].sum() / rows["forwards"].sum()
         assert results["results"][task]["tokens_per_forward,none"] == pytest.approx(per_forward)
 
@@ -216,7 +214,7 @@ def test_a_request_that_cannot_be_honoured_is_refused(manager, model_args, optio
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped_and_other_settings_get_no_answers_of_its(
-    manager, monkeypatch, tmp_path
+    nano, manager, monkeypatch, tmp_path
 ):
     calls, generate = [], WeDLMHarnessLM._model_generate
 
@@ -227,15 +225,18 @@ def test_an_interrupted_run_goes_on_where_it_stopped_and_other_settings_get_no_a
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(WeDLMHarnessLM, "_model_generate", counted)
-    cache, tasks = {"use_cache": str(tmp_path / "cache")}, ["wedlm_nano_counting", "wedlm_nano_arithmetic"]
+    cache, tasks = {"use_cache": str(tmp_path / "cache")}, ["counting", "arithmetic"]
+    names = [f"wedlm_nano_{task}" for task in tasks]
     with pytest.raises(KeyboardInterrupt):
-        run(manager, tasks, {"strategy": "wedlm"}, **cache)
-    results = run(manager, tasks, {"strategy": "wedlm"}, **cache)
+        run(manager, names, {"strategy": "wedlm"}, **cache)
+    results = run(manager, names, {"strategy": "wedlm"}, **cache)
     assert len(calls) == 3 + 2 * COUNT - 2
-    fresh = run(manager, tasks, {"strategy": "wedlm"})
-    assert [texts(results, task) for task in tasks] == [texts(fresh, task) for task in tasks]
+    for task, name in zip(tasks, names, strict=True):
+        prompts = [encode_prompt(*nano, prompt).tokens for prompt in PROMPTS[task]]
+        fresh = decode(*nano, prompts, {"strategy": "wedlm", "max_new_tokens": 160})
+        assert texts(results, name) == [[[answer.text]] for answer in fresh]
     calls[:] = [1] * 10
-    run(manager, tasks, {"strategy": "wedlm", "window_size": 2}, **cache)
+    run(manager, names, {"strategy": "wedlm", "window_size": 2}, **cache)
     assert len(calls) == 10 + 2 * COUNT
 
 
