@@ -40,9 +40,6 @@ def ask(talk, question):
     return turn, counter.shapes[0][1]
 
 
-# --- the cache ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_every_answer_is_that_of_generate_and_only_new_tokens_are_computed(nano, decoder):
     options = DECODERS[decoder]
@@ -75,9 +72,6 @@ def test_the_cache_is_kept_as_far_as_the_conversation_is_the_same_whatever_the_d
     talk.system = "Be brief."
     turn, _ = ask(talk, QUESTIONS[1])
     assert turn.cached_tokens < 3
-
-
-# --- answers that end early -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -118,9 +112,6 @@ def test_an_answer_that_is_stopped_before_it_begins_is_no_turn_and_nor_is_one_th
     with pytest.raises(ValueError, match="A prompt needs 1 to 511 tokens for this model, got"):
         talk.ask("1, " * 500, nothing)
     assert (len(talk.turns), len(talk.messages)) == (1, 2)
-
-
-# --- lines ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -193,9 +184,6 @@ def test_help_lists_every_command_and_what_is_none_or_what_generate_refuses_is_s
     assert chat(QUESTIONS[0]).startswith(ANSWERS[0])
     chat("/exit")
     assert chat.program.is_over
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_lines_that_are_piped_in_are_answered_in_turn(nano):

@@ -187,9 +187,6 @@ def test_a_signal_gives_the_shells_code_whatever_the_interrupted_code_makes_of_i
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
 
 
-# --- the terminal -------------------------------------------------------------------------------------------------
-
-
 def test_text_is_streamed_run_by_run_and_characters_stay_whole():
     tokenizer, written = tiny_tokenizer(), []
     streamer = AnswerStreamer(tokenizer, lambda text, group: written.append((text, group)))

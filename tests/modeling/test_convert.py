@@ -153,9 +153,6 @@ def test_the_working_folder_a_link_to_a_folder_and_a_new_one_can_be_filled(tmp_p
     assert (tmp_path / "link").is_symlink()
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
-
-
 def refused(tmp_path: Path, error: type[Exception], message: str, **options: Any) -> None:
     """The conversion raises, and leaves nothing behind."""
     before = sorted(tmp_path.rglob("*"))
