@@ -1,5 +1,6 @@
 """What the measuring core counts, and what the AR head says of an answer."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -66,12 +67,11 @@ def test_the_counter_sees_and_times_every_forward_inside_its_block(model, tokeni
 
 
 def test_the_first_token_is_known_between_the_forward_that_gives_it_and_the_end(model):
-    for prompts in (PROMPTS[:1], PROMPTS):
-        for options in (AR, EXACT):  # with verification, the AR head of the prompt's last token gives it
-            decodings, _, counter = decode_call(model, None, prompts, options)
-            (first,) = {decoding.first_token_seconds for decoding in decodings}
-            start, second, *_, end = counter.moments
-            assert start + counter.spans[0] < first < second < end
+    for prompts, options in product((PROMPTS[:1], PROMPTS), (AR, EXACT)):  # verified: the prompt's last token gives it
+        decodings, _, counter = decode_call(model, None, prompts, options)
+        (first,) = {decoding.first_token_seconds for decoding in decodings}
+        start, second, *_, end = counter.moments
+        assert start + counter.spans[0] < first < second < end
 
 
 def test_decoders_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, monkeypatch):
@@ -79,18 +79,16 @@ def test_decoders_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, mo
 
     def recorded(model, tokenizer, prompts, options, **kwargs):
         calls.append((options["strategy"], prompts))
-        return [Decoding([1], "", 1, 1, len(calls)) for _ in prompts]
+        return [Decoding([1], "", 1, 1, len(calls)) for _ in prompts]  # the clock of call n says n
 
     monkeypatch.setattr(measuring, "decode", recorded)
     prompts = [Prompt.of(text, tokens=tokens) for text, tokens in zip("ab", PROMPTS, strict=False)]
-    rows = measure(model, tokenizer, prompts, {"a": AR, "w": FAST}, repeats=3)
-    first, second = PROMPTS[:1], PROMPTS[1:2]
-    turns = [(strategy, prompt) for prompt in (first, second) for _ in range(3) for strategy in ("ar", "wedlm")]
-    assert calls == [("ar", first), ("wedlm", first), *turns]
-    # The clock of call n says n.
-    seen = [(row["decoder"], row["prompt"], row["repeat"], row["seconds"]) for row in rows]
-    turns = [(prompt, repeat, name) for prompt in range(2) for repeat in range(3) for name in "aw"]
-    assert seen == [(name, prompt, repeat, 3 + number) for number, (prompt, repeat, name) in enumerate(turns)]
+    rows = measure(model, tokenizer, prompts, {"ar": AR, "wedlm": FAST}, repeats=3)
+    turns = [(prompt, repeat, name) for prompt in range(2) for repeat in range(3) for name in ("ar", "wedlm")]
+    asked = [("ar", 0), ("wedlm", 0), *((name, prompt) for prompt, _, name in turns)]
+    assert calls == [(name, [PROMPTS[prompt]]) for name, prompt in asked]
+    seen = [(row["prompt"], row["repeat"], row["decoder"], row["seconds"]) for row in rows]
+    assert seen == [(*turn, 3 + number) for number, turn in enumerate(turns)]
 
 
 def test_tokens_agree_where_ar_would_choose_them_after_the_same_prefix():

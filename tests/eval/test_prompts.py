@@ -38,21 +38,17 @@ def test_malformed_rows_are_named_by_file_and_line(text, message):
         read_prompts("data.jsonl", text)
 
 
-def test_a_row_is_a_conversation_or_a_prompt_with_what_is_known_of_it():
-    turns = [{"role": role, "content": role} for role in ("system", "user")]
-    known = {"prompt": "p", "task": "t", "answer": ["1", "2"], "match": "number"}
-    first, second = read_prompts("d.jsonl", rows({"messages": turns, "answer": "x"}, known))
-    assert first == Prompt(turns, answers=("x",)) and first.text == "system\nuser"
-    assert second == Prompt([{"role": "user", "content": "p"}], "t", ("1", "2"), "number")
-
-
-def test_a_reply_behind_the_last_turn_of_the_users_is_left_out_but_where_replies_are_judged():
+def test_a_row_is_a_conversation_or_a_prompt_and_a_reply_at_its_end_is_left_out_but_where_replies_are_judged():
     question, reply = ({"role": role, "content": role} for role in ("user", "assistant"))
+    known = {"prompt": "p", "task": "t", "answer": ["1", "2"], "match": "number"}
+    first, second = read_prompts("d.jsonl", rows({"messages": [*SYSTEM, question], "answer": "x"}, known))
+    assert first == Prompt([*SYSTEM, question], answers=("x",)) and first.text == "Be brief.\nuser"
+    assert second == Prompt([{"role": "user", "content": "p"}], "t", ("1", "2"), "number")
     chats = [[question], [question, reply], [*SYSTEM, question, reply], [question, reply, question]]
-    found = [row.prompt for row in read_rows("d.jsonl", rows(*({"messages": chat} for chat in chats)))]
-    assert found == ["user", "user", [*SYSTEM, question], chats[3]]
+    text = rows(*({"messages": chat} for chat in chats))
+    assert [row.prompt for row in read_rows("d.jsonl", text)] == ["user", "user", [*SYSTEM, question], chats[3]]
     with pytest.raises(ValueError, match=r"d.jsonl, line 2: .* \(the wanted reply goes into `answer`\), got assist"):
-        read_prompts("d.jsonl", rows(*({"messages": chat} for chat in chats)))
+        read_prompts("d.jsonl", text)
 
 
 def test_the_end_of_its_name_says_whether_a_file_holds_json_rows_and_lines_end_as_in_any_text_file():
