@@ -196,6 +196,7 @@ WRONG = {
     "generate hi --set windw_size=3": "`--set windw_size=…`: `generate` has no setting of this name.",
     "generate hi --set top_k=3 --set top-k=4": "`--set top_k=…` was given twice.",
     "generate hi --set window_size=3": "this setting has an option of its own, `--window-size`.",
+    "generate \udcff": "A prompt must be UTF-8 text, got '\\udcff'.",
     "generate --file \udcff": "'\\udcff'",
     "generate --file -": "There is no prompt in standard input.",
     "generate --file latin.txt": "The text of 'latin.txt' is not UTF-8: ",

@@ -108,7 +108,7 @@ def test_true_and_one_ask_for_something_where_no_number_of_answers_is_meant(comm
 
 @pytest.mark.parametrize("word", ["generate", "chat", "trace", "serve"])
 def test_what_no_command_honours_is_refused_by_name_before_any_weights(command, word):
-    for name in REFUSED:
+    for name in sorted(REFUSED)[:: 1 if word == "generate" else 9]:
         code, _, error = command(word, EXACT, (f"{name}=2",))
         assert (code, error.startswith(f"Error: `--set {name}=…` has no place in a command: ")) == (2, True), error
 
