@@ -90,13 +90,13 @@ def undrawn(monkeypatch):
 
 
 def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_compared_alone(checkpoint, tmp_path):
-    decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--count", 4]
+    decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--count", 3]
     text, found = report(tmp_path, checkpoint, *decoders)
     markdown = (tmp_path / "report.md").read_text()
     assert "Verified decoding:" in text and "setting of unverified" not in text
     assert "\n\n\n" not in markdown
     assert list(by_decoder(found)) == ["ar", "wedlm+exact", "ar+lookup"]
-    assert found["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 4)}
+    assert found["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 3)}
     assert found["sweep"] == [] and "## Settings" not in markdown and "tuning" not in markdown
     assert "ar+lookup: tokens per forward" in markdown
     sizes = [(row["batch_size"], row["decoder"]) for row in found["batches"]]
