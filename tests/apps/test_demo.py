@@ -137,16 +137,15 @@ def test_what_fails_later_is_said_and_the_server_goes_on(run, checkpoint, tmp_pa
 
 
 def test_a_request_that_nobody_waits_for_stops(demo, checkpoint, run):
-    heard = []
+    tokens = []
 
     def tell(event):
-        heard.append(event)
         if event.get("tokens"):
+            tokens.append(event)
             raise server.Stopped
 
     assert demo._answer(Form(prompt=PROMPT, model=checkpoint, max_new_tokens=500), tell) == ""
-    assert len([event for event in heard if event.get("tokens")]) == 1
-    assert "trace" in run()[1][-1]
+    assert len(tokens) == 1 and "trace" in run()[1][-1]
 
 
 def test_requests_at_the_same_time_get_their_own_answers(run):
@@ -154,8 +153,7 @@ def test_requests_at_the_same_time_get_their_own_answers(run):
     with ThreadPoolExecutor(3) as pool:
         answers = [*pool.map(lambda prompt: run(prompt=prompt)[1], prompts)]
     for prompt, answer in zip(prompts, answers, strict=True):
-        alone = trace_of(run(prompt=prompt)[1]).recordings[0]
-        together = trace_of(answer).recordings[0]
+        alone, together = (trace_of(events).recordings[0] for events in (run(prompt=prompt)[1], answer))
         assert (together.prompt, together.prompt_tokens) == (prompt, alone.prompt_tokens)
         assert [each.tokens for each in together.runs] == [each.tokens for each in alone.runs]
 

@@ -43,11 +43,10 @@ def command(*words):
 def test_a_dry_run_generates_in_a_process_without_this_package_and_leaves_the_folder_alone(folder):
     before = contents(folder)
     result = command(folder, "someone/model", "--license", "mit", "--dry-run", "--json")
-    assert result.exit_code == 0, result.stderr
+    assert (result.exit_code, contents(folder)) == (0, before), result.stderr
     found = json.loads(result.stdout)
-    assert found == {"checked": found["checked"], "files": sorted(contents(folder)), "uploaded_to": None}
+    assert found == {"checked": found["checked"], "files": sorted(before), "uploaded_to": None}
     assert int(found["checked"].split()[0]) > 24 and "in a process without this package" in found["checked"]
-    assert contents(folder) == before
 
 
 @pytest.mark.slow
@@ -130,11 +129,10 @@ class Hub:
         folder.mkdir()
         self.api = create_autospec(HfApi, instance=True)
         self.api.create_repo.return_value = SimpleNamespace(repo_id="someone/model")
-        self.api.hf_hub_download.side_effect = self.download
-        self.api.upload_folder.side_effect = self.upload_folder
-        self.api.upload_file.side_effect = self.upload_file
+        for name in ("hf_hub_download", "upload_folder", "upload_file"):
+            getattr(self.api, name).side_effect = getattr(self, name)
 
-    def download(self, repo_id, filename, **_):
+    def hf_hub_download(self, repo_id, filename, **_):
         if not (self.folder / filename).exists():
             raise EntryNotFoundError(filename)
         return str(self.folder / filename)

@@ -234,10 +234,12 @@ def test_a_gguf_file_of_a_hybrid_carries_a_mask_adapter(tmp_path):
     assert torch.equal(found.generate(prompt, **options, **how), expected)
 
 
-def test_a_gguf_file_is_parsed_once_for_a_model_and_its_tokenizer(file, monkeypatch):
-    parsed, find = [], gguf.get_tensor_name_map
+def test_a_gguf_file_is_parsed_once_and_its_tokenizer_knows_its_template_its_ends_and_a_padding_of_its_own(
+    tmp_path, file, monkeypatch
+):
+    parsed, reader, find = [], gguf.GGUFReader, gguf.get_tensor_name_map
 
-    class Reader(gguf.GGUFReader):
+    class Reader(reader):
         def __init__(self, path):
             super().__init__(path)
             parsed.append(path)
@@ -245,15 +247,10 @@ def test_a_gguf_file_is_parsed_once_for_a_model_and_its_tokenizer(file, monkeypa
     monkeypatch.setattr(gguf, "GGUFReader", Reader)
     with parsed_once():
         model, tokenizer = load_model(str(file), dtype=torch.float32), load_tokenizer(file)
-    assert len(parsed) == 1
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (Reader, find)
-    for result in (convert(str(file)), convert(file.parent, gguf_file=file.name)):
+    assert len(parsed) == 1 and (gguf.GGUFReader, gguf.get_tensor_name_map) == (Reader, find)
+    for result in (convert(str(file), tmp_path / "out"), convert(file.parent, gguf_file=file.name)):
         assert torch.equal(model.lm_head.weight, result.model.lm_head.weight)
         assert tokenizer.get_vocab() == result.tokenizer.get_vocab()
-
-
-def test_the_tokenizer_of_a_gguf_file_knows_its_template_its_ends_and_a_padding_of_its_own(tmp_path, file):
-    convert(file, tmp_path / "out")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert (tokenizer.chat_template, tokenizer.eos_token_id, ends["eos_token_id"]) == (CHAT, EOS, [EOS])

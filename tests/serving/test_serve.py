@@ -130,16 +130,14 @@ def test_the_log_says_what_an_answer_took(server, log):
     pattern = r"(\d+) new in (\d+) forwards \((\d+\.\d\d) tokens per forward\)(.*) \(\d+ tokens/s\)"
     exact, ar = log(pattern, count=2)[-2:]  # an answer whose client left an earlier test may come first
     assert (exact[0], ar[:3]) == ("29", ("29", "29", "1.00"))
-    assert float(exact[2]) > 2
-    assert re.match(r", \d+ of \d+ drafts accepted, ", exact[3])
+    assert float(exact[2]) > 2 and re.match(r", \d+ of \d+ drafts accepted, ", exact[3])
 
 
 def test_a_limit_ends_an_answer_for_its_length(server):
-    for option in ("max_tokens", "max_completion_tokens"):
-        answer = server.chat(**{option: 4})
-        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 4)
     late = {"extra_body": {**ENDLESS, "max_time": 0.05}}
-    assert server.chat(**late).choices[0].finish_reason == "length"
+    for options in ({"max_tokens": 4}, {"max_completion_tokens": 4}, late):
+        answer = server.chat(**options)
+        assert answer.choices[0].finish_reason == "length" and (options is late or answer.usage.completion_tokens == 4)
     assert server.streamed(**late)[1].choices[0].finish_reason == "length"
     assert server.chat(max_tokens=29).choices[0].finish_reason == "stop"  # the last token is the end
 
@@ -154,19 +152,15 @@ def test_an_answer_ends_before_a_stop_string_which_is_looked_for_in_the_answer_a
         assert server.text(stop=nothing) == ANSWER
 
 
-def byte_fallback():
-    """A model and its tokenizer as Llama 2 and Gemma have theirs: a token for each byte."""
+def test_bytes_that_are_no_character_are_text_like_any_other():
+    """With a tokenizer as Llama 2 and Gemma have theirs: a token for each byte."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), ",", "<mask>"]
     vocab = {word: number for number, word in enumerate(words)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     special = {"unk_token": "<unk>", "eos_token": "</s>", "pad_token": "<unk>", "mask_token": "<mask>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    return tiny_model(vocab_size=len(vocab), pad_token_id=0, eos_token_id=2, mask_token_id=260), tokenizer, vocab
-
-
-def test_bytes_that_are_no_character_are_text_like_any_other():
-    model, tokenizer, vocab = byte_fallback()
+    model = tiny_model(vocab_size=len(vocab), pad_token_id=0, eos_token_id=2, mask_token_id=260)
     with Server(model, tokenizer, {"strategy": "ar"}) as server:
         bias = {vocab["<0x41>"]: 100, vocab["<0xE4>"]: 90, vocab[","]: 80}  # "A", a part of a character, ","
         options = {"max_tokens": 3, "logit_bias": bias, "logprobs": 0, "extra_body": {"no_repeat_ngram_size": 1}}

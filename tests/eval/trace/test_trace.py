@@ -127,9 +127,9 @@ def test_of_drafts_that_branch_those_passed_that_generate_counted():
     sequence, drafted, accepted, branching = recording.prompt_tokens + run.tokens, 0, 0, 0
     for step in run.steps:
         drafts = [row for row, kind in enumerate(step.kinds) if kind == FILLED]
-        passed = [row for row in drafts if row not in step.rejected]
-        assert [step.tokens[row] for row in passed] == [sequence[step.positions[row]] for row in passed]
-        assert len({step.positions[row] for row in passed}) == len(passed)
+        passed = {step.positions[row]: step.tokens[row] for row in drafts if row not in step.rejected}
+        assert passed == {position: sequence[position] for position in passed}
+        assert len(passed) == len(drafts) - len(step.rejected)
         branching += len({step.positions[row] for row in drafts}) < len(drafts)
         drafted, accepted = drafted + len(drafts), accepted + len(passed)
     assert branching and accepted and (drafted, accepted) == (run.stats["drafted"], run.stats["accepted"])
