@@ -174,6 +174,7 @@ WRONG = {
     "generate --window-size x": "Invalid value for '--window-size'",
     "convert": "Missing argument",
     "chat model --model stock": "The model is named twice",
+    "generate hi --window-size 0": "`window_size` must be an integer of at least 1, got 0.",
     "generate hi --strategy beam": "'--strategy': 'beam' is not one of 'wedlm', 'block', 'ar'.",
     "generate hi --temperature 0": "`temperature` (=0.0) has to be a strictly positive float",
     "generate ' '": "A prompt must not be empty.",
