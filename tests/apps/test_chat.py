@@ -40,9 +40,6 @@ def ask(talk, question):
     return turn, counter.shapes[0][1]
 
 
-# --- the cache ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("decoder", DECODERS)
 def test_every_answer_is_that_of_generate_and_only_new_tokens_are_computed(nano, decoder):
     options = DECODERS[decoder]
@@ -77,9 +74,6 @@ def test_the_cache_is_kept_as_far_as_the_conversation_is_the_same_whatever_the_d
     assert turn.cached_tokens < 3
 
 
-# --- answers that end early -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("decoder", "is_pressed_twice"), [("ar", False), ("wedlm", True), ("wedlm+exact", False), ("wedlm+exact", True)]
 )
@@ -105,25 +99,19 @@ def test_a_stopped_answer_stays_as_far_as_it_came(nano, decoder, is_pressed_twic
         assert turn.ended_by == "stop"
 
 
-def test_an_answer_that_is_stopped_before_it_begins_is_no_turn(nano, monkeypatch):
-    talk = Conversation(*nano, DECODERS["wedlm"])
+def test_an_answer_that_is_stopped_before_it_begins_is_no_turn_and_nor_is_one_that_the_context_has_no_room_for(
+    nano, monkeypatch
+):
+    talk = Conversation(*nano, {"strategy": "wedlm", "max_new_tokens": 4})
     with monkeypatch.context() as patch:
         patch.setattr(type(nano[0]), "forward", Mock(side_effect=AnswerStopped))
         turn = talk.ask(QUESTIONS[0], nothing)
     assert (turn.ended_by, turn.new_tokens, talk.messages, talk.turns) == ("stop", 0, [], [])
-    assert talk.ask(QUESTIONS[0], nothing).text == ANSWERS[0]
-
-
-def test_a_limit_ends_an_answer_and_the_context_a_conversation(nano):
-    talk = Conversation(*nano, {"strategy": "ar", "max_new_tokens": 4})
-    assert (talk.ask(QUESTIONS[0], nothing).ended_by, talk.turns[0].new_tokens) == ("limit", 4)
+    turn = talk.ask(QUESTIONS[0], nothing)
+    assert (turn.text, turn.ended_by, turn.new_tokens) == ("5, 10", "limit", 4)
     with pytest.raises(ValueError, match="A prompt needs 1 to 511 tokens for this model, got"):
         talk.ask("1, " * 500, nothing)
-    assert len(talk.turns) == 1
-    assert len(talk.messages) == 2
-
-
-# --- lines ----------------------------------------------------------------------------------------------------------
+    assert (len(talk.turns), len(talk.messages)) == (1, 2)
 
 
 @pytest.fixture
@@ -142,14 +130,14 @@ def chat(nano):
 
 
 def test_another_decoder_has_its_own_settings_and_the_first_one_gets_its_back(chat):
-    assert chat("/strategy") == "Decoding by wedlm.\n"
-    assert chat("/strategy wedlm+exact") == "Decoding by wedlm+exact.\n"
-    assert chat.conversation.options == {"strategy": "wedlm", "verification": "exact", "max_new_tokens": 100}
-    assert chat("/strategy ar") == "Decoding by ar.\n"
-    assert chat.conversation.options == {"strategy": "ar", "max_new_tokens": 100}
-    assert chat("/strategy wedlm") == "Decoding by wedlm.\n"
-    first = {"strategy": "wedlm", "window_size": 4, "max_new_tokens": 100}
-    assert chat.conversation.options == {**first, "verification": "none"}
+    for name, options in {
+        "": {"strategy": "wedlm", "window_size": 4},
+        " wedlm+exact": {"strategy": "wedlm", "verification": "exact"},
+        " ar": {"strategy": "ar"},
+        " wedlm": {"strategy": "wedlm", "window_size": 4, "verification": "none"},
+    }.items():
+        assert chat(f"/strategy{name}") == f"Decoding by {name.strip() or 'wedlm'}.\n"
+        assert chat.conversation.options == {**options, "max_new_tokens": 100}
     assert "Unknown decoder 'fast': choose among ar, block, wedlm" in chat("/strategy fast").replace("\n", " ")
 
 
@@ -196,9 +184,6 @@ def test_help_lists_every_command_and_what_is_none_or_what_generate_refuses_is_s
     assert chat(QUESTIONS[0]).startswith(ANSWERS[0])
     chat("/exit")
     assert chat.program.is_over
-
-
-# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_lines_that_are_piped_in_are_answered_in_turn(nano):

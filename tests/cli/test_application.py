@@ -7,12 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 import typer
 from peft import LoraConfig, get_peft_model
-from tiny import MASK, stock_twin, tiny_model, tiny_tokenizer
+from tiny import MASK, stock_twin, tiny_model, write_checkpoint, write_stock_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -42,14 +43,14 @@ def run(*words, stdout=subprocess.PIPE, **environment):
 def folder(tmp_path_factory):
     """A tiny checkpoint `model`, a stock one `stock`, `prompts.txt`, and what cannot be used."""
     folder = tmp_path_factory.mktemp("commands")
-    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model = tiny_model()
     model.generation_config.suppress_tokens = [MASK]
-    model.save_pretrained(folder / "model")
-    stock_twin(tiny_model()).save_pretrained(folder / "stock")
-    tokenizer.save_pretrained(folder / "model")
-    tokenizer.mask_token = None
-    tokenizer.save_pretrained(folder / "stock")
+    write_checkpoint(folder / "model", model)
+    write_stock_checkpoint(folder / "stock")
+    write_checkpoint(folder / "base of adapter", tiny_model(seed=1))
     (folder / "prompts.txt").write_text("1, 2, 3\n4, 5\n7, 8, 9\n3, 1")
+    (folder / "latin.txt").write_bytes(b"caf\xe9\n")
+    (folder / "link.txt").symlink_to("prompts.txt")
     chat = [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": "7"}]
     (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     (folder / "empty").mkdir()
@@ -59,26 +60,21 @@ def folder(tmp_path_factory):
         weights.write_bytes(weights.read_bytes()[:1000])
     GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder / "gpt2")
     (folder / "truncated.gguf").write_bytes(b"GGUF\3\0\0\0")
-    other = tiny_model(seed=1)
-    add_mask_adapter(other, MaskAdapterSettings(rank=2))
-    other.save_mask_adapter(folder / "adapter")
-    tiny_model(seed=1).save_pretrained(folder / "base of adapter")
-    tokenizer.save_pretrained(folder / "base of adapter")
+    shutil.copy(folder / "prompts.txt", folder / "model.gguf")
     lora = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     lora.peft_config["default"].base_model_name_or_path = str(folder / "model")
     for name, parameter in lora.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     lora.save_pretrained(folder / "lora")
-    for name, base in {"mask": stock_twin(tiny_model()), "wide": stock_twin(tiny_model(hidden_size=64))}.items():
-        base.config.name_or_path = str(folder / "stock")
+    wide = stock_twin(tiny_model(hidden_size=64))
+    for name, base in {"adapter": tiny_model(seed=1), "mask": stock_twin(tiny_model()), "wide": wide}.items():
+        base.config.name_or_path = str(folder / "stock") if name != "adapter" else ""
         add_mask_adapter(base, MaskAdapterSettings(rank=2))
         base.save_mask_adapter(folder / name)
-    config = shutil.copytree(folder / "mask", folder / "moved") / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(folder / "stock"), "gone.gguf"))
-    config = shutil.copytree(folder / "lora", folder / "stock-lora") / "adapter_config.json"
-    config.write_text(config.read_text().replace(str(folder / "model"), "stock"))
-    shutil.copy(folder / "prompts.txt", folder / "model.gguf")
+    for name, copy, base, other in (("mask", "moved", "stock", "gone.gguf"), ("lora", "stock-lora", "model", "stock")):
+        config = shutil.copytree(folder / name, folder / copy) / "adapter_config.json"
+        config.write_text(config.read_text().replace(str(folder / base), other))
     return folder
 
 
@@ -102,7 +98,7 @@ def test_help_ends_with_examples_that_the_command_understands(name):
         command.make_context(name, words[2:])  # raises for an option that is not there
 
 
-@pytest.mark.parametrize(("columns", "term"), [("0", "xterm"), ("12", "xterm"), ("30", "dumb")])
+@pytest.mark.parametrize(("columns", "term"), [("0", "xterm"), ("12", "dumb")])
 def test_help_is_whole_on_a_narrow_and_on_a_dumb_terminal_and_one_without_greek_letters(columns, term):
     result = run("generate", "--help", COLUMNS=columns, TERM=term, PYTHONIOENCODING="ascii")
     assert (result.returncode, result.stderr) == (0, b"")
@@ -110,30 +106,40 @@ def test_help_is_whole_on_a_narrow_and_on_a_dumb_terminal_and_one_without_greek_
     assert "\x1b" not in shown and shown.count("my-wedlm") == 1
 
 
-def test_help_needs_neither_torch_nor_transformers():
-    check = (
-        "import sys; from typer.testing import CliRunner; from wedlm_hf import cli\n"
-        "for command in ([], ['generate'], ['convert']):\n"
-        "    result = CliRunner().invoke(cli.app, [*command, '--help'])\n"
-        "    assert result.exit_code == 0 and 'Usage' in result.stdout\n"
-        "print(sorted({'torch', 'transformers'} & set(sys.modules)))"
-    )
-    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+HELP = """
+import importlib.abc, os, pathlib, sys
+class Torch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, *_):
+        if name == "torch":
+            sys.exit(os.environ.get("GOMP_SPINCOUNT"))
+for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+    os.environ.pop(name, None)
+read_text, pathlib.Path.read_text = pathlib.Path.read_text, lambda *_, **__: "0 0 0 2/9 1"
+import wedlm_hf.__main__
+pathlib.Path.read_text = read_text
+from typer.testing import CliRunner
+from wedlm_hf import cli
+for command in ([], ["generate"], ["convert"]):
+    result = CliRunner().invoke(cli.app, [*command, "--help"])
+    assert result.exit_code == 0 and "Usage" in result.stdout
+assert not {"torch", "transformers"} & set(sys.modules)
+sys.meta_path.insert(0, Torch())
+import torch
+"""
 
 
-@pytest.mark.parametrize(
-    ("begun", "offered"),
-    [
-        ("wedlm rep", {"report"}),
-        ("wedlm generate --verif", {"--verification"}),
-        ("wedlm generate --strategy ", set(STRATEGIES)),
-        ("wedlm generate --dtype b", {"bfloat16"}),
-    ],
-)
-def test_the_shell_completes_commands_options_and_values(begun, offered):
-    words = {"COMP_WORDS": begun, "COMP_CWORD": str(begun.count(" ")), "_WEDLM_COMPLETE": "complete_bash"}
-    assert set(invoke(env=words, prog_name="wedlm").stdout.split()) == offered
+def test_help_needs_neither_torch_nor_transformers_and_how_threads_wait_is_said_before_torch_is_imported():
+    result = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    assert (result.returncode, result.stderr.splitlines()[-1:]) == (1, ["1000"])  # what torch would have read
+
+
+def test_the_shell_completes_commands_options_and_values():
+    for begun, offered in {
+        "wedlm rep": {"report"}, "wedlm generate --verif": {"--verification"},
+        "wedlm generate --strategy ": set(STRATEGIES), "wedlm generate --dtype b": {"bfloat16"},
+    }.items():  # fmt: skip
+        words = {"COMP_WORDS": begun, "COMP_CWORD": str(begun.count(" ")), "_WEDLM_COMPLETE": "complete_bash"}
+        assert set(invoke(env=words, prog_name="wedlm").stdout.split()) == offered
 
 
 # --- what is wrong ------------------------------------------------------------------------------------------------
@@ -159,6 +165,7 @@ def loading(command, checkpoint):
 STOCK = "'stock' is a model of type 'qwen3', not a WeDLM checkpoint: pass its mask adapter (`--adapter`, in Python "
 NO_MODEL = "it holds an adapter, not a model."
 OTHER_BASE = "The mask adapter belongs to another base than this model ("
+OTHER_MODEL, MAKES = "was trained for another model of this shape", ("convert", "train", "adapt")
 TRAIN = "train --dataset x.jsonl --model_name_or_path m --use_cpu true --bf16 false "
 WRONG = {
     "--nope": "No such option",
@@ -170,7 +177,6 @@ WRONG = {
     "generate hi --window-size 0": "`window_size` must be an integer of at least 1, got 0.",
     "generate hi --strategy beam": "'--strategy': 'beam' is not one of 'wedlm', 'block', 'ar'.",
     "generate hi --temperature 0": "`temperature` (=0.0) has to be a strictly positive float",
-    f"generate '{'3 ' * 600}'": "A prompt needs 1 to 511 tokens for this model, got 1208: '3 3 3 3 3 3 3 3 3 3 3 ",
     "generate ' '": "A prompt must not be empty.",
     "generate hi --model none.gguf": "There is no GGUF file 'none.gguf'.",
     "generate hi --model prompts.txt": "The checkpoint must be a folder or a Hub id, got the file 'prompts.txt'.",
@@ -186,7 +192,6 @@ WRONG = {
     "merge stock stock-lora out": STOCK,
     "push stock you/it --dry-run --license mit": STOCK,
     "convert lora out": NO_MODEL,
-    "convert model out": "'model' is a WeDLM checkpoint already: there is nothing to convert.",
     "adapt mask out --tokens 9": NO_MODEL,
     "generate hi --set window": "`--set` takes NAME=VALUE, got 'window'.",
     "generate hi --set windw_size=3": "`--set windw_size=…`: `generate` has no setting of this name.",
@@ -212,38 +217,30 @@ WRONG = {
     "report --output out --save-settings some/model": "`--save-settings` needs a checkpoint folder, got 'some/model'.",
     "report --output out some/model": "There is no folder 'some/model' that could bring prompts: name a file (--file)",
     "adapt stock out": "A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers.",
-    "adapt stock out --tokens 0": "`tokens` must be greater than 0, got 0.",
     "adapt stock out --minutes 1 --prompts no.txt": "No such file or directory",
     "push ./missing someone/model": "There is no folder 'missing'",
     "push empty someone/model": "holds neither a model (config.json) nor an adapter",
     "train --dataset x --use_cpu true --bf16 false": "`model_name_or_path` is required: a folder or Hub id",
     TRAIN + "--model_name_or_path=": "The checkpoint must be a folder or a Hub id, got ''.",
     TRAIN + "--dataset no.jsonl --model_name_or_path model": "There is no file 'no.jsonl'.",
-    TRAIN
-    + "--dataset x.yml --model_name_or_path model": "There is no file 'x.yml', and files of examples end in .jso",
+    TRAIN + "--dataset x.yml --model_name_or_path model": "There is no file 'x.yml', and files of examples end in .",
     TRAIN + "--dataset prompts.txt --model_name_or_path model": "A file of examples must end in .jsonl, .json, .parq",
     TRAIN + "--streaming true": "`streaming` needs `max_steps`",
     TRAIN + "--output_dir prompts.txt": "`output_dir` must be a folder",
     TRAIN + "--dataset=": "`dataset` must be a file, a folder or a Hub id, got an empty text.",
     TRAIN + "--eval_share 1": "`eval_share` must lie in [0, 1), got 1.0.",
     TRAIN + "--streaming true --max_steps 2 --eval_share 0.1": "`eval_share` must be 0 with `streaming`, got 0.1",
-    TRAIN + "--block_size -1 --packing true --max_length 1": "`max_length` must be at",
     TRAIN + "--gradient_accumulation_steps 0": "`gradient_accumulation_steps` must be at least 1, got 0.",
-    TRAIN + "--learning_rate nan": "`learning_rate` must be at least 0, got nan.",
     TRAIN + "--learning_rate fast": "argument --learning_rate/--learning-rate: invalid float value: 'fast'.",
     TRAIN + "--num_train_epochs 0": "Without `max_steps`, `num_train_epochs` must be more than 0, got 0.",
     TRAIN + "--blok_size 8": "Some specified arguments are not used by the HfArgumentParser: ['--blok_size', '8']",
     TRAIN + "--model_name_or_path ./no": "There is no checkpoint folder './no'.",
     **{
-        loading(command, "damaged-model"): "'damaged-model' are damaged"
-        for command in sorted({*LOADING} - {"convert"})
+        loading(command, "damaged-model"): "'damaged-model' are damaged" for command in LOADING if command != "convert"
     },
     loading("convert", "damaged-stock"): "'damaged-stock' are damaged or truncated",
     **{loading("generate", name): name for name in ("./missing", "empty", "gpt2", "truncated.gguf")},
-    **{
-        f"{loading(command, 'model')} --adapter adapter": "was trained for another model of this shape"
-        for command in ("generate", "chat", "demo", "serve", "trace", "report")
-    },
+    **{f"{loading(command, 'model')} --adapter adapter": OTHER_MODEL for command in LOADING if command not in MAKES},
     "generate hi --adapter ./missing": "'./missing'",
     "generate hi --device abacus": "`--device abacus` is not available",
     "generate hi --dtype int8": "Invalid value for '--dtype'",
@@ -259,9 +256,6 @@ WRONG = {
 )
 def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(folder, monkeypatch, tmp_path, words):
     monkeypatch.chdir(folder)
-    Path("latin.txt").write_bytes(b"caf\xe9\n")
-    if not Path("link.txt").exists():
-        Path("link.txt").symlink_to("prompts.txt")
     before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
     model = ["--model", "model"] if words.startswith("generate") and "--model" not in words else []
     result = invoke(*shlex.split(words.replace("OUT", str(tmp_path / "out"))), *model, input="")
@@ -275,72 +269,56 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(folder, monkey
     assert left <= ({"adapt.json", "_lock"} if words.startswith("adapt") else set())  # what the run was asked for
 
 
-@pytest.mark.parametrize(
-    ("words", "needs", "extra"),
-    [
-        ("train", "Training needs trl", "train"),
-        ("adapt base out --tokens 9", "`wedlm adapt` needs accelerate, filelock, matplotlib, pandas", "train"),
-        ("report --output out", "The report needs matplotlib", "eval"),
-    ],
-)
+@pytest.mark.parametrize(("words", "needs", "extra"), [
+    ("train", "Training needs trl", "train"), ("report --output out", "The report needs matplotlib", "eval"),
+    ("adapt base out --tokens 9", "`wedlm adapt` needs accelerate, filelock, matplotlib, pandas", "train"),
+])  # fmt: skip
 def test_a_command_says_what_to_install_before_weights_are_read(monkeypatch, words, needs, extra):
     monkeypatch.setattr(options.LoadingOptions, "load", lambda *args: pytest.fail("weights were read"))
-    for module in (application, requests):
+    for module in (application, requests, program):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
     result = invoke(*words.split())
     assert (result.exit_code, result.stderr.startswith(f"Error: {needs}")) == (2, True), result.stderr
     assert result.stderr.endswith(f": pip install '.[{extra}]' in the clone.\n")
-
-
-def test_the_program_says_what_to_install_where_its_own_packages_are_missing(monkeypatch):
-    monkeypatch.setattr(program, "find_spec", lambda name: None)
+    # And so does the program where its own packages are missing.
     monkeypatch.setattr(program.signal, "getsignal", lambda number: None)  # Ctrl-C stays what it is
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(
+        SystemExit, match=r"The command `wedlm` needs rich, typer: pip install '\.\[cli\]' in the clone"
+    ):
         program.main()
-    assert ended.value.code == "The command `wedlm` needs rich, typer: pip install '.[cli]' in the clone"
 
 
-@pytest.mark.parametrize("given", ["model", "lora", "mask", "model --adapter lora", "stock --adapter mask"])
-def test_models_adapters_and_both_are_served(folder, monkeypatch, given):
+def test_adapters_are_served_on_their_bases_and_on_a_model(folder, monkeypatch):
+    """A mask adapter on a model: test_a_trace_names_its_files_and_a_conversion_its_keys_as_json."""
     monkeypatch.chdir(folder)
-    result = invoke("generate", "1, 2", "--model", *given.split(), "--max-new-tokens", 3, "--raw", "--no-compare")
-    assert (result.exit_code, "Error" in result.stderr) == (0, False), result.stderr
+    for given in ("lora", "mask", "model --adapter lora"):
+        result = invoke("generate", "1, 2", "--model", *given.split(), "--max-new-tokens", 3, "--raw", "--no-compare")
+        assert (result.exit_code, "Error" in result.stderr) == (0, False), result.stderr
 
 
 def test_a_lora_is_written_into_a_checkpoint(folder, tmp_path):
+    merged = load_adapted(folder / "lora")[0].state_dict()
     for words in ((folder / "model", folder / "lora"), ("--model", folder / "model", folder / "lora")):
-        out = tmp_path / str(len(words))
-        assert invoke("merge", *words, out).exit_code == 0
-        merged, _ = load_adapted(folder / "lora")
-        written = load_model(out).state_dict()
-        assert all(torch.equal(written[name], weight) for name, weight in merged.state_dict().items())
+        assert invoke("merge", *words, tmp_path / str(len(words))).exit_code == 0
+        written = load_model(tmp_path / str(len(words))).state_dict()
+        assert all(torch.equal(written[name], weight) for name, weight in merged.items())
 
 
-def test_the_version_is_printed_and_help_without_a_command():
+def test_only_debug_shows_a_traceback_wherever_it_stands_and_an_unexpected_failure_is_one_line_and_code_1(monkeypatch):
     assert invoke("--version").stdout == f"{__version__}\n"
     assert invoke().exit_code == 0 and "generate" in invoke().stdout
-
-
-def test_only_debug_shows_a_traceback_wherever_it_stands():
     plain = invoke("generate", "--file", "missing.txt")
     assert (plain.exit_code, plain.stderr.count("\n")) == (2, 1)
     for words in (["generate", "--debug"], ["--debug", "generate"]):
         result = invoke(*words, "--file", "missing.txt")
         assert result.exit_code == 2
         assert result.stderr.startswith("Traceback") and result.stderr.endswith(plain.stderr)
-
-
-def test_an_unexpected_failure_is_one_line_and_code_1(monkeypatch):
-    def fail(*arguments):
-        raise RuntimeError("two\nlines.")
-
-    monkeypatch.setattr(options.LoadingOptions, "load", fail)
+    monkeypatch.setattr(options.LoadingOptions, "load", Mock(side_effect=RuntimeError("two\nlines.")))
     result = invoke("generate", "hi")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "Error: RuntimeError: two lines. `--debug` shows where.\n"
     result = invoke("generate", "hi", "--debug")
-    assert result.exit_code == 1
-    assert result.stderr.endswith("Error: RuntimeError: two lines.\n")
+    assert (result.exit_code, result.stderr.endswith("Error: RuntimeError: two lines.\n")) == (1, True)
 
 
 def test_a_closed_pipe_ends_a_command_with_code_141_and_nothing_more():
@@ -388,15 +366,15 @@ def test_a_trace_names_its_files_and_a_conversion_its_keys_as_json(folder, tmp_p
 
 def test_what_adapting_and_training_gave_is_printed_as_json(folder, tmp_path):
     pytest.importorskip("trl")
-    words = ("adapt", folder / "model", tmp_path / "adapter", "--tokens", 60, "--rank", 2, "--head-width", 0)
+    words = ("adapt", folder / "model", tmp_path / "adapter", "--tokens", 20, "--rank", 2, "--head-width", 0)
     results = results_of(*words, "--prompts", folder / "prompts.txt", "--device", "cpu")
-    assert results["output_dir"] == str(tmp_path / "adapter") and results["answer_tokens"] >= 60
+    assert results["output_dir"] == str(tmp_path / "adapter") and results["answer_tokens"] >= 20
     assert [row[0] for row in results["table"]["rows"]] == ["ar", "ar+lookup", "wedlm+exact"]
-    words = "--use_cpu true --bf16 false --max_steps 2 --max_length 64 --block_size 4 --logging_steps 1".split()
+    words = "--use_cpu true --bf16 false --max_steps 1 --max_length 64 --block_size 4 --logging_steps 1".split()
     words += ["-m", folder / "model", "--dataset", folder / "chats.jsonl"]
     words += ["--output_dir", tmp_path / "trained", "--save_strategy", "no", "--disable_tqdm", "true"]
     results = results_of("train", *words)
-    assert (results["output_dir"], results["steps"]) == (str(tmp_path / "trained"), 2)
+    assert (results["output_dir"], results["steps"]) == (str(tmp_path / "trained"), 1)
     assert results["weights_trained"] == results["weights"] > 0 and results["last"]["loss"] > 0
 
 
@@ -405,39 +383,14 @@ def test_numbers_that_are_not_finite_are_null(capsys):
     assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1, None], "3": [True, None, "x"]}
 
 
-@pytest.mark.parametrize(
-    ("given", "is_busy", "expected"),
-    [({}, True, "1000"), ({}, False, None), ({"OMP_WAIT_POLICY": "ACTIVE"}, True, None)],
-)
-def test_waiting_threads_sleep_beside_other_programs_unless_the_environment_says_otherwise(
-    monkeypatch, given, is_busy, expected
-):
-    monkeypatch.setattr(threads, "is_busy", lambda: is_busy)
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "0")  # so that what the command sets is undone
-        monkeypatch.delenv(name)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    threads.wait_without_spinning()
-    assert os.environ.get("GOMP_SPINCOUNT") == expected
-
-
-def test_how_threads_wait_is_said_when_the_package_is_imported_before_torch():
-    code = """
-import importlib.abc, os, sys
-read = []
-class Torch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, *_):
-        if name == "torch":
-            read.append(os.environ.get("GOMP_SPINCOUNT"))
-sys.meta_path.insert(0, Torch())
-os.environ.pop("GOMP_SPINCOUNT", None), os.environ.pop("OMP_WAIT_POLICY", None)
-import pathlib
-read_text, pathlib.Path.read_text = pathlib.Path.read_text, lambda *_, **__: "0 0 0 2/9 1"
-import wedlm_hf.__main__
-pathlib.Path.read_text = read_text
-assert "torch" not in sys.modules
-import torch
-sys.exit(read != ["1000"])
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_waiting_threads_sleep_beside_other_programs_unless_the_environment_says_otherwise(monkeypatch):
+    for given, is_busy, expected in (
+        ({}, True, "1000"), ({}, False, None), ({"OMP_WAIT_POLICY": "ACTIVE"}, True, None),
+    ):  # fmt: skip
+        monkeypatch.setattr(threads, "is_busy", lambda is_busy=is_busy: is_busy)
+        for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+            monkeypatch.setenv(name, given.get(name, "0"))  # so that what the command sets is undone
+            if name not in given:
+                monkeypatch.delenv(name)
+        threads.wait_without_spinning()
+        assert os.environ.get("GOMP_SPINCOUNT") == expected

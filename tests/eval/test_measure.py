@@ -1,5 +1,6 @@
 """What the measuring core counts, and what the AR head says of an answer."""
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -7,16 +8,7 @@ import torch
 from tiny import MASK, tiny_model
 
 from wedlm_hf.eval import measure as measuring
-from wedlm_hf.eval.measure import (
-    Decoding,
-    ForwardCounter,
-    agreeing_tokens,
-    answer_entropy,
-    decode,
-    decode_call,
-    default_threads,
-    measure,
-)
+from wedlm_hf.eval.measure import Decoding, ForwardCounter, decode, measure
 from wedlm_hf.eval.prompts import Prompt
 
 SHORT = {"max_new_tokens": 12, "do_sample": False, "suppress_tokens": [MASK]}
@@ -66,12 +58,11 @@ def test_the_counter_sees_and_times_every_forward_inside_its_block(model, tokeni
 
 
 def test_the_first_token_is_known_between_the_forward_that_gives_it_and_the_end(model):
-    for prompts in (PROMPTS[:1], PROMPTS):
-        for options in (AR, EXACT):  # with verification, the AR head of the prompt's last token gives it
-            decodings, _, counter = decode_call(model, None, prompts, options)
-            (first,) = {decoding.first_token_seconds for decoding in decodings}
-            start, second, *_, end = counter.moments
-            assert start + counter.spans[0] < first < second < end
+    for prompts, options in product((PROMPTS[:1], PROMPTS), (AR, EXACT)):  # verified: the prompt's last token gives it
+        decodings, _, counter = measuring.decode_call(model, None, prompts, options)
+        (first,) = {decoding.first_token_seconds for decoding in decodings}
+        start, second, *_, end = counter.moments
+        assert start + counter.spans[0] < first < second < end
 
 
 def test_decoders_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, monkeypatch):
@@ -79,18 +70,16 @@ def test_decoders_take_turns_on_each_prompt_after_a_warm_up(model, tokenizer, mo
 
     def recorded(model, tokenizer, prompts, options, **kwargs):
         calls.append((options["strategy"], prompts))
-        return [Decoding([1], "", 1, 1, len(calls)) for _ in prompts]
+        return [Decoding([1], "", 1, 1, len(calls)) for _ in prompts]  # the clock of call n says n
 
     monkeypatch.setattr(measuring, "decode", recorded)
     prompts = [Prompt.of(text, tokens=tokens) for text, tokens in zip("ab", PROMPTS, strict=False)]
-    rows = measure(model, tokenizer, prompts, {"a": AR, "w": FAST}, repeats=3)
-    first, second = PROMPTS[:1], PROMPTS[1:2]
-    turns = [(strategy, prompt) for prompt in (first, second) for _ in range(3) for strategy in ("ar", "wedlm")]
-    assert calls == [("ar", first), ("wedlm", first), *turns]
-    # The clock of call n says n.
-    seen = [(row["decoder"], row["prompt"], row["repeat"], row["seconds"]) for row in rows]
-    turns = [(prompt, repeat, name) for prompt in range(2) for repeat in range(3) for name in "aw"]
-    assert seen == [(name, prompt, repeat, 3 + number) for number, (prompt, repeat, name) in enumerate(turns)]
+    rows = measure(model, tokenizer, prompts, {"ar": AR, "wedlm": FAST}, repeats=3)
+    turns = [(prompt, repeat, name) for prompt in range(2) for repeat in range(3) for name in ("ar", "wedlm")]
+    asked = [("ar", 0), ("wedlm", 0), *((name, prompt) for prompt, _, name in turns)]
+    assert calls == [(name, [PROMPTS[prompt]]) for name, prompt in asked]
+    seen = [(row["prompt"], row["repeat"], row["decoder"], row["seconds"]) for row in rows]
+    assert seen == [(*turn, 3 + number) for number, turn in enumerate(turns)]
 
 
 def test_tokens_agree_where_ar_would_choose_them_after_the_same_prefix():
@@ -103,7 +92,7 @@ def test_tokens_agree_where_ar_would_choose_them_after_the_same_prefix():
             logits = model(torch.tensor([PROMPTS[0] + answer.tokens[:index]])).logits[0, -1]
             logits[MASK] = float("-inf")
             agreeing += int(logits.argmax()) == token
-        assert agreeing_tokens(model, PROMPTS[0], answer.tokens) == agreeing
+        assert measuring.agreeing_tokens(model, PROMPTS[0], answer.tokens) == agreeing
         assert (agreeing == len(answer.tokens)) == (options["strategy"] == "ar")
 
 
@@ -113,7 +102,9 @@ def test_entropies_are_those_of_the_distributions_that_ar_chose_from(model):
     output = model.generate(torch.tensor([prompt]), **options, output_logits=True, return_dict_in_generate=True)
     rows = torch.cat(output.logits).log_softmax(-1)
     wanted = -(rows.exp() * rows).sum(-1).mean()
-    assert answer_entropy(model, prompt, output.sequences[0, 4:].tolist()) == pytest.approx(float(wanted), rel=1e-4)
+    assert measuring.answer_entropy(model, prompt, output.sequences[0, 4:].tolist()) == pytest.approx(
+        float(wanted), rel=1e-4
+    )
 
 
 def test_a_small_model_gets_one_thread_and_a_large_one_all(monkeypatch):
@@ -121,4 +112,8 @@ def test_a_small_model_gets_one_thread_and_a_large_one_all(monkeypatch):
     sizes = {"nano": 1_900_000, "SmolLM2": 135_000_000, "7B": 7_000_000_000}
     with torch.device("meta"):
         models = {name: torch.nn.Linear(size, 1, bias=False) for name, size in sizes.items()}
-    assert {name: default_threads(model) for name, model in models.items()} == {"nano": 1, "SmolLM2": 7, "7B": 8}
+    assert {name: measuring.default_threads(model) for name, model in models.items()} == {
+        "nano": 1,
+        "SmolLM2": 7,
+        "7B": 8,
+    }

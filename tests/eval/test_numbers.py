@@ -39,14 +39,9 @@ def rows(decoder, *, prompts=PROMPTS, repeats=1, **columns):
     ]
 
 
-# --- the table ------------------------------------------------------------------------------------------------------
-
-
 def test_ratios_follow_from_sums_and_errors_from_the_spread_over_prompts():
-    table = pd.DataFrame(
-        rows("ar") + rows("wedlm", quality=lambda i: float(i % 4 > 0), forwards=lambda i: 5 + 5 * (i % 2), seconds=0.5)
-    )
-    found = summarise(table, COUNTED + TIMED)
+    wedlm = {"quality": lambda i: float(i % 4 > 0), "forwards": lambda i: 5 + 5 * (i % 2), "seconds": 0.5}
+    found = summarise(pd.DataFrame(rows("ar") + rows("wedlm", **wedlm)), COUNTED + TIMED)
     assert list(found.index) == ["ar", "wedlm"]
     fast = found.loc["wedlm"]
     assert fast["quality"] == 0.75 and fast["tokens_per_forward"] == pytest.approx(20 / 7.5)
@@ -57,9 +52,7 @@ def test_ratios_follow_from_sums_and_errors_from_the_spread_over_prompts():
     assert found.loc["ar"]["quality_error"] == 0
     few = summarise(pd.DataFrame(rows("ar", prompts=5)), COUNTED)
     assert pd.isna(few.loc["ar", "quality_error"])
-
-
-def test_decoders_are_resampled_with_the_same_prompts():
+    # Decoders are resampled with the same prompts.
     shared = {"quality": lambda i: float(i % 3 == 0)}
     made = resample(pd.DataFrame(rows("ar", **shared) + rows("wedlm", **shared)))["quality"]
     assert made.shape == (1001, 2) and made["ar"].nunique() > 1
@@ -124,9 +117,6 @@ def test_the_speed_table_takes_more_turns_while_a_speed_is_impossible(adapted, m
     assert dict(zip(made["columns"], made["rows"][-1], strict=True))["speed against AR"] == "99.00× (busy machine)"
 
 
-# --- the report -----------------------------------------------------------------------------------------------------
-
-
 def both_kinds(decoder, tasks=("even", "odd"), **columns):
     """The rows of a report: each prompt is measured for quality and for speed."""
     made = rows(decoder, task=lambda index: tasks[index % len(tasks)], **columns)
@@ -178,31 +168,23 @@ def test_the_fastest_within_the_allowed_loss_come_first_and_the_loss_is_that_of_
 
 def test_the_front_is_what_brute_force_finds():
     rng = random.Random(1)
-    summary = sweep_numbers(
-        *swept(lambda *setting: {"quality": rng.randint(0, 10) / 10, "seconds": rng.randint(1, 9) / 10})
-    )
-    points = summary[["quality", "speed", "on_front"]].to_dict("records")
-    for row in points:
-        beaten = any(
-            (other["quality"] > row["quality"] and other["speed"] >= row["speed"])
-            or (other["quality"] >= row["quality"] and other["speed"] > row["speed"])
-            for other in points
-        )
-        assert row["on_front"] != beaten
+    drawn = swept(lambda *setting: {"quality": rng.randint(0, 10) / 10, "seconds": rng.randint(1, 9) / 10})
+    points = sweep_numbers(*drawn)[["quality", "speed", "on_front"]].to_numpy().tolist()
+    for quality, speed, on_front in points:
+        as_good = [other[:2] for other in points if other[0] >= quality and other[1] >= speed]
+        assert on_front == all(other == [quality, speed] for other in as_good)
 
 
 def test_where_verified_output_parts_from_ar_both_best_logits_are_told():
     model, prompt = tiny_model(), [20, 40, 9, 31, 77]
     (wanted,) = decode(model, None, [prompt], {**DECODERS["ar"], "max_new_tokens": 8, "do_sample": False})
     other = [*wanted.tokens[:3], wanted.tokens[3] + 1]
-    table = pd.DataFrame(
-        {"decoder": ["ar", "wedlm+exact"], "prompt": [0, 0], "tokens": [wanted.tokens, other], "same": [True, False]}
-    )
+    columns = {"decoder": ["ar", "wedlm+exact"], "prompt": [0, 0], "same": [True, False]}
+    table = pd.DataFrame({**columns, "tokens": [wanted.tokens, other]})
     (difference,) = find_differences(table, [Prompt.of("", tokens=prompt)], model)
     logits = model(torch.tensor([prompt + wanted.tokens[:3]])).logits[0, -1]
     best, second = logits.topk(2).values.tolist()
-    assert difference["token"] == 3
-    assert difference["gap"] == pytest.approx(best - second, abs=1e-4)
+    assert (difference["token"], difference["gap"]) == (3, pytest.approx(best - second, abs=1e-4))
     neighbour = torch.nextafter(torch.tensor(best), torch.tensor(float("inf")))
     assert difference["spacing"] == pytest.approx(float(neighbour - best))
     floats = table.astype({"prompt": float})  # as they are beside rows of whole batches, which have no prompt
@@ -211,15 +193,14 @@ def test_where_verified_output_parts_from_ar_both_best_logits_are_told():
 
 
 def test_differences_from_ar_are_told_in_steps_of_the_dtype():
-    def same_sentence(numbers):
-        return pages.Words({}, numbers).block("same")
-
     numbers = made()
-    assert same_sentence(numbers) == "Verified decoding gave AR’s own answer to all 24 prompts, token for token."
+    told = pages.Words({}, numbers).block("same")
+    assert told == "Verified decoding gave AR’s own answer to all 24 prompts, token for token."
     numbers.headline.loc["wedlm+exact", "same"] = 22 / 24
     numbers.differences.extend([{"gap": 0.5, "spacing": 0.25}, {"gap": 0.0, "spacing": 0.25}])
-    assert same_sentence(numbers).startswith("Verified answers part from AR’s on 2 of 24 prompts: ")
-    assert "at most 2.0 steps of this dtype apart (median 1.0)" in same_sentence(numbers)
+    told = pages.Words({}, numbers).block("same")
+    assert told.startswith("Verified answers part from AR’s on 2 of 24 prompts: ")
+    assert "at most 2.0 steps of this dtype apart (median 1.0)" in told
 
 
 def test_tasks_may_have_any_name_and_no_speed_where_none_of_their_prompts_was_timed():

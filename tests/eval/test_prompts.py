@@ -17,45 +17,38 @@ def rows(*items):
     return "".join(json.dumps(item) + "\n" for item in items)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "There is no prompt in 'data.jsonl'"),
-        (rows({"prompt": "a"}) + "\n{oops\n", "data.jsonl, line 3: this is no JSON"),
-        ("[" * 100_000, "data.jsonl, line 1: this is no JSON"),
-        (rows(["a"]), "data.jsonl, line 1: a row must be a JSON object"),
-        (rows({"prompt": "a"}, {"text": "b"}), "line 2: a row needs either `messages` or `prompt`, got text"),
-        (rows({"prompt": "a", "answer": 3}), "line 1: `answer` must be a text or a list of texts, got 3"),
-        (rows({"prompt": "a", "match": "fuzzy"}), "line 1: `match` must be one of exact, number, json, got 'fuzzy'"),
-        (rows({"messages": [{"role": "assistant", "content": "b"}]}), "must be the user's .*, got assistant"),
-        (rows({"messages": [{"role": "user", "content": " "}]}), "line 1: the last .* the user's .*, got noth"),
-        (rows({"messages": SYSTEM}), "line 1: the last of the `messages` must be the user's .*, got system"),
-        (rows({"prompt": "\ud800"}), r"line 1: a prompt must be UTF-8 text, got '\\ud800'"),
-        ("a\0b", "Prompts must be UTF-8 text, got a binary file: 'data.jsonl'"),
-        (rows({"prompt": "a", "answer": "b"}, {"prompt": "c"}), "line 2: there is no `answer`, though line 1 has one"),
-        (rows({"prompt": "a"}, {"prompt": "c", "answer": "b"}), "line 1: there is no `answer`, though line 2 has one"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "There is no prompt in 'data.jsonl'"),
+    (rows({"prompt": "a"}) + "\n{oops\n", "data.jsonl, line 3: this is no JSON"),
+    ("[" * 100_000, "data.jsonl, line 1: this is no JSON"),
+    (rows(["a"]), "data.jsonl, line 1: a row must be a JSON object"),
+    (rows({"prompt": "a"}, {"text": "b"}), "line 2: a row needs either `messages` or `prompt`, got text"),
+    (rows({"prompt": "a", "answer": 3}), "line 1: `answer` must be a text or a list of texts, got 3"),
+    (rows({"prompt": "a", "match": "fuzzy"}), "line 1: `match` must be one of exact, number, json, got 'fuzzy'"),
+    (rows({"messages": [{"role": "assistant", "content": "b"}]}), "must be the user's .*, got assistant"),
+    (rows({"messages": [{"role": "user", "content": " "}]}), "line 1: the last .* the user's .*, got noth"),
+    (rows({"messages": SYSTEM}), "line 1: the last of the `messages` must be the user's .*, got system"),
+    (rows({"prompt": "\ud800"}), r"line 1: a prompt must be UTF-8 text, got '\\ud800'"),
+    ("a\0b", "Prompts must be UTF-8 text, got a binary file: 'data.jsonl'"),
+    (rows({"prompt": "a", "answer": "b"}, {"prompt": "c"}), "line 2: there is no `answer`, though line 1 has one"),
+    (rows({"prompt": "a"}, {"prompt": "c", "answer": "b"}), "line 1: there is no `answer`, though line 2 has one"),
+])  # fmt: skip
 def test_malformed_rows_are_named_by_file_and_line(text, message):
     with pytest.raises(ValueError, match=message):
         read_prompts("data.jsonl", text)
 
 
-def test_a_row_is_a_conversation_or_a_prompt_with_what_is_known_of_it():
-    turns = [{"role": role, "content": role} for role in ("system", "user")]
-    known = {"prompt": "p", "task": "t", "answer": ["1", "2"], "match": "number"}
-    first, second = read_prompts("d.jsonl", rows({"messages": turns, "answer": "x"}, known))
-    assert first == Prompt(turns, answers=("x",)) and first.text == "system\nuser"
-    assert second == Prompt([{"role": "user", "content": "p"}], "t", ("1", "2"), "number")
-
-
-def test_a_reply_behind_the_last_turn_of_the_users_is_left_out_but_where_replies_are_judged():
+def test_a_row_is_a_conversation_or_a_prompt_and_a_reply_at_its_end_is_left_out_but_where_replies_are_judged():
     question, reply = ({"role": role, "content": role} for role in ("user", "assistant"))
+    known = {"prompt": "p", "task": "t", "answer": ["1", "2"], "match": "number"}
+    first, second = read_prompts("d.jsonl", rows({"messages": [*SYSTEM, question], "answer": "x"}, known))
+    assert first == Prompt([*SYSTEM, question], answers=("x",)) and first.text == "Be brief.\nuser"
+    assert second == Prompt([{"role": "user", "content": "p"}], "t", ("1", "2"), "number")
     chats = [[question], [question, reply], [*SYSTEM, question, reply], [question, reply, question]]
-    found = [row.prompt for row in read_rows("d.jsonl", rows(*({"messages": chat} for chat in chats)))]
-    assert found == ["user", "user", [*SYSTEM, question], chats[3]]
+    text = rows(*({"messages": chat} for chat in chats))
+    assert [row.prompt for row in read_rows("d.jsonl", text)] == ["user", "user", [*SYSTEM, question], chats[3]]
     with pytest.raises(ValueError, match=r"d.jsonl, line 2: .* \(the wanted reply goes into `answer`\), got assist"):
-        read_prompts("d.jsonl", rows(*({"messages": chat} for chat in chats)))
+        read_prompts("d.jsonl", text)
 
 
 def test_the_end_of_its_name_says_whether_a_file_holds_json_rows_and_lines_end_as_in_any_text_file():
@@ -70,21 +63,15 @@ def test_the_end_of_its_name_says_whether_a_file_holds_json_rows_and_lines_end_a
     assert [row.prompt for row in found] == ["a\u2028\x85", "\r\n b"]
 
 
-@pytest.mark.parametrize(
-    ("match", "answer", "reply", "right"),
-    [
-        ("exact", "a b", " a b\n", True),
-        ("exact", "a b", "a  b", False),
+def test_the_rule_of_a_prompt_decides_what_is_right():
+    for match, answer, reply, right in (
+        ("exact", "a b", " a b\n", True), ("exact", "a b", "a  b", False),
         ("number", "7*6=42\nAnswer: 42", "so 1,042 - 1,000 makes 42.0", True),
-        ("number", "42", "42, no: 41", False),
-        ("number", "-3", "It is -3.", True),
-        ("json", '{"a": 1, "b": [2]}', '{"b":[2],"a":1}', True),
-        ("json", '{"a": 1}', '{"a": true}', False),
+        ("number", "42", "42, no: 41", False), ("number", "-3", "It is -3.", True),
+        ("json", '{"a": 1, "b": [2]}', '{"b":[2],"a":1}', True), ("json", '{"a": 1}', '{"a": true}', False),
         ("json", "[]", "[" * 100_000, False),
-    ],
-)
-def test_the_rule_of_a_prompt_decides_what_is_right(match, answer, reply, right):
-    assert Prompt.of("p", answers=("other", answer), match=match).is_right(reply) is right
+    ):  # fmt: skip
+        assert Prompt.of("p", answers=("other", answer), match=match).is_right(reply) is right, (match, answer)
 
 
 def test_prompts_get_their_tokens_by_the_chat_template_or_as_they_are():

@@ -32,21 +32,17 @@ def test_the_published_dialect_is_read_without_remote_code_and_saved_in_the_newe
     assert "rope_theta" not in written and written["auto_map"] == AUTO_MAP
 
 
-@pytest.mark.parametrize(
-    "stated",
-    [
-        {"rope_theta": 5e5},
-        {"rope_theta": 5e5, "rope_scaling": None},
-        {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_theta": ..., "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
-        {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {"rope_theta": 5e5, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-        # Scaling added by hand to a file of the newer dialect: the base stands in what the parent throws away.
-        {"rope_theta": ..., "rope_scaling": {"type": "yarn", "factor": 4.0},
-         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("stated", [
+    {"rope_theta": 5e5},
+    {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+    {"rope_theta": ..., "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+    {"rope_theta": ..., "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    {"rope_theta": 5e5, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+    # Scaling added by hand to a file of the newer dialect: the base stands in what the parent throws away.
+    {"rope_theta": ..., "rope_scaling": {"type": "yarn", "factor": 4.0},
+     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+])  # fmt: skip
 def test_the_rope_base_is_the_stated_one_wherever_it_stands(tmp_path, stated):
     config = read(tmp_path, **stated)
     assert config.rope_parameters["rope_theta"] == 5e5
@@ -60,50 +56,21 @@ NO_BASE = r"states no RoPE base: expected `rope_theta`.*got keys \['architecture
 TWO_BASES = r"states different RoPE bases: \{'rope_theta': 1000000, 'rope_parameters': 10000\.0\}"
 
 
-@pytest.mark.parametrize(
-    ("stated", "message"),
-    [
-        ({"rope_theta": ...}, NO_BASE),
-        ({"rope_theta": ..., "rope_scaling": {"type": "yarn", "factor": 4.0}}, NO_BASE),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, TWO_BASES),
-        ({"model_type": "qwen3"}, r"type 'qwen3', not a WeDLM checkpoint: .*--adapter.*wedlm adapt.*wedlm convert"),
-    ],
-)
-def test_a_config_file_without_one_rope_base_or_of_another_model_type_is_refused(tmp_path, stated, message):
+@pytest.mark.parametrize(("stated", "message"), [
+    ({"rope_theta": ...}, NO_BASE),
+    ({"rope_theta": ..., "rope_scaling": {"type": "yarn", "factor": 4.0}}, NO_BASE),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}, TWO_BASES),
+    ({"model_type": "qwen3"}, r"type 'qwen3', not a WeDLM checkpoint: .*--adapter.*wedlm adapt.*wedlm convert"),
+    ({"mask_token_id": 151936}, r"`mask_token_id` must lie in the vocabulary \(0 to 151935\), got 151936\."),
+    ({"mask_token_id": 5, "eos_token_id": [2, 5]}, r"must differ from the end token, got 5 for both\."),
+    ({"mask_token_id": 5, "pad_token_id": 5}, r"must differ from the padding token, got 5 for both\."),
+    ({"layer_types": ["full_attention", "linear_attention"]}, "needs full attention in every layer, got"),
+    ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+     r"layer_types=\['full_attention', 'sliding_attention'\] \(use_sliding_window=True, sliding_window=64\)"),
+])  # fmt: skip
+def test_a_config_file_without_one_rope_base_or_with_what_a_wedlm_cannot_have_is_refused(tmp_path, stated, message):
     with pytest.raises(ValueError, match=message):
         read(tmp_path, WeDLMConfig, **stated)
-
-
-@pytest.mark.parametrize(("stated", "width"), [(..., 8), (None, 8), (16, 16)])
-def test_the_head_width_defaults_to_hidden_size_over_heads(tmp_path, stated, width):
-    assert read(tmp_path, head_dim=stated).head_dim == width
-
-
-def test_the_published_mask_row_is_assumed_only_where_it_exists():
-    assert tiny_config(vocab_size=151665, mask_token_id=None).mask_token_id is None
-    assert tiny_config(vocab_size=151666, mask_token_id=None).mask_token_id == 151665
-    assert tiny_config(vocab_size=151936, mask_token_id=7).mask_token_id == 7
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mask_token_id": 320}, r"`mask_token_id` must lie in the vocabulary \(0 to 319\), got 320\."),
-        ({"mask_token_id": 5, "eos_token_id": [2, 5]}, r"must differ from the end token, got 5 for both\."),
-        ({"mask_token_id": 5, "pad_token_id": 5}, r"must differ from the padding token, got 5 for both\."),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "needs full attention in every layer, got"),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
-         r"layer_types=\['full_attention', 'sliding_attention'\] \(use_sliding_window=True, sliding_window=64\)"),
-    ],
-)  # fmt: skip
-def test_what_a_wedlm_cannot_have_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        tiny_config(**settings)
-
-
-def test_a_sliding_window_that_no_layer_uses_changes_nothing():
-    config = tiny_config(use_sliding_window=True, sliding_window=64, max_window_layers=2)
-    assert config.layer_types == ["full_attention", "full_attention"]
 
 
 def test_overrides_at_loading_and_changes_before_saving_are_checked_too(tmp_path):
@@ -118,7 +85,14 @@ def test_overrides_at_loading_and_changes_before_saving_are_checked_too(tmp_path
     assert not (tmp_path / "new").exists()
 
 
-def test_the_default_config_is_qwen3s():
+def test_what_is_not_stated_follows_from_what_is_or_is_qwen3s(tmp_path):
+    widths = {stated: read(tmp_path, head_dim=stated).head_dim for stated in (..., None, 16)}
+    assert widths == {...: 8, None: 8, 16: 16}
+    sizes = ((151665, None), (151666, None), (151936, 7))  # the published mask row, only where it exists
+    masks = [tiny_config(vocab_size=size, mask_token_id=stated).mask_token_id for size, stated in sizes]
+    assert masks == [None, 151665, 7]
+    unused = tiny_config(use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    assert unused.layer_types == ["full_attention", "full_attention"]
     config = WeDLMConfig()
     assert (config.qk_norm, config.attention_bias, config.rope_parameters["rope_theta"]) == (True, False, 10_000.0)
     assert AutoConfig.for_model("wedlm").to_dict() == config.to_dict()

@@ -10,11 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import LINES, VOCAB_SIZE, edit, stock_twin, tiny_model, tiny_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen2Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen2Tokenizer
 
 from wedlm_hf import WeDLMForCausalLM, convert
-
-STYLES = ["qwen3", "qwen2.5"]
 
 
 def stock_tokenizer() -> Any:
@@ -48,20 +46,20 @@ def ids(rows: int = 2) -> torch.Tensor:
     return torch.randint(0, 200, (rows, 20), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("dtype", "tied"), [(torch.float32, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize(
+    ("style", "dtype", "tied"), [("qwen3", torch.float32, True), ("qwen2.5", torch.bfloat16, False)]
+)
 @torch.no_grad()
-def test_every_weight_and_logit_is_the_sources(tmp_path, style, dtype, tied):
-    write_source(tmp_path / "source", style, tie_word_embeddings=tied, dtype=dtype)
+def test_every_weight_logit_and_setting_is_the_sources(tmp_path, style, dtype, tied):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 128}
+    write_source(tmp_path / "source", style, tie_word_embeddings=tied, dtype=dtype, rope_parameters=yarn)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=dtype)
     stock.save_pretrained(tmp_path / "source")
     result = convert(tmp_path / "source", tmp_path / "out")
     assert str(result).startswith(f"{result.copied} weights copied; mask token '<|mask|>' is id")
 
-    before = load_file(tmp_path / "source" / "model.safetensors")
-    after = load_file(tmp_path / "out" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert len(before) == result.copied
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("source", "out"))
+    assert before.keys() == after.keys() and len(before) == result.copied
     for name, weight in before.items():
         changed = (weight != after[name]).any(dim=-1)
         assert after[name].dtype == dtype
@@ -71,12 +69,16 @@ def test_every_weight_and_logit_is_the_sources(tmp_path, style, dtype, tied):
             assert not changed.any()
 
     loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert type(loaded) is WeDLMForCausalLM
-    assert not any(report.values())
+    assert type(loaded) is WeDLMForCausalLM and not any(report.values())
     kept = torch.arange(VOCAB_SIZE) != result.mask_token_id
     for model in (result.model, loaded):
         assert model.dtype == dtype
         assert torch.equal(model(ids()).logits[..., kept], stock(ids()).logits[..., kept])
+    for config in (result.model.config, loaded.config):
+        assert (config.qk_norm, config.attention_bias) == ((True, False) if style == "qwen3" else (False, True))
+        for name in ("tie_word_embeddings", "eos_token_id", "max_position_embeddings", "rms_norm_eps", "hidden_size"):
+            assert getattr(config, name) == getattr(stock.config, name)
+        assert config.rope_parameters == stock.config.rope_parameters
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -102,53 +104,37 @@ def test_the_masks_row_is_an_unused_one_or_is_added_and_starts_from_the_mean(tmp
 
 
 @pytest.mark.parametrize(
-    ("make", "mask", "named"), [(tiny_tokenizer, "<|mask|>", None), (stock_tokenizer, "<|fim_pad|>", "<|fim_pad|>")]
+    ("make", "named", "mask"),
+    [
+        (tiny_tokenizer, None, "<|mask|>"),
+        (stock_tokenizer, "<|fim_pad|>", "<|fim_pad|>"),
+        (stock_tokenizer, None, None),
+    ],
 )
 @torch.no_grad()
-def test_a_special_token_that_is_the_mask_or_is_named_as_it_keeps_its_row(tmp_path, make, mask, named):
+def test_a_special_token_that_is_the_mask_or_is_named_as_it_keeps_its_row_and_the_tokenizer_changes_in_nothing_else(
+    tmp_path, make, named, mask
+):
     source = write_source(tmp_path / "source", tokenizer=make())
     result = convert(tmp_path / "source", tmp_path / "out", mask_token=named)
-    assert (result.mask_row, result.mask_token_id) == ("existing", make().convert_tokens_to_ids(mask))
-    assert torch.equal(result.model(ids()).logits, source(ids()).logits)
-    for tokenizer in (result.tokenizer, AutoTokenizer.from_pretrained(tmp_path / "out")):
-        assert (tokenizer.mask_token, tokenizer.mask_token_id) == (mask, result.mask_token_id)
-
-
-@pytest.mark.parametrize("make", [stock_tokenizer, tiny_tokenizer])
-def test_the_tokenizer_changes_in_nothing_else(tmp_path, make):
-    tokenizer = make()
-    write_source(tmp_path / "source", tokenizer=tokenizer)
-    convert(tmp_path / "source", tmp_path / "out")
     before, after = (AutoTokenizer.from_pretrained(tmp_path / name) for name in ("source", "out"))
-    assert type(before) is type(after)
+    if mask:
+        assert (result.mask_row, result.mask_token_id) == ("existing", make().convert_tokens_to_ids(mask))
+        assert torch.equal(result.model(ids()).logits, source(ids()).logits)
+        for tokenizer in (result.tokenizer, after):
+            assert (tokenizer.mask_token, tokenizer.mask_token_id) == (mask, result.mask_token_id)
+    assert type(before) is type(after) and before.chat_template == after.chat_template
     for text in [*LINES, "<|im_start|>user\nHi<|im_end|>\n", "  é 日本 <|endoftext|>"]:
         assert before.encode(text) == after.encode(text)
-    assert before.chat_template == after.chat_template
     assert before.get_vocab().items() <= after.get_vocab().items()
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_the_config_keeps_what_the_source_states(tmp_path, style):
-    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "original_max_position_embeddings": 128}
-    source = write_source(tmp_path / "source", style, rope_parameters=yarn, tie_word_embeddings=True)
-    config = convert(tmp_path / "source", tmp_path / "out").model.config
-    written = AutoConfig.from_pretrained(tmp_path / "out")
-    for each in (config, written):
-        assert each.rope_parameters == source.config.rope_parameters
-        assert (each.qk_norm, each.attention_bias) == ((True, False) if style == "qwen3" else (False, True))
-        for name in ("tie_word_embeddings", "eos_token_id", "max_position_embeddings", "rms_norm_eps", "hidden_size"):
-            assert getattr(each, name) == getattr(source.config, name)
-
-
-@pytest.mark.parametrize("stated", [True, False], ids=["stated", "derived"])
-def test_the_generation_config_is_carried_over(tmp_path, source, stated):
-    if not stated:
-        (tmp_path / "source" / "generation_config.json").unlink()
-    convert(tmp_path / "source", tmp_path / "out")
-    saved = json.loads((tmp_path / "out" / "generation_config.json").read_text())
-    assert "_from_model_config" not in saved
-    if stated:
-        assert (saved["top_k"], saved["eos_token_id"]) == (20, source.generation_config.eos_token_id)
+def test_the_generation_config_is_carried_over_and_none_is_derived(tmp_path, source):
+    for wanted in ({"top_k": 20, "eos_token_id": source.generation_config.eos_token_id}, {}):
+        convert(tmp_path / "source", tmp_path / str(len(wanted)))
+        saved = json.loads((tmp_path / str(len(wanted)) / "generation_config.json").read_text())
+        assert wanted.items() <= saved.items() and "_from_model_config" not in saved
+        (tmp_path / "source" / "generation_config.json").unlink(missing_ok=True)
 
 
 @pytest.mark.usefixtures("source")
@@ -167,9 +153,6 @@ def test_the_working_folder_a_link_to_a_folder_and_a_new_one_can_be_filled(tmp_p
     assert (tmp_path / "link").is_symlink()
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
-
-
 def refused(tmp_path: Path, error: type[Exception], message: str, **options: Any) -> None:
     """The conversion raises, and leaves nothing behind."""
     before = sorted(tmp_path.rglob("*"))
@@ -179,20 +162,19 @@ def refused(tmp_path: Path, error: type[Exception], message: str, **options: Any
 
 
 NOT_EMPTY = "The output folder must be new or empty"
+OTHER = r"`mask_token_id` must differ from the {} token, got \d+ for both"
+SAVE = Qwen2Tokenizer.save_pretrained
 
 
-@pytest.mark.parametrize(
-    ("prepare", "error", "message"),
-    [
-        (lambda source, out: None, FileNotFoundError, r"There is no checkpoint folder '.*source'\."),
-        (lambda source, out: (out / "deeper").mkdir(parents=True), FileExistsError, f"{NOT_EMPTY}, got '.*out'"),
-        (lambda source, out: out.touch(), FileExistsError, f"{NOT_EMPTY}, got '.*out'"),
-        (lambda source, out: (write_source(source), (source / "tokenizer.json").write_text("{")),
-         ValueError, r"The tokenizer of '.*source' cannot be read: "),
-        (lambda source, out: tiny_model().save_pretrained(source),
-         ValueError, r"'.*source' is a WeDLM checkpoint already: there is nothing to convert\."),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prepare", "error", "message"), [
+    (lambda source, out: None, FileNotFoundError, r"There is no checkpoint folder '.*source'\."),
+    (lambda source, out: (out / "deeper").mkdir(parents=True), FileExistsError, f"{NOT_EMPTY}, got '.*out'"),
+    (lambda source, out: out.touch(), FileExistsError, f"{NOT_EMPTY}, got '.*out'"),
+    (lambda source, out: (write_source(source), (source / "tokenizer.json").write_text("{")),
+     ValueError, r"The tokenizer of '.*source' cannot be read: "),
+    (lambda source, out: tiny_model().save_pretrained(source),
+     ValueError, r"'.*source' is a WeDLM checkpoint already: there is nothing to convert\."),
+])  # fmt: skip
 def test_what_is_no_source_or_no_place_to_write_to_is_refused(tmp_path, prepare, error, message):
     prepare(tmp_path / "source", tmp_path / "out")
     refused(tmp_path, error, message)
@@ -209,42 +191,26 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     refused(tmp_path, ValueError, rf"do not fit its config: missing \['{layer}\.q_norm\.weight'\], unexpected \[\]")
 
 
-@pytest.mark.parametrize(
-    ("token", "message"),
-    [
-        ("<|im_end|>", r"`mask_token_id` must differ from the end token, got \d+ for both"),
-        ("<|endoftext|>", r"`mask_token_id` must differ from the padding token, got \d+ for both"),
-        # An end token of the generation config alone: stock chat checkpoints name more there.
-        ("<|im_start|>", r"`mask_token_id` must differ from the end token, got \d+ for both"),
-        ("a", "`mask_token` must be a special token or a new one, got the ordinary token 'a'"),
-    ],
-)
-def test_a_token_with_another_meaning_is_refused_as_the_mask(tmp_path, source, token, message):
+def test_a_token_with_another_meaning_or_that_the_tokenizer_splits_or_loses_is_refused_as_the_mask(
+    tmp_path, source, monkeypatch
+):
+    # An end token of the generation config alone: stock chat checkpoints name more there.
     ends = [*source.generation_config.eos_token_id, stock_tokenizer().convert_tokens_to_ids("<|im_start|>")]
     edit(tmp_path / "source" / "generation_config.json", eos_token_id=ends)
-    refused(tmp_path, ValueError, message, mask_token=token)
-
-
-SAVE = Qwen2Tokenizer.save_pretrained
-
-
-@pytest.mark.parametrize(
-    ("method", "replacement", "message"),
-    [
-        ("encode", lambda *_, **__: [1, 2], r"does not encode the mask token '<\|mask\|>' as its one id \d+\."),
-        ("save_pretrained", lambda _, folder: SAVE(stock_tokenizer(), folder),
-         "does not survive being saved and loaded"),
-    ],
-)  # fmt: skip
-@pytest.mark.usefixtures("source")
-def test_a_tokenizer_that_splits_the_mask_token_or_loses_it_in_saving_is_refused(
-    tmp_path, monkeypatch, method, replacement, message
-):
-    monkeypatch.setattr(Qwen2Tokenizer, method, replacement)
-    refused(tmp_path, ValueError, message)
-    if method == "save_pretrained":
-        (tmp_path / "out").mkdir()  # stays as it was
-        refused(tmp_path, ValueError, message)
+    meanings = {"<|im_end|>": OTHER.format("end"), "<|endoftext|>": OTHER.format("padding")}
+    meanings |= {
+        "<|im_start|>": OTHER.format("end"),
+        "a": "must be a special token or a new one, got the ordinary token",
+    }
+    for token, message in meanings.items():
+        refused(tmp_path, ValueError, message, mask_token=token)
+    with monkeypatch.context() as patch:
+        patch.setattr(Qwen2Tokenizer, "encode", lambda *_, **__: [1, 2])
+        refused(tmp_path, ValueError, r"does not encode the mask token '<\|mask\|>' as its one id \d+\.")
+    monkeypatch.setattr(Qwen2Tokenizer, "save_pretrained", lambda _, folder: SAVE(stock_tokenizer(), folder))
+    refused(tmp_path, ValueError, "does not survive being saved and loaded")
+    (tmp_path / "out").mkdir()  # stays as it was
+    refused(tmp_path, ValueError, "does not survive being saved and loaded")
 
 
 @pytest.mark.usefixtures("source")

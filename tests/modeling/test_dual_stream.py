@@ -1,22 +1,12 @@
 """Visibility and loss against the slot-by-slot oracle, and training against the forwards that decoding runs."""
 
 from itertools import combinations, product
-from math import comb
+from math import comb, prod
 
 import numpy as np
 import pytest
 import torch
-from dual_stream_oracle import (
-    IGNORE,
-    Document,
-    Slot,
-    batch_of,
-    dense_mask,
-    document_losses,
-    last_nll,
-    padded,
-    slots_of,
-)
+from dual_stream_oracle import Document, Slot, batch_of, dense_mask, document_losses, last_nll, padded, slots_of
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import causal_forward
@@ -26,6 +16,7 @@ from wedlm_hf.modeling_wedlm.dual_stream import dual_stream_mask_function, token
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
 BLOCK = 4
+IGNORE = -100  # the target of a slot without one
 
 
 def random_document(seed: int, length: int, copies: int = 1, prompt: int = 1) -> Document:
@@ -33,15 +24,11 @@ def random_document(seed: int, length: int, copies: int = 1, prompt: int = 1) ->
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(4, 300, (length,), generator=generator).tolist()
     supervised = [position >= prompt for position in range(length)]
-    masked: list[set[int]] = []
-    for _ in range(copies):
-        masked.append(set())
-        for start in range(0, length, BLOCK):
-            possible = [position for position in range(start, min(start + BLOCK, length)) if supervised[position]]
-            if possible:
-                count = int(torch.randint(1, len(possible) + 1, (1,), generator=generator))
-                order = torch.randperm(len(possible), generator=generator)
-                masked[-1] |= {possible[i] for i in order[:count]}
+    masked: list[set[int]] = [set() for _ in range(copies)]
+    for copy, start in product(masked, range(0, length, BLOCK)):
+        if possible := [position for position in range(start, min(start + BLOCK, length)) if supervised[position]]:
+            count = int(torch.randint(1, len(possible) + 1, (1,), generator=generator))
+            copy |= {possible[i] for i in torch.randperm(len(possible), generator=generator)[:count]}
     return Document(tokens, supervised, masked)
 
 
@@ -122,16 +109,14 @@ def test_prediction_stream_logits_are_those_of_a_causal_forward_on_prefix_and_re
     compared = 0
     for row, documents in enumerate(ROWS):
         slots = packed(documents)
-        for document, copy in {(slot.document, slot.stream) for slot in slots if slot.stream > 0}:
-            tokens = documents[document].tokens
-            for block in {slot.block for slot in slots if (slot.document, slot.stream) == (document, copy)}:
-                place = document, copy, block
-                index = [i for i, slot in enumerate(slots) if (slot.document, slot.stream, slot.block) == place]
-                prefix, own = list(range(block * BLOCK)), [slots[i] for i in index]
-                ids = [tokens[position] for position in prefix] + [slot.token for slot in own]
-                expected = causal_forward(model, ids, prefix + [slot.position for slot in own])
-                assert_equal_but_rounding(logits[row, index], expected[len(prefix) :])
-                compared += len(index)
+        places = [(slot.document, slot.stream, slot.block) for slot in slots]
+        for place in {place for place in places if place[1] > 0}:
+            index = [i for i, other in enumerate(places) if other == place]
+            prefix, own = list(range(place[2] * BLOCK)), [slots[i] for i in index]
+            ids = documents[place[0]].tokens[: len(prefix)] + [slot.token for slot in own]
+            expected = causal_forward(model, ids, prefix + [slot.position for slot in own])
+            assert_equal_but_rounding(logits[row, index], expected[len(prefix) :])
+            compared += len(index)
     assert compared == sum(slot.stream > 0 for documents in ROWS for slot in packed(documents))
 
 
@@ -159,23 +144,23 @@ def test_the_loss_is_divided_by_the_count_it_is_given_else_by_the_supervised_lab
     torch.testing.assert_close(model(**batch).loss, total / (batch["targets"] != IGNORE).sum())
     weights = batch.pop("loss_weights")
     torch.testing.assert_close(model(**batch).loss, model(**batch, loss_weights=torch.ones_like(weights)).loss)
+    # A batch without targets gives zero, and a graph.
+    loss = model(**batch | {"targets": torch.full_like(batch["targets"], IGNORE)}, num_items_in_batch=0).loss
+    assert loss == 0 and all((gradient == 0).all() for gradient in gradients(model, loss))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 3, 5, 6])
-def test_a_chunked_head_gives_the_loss_and_the_gradient_of_a_whole_one(chunk_size):
+def test_a_chunked_head_gives_the_loss_and_the_gradient_of_a_whole_one():
     torch.manual_seed(0)
-    head = torch.nn.Linear(8, 11)
-    hidden = torch.randn(6, 8, requires_grad=True)
-    targets = torch.tensor([0, 10, 3, 3, 7, 1])
-    leaves = [hidden, *head.parameters()]
+    head, hidden = torch.nn.Linear(8, 11), torch.randn(6, 8, requires_grad=True)
+    targets, weights, leaves = torch.tensor([0, 10, 3, 3, 7, 1]), torch.arange(1.0, 7.0), [hidden, *head.parameters()]
     whole = torch.nn.functional.cross_entropy(head(hidden), targets, reduction="none")
-    chunked, correct = token_nll(head, hidden, targets, chunk_size=chunk_size)
-    assert torch.equal(correct, head(hidden).argmax(-1) == targets)
-    torch.testing.assert_close(chunked, whole)
-    weights = torch.arange(1.0, 7.0)
     expected = torch.autograd.grad((whole * weights).sum(), leaves)
-    for gradient, wanted in zip(torch.autograd.grad((chunked * weights).sum(), leaves), expected, strict=True):
-        torch.testing.assert_close(gradient, wanted)
+    for chunk_size in (1, 3, 5, 6):
+        chunked, correct = token_nll(head, hidden, targets, chunk_size=chunk_size)
+        assert torch.equal(correct, head(hidden).argmax(-1) == targets)
+        torch.testing.assert_close(chunked, whole)
+        for gradient, wanted in zip(torch.autograd.grad((chunked * weights).sum(), leaves), expected, strict=True):
+            torch.testing.assert_close(gradient, wanted)
 
 
 def test_the_output_holds_the_nll_of_each_target_and_whether_it_is_the_likeliest(model, batch):
@@ -192,13 +177,7 @@ def test_the_output_holds_the_nll_of_each_target_and_whether_it_is_the_likeliest
     torch.testing.assert_close((output.token_nll * batch["loss_weights"]).sum(), output.loss)
 
 
-def test_a_batch_without_targets_gives_zero_and_a_graph(model, batch):
-    batch["targets"].fill_(IGNORE)
-    loss = model(**batch, num_items_in_batch=0).loss
-    assert loss == 0
-    assert all((gradient == 0).all() for gradient in gradients(model, loss))
-
-
+@torch.no_grad()
 def test_the_expected_loss_over_all_masks_is_the_evidence_bound():
     """E over the collator's masks = Σ_blocks ∫₀¹ 1/t Σ_masks t^m (1−t)^(n−m) Σ_{j masked} −log p(x_j | …) dt."""
     model = tiny_model().double()
@@ -207,22 +186,20 @@ def test_the_expected_loss_over_all_masks_is_the_evidence_bound():
     subsets = [[set(s) for m in range(1, len(block) + 1) for s in combinations(block, m)] for block in blocks]
 
     # Every pair of masks, as the collator lays it out and weighs it, times its probability under the count law.
-    losses: dict[tuple[int, ...], torch.Tensor] = {}
+    losses: dict[frozenset[int], torch.Tensor] = {}
     collator = DataCollatorForDualStreamMasking(tiny_tokenizer(), block_size=4, ar_weight=0.0)
     for epoch in range(400):
         collator.set_epoch(epoch)
         batch = collator([{"input_ids": tokens}])
-        masked = tuple(sorted(batch["position_ids"][batch["input_ids"] == MASK].tolist()))
+        masked = frozenset(batch["position_ids"][batch["input_ids"] == MASK].tolist())
         if masked not in losses:
-            with torch.no_grad():
-                losses[masked] = model(**batch).loss
+            losses[masked] = model(**batch).loss
     assert len(losses) == 7 * 3
     expectation = 0.0
     for masks in product(*subsets):
-        probability = 1.0
-        for block, mask in zip(blocks, masks, strict=True):
-            probability /= len(block) * comb(len(block), len(mask))
-        expectation += probability * float(losses[tuple(sorted(set.union(*masks)))])
+        pairs = zip(blocks, masks, strict=True)
+        probability = prod(1 / (len(block) * comb(len(block), len(mask))) for block, mask in pairs)
+        expectation += probability * float(losses[frozenset.union(*map(frozenset, masks))])
 
     bound = 0.0
     nodes, weights = np.polynomial.legendre.leggauss(4)  # exact for the polynomials at hand
@@ -233,8 +210,7 @@ def test_the_expected_loss_over_all_masks_is_the_evidence_bound():
             nll = 0.0
             for j in mask:
                 seen = observed + [position for position in sorted(mask) if position <= j]
-                with torch.no_grad():
-                    nll += float(last_nll(model, [inputs[position] for position in seen], seen, tokens[j]))
+                nll += float(last_nll(model, [inputs[position] for position in seen], seen, tokens[j]))
             for t, weight in zip((nodes + 1) / 2, weights / 2, strict=True):
                 bound += weight * nll * t ** (len(mask) - 1) * (1 - t) ** (len(block) - len(mask))
     assert expectation == pytest.approx(bound / 5, rel=1e-6)

@@ -1,4 +1,4 @@
-"""The code beside saved weights: loaded where our package is out of reach, saved again there, pushed to the Hub."""
+"""Code and card beside saved weights: loaded where our package is out of reach, saved there, pushed to the Hub."""
 
 import json
 import os
@@ -6,16 +6,21 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import edit, tiny_config, tiny_model, tiny_tokenizer, write_checkpoint
+import transformers
+from huggingface_hub import ModelCard, ModelCardData
+from tiny import edit, tiny_config, tiny_model, tiny_tokenizer, write_checkpoint, write_stock_checkpoint
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import wedlm_hf
-from wedlm_hf import WeDLMConfig, WeDLMForCausalLM, WeDLMModel
-from wedlm_hf.modeling_wedlm.hub import AUTO_MAP, hub_files, write_hub_files
+from wedlm_hf import WeDLMConfig, WeDLMForCausalLM, WeDLMModel, convert
+from wedlm_hf.checkpoints import card
+from wedlm_hf.checkpoints.card import is_written_by_a_person, model_card, provenance, read_card, write_card
+from wedlm_hf.modeling_wedlm.hub import AUTO_MAP, hub_files
 
 SETTINGS: list[dict[str, Any]] = [
     {"max_new_tokens": 12},
@@ -31,19 +36,7 @@ VARIANTS = {"qwen3": "1GB", "qwen2.5": "40KB"}  # style of the weights, largest 
 CLEAN_PROCESS = """
 import json, sys
 
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "wedlm_hf":
-            raise ModuleNotFoundError(f"No module named {name!r} (blocked)", name=name)
-
-sys.meta_path.insert(0, Blocker())
-try:
-    import wedlm_hf
-except ModuleNotFoundError:
-    pass
-else:
-    raise AssertionError("the package is within reach")
-
+sys.modules["wedlm_hf"] = None
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -68,21 +61,17 @@ for job in json.loads(sys.argv[1]):
     assert type(AutoConfig.from_pretrained(job["source"], trust_remote_code=True)) is type(model.config)
     backbone = AutoModel.from_pretrained(job["source"], trust_remote_code=True)
     assert type(backbone) is type(model.model)
-assert not [name for name in sys.modules if name.split(".")[0] == "wedlm_hf"]
+assert [name for name in sys.modules if name.split(".")[0] == "wedlm_hf"] == ["wedlm_hf"]  # None
 print(json.dumps(results))
 """
 
 
 # Interpreters with other versions of the packages: what `make` sets up, and what the variable names.
 ROOT = Path(wedlm_hf.__file__).parent
-OTHERS = [
-    python
-    for python in [
-        *(str(ROOT / name / "bin/python") for name in (".venv", ".venv-lowest", ".venv-newest")),
-        *os.environ.get("WEDLM_OTHER_PYTHONS", "").split(os.pathsep),
-    ]
-    if os.path.exists(python) and Path(python).parents[1].resolve() != Path(sys.prefix).resolve()
-]
+PYTHONS = [str(ROOT / name / "bin/python") for name in (".venv", ".venv-lowest", ".venv-newest")]
+PYTHONS += os.environ.get("WEDLM_OTHER_PYTHONS", "").split(os.pathsep)
+HERE = Path(sys.prefix).resolve()
+OTHERS = [each for each in PYTHONS if os.path.exists(each) and Path(each).parents[1].resolve() != HERE]
 
 
 def run_clean_process(jobs: list[dict[str, Any]], folder: Path, python: str = sys.executable) -> list[list[list[int]]]:
@@ -154,21 +143,15 @@ def assert_holds_the_bundle(files: dict[str, bytes]) -> None:
     assert json.loads(files["config.json"])["auto_map"] == AUTO_MAP
 
 
-def test_model_backbone_and_config_all_bring_the_whole_bundle(tmp_path):
-    tiny_model().save_pretrained(tmp_path / "model")
-    tiny_model().model.save_pretrained(tmp_path / "backbone")
-    tiny_config().save_pretrained(tmp_path / "config")
-    for folder in ("model", "backbone", "config"):
-        assert_holds_the_bundle(contents(tmp_path / folder))
+def test_model_backbone_and_config_all_bring_the_whole_bundle_which_is_flat_and_small(tmp_path):
+    """What no import of the model's file reaches is neither loaded by the Hub's loader nor saved by what it loads."""
+    for name, saved in {"model": tiny_model(), "backbone": tiny_model().model, "config": tiny_config()}.items():
+        saved.save_pretrained(tmp_path / name)
+        assert_holds_the_bundle(contents(tmp_path / name))
     assert type(AutoConfig.from_pretrained(tmp_path / "config")) is WeDLMConfig
     assert type(AutoModel.from_pretrained(tmp_path / "backbone")) is WeDLMModel
-
-
-def test_the_bundle_is_flat_small_and_all_of_it_is_reached_from_the_model_file(tmp_path):
-    """What no import reaches is neither loaded by the Hub's loader nor saved again by a class loaded from there."""
     files = hub_files()
-    write_hub_files(tmp_path)
-    reached = {Path(path).name for path in get_relative_import_files(tmp_path / "modeling_wedlm.py")}
+    reached = {Path(path).name for path in get_relative_import_files(tmp_path / "config" / "modeling_wedlm.py")}
     assert reached | {"modeling_wedlm.py"} == files.keys()
     for name, text in files.items():
         assert name.endswith("_wedlm.py")
@@ -178,17 +161,104 @@ def test_the_bundle_is_flat_small_and_all_of_it_is_reached_from_the_model_file(t
         assert target == f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
 
 
-def test_pushes_of_model_and_config_upload_the_bundle(tmp_path, hub):
-    model = tiny_model()
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub: `hub.card` is the card in the repository, `hub.commits` the files of each upload."""
+    hub = SimpleNamespace(card=None, commits=[])
+
+    class Api:
+        def create_repo(self, repo_id, **_):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def create_commit(self, operations, **_):
+            hub.commits.append({each.path_in_repo: Path(each.path_or_fileobj).read_bytes() for each in operations})
+
+    def card_of(repo_id, tags=None, token=None):
+        return ModelCard(hub.card or str(ModelCard.from_template(ModelCardData(tags=tags or []))))
+
+    for module in (transformers.utils.hub, transformers.modeling_utils, transformers.configuration_utils):
+        monkeypatch.setattr(module, "hf_api", Api)
+        monkeypatch.setattr(module, "create_and_tag_model_card", card_of, raising=False)
+    return hub
+
+
+def test_pushes_upload_the_bundle_and_a_card_with_the_name_in_it_but_keep_a_persons_own(tmp_path, hub):
+    model, config = tiny_model(), str(tmp_path / "config")
+    model.push_to_hub("someone/tiny", tags=["mine"])
+    uploaded = hub.commits[0]["README.md"].decode()
+    assert uploaded.count('from_pretrained("someone/tiny"') == 2
+    assert "mine" in ModelCard(uploaded).data.tags
+    hub.card = OWN
+    (tmp_path / "README.md").write_text("# Local\n")
+    model.save_pretrained(tmp_path, push_to_hub=True, repo_id="someone/tiny")
+    assert (tmp_path / "README.md").read_text() == "# Local\n"
     model.push_to_hub("someone/tiny")
-    model.save_pretrained(tmp_path / "model", push_to_hub=True)
     model.config.push_to_hub("someone/tiny")
-    model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
-    assert len(hub.commits) == 4
-    for commit in hub.commits:
+    for _ in range(2):  # again into the same folder: what a folder held before is not left out
+        model.config.save_pretrained(config, push_to_hub=True)
+    assert len(hub.commits) == 6
+    for commit in hub.commits[:5]:
         assert_holds_the_bundle(commit)
-    for commit in hub.commits[:2]:
-        assert "model.safetensors" in commit
-    # Again into the same folder: what a folder held before is not left out.
-    model.config.save_pretrained(str(tmp_path / "config"), push_to_hub=True)
-    assert hub_files().keys() <= hub.commits[4].keys()
+    assert hub_files().keys() <= hub.commits[5].keys()
+    assert ["model.safetensors" in commit for commit in hub.commits] == [True] * 3 + [False] * 3
+    assert all(b"# Mine" in commit["README.md"] for commit in hub.commits[1:3])
+
+
+# --- cards ---------------------------------------------------------------------------------------------------------
+
+
+OWN = "---\nlicense: mit\nlanguage: fr\nbase_model: some/base\n---\n\n# Mine\n"
+SAID = "This is the model card of a 🤗 transformers model that has been pushed on the Hub. "
+SAID += "This model card has been automatically generated."
+
+
+def test_the_card_of_a_saved_model_states_its_metadata_and_shows_code_that_runs(tmp_path, monkeypatch, capsys):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = tiny_model()
+    model.generation_config.max_length = 512
+    model.save_pretrained(tmp_path)
+    text = read_card(tmp_path)
+    data = ModelCard(text).data
+    assert (data.library_name, data.pipeline_tag, data.base_model) == ("transformers", "text-generation", None)
+    assert {"wedlm", "diffusion-language-model"} <= set(data.tags)
+    assert "wedlm report FOLDER" in text and "apply_chat_template" in text
+    monkeypatch.chdir(tmp_path)
+    exec(text.split("```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out
+
+
+def test_a_card_names_the_base_and_its_licence_over_conversion_and_training(tmp_path, monkeypatch):
+    stock = write_stock_checkpoint(tmp_path / "stock")
+    (stock / "README.md").write_text(OWN)
+    convert(stock, tmp_path / "converted")
+    WeDLMForCausalLM.from_pretrained(tmp_path / "converted").save_pretrained(tmp_path / "tuned")
+    for folder in ("converted", "tuned"):
+        data = ModelCard(read_card(tmp_path / folder)).data
+        assert (data.base_model, data.license, data.language) == ("some/base", "mit", "fr")
+    # And so is a model of the Hub.
+    monkeypatch.setattr(card, "try_to_load_from_cache", lambda *_: str(stock / "README.md"))
+    assert provenance("some/model") == ("some/model", {"license": "mit", "language": "fr"})
+    for name in ("", "a/b/c", "./folder", "model"):
+        assert provenance(name) == (None, {})
+
+
+def test_a_card_that_was_written_here_is_replaced_and_an_edited_one_is_not(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    ours = read_card(tmp_path)
+    changed = model_card(model, tmp_path, metadata={"license": "mit"})
+    assert write_card(tmp_path, changed) and read_card(tmp_path) == changed != ours
+    assert not is_written_by_a_person(ours.replace("\n", "\r\n"))
+    for own in (OWN, ours + "More words.\n", ours.replace("Nothing yet", "| a | table |"), ours.replace("wedlm", "x")):
+        (tmp_path / "README.md").write_text(own)
+        model.save_pretrained(tmp_path)
+        assert read_card(tmp_path) == own and not write_card(tmp_path, ours)
+
+
+def test_an_empty_form_is_no_persons_own_and_a_filled_one_is():
+    described = ModelCard.from_template(ModelCardData(tags=["x"]), model_description=SAID)
+    of_peft = f"{ModelCard.from_template(ModelCardData())}\n### Framework versions\n\n- PEFT 0.21.0\n"
+    for form in (str(described), of_peft):
+        assert not is_written_by_a_person(form)
+        assert is_written_by_a_person(form.replace("[More Information Needed]", "Me", 1))
+    assert not is_written_by_a_person(None) and not is_written_by_a_person(" \n")

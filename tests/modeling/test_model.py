@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -69,15 +70,12 @@ MASKS = ["none", "2d", "4d bool", "4d additive"]
 def stated_mask(kind: str, padding: int, first_query: int, length: int = LENGTH) -> torch.Tensor | None:
     real = torch.ones(2, length, dtype=torch.long)
     real[0, :padding] = 0
-    if kind == "none":
-        return None
-    if kind == "2d":
-        return real
+    if kind in ("none", "2d"):
+        return real if kind == "2d" else None
     allowed = torch.ones(length, length, dtype=torch.bool).tril() & real.bool()[:, None, None, :]
     allowed = (allowed | torch.eye(length, dtype=torch.bool))[:, :, first_query:]
-    if kind == "4d bool":
-        return allowed
-    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    return allowed if kind == "4d bool" else additive
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["no cache", "cache"])
@@ -108,39 +106,29 @@ def test_reordered_input_is_causal_in_physical_order(style, implementation, mask
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @torch.no_grad()
-def test_the_packed_sequence_trap_is_real_and_avoided(implementation):
-    """Without a cache and a mask, stock Qwen reads each jump of the positions as the start of another sequence."""
-    model = tiny_model(attn_implementation=implementation, **CALM)
-    ids, positions = tokens(1), reordered_positions(1)
+def test_the_traps_of_packed_sequences_and_of_boolean_masks_are_real_and_avoided(implementation):
+    """Without a cache and a mask, stock Qwen reads each jump of the positions as the start of another sequence; and
+    attention other than sdpa adds a boolean mask to the scores: hidden slots count 0, visible ones 1."""
+    model, ids, positions = tiny_model(attn_implementation=implementation, **CALM), tokens(1), reordered_positions(1)
+    stock, mask = stock_twin(model, implementation), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    trap = {"position_ids": positions, "use_cache": False}
     expected = oracle(model, ids[0], positions[0])
-    trapped = stock_twin(model, implementation)(ids, position_ids=positions, use_cache=False).logits[0]
-    assert (trapped - expected).abs().max() > 0.1
-    ours = model(ids, position_ids=positions, use_cache=False).logits[0]
-    assert_equal_but_rounding(ours, expected)
-
-
-@pytest.mark.parametrize("implementation", ["eager", "flex_attention"])
-@torch.no_grad()
-def test_the_boolean_mask_trap_is_real_and_avoided(implementation):
-    """Attention other than sdpa adds a boolean mask to the scores: hidden slots count 0, visible ones 1."""
-    model = tiny_model(attn_implementation=implementation, **CALM)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril().expand(2, 1, -1, -1)
-    expected = model(tokens()).logits
-    assert (stock_twin(model, implementation)(tokens(), mask).logits - expected).abs().max() > 0.1
-    assert_equal_but_rounding(model(tokens(), mask).logits, expected)
+    assert (stock(ids, **trap).logits[0] - expected).abs().max() > 0.1
+    assert_equal_but_rounding(model(ids, **trap).logits[0], expected)
+    expected = model(ids).logits
+    assert ((stock(ids, mask).logits - expected).abs().max() > 0.1) == (implementation != "sdpa")
+    assert_equal_but_rounding(model(ids, mask).logits, expected)
 
 
 @torch.no_grad()
 def test_flash_kernels_get_no_position_ids_and_no_mask_but_padding(monkeypatch):
     """The flash path splits sequences at jumps of `position_ids`, and again inside the kernel's own wrapper."""
     seen: list[tuple[torch.Tensor | None, set[str]]] = []
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
     def kernel(module, query, key, value, attention_mask, scaling, **kwargs):
         seen.append((attention_mask, set(kwargs)))
-        output = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        return output.transpose(1, 2).contiguous(), None
+        return attend(query, key, value, scale=scaling).transpose(1, 2).contiguous(), None
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "kernel", kernel)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "kernel", flash_attention_mask)
@@ -172,7 +160,7 @@ def test_labels_alone_give_the_parents_loss_and_gradients(style):
 
 
 @torch.no_grad()
-def test_hidden_states_attentions_and_tuples_come_out_as_from_the_parent():
+def test_hidden_states_attentions_and_tuples_come_out_as_from_the_parent_and_there_is_one_kind_of_input():
     model = tiny_model(attn_implementation="eager")
     options = {"output_hidden_states": True, "output_attentions": True}
     ours, theirs = model(tokens(), **options), stock_twin(model)(tokens(), **options)
@@ -181,9 +169,6 @@ def test_hidden_states_attentions_and_tuples_come_out_as_from_the_parent():
         for one, other in zip(ours[name], theirs[name], strict=True):
             assert_equal_but_rounding(one, other)
     assert_equal_but_rounding(model(tokens(), return_dict=False)[0], theirs.logits)
-
-
-def test_input_ids_and_inputs_embeds_exclude_each_other(model):
     for inputs in ({}, {"input_ids": tokens(), "inputs_embeds": torch.zeros(2, LENGTH, 32)}):
         with pytest.raises(ValueError, match="Pass exactly one of `input_ids` and `inputs_embeds`"):
             model(**inputs)
@@ -219,12 +204,10 @@ def write_published_checkpoint(folder: Path, style: str) -> dict[str, torch.Tens
 def test_a_published_checkpoint_loads_with_every_key_used(tmp_path, style):
     weights = write_published_checkpoint(tmp_path, style)
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert type(model) is WeDLMForCausalLM
-    assert not any(report.values())
+    assert type(model) is WeDLMForCausalLM and not any(report.values())
     assert model.state_dict().keys() == weights.keys()
     twin = stock_twin(model, "sdpa")
-    for name, weight in twin.state_dict().items():
-        assert torch.equal(weight, weights[name])
+    assert all(torch.equal(weight, weights[name]) for name, weight in twin.state_dict().items())
     assert twin.config.rope_parameters["rope_theta"] == 1_000_000
     assert_equal_but_rounding(model(tokens()).logits, twin(tokens()).logits)
     assert type(AutoModel.from_pretrained(tmp_path)) is WeDLMModel

@@ -1,7 +1,7 @@
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(nano):
     """A server of wedlm-nano, unverified where a request does not say."""
     from served import Server  # what it needs is not there in the environment of vLLM

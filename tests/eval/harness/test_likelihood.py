@@ -42,8 +42,8 @@ def test_the_mean_over_many_masks_is_that_of_all_masks():
     model = tiny_model().double()
     with torch.no_grad():
         exact = exact_bound(model, *PAIR, BLOCK)
-    (estimate,) = block_elbo(model, tiny_tokenizer(), [PAIR], samples=600, block_size=BLOCK)
-    assert estimate.standard_error < 0.005 * abs(exact)
+    (estimate,) = block_elbo(model, tiny_tokenizer(), [PAIR], samples=300, block_size=BLOCK)
+    assert estimate.standard_error < 0.007 * abs(exact)
     assert abs(estimate.value - exact) < 3 * estimate.standard_error
 
 
@@ -83,16 +83,13 @@ def test_where_masks_cannot_vary_one_forward_is_exact(continuation, block_size):
         assert estimate.value == pytest.approx(exact_bound(model, context, continuation, block_size), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "pair", "message"),
-    [
-        ({"samples": 1}, PAIR, "`samples` must be an integer of at least 2, got 1"),
-        ({"block_size": 0}, PAIR, "`block_size` must be an integer of at least 1, got 0"),
-        ({"batch_size": 0.5}, PAIR, "`batch_size` must be an integer of at least 1, got 0.5"),
-        ({}, ([], [40]), "at least one token of context and one of continuation, got 0 and 1"),
-        ({}, ([40], []), "at least one token of context and one of continuation, got 1 and 0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "pair", "message"), [
+    ({"samples": 1}, PAIR, "`samples` must be an integer of at least 2, got 1"),
+    ({"block_size": 0}, PAIR, "`block_size` must be an integer of at least 1, got 0"),
+    ({"batch_size": 0.5}, PAIR, "`batch_size` must be an integer of at least 1, got 0.5"),
+    ({}, ([], [40]), "at least one token of context and one of continuation, got 0 and 1"),
+    ({}, ([40], []), "at least one token of context and one of continuation, got 1 and 0"),
+])  # fmt: skip
 def test_what_cannot_be_estimated_is_refused(settings, pair, message):
     with pytest.raises(ValueError, match=message):
         block_elbo(tiny_model(), tiny_tokenizer(), [pair], **settings)

@@ -4,10 +4,11 @@ import csv
 import json
 import re
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
-from tiny import MASK, tiny_model, tiny_tokenizer
+from tiny import MASK, edit, tiny_model, tiny_tokenizer, write_checkpoint
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -45,8 +46,7 @@ def timeless_model(**options):
 def checkpoint(tmp_path_factory):
     """Brings its own prompts along."""
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    timeless_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    write_checkpoint(folder, timeless_model())
     (folder / "tasks.jsonl").write_text(DATA)
     return folder
 
@@ -71,6 +71,11 @@ def by_decoder(report):
     return {row["decoder"]: row for row in report["headline"]}
 
 
+def table_of(folder):
+    with open(folder / "table.csv", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
 @pytest.fixture(scope="module")
 def made(checkpoint, tmp_path_factory):
     """A finished report on the prompts of the checkpoint: its folder, its figures, what was printed, its numbers."""
@@ -84,17 +89,14 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(pages, "figures", lambda *args: [])
 
 
-# --- what is asked for ---------------------------------------------------------------------------------------------
-
-
 def test_without_a_sweep_all_prompts_are_the_headlines_and_prompt_lookup_is_compared_alone(checkpoint, tmp_path):
-    decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--count", 4]
+    decoders = ["--decoders", "ar+lookup,wedlm+exact", "--sweep-count", 0, "--count", 3]
     text, found = report(tmp_path, checkpoint, *decoders)
     markdown = (tmp_path / "report.md").read_text()
     assert "Verified decoding:" in text and "setting of unverified" not in text
     assert "\n\n\n" not in markdown
     assert list(by_decoder(found)) == ["ar", "wedlm+exact", "ar+lookup"]
-    assert found["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 4)}
+    assert found["data"]["counts"] == {"tuning": {}, "headline": dict.fromkeys(TASKS, 3)}
     assert found["sweep"] == [] and "## Settings" not in markdown and "tuning" not in markdown
     assert "ar+lookup: tokens per forward" in markdown
     sizes = [(row["batch_size"], row["decoder"]) for row in found["batches"]]
@@ -114,9 +116,6 @@ def test_samples_are_not_compared_with_ars_token_for_token(checkpoint, tmp_path)
     assert {row["same"] for row in found["sweep"]} == {None}
     assert by_decoder(found)["ar"]["quality"] < 1  # its own samples are not the likeliest tokens
     assert "temperature 0.9" in markdown and "greedy;" not in markdown and "Verified decoding" in text
-
-
-# --- what it writes -----------------------------------------------------------------------------------------------
 
 
 def test_it_writes_figures_json_csv_and_a_page_that_needs_nothing_from_outside(made):
@@ -144,9 +143,8 @@ def test_counts_are_those_of_decoding_each_prompt_alone(made):
     model, tokenizer = timeless_model(), tiny_tokenizer()
     _, prompts = split_prompts(read_prompts("data.jsonl", DATA), 1, 2)
     limits = {"max_new_tokens": 6, "do_sample": False}
-    stored = {"strategy": "wedlm", **limits}
-    exact = {**stored, "verification": "exact"}
-    for name, options in {"ar": {"strategy": "ar", **limits}, "wedlm": stored, "wedlm+exact": exact}.items():
+    for name in ("ar", "wedlm", "wedlm+exact"):
+        options = DECODERS[name] | limits
         alone = [decode(model, tokenizer, [encode(tokenizer, p.messages)], options)[0] for p in prompts]
         row = by_decoder(made[3])[name]
         tokens, forwards = sum(len(d.tokens) for d in alone), sum(d.forwards for d in alone)
@@ -158,75 +156,60 @@ def test_counts_are_those_of_decoding_each_prompt_alone(made):
 
 def test_every_decoder_is_timed_at_every_batch_size(made):
     entries = made[3]["batches"]
-    assert [(e["batch_size"], e["decoder"]) for e in entries] == [(size, name) for size in (1, 2) for name in DECODERS]
+    assert [(e["batch_size"], e["decoder"]) for e in entries] == [*product((1, 2), DECODERS)]
+    ar = {e["batch_size"]: e["tokens_per_second"] for e in entries if e["decoder"] == "ar"}
     for entry in entries:
-        reference = next(e for e in entries if e["batch_size"] == entry["batch_size"] and e["decoder"] == "ar")
-        assert entry["speed"] == pytest.approx(entry["tokens_per_second"] / reference["tokens_per_second"], 1e-3)
+        assert entry["speed"] == pytest.approx(entry["tokens_per_second"] / ar[entry["batch_size"]], 1e-3)
         assert entry["own_cost"] > 0 and entry["first_token_seconds"] > 0
         assert entry["same"] == 1 if entry["decoder"] in ("ar", "wedlm+exact") else 0 <= entry["same"] <= 1
-    with open(made[0] / "table.csv", encoding="utf-8") as file:
-        table = list(csv.DictReader(file))
-    timed = [row for row in table if (row["part"], row["kind"], row["batch_size"]) == ("headline", "speed", "2")]
+    keys = ("part", "kind", "batch_size")
+    timed = [row for row in table_of(made[0]) if [row[key] for key in keys] == ["headline", "speed", "2"]]
     assert len(timed) == len(DECODERS) * 2 * 1  # prompts of the only batch; of 2 repeats, half in batches
     assert all(float(row["seconds"]) > float(row["forward_seconds"]) > 0 for row in timed)
 
 
-def test_picked_settings_are_stored_and_are_those_of_the_headline(copied, tmp_path):
-    before = json.loads((copied / "generation_config.json").read_text())
-    # With this flag, transformers would drop our fields when it loads them.
-    (copied / "generation_config.json").write_text(json.dumps({"_from_model_config": True, **before}))
-    asked = ["--decoders", "wedlm", "--max-loss", 100, "--save-settings"]
-    text, found = report(tmp_path / "out", copied, *asked)
-    stored = json.loads((copied / "generation_config.json").read_text())
-    settings = [row for row in found["sweep"] if row["kind"] == "wedlm"]
-    best = max(settings, key=lambda row: row["tokens_per_forward"])
-    used = AutoModelForCausalLM.from_pretrained(copied).generation_config
+def test_answers_of_a_file_decide_what_is_right_and_picked_settings_are_stored_and_are_those_of_the_headline(
+    copied, tmp_path, monkeypatch
+):
+    model, tokenizer, data = timeless_model(), tiny_tokenizer(), []
+    limits = {"strategy": "ar", "max_new_tokens": 6, "do_sample": False}
+    for index in range(8):
+        prompt = f"Sort {index}, {9 - index}"
+        (decoding,) = decode(model, tokenizer, [encode(tokenizer, [{"role": "user", "content": prompt}])], limits)
+        data.append({"prompt": prompt, "answer": "no" if index == 2 else f" {decoding.text} ", "task": "mine"})
+    (tmp_path / "data.jsonl").write_text(rows(*data))
+    config = copied / "generation_config.json"
+    before = json.loads(config.read_text())
+    edit(config, _from_model_config=True)  # with this flag, transformers would drop our fields when it loads them
+    asked = ["--decoders", "wedlm", "--file", tmp_path / "data.jsonl", "--max-loss", 100, "--save-settings"]
+    text, found = report(tmp_path / "out", copied, *asked, counts=["--batch-sizes", 1])
+    assert by_decoder(found)["ar"]["quality"] == 0.75  # the headline has rows 0, 2, 4, 6
+    stored, used = json.loads(config.read_text()), AutoModelForCausalLM.from_pretrained(copied).generation_config
+    best = max((row for row in found["sweep"] if row["kind"] == "wedlm"), key=lambda row: row["tokens_per_forward"])
     for field in ("window_size", "entropy_threshold", "distance_penalty"):
         assert stored[field] == getattr(used, field) == found["settings"][field] == best[field]
-    assert found["picked"] == best["decoder"]
+    assert found["picked"] == best["decoder"] and before.items() <= stored.items()
     assert f"generation_config.json now has window_size = {best['window_size']:g}" in text
-    assert before.items() <= stored.items()
 
-
-def test_where_no_setting_is_good_enough_none_is_stored(copied, tmp_path, monkeypatch):
-    monkeypatch.setattr(running, "pick", lambda *args: [])
-    before = (copied / "generation_config.json").read_bytes()
-    arguments = [copied, *SMALL, *COUNTS, "--decoders", "wedlm", "--output", tmp_path / "out", "--save-settings"]
+    monkeypatch.setattr(running, "pick", lambda *args: [])  # no setting is good enough
+    kept = config.read_bytes()
+    arguments = [copied, *SMALL, *COUNTS, "--decoders", "wedlm", "--output", tmp_path / "none", "--save-settings"]
     result = invoke(*arguments)
     assert result.exit_code == 1
     assert "No setting of unverified streaming decoding loses at most 1 points" in " ".join(result.stderr.split())
-    assert (copied / "generation_config.json").read_bytes() == before
-    assert (tmp_path / "out" / "report.html").exists()
-
-
-# --- the user's own data ------------------------------------------------------------------------------------------
+    assert config.read_bytes() == kept and (tmp_path / "none" / "report.html").exists()
 
 
 def test_prompts_without_answers_are_judged_by_agreement_with_ar(checkpoint, tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_text("".join(f"Sort {i}, {9 - i}\n" for i in range(8)))
-    _, found = report(tmp_path / "out", checkpoint, "--file", path, counts=["--batch-sizes", 1])
+    asked = ["--file", path, "--decoders", "wedlm,wedlm+exact"]
+    _, found = report(tmp_path / "out", checkpoint, *asked, counts=["--batch-sizes", 1, "--timed", 1])
     assert found["data"]["counts"] == {"tuning": {"prompts": 4}, "headline": {"prompts": 4}}
     assert by_decoder(found)["ar"]["quality"] == by_decoder(found)["wedlm+exact"]["quality"] == 1
-    qualities = [row["quality"] for row in found["sweep"] if row["kind"] == "wedlm"]
-    assert 0 < max(qualities) < 1
+    assert 0 < max(row["quality"] for row in found["sweep"] if row["kind"] == "wedlm") < 1
     html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "agreement with AR, no answers being known" in html and "right answers" not in html
-
-
-def test_answers_of_a_file_decide_what_is_right(checkpoint, tmp_path):
-    prompts = [f"Sort {i}, {9 - i}" for i in range(8)]
-    model, tokenizer = timeless_model(), tiny_tokenizer()
-    limits = {"strategy": "ar", "max_new_tokens": 6, "do_sample": False}
-    data = []
-    for index, prompt in enumerate(prompts):
-        (decoding,) = decode(model, tokenizer, [encode(tokenizer, [{"role": "user", "content": prompt}])], limits)
-        data.append({"prompt": prompt, "answer": "no" if index == 2 else f" {decoding.text} ", "task": "mine"})
-    path = tmp_path / "data.jsonl"
-    path.write_text(rows(*data))
-    asked = ["--decoders", "wedlm", "--file", path]
-    _, found = report(tmp_path / "out", checkpoint, *asked, counts=["--batch-sizes", 1])
-    assert by_decoder(found)["ar"]["quality"] == 0.75  # the headline has rows 0, 2, 4, 6
 
 
 def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_path):
@@ -240,10 +223,8 @@ def test_a_long_prompt_shortens_its_own_answer_alone_and_is_noted(copied, tmp_pa
     path.write_text("\n".join(texts))
     asked = ["--raw", "--decoders", "wedlm", "--file", path]
     _, found = report(tmp_path / "out", copied, *asked, counts=["--batch-sizes", "1,2"])
-    with open(tmp_path / "out" / "table.csv", encoding="utf-8") as file:
-        table = [row for row in csv.DictReader(file) if row["part"] == "headline" and row["kind"] == "quality"]
-    answers = {(row["prompt"], float(row["new_tokens"])) for row in table}
-    assert answers == {("0", 40 - lengths[0]), ("1", 6)}
+    table = [row for row in table_of(tmp_path / "out") if (row["part"], row["kind"]) == ("headline", "quality")]
+    assert {(row["prompt"], float(row["new_tokens"])) for row in table} == {("0", 40 - lengths[0]), ("1", 6)}
     (note,) = found["data"]["notes"]
     assert note.startswith("1 of 4 prompts leave room for fewer than 6 new tokens in the model's context")
 

@@ -42,31 +42,17 @@ def model():
 @pytest.fixture(scope="module")
 def recorded(model):
     """Records prompts of a few tokens, with the options of `generate` that are given."""
-
-    def new(options, prompts=(TEXT,), tokens=24, repeats=1, with_ar=True):
-        options = {"strategy": "wedlm", "window_size": 6, "max_new_tokens": tokens, **options}
-        request = AnswerRequest(list(prompts), options, with_ar, raw=True, seed=5)
-        return record(model, tiny_tokenizer(), request, model_name="tiny", repeats=repeats)
-
     kept = {}
 
-    def recorded(options, **how):
-        key = repr((options, how))
-        if key not in kept or "repeats" in how:  # whoever counts repeats looks at what happens meanwhile
-            kept[key] = new(options, **how)
+    def recorded(options, prompts=(TEXT,), tokens=24, repeats=1, with_ar=True):
+        key = repr((options, prompts, tokens, with_ar))
+        if key not in kept or repeats != 1:  # whoever counts repeats looks at what happens meanwhile
+            options = {"strategy": "wedlm", "window_size": 6, "max_new_tokens": tokens, **options}
+            request = AnswerRequest(list(prompts), options, with_ar, raw=True, seed=5)
+            kept[key] = record(model, tiny_tokenizer(), request, model_name="tiny", repeats=repeats)
         return kept[key]
 
     return recorded
-
-
-def generated(model, name):
-    """The same by a direct call."""
-    inputs = tiny_tokenizer()(TEXT, return_tensors="pt")
-    torch.manual_seed(5)
-    settings = {"strategy": "wedlm", "window_size": 6, "max_new_tokens": 24, **SETTINGS[name]}
-    with ForwardCounter(model) as counter:
-        output = model.generate(**inputs, **settings, return_dict_in_generate=True)
-    return output.sequences[0, inputs.input_ids.shape[1] :].tolist(), output.stats, counter
 
 
 def replay(recording, run):
@@ -78,15 +64,11 @@ def replay(recording, run):
     filled, rejected = {}, set()
     cached, start, counts = 0, len(settled), dict.fromkeys(COUNTS, 0)
     for number, step in enumerate(run.steps, 1):
-        here = f"forward {number}:"
-        widths = {len(step.positions), len(step.tokens), len(step.kinds)}
-        assert len(widths) == 1 and step.committed <= max(widths), f"{here} rows of different lengths"
-        assert set(step.kinds) <= {PROMPT, PENDING, FILLED, pages.MASK}, f"{here} rows of kinds {step.kinds!r}"
-        rows = list(zip(step.positions, step.tokens, step.kinds, strict=True))
+        here, rows = f"forward {number}", list(zip(step.positions, step.tokens, step.kinds, strict=True))
+        assert step.committed <= len(rows) and set(step.kinds) <= {PROMPT, PENDING, FILLED, pages.MASK}, here
         read = {position: token for position, token, kind in rows if kind == FILLED}
-        for position, token in read.items():
-            assert filled.get(position) == token, f"{here} nothing filled position {position} so"
-        assert {step.kinds[row] for row in step.rejected} <= {FILLED}, f"{here} what was no draft is rejected"
+        assert read.items() <= filled.items(), f"{here} reads what nothing filled so"
+        assert {step.kinds[row] for row in step.rejected} <= {FILLED}, f"{here} rejects what was no draft"
         rejected |= {(number, step.positions[row], step.tokens[row], step.final) for row in step.rejected}
         for prediction in step.predictions:
             if prediction.token is not None:
@@ -94,12 +76,11 @@ def replay(recording, run):
                 if prediction.by == "ar" or not is_verified:
                     settled[prediction.position] = prediction.token
         for position, token, _ in rows[: step.committed]:
-            in_turn = position == cached and settled.get(position) == token
-            assert in_turn, f"{here} position {position} is cached out of turn"
+            assert position == cached and settled.get(position) == token, f"{here} caches {position} out of turn"
             cached += 1
         while (end := start + counts["new_tokens"]) in settled and end < start + step.final:
             counts["new_tokens"] += 1
-        assert end == start + step.final, f"{here} position {end} is final, and nothing filled it"
+        assert end == start + step.final, f"{here} makes {end} final, which nothing filled"
         counts["forwards"] += 1
         counts["token_instances"] += len(rows) - step.kinds.count(PROMPT)
         if is_verified:
@@ -115,25 +96,25 @@ def test_fills_and_commits_rebuild_exactly_what_generate_answers(model, recorded
     trace = recorded(SETTINGS[name])
     (recording,) = trace.recordings
     run, ar = recording.runs
-    tokens, stats, counter = generated(model, name)
+    inputs = tiny_tokenizer()(TEXT, return_tensors="pt")
+    torch.manual_seed(5)
+    settings = {"strategy": "wedlm", "window_size": 6, "max_new_tokens": 24, **SETTINGS[name]}
+    with ForwardCounter(model) as counter:
+        output = model.generate(**inputs, **settings, return_dict_in_generate=True)
+    tokens = output.sequences[0, inputs.input_ids.shape[1] :].tolist()
     assert run.tokens == tokens
-    assert replay(recording, ar) == (ar.tokens, ar.stats)
     assert run.text == "".join(run.pieces) == tiny_tokenizer().decode(tokens, skip_special_tokens=True)
-    expected = {name: getattr(stats, name).item() for name in COUNTS}
+    expected = {name: getattr(output.stats, name).item() for name in COUNTS}
     assert run.stats == expected
-    assert replay(recording, run) == (tokens, expected)
-    assert len(run.steps) == counter.forwards
-    assert name not in ("exact", "exact, sampled") or run.stats["drafted"] > run.stats["accepted"]
+    assert replay(recording, run) == (tokens, expected) and replay(recording, ar) == (ar.tokens, ar.stats)
     assert [len(step.tokens) for step in run.steps] == [width for _, width in counter.shapes]
+    assert name not in ("exact", "exact, sampled") or run.stats["drafted"] > run.stats["accepted"]
     assert ar.stats["forwards"] == len(ar.steps) == len(ar.tokens)
-
-
-def test_a_trace_shows_slots_that_are_filled_before_their_left_neighbours(recorded):
-    run = recorded(SETTINGS["one at a time"]).recordings[0].runs[0]
-    assert any(step.positions != sorted(step.positions) for step in run.steps)
     for step in run.steps:
         rows = list(zip(map("cpfm".index, step.kinds), step.positions, strict=True))
         assert rows == sorted(rows)  # prompt, pending, filled, masks, each from left to right: the physical order
+    if name == "one at a time":  # slots are filled before their left neighbours
+        assert any(step.positions != sorted(step.positions) for step in run.steps)
 
 
 def test_of_drafts_that_branch_those_passed_that_generate_counted():
@@ -146,9 +127,9 @@ def test_of_drafts_that_branch_those_passed_that_generate_counted():
     sequence, drafted, accepted, branching = recording.prompt_tokens + run.tokens, 0, 0, 0
     for step in run.steps:
         drafts = [row for row, kind in enumerate(step.kinds) if kind == FILLED]
-        passed = [row for row in drafts if row not in step.rejected]
-        assert [step.tokens[row] for row in passed] == [sequence[step.positions[row]] for row in passed]
-        assert len({step.positions[row] for row in passed}) == len(passed)
+        passed = {step.positions[row]: step.tokens[row] for row in drafts if row not in step.rejected}
+        assert passed == {position: sequence[position] for position in passed}
+        assert len(passed) == len(drafts) - len(step.rejected)
         branching += len({step.positions[row] for row in drafts}) < len(drafts)
         drafted, accepted = drafted + len(drafts), accepted + len(passed)
     assert branching and accepted and (drafted, accepted) == (run.stats["drafted"], run.stats["accepted"])
@@ -188,17 +169,16 @@ def test_the_settings_of_a_run_are_those_that_generate_used(model, monkeypatch):
 
 def test_the_clock_starts_with_the_call_and_holds_medians_of_runs_that_record_nothing(recorded, monkeypatch):
     clocks = iter([[9.0] * 2, [0.0, 0.1], [0.0, 0.3], [0.0, 0.2]])  # the recording call, then the timed ones
-    calls: list = []
+    traces: list = []
 
     def call(*arguments, **options):
         decodings, output, _ = decode_call(*arguments, **options)
-        assert output.get("trace") is None or not calls
-        calls.append(output)
+        traces.append(output.get("trace"))
         return decodings, output, SimpleNamespace(moments=next(clocks))
 
     monkeypatch.setattr(recording_code, "decode_call", call)
     run = recorded(SETTINGS["greedy"], tokens=1, repeats=3, with_ar=False).recordings[0].runs[0]
-    assert len(calls) == 4
+    assert [trace is None for trace in traces] == [False, True, True, True]
     assert ([step.start for step in run.steps], run.seconds, len(run.turns)) == ([0.0], 0.2, 3)
 
 
@@ -222,9 +202,6 @@ def test_characters_of_several_tokens_come_with_their_last_one():
     euro = tokenizer("€").input_ids
     assert pieces_of(tokenizer, [*tokenizer("a").input_ids, *euro, *euro[:1]]) == ["a", "", "", "€", "\ufffd"]
     assert [token_text(tokenizer, token) for token in euro] == ["⟨E2⟩", "⟨82⟩", "⟨AC⟩"]
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
 
 
 STAMPS = "Maria has 7 boxes with 47 stamps in each box. How many stamps does Maria have now?"

@@ -5,7 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from tiny import tiny_model
+from tiny import edit, tiny_model
 
 from wedlm_hf import add_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
@@ -24,19 +24,16 @@ def engine(folder, model, **own):
     config = SimpleNamespace(model=str(folder), hf_config=model.config)
     method = own.pop("rejection_sample_method", "standard")
     spec = SimpleNamespace(model=PROPOSER, num_speculative_tokens=8, rejection_sample_method=method)
-    return SimpleNamespace(
-        speculative_config=spec if own.pop("drafts", True) else None,
-        additional_config={"wedlm": own},
-        lora_config=None,
-        model_config=config,
-    )
+    drafting = spec if own.pop("drafts", True) else None
+    given = {"speculative_config": drafting, "additional_config": {"wedlm": own}, "model_config": config}
+    return SimpleNamespace(**given, lora_config=None)
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(tmp_path, shard):
     base, other = tiny_model(seed=1), tiny_model(seed=2)
-    base.save_pretrained(tmp_path / "base", max_shard_size=shard)
-    other.save_pretrained(tmp_path / "other", max_shard_size=shard)
+    for name, model in {"base": base, "other": other}.items():
+        model.save_pretrained(tmp_path / name, max_shard_size=shard)
     add_mask_adapter(base, MaskAdapterSettings(rank=2))
     base.save_mask_adapter(tmp_path / "adapter")
     own = {"mask_adapter": str(tmp_path / "adapter")}
@@ -49,9 +46,8 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(tmp_pat
     with pytest.raises(ValueError, match=r"another model of this shape.*'any_base': true"):
         check("other", other)
     check("other", other, any_base=True)
-    stated = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    stated["base"]["hidden_size"] = 8
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(stated))
+    file = tmp_path / "adapter" / "adapter_config.json"
+    edit(file, base=json.loads(file.read_text())["base"] | {"hidden_size": 8})
     with pytest.raises(ValueError, match="hidden_size: 8, not"):
         check("base", base, any_base=True)
 
