@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.resources import files
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
-
-from wedlm_hf.training.sft_config import CHATML
 
 PAD_TOKEN = "<|endoftext|>"
 START_TOKEN = "<|im_start|>"
@@ -15,7 +14,7 @@ END_TOKEN = "<|im_end|>"
 MASK_TOKEN = "<|mask|>"
 SPECIAL_TOKENS = (PAD_TOKEN, START_TOKEN, END_TOKEN, MASK_TOKEN)
 
-CHAT_TEMPLATE = CHATML.read_text(encoding="utf-8")
+CHAT_TEMPLATE = (files("wedlm_hf.training") / "chat_template.jinja").read_text(encoding="utf-8")
 """ChatML; the generation span of each assistant turn is its content and `<|im_end|>`, not the newline behind it."""
 
 # Words take the space before them. Each digit stands alone, and so does each newline: a turn's first token then never
