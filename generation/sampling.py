@@ -230,7 +230,7 @@ class TokenSampler:
         Returns:
             `(A, B, C)` int64, tokens, the likeliest first, and float32, their probabilities on the shortlist.
         """
-        probabilities = scores.softmax(-1)
+        probabilities = scores.softmax(-1, dtype=torch.float32)  # autocast gives scores of 16 bits
         ranked = scores
         if self.do_sample:
             flat = scores.flatten(0, 1)
