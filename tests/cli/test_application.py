@@ -201,6 +201,10 @@ WRONG = {
     "generate --file \udcff": "'\\udcff'",
     "generate --file -": "There is no prompt in standard input.",
     "generate --file latin.txt": "The text of 'latin.txt' is not UTF-8: ",
+    **{  # before a model is looked for
+        f"generate hi --model ./missing {how} --set slot_cost=0.1": f"`slot_cost=0.1` has no meaning with `{how}`."
+        for how in ("--strategy ar", "--strategy block", "--verification none")
+    },
     "trace --strategy ar hi": "`--strategy` must be wedlm or block, got 'ar'.",
     "trace --save prompts.txt --output ./link.txt hi": "'prompts.txt' is named twice",
     "trace --file prompts.txt --save prompts.txt": "'prompts.txt' is named twice",
