@@ -48,6 +48,8 @@ def refused(folder: Path, message: str, error: type[Exception] = ValueError) -> 
         ({"head_width": -1}, "at least 0"),
         ({"head_width": 10**12}, "do not fit its adapter_config.json: .* `head_width` 1000000000000"),
         ({"head_width": True}, "must state `rank` and `head_width`, whole numbers"),
+        ({"rank": 4.5}, "must state `rank` and `head_width`, whole numbers"),
+        ({"target_modules": ["o_proj", "../x"]}, "'../x', which no decoder layer has"),
         ({"num_masks": 0}, "`num_masks` of at least 1"),
         ({"num_masks": "4"}, "may state `num_masks` and `ngrams`, whole numbers; got '4' and 0"),
         ({"layers_to_transform": [0, "1"]}, "may state `layers_to_transform`, a list of whole numbers; got"),

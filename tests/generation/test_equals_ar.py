@@ -46,7 +46,7 @@ CELLS = [
     for model in MODELS
     for decoder in DECODERS
     for errors in (0.0, 0.3, None)
-    if errors is None or ("adapter" in model and "drafts" not in decoder and (errors or model == "qwen3, adapter"))
+    if errors is None or ("adapter" in model and "drafts" not in decoder)
     if model in ("qwen3", "qwen2.5", "qwen3, adapter", "qwen2.5, adapter")
     or decoder in ({"all drafts", "timed"} if model == "lora" else {"fixed", "trees"})
 ]
