@@ -39,13 +39,14 @@ from .answers import (
     read_user_prompts,
     write_answers,
 )
-from .attach import add_mask_adapter, add_root_head, load_mask_adapter, unload_mask_adapter
+from .attach import add_mask_adapter, add_root_head, load_mask_adapter
 from .budget import MaskTrainingConfig
 from .distillation import MaskDistillation
 from .model_card import acceptance_table, model_card, read_log
 from .pace import (
     ENOUGH_ROWS,
     FEW_ROWS,
+    ROOT_SHARE,
     ROWS_PER_TOKEN,
     Clock,
     Pace,
@@ -56,9 +57,10 @@ from .pace import (
     measure_pace,
 )
 from .pace import schedule as scheduled
+from .root_head import ROOT_ROWS
 from .trainer import MaskAdapterTrainer
 
-FORMAT = 3  # of the folder `work`
+FORMAT = 4  # of the folder `work`
 HELD_OUT = 24  # greedy answers at most that are not trained on, and no more than every tenth answer
 ROOT_WIDTH = 1024  # of a new root head
 ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter
@@ -226,11 +228,18 @@ class _Run:
         return model
 
     @cached_property
-    def decoder(self) -> Any:
-        """The base as it writes fastest. The adapter on it changes nothing: without masks, it does not act."""
-        model = self.load(FASTEST)
+    def writer(self) -> Any:
+        """The base as it writes many answers fastest. The adapter on it changes nothing: without masks, it does not
+        act."""
+        dtype = self.state["dtype"]  # where 16 bits are fast; elsewhere packed layers may be faster
+        model = self.load(FASTEST if dtype == "float32" else dtype)
         add_mask_adapter(model, MaskAdapterSettings(rank=1, head_width=0))
         return model
+
+    @property
+    def root_share(self) -> float:
+        """Of the time of training, the root head's."""
+        return ROOT_SHARE if self.model.mask_adapter.root_head is not None else 0.0
 
     @property
     def mask_rows(self) -> int | None:
@@ -256,7 +265,7 @@ class _Run:
         if self.state.get("machine") != machine:
             self.say("Measuring this machine …")
             began, distillation = self.clock(), MaskDistillation(self.model)
-            pace = measure_pace(distillation, self.decoder, self.clock, self.is_gpu, patience=0.6 * minutes)
+            pace = measure_pace(distillation, self.writer, self.clock, self.is_gpu, patience=0.6 * minutes)
             seconds = self.state["measuring_seconds"] + self.clock() - began
             self.save_state(machine=machine, pace=asdict(pace), measuring_seconds=seconds)
         made, writing = self.schedule, self.schedule.answer_seconds / 60
@@ -296,7 +305,7 @@ class _Run:
 
         with stage(self.console, "[1/3] The model's own answers") as show:
             config = AnswerConfig(batch_size=size, seed=self.config.seed)
-            for count in write_answers(self.decoder, self.tokenizer, self.answers, self.prompts, config, is_over):
+            for count in write_answers(self.writer, self.tokenizer, self.answers, self.prompts, config, is_over):
                 self.save_state(answer_seconds=seconds())
                 tokens = count.tokens
                 written = count.tokens / self.config.tokens if self.config.tokens else 0.0
@@ -344,7 +353,7 @@ class _Run:
         schedule, minutes = self.schedule, self.config.minutes
         # Answers may have taken longer than their share: an adapter without training is of no use.
         used = (self.state["measuring_seconds"] + self.state["answer_seconds"]) / 60
-        left = None if minutes is None else max(minutes / 2, minutes - used)
+        left = None if minutes is None else max(minutes / 2, minutes - used) * (1 - self.root_share)
         args = MaskTrainingConfig(
             output_dir=str(self.work / "training"),
             minutes=left,
@@ -362,11 +371,14 @@ class _Run:
             trainer.budget.last["evaluation"] = schedule.evaluation_seconds
         has_checkpoint = any(Path(str(args.output_dir)).glob("checkpoint-*"))
         with stage(self.console, "[2/3] Training the mask adapter") as show:
-            trainer.add_callback(_ShowProgress(trainer, show))
+            progress = _ShowProgress(trainer, show)
+            trainer.add_callback(progress)
+            trainer.show_root = progress.on_root
             trainer.train(resume_from_checkpoint=has_checkpoint)
             show(1.0, f"{trainer.budget.mask_rows:,} mask rows")
         self.model.save_mask_adapter(self.work / "adapter")
-        return {"mask_rows": trainer.budget.mask_rows, "training_seconds": trainer.budget.seconds}
+        seconds = trainer.budget.seconds + trainer.root_seconds
+        return {"mask_rows": trainer.budget.mask_rows, "training_seconds": seconds}
 
     def publish(self) -> None:
         """The adapter where users look for it."""
@@ -383,11 +395,12 @@ class _Run:
             self.say("[3/3] No table: it would take longer than the budget allows. `wedlm report` makes one.")
             return {"table": {}}
         self.say("[3/3] Measuring …")
-        self.__dict__.pop("model", None)  # its memory is free
-        unload_mask_adapter(self.decoder)
-        load_mask_adapter(self.decoder, self.out)
+        for name in ("model", "writer"):
+            self.__dict__.pop(name, None)  # its memory is free
+        decoder = self.load(FASTEST)
+        load_mask_adapter(decoder, self.out)
         prompts = [answer["prompt_ids"] for answer in held_out[:count]]
-        table = measure(self.decoder, self.tokenizer, prompts, tokens)
+        table = measure(decoder, self.tokenizer, prompts, tokens)
         notes = [*table.get("notes", ()), self._outlook()]
         return {"table": {name: table[name] for name in ("caption", "columns", "rows")} | {"notes": notes}}
 
@@ -429,6 +442,7 @@ class _ShowProgress(TrainerCallback):
 
     def __init__(self, trainer: MaskAdapterTrainer, show: Show):
         self.trainer, self.show, self.note, self.measured = trainer, show, "", 0
+        self.has_root = trainer.model.model.mask_adapter.root_head is not None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "accepted" in logs:
@@ -445,9 +459,15 @@ class _ShowProgress(TrainerCallback):
         self.measured = 0
         self._show()
 
+    def on_root(self, rows: int, found: dict[str, float]) -> None:
+        """Shows the training of the root head."""
+        done = min(1.0, rows / (ROOT_ROWS * self.trainer.budget.mask_rows))
+        note = f"root head, {found['accuracy_root']:.0%} of drafts right"
+        self.show(1 - ROOT_SHARE * (1 - done), note)
+
     def _show(self, doing: str = "") -> None:
-        budget = self.trainer.budget
-        self.show(budget.elapsed(self.trainer.args), f"{budget.mask_rows:,} mask rows{doing or self.note}")
+        budget, share = self.trainer.budget, 1 - ROOT_SHARE * self.has_root
+        self.show(share * budget.elapsed(self.trainer.args), f"{budget.mask_rows:,} mask rows{doing or self.note}")
 
 
 def _beginnings(answers: Sequence[Answer], positions: int) -> list[Answer]:

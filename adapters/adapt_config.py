@@ -15,7 +15,7 @@ class AdaptConfig:
     Args:
         minutes: budget in minutes of work, over all runs; how they are divided follows from what the machine is
             measured to do.
-        tokens: budget in tokens of answers; training then takes six mask rows for each of them.
+        tokens: budget in tokens of answers; training then takes three mask rows for each of them.
         prompts: prompts, one a line, or .jsonl with `prompt` or `messages`; default: the model writes its own.
         answers: file of the model's own answers, such as work/answers.jsonl of another run: no others are written.
         start: folder or Hub id of a mask adapter to train further; default: a new one.

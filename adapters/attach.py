@@ -256,7 +256,7 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
     ngrams = NGrams.of(answers, adapter.ngrams).to(adapter.mask_embedding.device)
     adapter.ngrams = ngrams if len(ngrams.keys) else None
     adapter.restate(ngrams=len(ngrams.keys))
-    model._keys_to_ignore_on_save |= {f"mask_adapter.{name}" for name in adapter.state_dict()}
+    _keep_out_of_saves(model)
 
 
 def add_root_head(model: Any, width: int) -> None:
@@ -266,7 +266,7 @@ def add_root_head(model: Any, width: int) -> None:
         size, device = len(adapter.mask_embedding), adapter.mask_embedding.device
         adapter.root_head = PreviousTokenHead(size, width).to(device)
         adapter.restate(root_width=width)
-        model._keys_to_ignore_on_save |= {f"mask_adapter.{name}" for name in adapter.state_dict()}
+        _keep_out_of_saves(model)
 
 
 def unload_mask_adapter(model: Any) -> None:
@@ -313,13 +313,17 @@ def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
         for index, module in enumerate(modules):
             module.register_forward_hook(Update(target, index))
     _watch_ends(model)
-    ignored = model._keys_to_ignore_on_save
     base: Any = type(model)
     model.__class__ = _attached(base)
     model.mask_adapter = adapter
-    # The base's own checkpoint stays the base's.
-    model._keys_to_ignore_on_save = {*(ignored or ()), *(f"mask_adapter.{name}" for name in adapter.state_dict())}
+    _keep_out_of_saves(model)
     return adapter
+
+
+def _keep_out_of_saves(model: Any) -> None:
+    """The base's own checkpoint stays the base's."""
+    names = (f"mask_adapter.{name}" for name in model.mask_adapter.state_dict())
+    model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *names}
 
 
 def _targets(model: Any, settings: MaskAdapterSettings) -> tuple[MaskAdapterSettings, dict[str, list[nn.Module]]]:

@@ -174,7 +174,7 @@ class MaskDistillation(nn.Module):
                 _, memory = self.memory(torch.tensor([tokens], device=device), cuts)
                 states = self.masks(memory, cuts)[0, 0]
                 logits, slots = decode_step(self.model, tokens, rows, count)
-                expected, targets = slots.hidden[0], self._scaled(self.model.get_output_embeddings()(states))
+                expected, targets = slots.hidden[0], self.scaled(self.model.get_output_embeddings()(states))
         except Exception as error:
             raise ValueError(f"{name} cannot train a mask adapter: masks in runs fail: {error!r}.") from error
         if not (is_close(states, expected, self.model) and is_close(targets, logits[0].float(), self.model)):
@@ -205,7 +205,7 @@ class MaskDistillation(nn.Module):
         Returns:
             `loss`; and without a graph, of the slots with a target: `correct` and `correct_plain` `(B, C, K)` bool
             (the likeliest candidate is the base's, with and without the previous-token head), `counted` `(B, C, K)`
-            bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats; with a root head, `correct_root` `(P,)` bool.
+            bool, `soft_loss` and `soft_loss_plain` `(B, C, K)` in nats.
         """
         counted = labels != IGNORE_INDEX
         memory_hidden, memory = self.memory(input_ids, cuts)
@@ -219,11 +219,11 @@ class MaskDistillation(nn.Module):
             tokens = input_ids.flatten()
             tokens = torch.stack([tokens[(places - 1).clamp(min=0)], tokens[places]], dim=1)
             of_place = self.model.get_input_embeddings()(tokens)
-        head, root_head = self.model.mask_adapter.head, self.model.mask_adapter.root_head
+        head = self.model.mask_adapter.head
         states = [hidden] if head is None else [hidden, head(hidden, of_place[of_slot])]
         lm_head = self.model.get_output_embeddings()
         bias = None if lm_head.bias is None else lm_head.bias[candidates]
-        logits = self._scaled(nn.functional.linear(torch.cat(states), lm_head.weight[candidates], bias))
+        logits = self.scaled(nn.functional.linear(torch.cat(states), lm_head.weight[candidates], bias))
         log_sums = (logits + shares).logsumexp(-1)
         targets, likeliest = teacher[of_slot], teacher.argmax(-1)[of_slot]
         parts = zip(logits.chunk(len(states)), log_sums.chunk(len(states)), strict=True)
@@ -232,16 +232,9 @@ class MaskDistillation(nn.Module):
         weights = self.depth_weights.expand_as(counted)[counted]
         total = losses[-1] + (self.plain_weight * losses[0] if len(states) > 1 else 0)
         items = weights.sum() if num_items_in_batch is None else num_items_in_batch
-        loss, outputs = (total * weights).sum() / items, {}
-        if root_head is not None:  # which learns at every place, from the state of the row before
-            root = root_head(memory_hidden.flatten(0, 1)[(places - 1).clamp(min=0)], of_place)
-            logits = self._scaled(nn.functional.linear(root, lm_head.weight[candidates], bias))
-            predicted = Predicted(teacher, logits, (logits + shares).logsumexp(-1), shares)
-            loss = loss + self.loss(predicted).sum() / items
-            outputs["correct_root"] = logits.detach().argmax(-1) == teacher.argmax(-1)
         grid = torch.zeros_like(counted, dtype=torch.float32)
-        return outputs | {
-            "loss": loss,
+        return {
+            "loss": (total * weights).sum() / items,
             "counted": counted,
             "correct": torch.zeros_like(counted).masked_scatter_(counted, correct[-1]),
             "correct_plain": torch.zeros_like(counted).masked_scatter_(counted, correct[0]),
@@ -266,6 +259,12 @@ class MaskDistillation(nn.Module):
         memory = DynamicCache()  # made with the config, it would forget what sliding layers no longer see
         hidden = self._decoder(input_ids=input_ids, use_cache=True, **{CACHE: memory}).last_hidden_state
         return hidden, memory
+
+    @torch.no_grad()
+    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The base's last hidden states `(B, L, H)` of answers `(B, L)`, right-padded."""
+        states: torch.Tensor = self._decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        return states
 
     @torch.no_grad()
     def memory_of_part(self, input_ids: torch.Tensor, cuts: torch.Tensor, memory: Cache | None) -> Cache:
@@ -327,7 +326,7 @@ class MaskDistillation(nn.Module):
     def _length(memory: Cache) -> int:
         return memory.length if isinstance(memory, StateMemory) else memory.get_seq_length()
 
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
         """What a family makes of its head's output, in float32."""
         config, logits = self._text, logits.float()
         scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
@@ -373,5 +372,5 @@ class MaskDistillation(nn.Module):
         candidates = torch.cat([likely, sampled])
         # In portions: all logits in float32 are large, and few rows stay in the cache of a CPU.
         rows = 8 if logits.device.type == "cpu" else 64
-        log_sums = torch.cat([self._scaled(portion).logsumexp(-1) for portion in logits.split(rows)])
-        return (self._scaled(logits[:, candidates]) - log_sums[:, None]).exp(), candidates, shares
+        log_sums = torch.cat([self.scaled(portion).logsumexp(-1) for portion in logits.split(rows)])
+        return (self.scaled(logits[:, candidates]) - log_sums[:, None]).exp(), candidates, shares

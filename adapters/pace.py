@@ -17,7 +17,8 @@ from .layout import AnswerTokens, DataCollatorForMaskRuns
 Clock = Callable[[], float]
 """Seconds since some moment, as `time.monotonic`."""
 
-ROWS_PER_TOKEN = 6  # mask rows that are trained for each token of an answer
+ROWS_PER_TOKEN = 3  # mask rows that are trained for each token of an answer
+ROOT_SHARE = 0.15  # of the time of training, for the root head; less of larger models
 EVALUATION_SHARE = 0.05  # of the time, beside it, for all evaluations together
 SAVING_SHARE = 0.02
 TABLE_SHARE = 0.15
@@ -83,14 +84,15 @@ def schedule(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Sch
         is_gpu: larger batches.
         has_answers: none need be written.
     """
+    training = pace.mask_row / (1 - ROOT_SHARE)
     # The size with the most tokens a second, of those that leave time for more than one batch.
     sizes = [size for size, step in pace.steps.items() if _ANSWER_STEPS * step <= seconds * _LARGEST_BATCH]
     size = max(sizes, key=lambda size: size / pace.steps[size], default=min(pace.steps))
     share, tokens_per_second = 0.0, _KEPT * size / pace.steps[size]
     if not has_answers:
-        share = 1 / (1 + ROWS_PER_TOKEN * pace.mask_row * tokens_per_second)
+        share = 1 / (1 + ROWS_PER_TOKEN * training * tokens_per_second)
         share = min(max(share, 0.1, 2 * _ANSWER_STEPS * pace.steps[size] / seconds), 0.5)
-    rows = int(seconds * (1 - share) / pace.mask_row)
+    rows = int(seconds * (1 - share) / training)
     slots = min(max(rows // _STEPS, _LEAST_SLOTS), default_schedule(is_gpu, 0).batch_slots)
     positions = min(int(seconds * EVALUATION_SHARE / EVALUATIONS / pace.position), _MOST_POSITIONS)
     positions = positions if positions >= _LEAST_POSITIONS else 0
@@ -153,7 +155,7 @@ def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_
         float(loss.detach())  # waits for a GPU
 
     steps: dict[int, float] = {}
-    for size in (1, 32, 256) if is_gpu else (1, 8, 48):
+    for size in (1, 32, 256) if is_gpu else (1, 8, 48, 96):
         cache = DynamicCache(config=model.config)
         ids = torch.tensor([answers[index % 4]["prompt_ids"][:2] for index in range(size)], device=model.device)
         decode(ids, cache)

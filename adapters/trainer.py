@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -25,6 +26,7 @@ from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
 from .layout import AnswerBatches, AnswerTokens, DataCollatorForMaskRuns
 from .pace import Clock
+from .root_head import ROOT_ROWS, ShowRoot, ignore, train_root_head
 
 
 class _Epochs(TrainerCallback):
@@ -46,6 +48,10 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         answers: to train on, each with `prompt_ids` and `response_ids`; those of a single token teach nothing.
         eval_answers: greedy answers of the base, for [`measure_acceptance`].
         clock: measures the budget.
+
+    Attributes:
+        show_root: see [`train_root_head`].
+        root_seconds: that this took.
     """
 
     args: MaskTrainingConfig
@@ -69,6 +75,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock = Budget(), clock
         self._uncounted = answers
+        self.show_root: ShowRoot = ignore
+        self.root_seconds = 0.0
         self._sums: defaultdict[str, float] = defaultdict(float)
         model.mask_adapter.restate(num_masks=args.num_masks)
         super().__init__(
@@ -82,10 +90,27 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self._connect(self.budget)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's. After it the adapter has the n-grams of the answers, too; checkpoints do not."""
-        output = super().train(*args, **kwargs)
-        self.accelerator.unwrap_model(self.model).model.count_ngrams(self._uncounted)
+        """The parent's, for the masks. After it the adapter gets the n-grams of the answers, and its root head learns:
+        [`ROOT_ROWS`] rows for each mask row. Checkpoints know of neither."""
+        adapter = self.accelerator.unwrap_model(self.model).model.mask_adapter
+        root = [] if adapter.root_head is None else list(adapter.root_head.parameters())
+        trained = [parameter for parameter in root if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            output = super().train(*args, **kwargs)
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+        distillation = self.accelerator.unwrap_model(self.model)
+        distillation.model.count_ngrams(self._uncounted)
         self._uncounted = ()
+        if trained and adapter.ngrams is not None:
+            began, count, answers = self._clock(), ROOT_ROWS * self.budget.mask_rows, self.train_dataset.answers
+            self.log(train_root_head(distillation, answers, count, self.args.seed, self.show_root))
+            for parameter in trained:  # the same for all processes
+                parameter.data.copy_(broadcast(parameter.data))
+            self.root_seconds = self._clock() - began
         return output
 
     # The budget.
@@ -177,9 +202,6 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
                 self._sums[f"correct{suffix}_{depth}"] += count
         for depth, count in enumerate(counted.sum((0, 1)).tolist()):
             self._sums[f"counted_{depth}"] += count
-        if "correct_root" in outputs:
-            self._sums["correct_root"] += int(outputs["correct_root"].sum())
-            self._sums["counted_root"] += len(outputs["correct_root"])
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """The parent's; with accuracy by depth, and accepted drafts given true tokens before them."""
@@ -195,8 +217,6 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
                 logs["accuracy" + suffix] = [  # type: ignore[assignment]
                     round(sums[f"correct{suffix}_{depth}"] / max(1, sums[f"counted_{depth}"]), 3) for depth in depths
                 ]
-            if "counted_root" in sums:
-                logs["accuracy_root"] = round(sums["correct_root"] / max(1, sums["counted_root"]), 3)
             self._sums.clear()
         logs["mask_rows"], logs["minutes"] = self.budget.mask_rows, round(self.budget.seconds / 60, 2)
         super().log(logs, start_time)

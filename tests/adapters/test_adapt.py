@@ -24,6 +24,7 @@ from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import load_mask_adapter
 from wedlm_hf.adapters.model_card import model_card, read_log
+from wedlm_hf.adapters.pace import ROWS_PER_TOKEN
 from wedlm_hf.cli import app
 
 SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
@@ -119,7 +120,7 @@ def test_a_base_and_a_budget_make_an_adapter_and_a_card(whole):
     assert answering[-1][0] == training[-1][0] == 1 and answering[0] == (0.0, "the first batch")
     assert any("held-out answer 1 of" in note for _, note in training) and "[3/3] Measuring" in whole.shown
     log = read_log(out / "work" / "training" / "log.jsonl")
-    assert log[-1]["mask_rows"] >= 6 * 80 and any(entry.get("eval_tokens", 0) > 0 for entry in log)
+    assert log[-1]["mask_rows"] >= ROWS_PER_TOKEN * 80 and any(entry.get("eval_tokens", 0) > 0 for entry in log)
     trained = load_file(out / "adapter_model.safetensors")
     assert all(float(weight.abs().sum()) > 0 for name, weight in trained.items() if ".up." in name)  # they begin at 0
 
@@ -175,7 +176,7 @@ def test_only_a_larger_budget_writes_more_answers_trains_on_and_is_measured_agai
     assert after[: len(before)] == before and sum(len(answer["response_ids"]) for answer in after) >= tokens
     assert held_out == written(whole.out, "heldout")
     assert len(trained_on) > len(written(whole.out, "training")) and not prompts_of(held_out) & prompts_of(trained_on)
-    assert read_log(out / "work" / "training" / "log.jsonl")[-1]["mask_rows"] >= 6 * tokens
+    assert read_log(out / "work" / "training" / "log.jsonl")[-1]["mask_rows"] >= ROWS_PER_TOKEN * tokens
 
     for stage in ("_split", "train"):
         run_until(stage, monkeypatch, stopped, whole.base, tokens=tokens)

@@ -97,7 +97,7 @@ def check_loss_and_gradient(model: Any, some: list[dict[str, Any]]) -> None:
             for depth, state in enumerate(states_behind(model, tokens, cut)[: len(tokens) - cut - 2]):
                 before = model.get_input_embeddings()(tokens[[cut + depth, cut + depth + 1]])
                 for share, one in ((1.0, adapter.head(state, before)), (0.5, state)):
-                    log_probs = distillation._scaled(head(one)).log_softmax(-1)
+                    log_probs = distillation.scaled(head(one)).log_softmax(-1)
                     total = total - 0.85**depth * share * (teacher[cut + depth + 1] * log_probs).sum()
                 weights += 0.85**depth
     loss = distillation(**batch)["loss"]

@@ -12,15 +12,18 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_mask_adapter import SMALL, with_adapter
-from test_mask_trainer import K, answers, batch_of
+from test_mask_trainer import K, answers
 from tiny import EOS, VOCAB_SIZE, edit, stock_twin, tiny_model
 
 from wedlm_hf import MaskAdapterTrainer, MaskTrainingConfig, add_mask_adapter, count_ngrams, load_mask_adapter
+from wedlm_hf.adapters import root_head
+from wedlm_hf.adapters import trainer as trainer_module
 from wedlm_hf.adapters.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from wedlm_hf.adapters.attach import MOST_FREQUENT, _frequent, add_root_head
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
 from wedlm_hf.adapters.peft_method import MaskAdapterConfig
+from wedlm_hf.adapters.root_head import Batches, rows_of, train_root_head
 from wedlm_hf.checkpoints.packed import can_pack, pack
 from wedlm_hf.generation.planner import Planner
 from wedlm_hf.generation.rows import Row
@@ -265,42 +268,55 @@ def test_chances_are_mixed_with_those_of_ngrams():
     assert [row.chance for row in found] == pytest.approx(chances) and drafter.mixed(drafts, [8]) == drafts
 
 
-def test_it_learns_at_every_place_and_alters_nothing_of_what_masks_learn():
+def test_it_learns_what_the_base_says_of_the_token_behind_the_one_that_a_row_predicts():
     model, some = rooted(), answers(3)
-    batch_, vocabulary = batch_of(some), model.config.vocab_size
-    adapter, distillation = model.mask_adapter, MaskDistillation(model, K, top_tokens=vocabulary, sampled_tokens=1)
-    loss = distillation(**batch_)["loss"]
-    root_head, adapter.root_head = adapter.root_head, None
-    without = distillation(**batch_)["loss"]
-    adapter.root_head = root_head
-    places = {
-        (row, int(batch_["cuts"][row, number]) + 1 + depth)
-        for row, number, depth in (batch_["labels"] != -100).nonzero().tolist()
-    }
-    total = torch.zeros(())
-    for row, place in places:
-        tokens = torch.tensor(some[row]["prompt_ids"] + some[row]["response_ids"])
-        with torch.no_grad():
-            hidden = model.base_model(tokens[None]).last_hidden_state[0]
-            wanted = model.lm_head(hidden[place]).softmax(-1)
-            known = model.get_input_embeddings()(tokens[[place - 1, place]])
-        total = total - (wanted * model.lm_head(root_head(hidden[place - 1], known)).log_softmax(-1)).sum()
-    weights = float((0.85 ** torch.arange(K) * (batch_["labels"] != -100)).sum())
-    torch.testing.assert_close(loss - without, total / weights, atol=1e-4, rtol=1e-4)
-    expected = torch.autograd.grad(total / weights, [*root_head.parameters()])
+    adapter, distillation = model.mask_adapter, MaskDistillation(model, K)
+    frequent, losses = adapter.ngrams.frequent(MOST_FREQUENT), []
+    for answer in some:
+        tokens, first = torch.tensor(answer["prompt_ids"] + answer["response_ids"]), len(answer["prompt_ids"])
+        for place in range(first, len(tokens) - 1):
+            with torch.no_grad():
+                hidden = model.base_model(tokens[None]).last_hidden_state[0]
+                wanted = model.lm_head(hidden[place])[frequent].softmax(-1)
+                known = model.get_input_embeddings()(tokens[[place - 1, place]])
+            scores = model.lm_head(adapter.root_head(hidden[place - 1], known))[frequent]
+            losses.append(-(wanted * scores.log_softmax(-1)).sum())
+    found = Batches(distillation, rows_of(distillation, some))
+    loss, _ = found.loss(torch.arange(len(found)))
+    torch.testing.assert_close(loss, torch.stack(losses).mean(), atol=1e-5, rtol=1e-4)
+    expected = torch.autograd.grad(torch.stack(losses).mean(), [*adapter.root_head.parameters()])
     loss.backward()
-    for parameter, right in zip(root_head.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, right, atol=1e-4, rtol=1e-3)
-    assert len(places) > 20
+    for parameter, right in zip(adapter.root_head.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, right, atol=1e-5, rtol=1e-3)
+    assert len(found) == len(losses) > 20 and found.measure()["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
 
 
-def test_training_makes_it_right_and_says_how_often(tmp_path):
-    model, some = rooted(), [{"prompt_ids": [5, 6], "response_ids": [7, 8, 9, 10, 11, 12, 13, 14]}] * 4
-    args = MaskTrainingConfig(str(tmp_path), mask_rows=1500, learning_rate=2e-2, logging_steps=5, report_to=[])
-    trainer = MaskAdapterTrainer(model, args, some)
-    trainer.train()
-    shares = [entry["accuracy_root"] for entry in trainer.state.log_history if "accuracy_root" in entry]
-    assert shares[-1] > max(0.8, shares[0])
+def test_training_makes_it_right_and_says_how_often_and_masks_learn_as_without_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer_module, "ROOT_ROWS", 100)
+    some = [{"prompt_ids": [5, 6], "response_ids": [7, 8, 9, 10, 11, 12, 13, 14]}] * 4
+    weights = []
+    for width in (16, 0):
+        model = rooted()
+        model.mask_adapter.root_head = model.mask_adapter.root_head if width else None
+        args = MaskTrainingConfig(str(tmp_path / str(width)), mask_rows=600, report_to=[])
+        trainer = MaskAdapterTrainer(model, args, some)
+        trainer.train()
+        weights.append({name: value for name, value in model.mask_adapter.state_dict().items() if "root" not in name})
+        assert all(parameter.requires_grad for parameter in model.mask_adapter.parameters())
+        found = [entry["accuracy_root"] for entry in trainer.state.log_history if "accuracy_root" in entry]
+        assert [share > 0.8 for share in found] == [True] * bool(width)
+    assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
+
+
+def test_it_stays_as_it_was_where_training_makes_it_worse(monkeypatch):
+    model, some = rooted(), answers(3)
+    before = copy.deepcopy(model.mask_adapter.root_head.state_dict())
+    monkeypatch.setattr(root_head, "LEARNING_RATE", 50.0)
+    shown: list[int] = []
+    found = train_root_head(MaskDistillation(model, K), some, 1100, show=lambda rows, found: shown.append(rows))
+    after = model.mask_adapter.root_head.state_dict()
+    assert shown == [512, 1024, 1536] and all(after[name].equal(before[name]) for name in before)
+    assert found == train_root_head(MaskDistillation(model, K), some, 0)
 
 
 def test_a_root_head_of_another_size_than_stated_is_refused(tmp_path):

@@ -1,0 +1,165 @@
+"""Training of a root head, which drafts without masks (ALGORITHM.md §5).
+
+What it reads and what it learns are states of the base alone. They are computed once, and then a step on hundreds of
+rows costs less than a step on a few masks: apart from the masks, the head gets many steps.
+
+`N` rows of answers, `H` hidden size, `S` frequent tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from .attach import MOST_FREQUENT
+from .distillation import MaskDistillation
+
+ROOT_ROWS = 4  # rows that are trained for each mask row
+LEARNING_RATE, WEIGHT_DECAY, WARMUP = 2e-3, 0.05, 0.05  # the last is a share of the steps
+BATCH = 512  # rows of a step
+MEASURED = 100  # steps between two measurements
+HELD_OUT = 32  # answers at most, and no more than every tenth, that tell whether training helped
+MOST_BYTES = 2**31  # of states: with more answers, some are left out
+_PART = 4096  # tokens whose states are computed at once, about
+
+ShowRoot = Callable[[int, dict[str, float]], None]
+"""Gets how many rows were trained, and what was measured last."""
+
+
+def ignore(rows: int, found: dict[str, float]) -> None:
+    """Shows nothing."""
+
+
+class RootRows(NamedTuple):
+    """The rows of answers that predict their tokens, in the order of the text."""
+
+    states: torch.Tensor  # `(N, H)`, the base's last hidden states, on the CPU
+    tokens: torch.Tensor  # `(N, 2)` int64: of each row its token, and the one that it predicts
+    places: torch.Tensor  # of rows with another of their answer behind them, whose state says what is to be learned
+
+
+def rows_of(distillation: MaskDistillation, answers: Sequence[Mapping[str, Any]]) -> RootRows:
+    """Computes the rows of answers."""
+    states, tokens, is_last = [], [], []
+    for part in _parts(answers):
+        texts = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in part]
+        hidden = distillation.hidden(pad_sequence(texts, batch_first=True).to(distillation.model.device))
+        for answer, text, own in zip(part, texts, hidden, strict=True):
+            first, end = len(answer["prompt_ids"]) - 1, len(text) - 1
+            states.append(own[first:end].cpu())
+            tokens.append(torch.stack([text[first:end], text[first + 1 :]], 1))
+            is_last.append(torch.arange(first, end) == end - 1)
+    return RootRows(torch.cat(states), torch.cat(tokens), (~torch.cat(is_last)).nonzero()[:, 0])
+
+
+def _parts(answers: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Answers of similar length, whose states are computed at once."""
+    part: list[Mapping[str, Any]] = []
+    for answer in sorted(answers, key=_length):
+        if part and (len(part) + 1) * _length(answer) > _PART:
+            yield part
+            part = []
+        part.append(answer)
+    yield part
+
+
+def _length(answer: Mapping[str, Any]) -> int:
+    return len(answer["prompt_ids"]) + len(answer["response_ids"])
+
+
+def train_root_head(
+    distillation: MaskDistillation,
+    answers: Sequence[Mapping[str, Any]],
+    count: int,
+    seed: int = 0,
+    show: ShowRoot = ignore,
+) -> dict[str, float]:
+    """Trains the root head of a mask adapter on answers of its model.
+
+    A row learns the base's distribution of the token behind the one that it predicts, among the frequent tokens of
+    the adapter's n-grams (soft cross-entropy). Some answers are held out. If the loss on them rises, the head stays
+    as it was.
+
+    Args:
+        distillation: the model, whose adapter has a root head and n-grams.
+        answers: with `prompt_ids` and `response_ids`, two of more than a token at least.
+        count: rows to train, each counted as often as it is seen.
+        seed: of the batches, and of the answers that are held out.
+        show: called after each step with the rows trained so far, and what was measured last.
+
+    Returns:
+        On the answers that are held out, the `loss` in nats, and how often the likeliest token is the base's
+        (`accuracy_root`).
+    """
+    head: Any = distillation.model.mask_adapter.root_head
+    generator = torch.Generator().manual_seed(seed)
+    answers = [answer for answer in answers if answer["prompt_ids"] and len(answer["response_ids"]) > 1]
+    answers = [answers[place] for place in torch.randperm(len(answers), generator=generator).tolist()]
+    held_out = max(1, min(HELD_OUT, len(answers) // 10))
+    room = MOST_BYTES // (distillation.model.dtype.itemsize * len(distillation.model.mask_adapter.mask_embedding))
+    fitting = sum(rows <= room for rows in accumulate(len(answer["response_ids"]) for answer in answers))
+    batches = Batches(distillation, rows_of(distillation, answers[held_out : max(held_out + 1, fitting)] or answers))
+    tests = Batches(distillation, rows_of(distillation, answers[:held_out]))
+    kept = {name: value.clone() for name, value in head.state_dict().items()}
+    before = found = tests.measure()
+    optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
+    steps = -(-count // BATCH)
+    for step in range(steps):
+        shape = min((step + 1) / (WARMUP * steps), max(0.03, 0.5 * (1 + math.cos(math.pi * step / steps))))
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * shape
+        loss, _ = batches.loss(torch.randint(len(batches), (BATCH,), generator=generator))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % MEASURED == 0 or step == steps - 1:
+            found = tests.measure()
+        show((step + 1) * BATCH, found)
+    if found["loss"] > before["loss"]:
+        head.load_state_dict(kept)
+        return before
+    return found
+
+
+class Batches:
+    """Losses of a root head on some rows."""
+
+    def __init__(self, distillation: MaskDistillation, rows: RootRows):
+        model = distillation.model
+        self.model, self.rows, self._scaled = model, rows, distillation.scaled
+        self.frequent = model.mask_adapter.ngrams.frequent(MOST_FREQUENT).to(model.device)
+        head = model.get_output_embeddings()
+        self.weight = head.weight.detach()[self.frequent]
+        self.bias = None if head.bias is None else head.bias.detach()[self.frequent]
+
+    def __len__(self) -> int:
+        return len(self.rows.places)
+
+    def loss(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The mean loss of some of the rows, and the share of them where the likeliest token is the base's."""
+        device, places = self.model.device, self.rows.places[chosen]
+        states, targets = (self.rows.states[at].to(device) for at in (places, places + 1))
+        with torch.no_grad():
+            embeddings = self.model.get_input_embeddings()(self.rows.tokens[places].to(device))
+            wanted = self._scores(targets).softmax(-1)
+        # Weights stay in float32, products take the model's 16 bits.
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.weight.dtype == torch.bfloat16):
+            scores = self._scores(self.model.mask_adapter.root_head(states, embeddings))
+        loss = -(wanted * scores.log_softmax(-1)).sum(-1).mean()
+        return loss, (scores.argmax(-1) == wanted.argmax(-1)).float().mean()
+
+    def _scores(self, states: torch.Tensor) -> torch.Tensor:
+        return self._scaled(nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias))
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """Of all rows."""
+        parts = torch.arange(len(self)).split(BATCH)
+        sums = torch.stack([len(part) * torch.stack(self.loss(part)) for part in parts]).sum(0)
+        loss, accuracy = (sums / len(self)).tolist()
+        return {"loss": loss, "accuracy_root": accuracy}
