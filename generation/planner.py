@@ -67,6 +67,7 @@ class Planner:
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}
         first = np.eye(1, max(1, depth))[0]
         self._worth, self._known = CHANCE * first, ENOUGH * first  # mu of each depth; how many steps it is the mean of
+        self._maskless = 0.0  # what steps net that check no drafts of masks, lately
         self._reached, self._took = 1.0, 1.0  # lately: tokens of a sequence, and the time of steps in AR steps
         self._credit = (150 if keeps_state else 100) * LOOK_SHARE  # tokens that looks may cost
         self._steps = 0
@@ -112,6 +113,8 @@ class Planner:
         prices, turn = self._prices(rows, count, self.times.of), self._steps % count
         if deepest := min(outlooks[turn].foreseen, self.depth):
             self._learn_worth(outlooks[turn], trees[turn], deepest, prices / count)
+        else:
+            self._maskless += (1 - MEMORY) * (float((gains[turn] - prices / count).max()) - self._maskless)
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
         if self.commits and sum(chosen):
             wide, narrow = self.times.of(np.array([rows[chosen], rows[chosen] - before]), chosen[1] > 0)
@@ -177,6 +180,7 @@ class Planner:
         gains, _ = self._gains([outlook] * len(trees), trees)
         nets = (gains - price[: gains.shape[1], : gains.shape[2]]).max((1, 2))
         more = np.diff(np.maximum.accumulate(nets))
+        more[0] -= max(0.0, self._maskless - float(nets[0]))
         self._known[:deepest] = 1 + np.minimum(self._known[:deepest], ENOUGH)
         self._worth[:deepest] += (more - self._worth[:deepest]) / self._known[:deepest]
 
