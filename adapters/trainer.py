@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -109,7 +108,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             began, count, answers = self._clock(), ROOT_ROWS * self.budget.mask_rows, self.train_dataset.answers
             self.log(train_root_head(distillation, answers, count, self.args.seed, self.show_root))
             for parameter in trained:  # the same for all processes
-                parameter.data.copy_(broadcast(parameter.data))
+                parameter.data.copy_(self.accelerator.reduce(parameter.data, "mean"))
             self.root_seconds = self._clock() - began
         return output
 

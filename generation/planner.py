@@ -15,7 +15,8 @@ Each spends them on its own best.
 What is not given is learned: *r* from the drafter's own probabilities, corrected by what became of similar drafts;
 *ρ*, the rate that was reached lately, or AR's if that is more; *t*, see [`StepTimes`]; *μ_k*, the mean of what the
 best plan with the drafts up to depth k netted beyond the best one with those up to k − 1, masks for the step behind
-included. (The value of a state in a decision process is what it lets one do: Bellman.)
+included. In place of the first mask's drafts there would be others: those of the text, or what drafts net in steps
+without masks, if that is more. (The value of a state in a decision process is what it lets one do: Bellman.)
 
 What is never tried is never known. A small share of the tokens may be lost to *looks*: at masks, if none drafted
 lately, or else at the plan that would net most if widths that were not measured lately took as little as they might.
@@ -67,7 +68,7 @@ class Planner:
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}
         first = np.eye(1, max(1, depth))[0]
         self._worth, self._known = CHANCE * first, ENOUGH * first  # mu of each depth; how many steps it is the mean of
-        self._maskless = 0.0  # what steps net that check no drafts of masks, lately
+        self._maskless = 0.0  # what drafts netted lately where no masks drafted
         self._reached, self._took = 1.0, 1.0  # lately: tokens of a sequence, and the time of steps in AR steps
         self._credit = (150 if keeps_state else 100) * LOOK_SHARE  # tokens that looks may cost
         self._steps = 0
@@ -114,7 +115,8 @@ class Planner:
         if deepest := min(outlooks[turn].foreseen, self.depth):
             self._learn_worth(outlooks[turn], trees[turn], deepest, prices / count)
         else:
-            self._maskless += (1 - MEMORY) * (float((gains[turn] - prices / count).max()) - self._maskless)
+            nets = gains[turn] - prices / count
+            self._maskless += (1 - MEMORY) * (float(nets.max() - nets[0].max()) - self._maskless)
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
         if self.commits and sum(chosen):
             wide, narrow = self.times.of(np.array([rows[chosen], rows[chosen] - before]), chosen[1] > 0)
@@ -178,9 +180,10 @@ class Planner:
                     kept.add(place)
             trees.append([each for each in tree if each[1] in kept])
         gains, _ = self._gains([outlook] * len(trees), trees)
-        nets = (gains - price[: gains.shape[1], : gains.shape[2]]).max((1, 2))
+        each = (gains - price[: gains.shape[1], : gains.shape[2]]).max(2)
+        nets, maskless = each.max(1), self._maskless + float(each[0, 0])
         more = np.diff(np.maximum.accumulate(nets))
-        more[0] -= max(0.0, self._maskless - float(nets[0]))
+        more[0] -= max(0.0, maskless - float(nets[0]))
         self._known[:deepest] = 1 + np.minimum(self._known[:deepest], ENOUGH)
         self._worth[:deepest] += (more - self._worth[:deepest]) / self._known[:deepest]
 

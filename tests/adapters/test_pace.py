@@ -192,7 +192,7 @@ def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(
     machine = Machine(0.05, 0.004)
     monkeypatch.setattr(answers._Writer, "draw", draw)
     made = adapted(tmp_path, machine, monkeypatch, minutes=2, prompts=None)
-    assert made["answers"] > 0 and made["training_seconds"] >= 60 and machine.now <= 1.25 * 120 + 60
+    assert made["answers"] > 0 and made["training_seconds"] >= 0.95 * 60 and machine.now <= 1.25 * 120 + 60
 
 
 def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatch):
