@@ -120,7 +120,7 @@ def test_the_minutes_go_into_learning_and_the_time_left_is_true(tmp_path, monkey
     assert machine.now <= 1.25 * total + 60
     learning = made["answer_seconds"] + made["training_seconds"]
     assert 0.8 * total <= learning <= 1.05 * total  # the machine was measured, too
-    assert made["training_seconds"] >= 0.95 * total / 2  # the root head's share is a guess
+    assert made["training_seconds"] >= 0.9 * total / 2  # the root head's share is a guess
     checkpoint = newest_complete_checkpoint(tmp_path / "out" / "work" / "training")
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     spent = state["stateful_callbacks"]["Budget"]["attributes"]["spent"]
@@ -192,7 +192,7 @@ def test_the_first_batch_of_answers_is_written_though_its_prompts_took_the_time(
     machine = Machine(0.05, 0.004)
     monkeypatch.setattr(answers._Writer, "draw", draw)
     made = adapted(tmp_path, machine, monkeypatch, minutes=2, prompts=None)
-    assert made["answers"] > 0 and made["training_seconds"] >= 0.95 * 60 and machine.now <= 1.25 * 120 + 60
+    assert made["answers"] > 0 and made["training_seconds"] >= 0.9 * 60 and machine.now <= 1.25 * 120 + 60
 
 
 def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatch):
