@@ -84,9 +84,11 @@ def speed(
     seed: int = 0,
     batch: int = 1,
     noise: Callable[[Random], float] = lambda random: 1.0,
+    maskless: float = 0.0,
 ) -> float:
     """Tokens per time, relative to AR decoding. `curve`: of rows, whether masks are among them, and the step, whose
-    time the planner's clock shows times `noise`."""
+    time the planner's clock shows times `noise`. `maskless`: mean chance of the drafts that there are without masks,
+    of one position; 0 for none."""
     random, jitter, clock = Random(seed), Random(seed), planner.times.clock
     outlooks = [Outlook([], 0, ROOM)] * batch
     siblings = () if planner.commits else SIBLINGS
@@ -111,7 +113,8 @@ def speed(
                     last, found = place, found + 1
             mean = acceptance(step) if callable(acceptance) else acceptance
             foreseen = len(mask_runs(plan).get(last, ()))
-            outlooks.append(Outlook(drafts_of(foreseen, mean, random, siblings), foreseen, ROOM))
+            depth, mean = (foreseen, mean) if foreseen else (int(maskless > 0), maskless)
+            outlooks.append(Outlook(drafts_of(depth, mean, random, siblings), foreseen, ROOM))
         planner.finish(found)
         before = before + found if planner.commits and plans[0] else 0
         tokens += found

@@ -194,6 +194,18 @@ def test_a_width_is_not_dearer_for_not_having_been_met_lately(others):
     assert sorted(found)[4] == pytest.approx(1.4, rel=0.15)
 
 
+@pytest.mark.parametrize(("maskless", "least", "most"), [(0.0, 0.5, 1.0), (0.7, 0.0, 0.4)])
+def test_masks_stand_where_their_drafts_bring_more_than_drafts_without_them(maskless, least, most):
+    found = Counter[bool]()
+
+    def curve(rows, has_masks, step):
+        found[has_masks] += 1
+        return 1 + 0.04 * (rows - 1) + 0.1 * has_masks
+
+    plans.speed(new_planner(0.04), curve, 0.6, maskless=maskless)
+    assert least <= found[True] / found.total() <= most
+
+
 def test_masks_lose_no_worth_where_steps_may_not_be_wide_yet():
     planner = new_planner()
     assert all(planner.plan([Outlook(chain(*[0.95] * 5), 5, ROOM)]) == [[]] for _ in range(20))
