@@ -203,7 +203,7 @@ def test_masks_stand_where_their_drafts_bring_more_than_drafts_without_them(mask
         return 1 + 0.04 * (rows - 1) + 0.1 * has_masks
 
     plans.speed(new_planner(0.04), curve, 0.6, maskless=maskless)
-    assert least <= found[True] / found.total() <= most
+    assert least <= found[True] / plans.STEPS <= most
 
 
 def test_masks_lose_no_worth_where_steps_may_not_be_wide_yet():
