@@ -138,7 +138,14 @@ class _Run:
         self.held_out = self.work / "heldout.jsonl"
         self.device = find_device(config.device)
         self.is_gpu = self.device.type == "cuda"
-        self.state: dict[str, Any] = {"measuring_seconds": 0.0, "answer_seconds": 0.0, "table": {}, "done": {}}
+        self.state: dict[str, Any] = {
+            "measuring_seconds": 0.0,
+            "answer_seconds": 0.0,
+            "root_seconds": 0.0,
+            "root_share": ROOT_SHARE,
+            "table": {},
+            "done": {},
+        }
 
     def say(self, text: str) -> None:
         """Prints a line."""
@@ -183,6 +190,7 @@ class _Run:
             )
         if self.is_left("train"):
             MaskDistillation(self.model)  # it may be one that cannot carry an adapter, or not train one
+            self.state["root_share"] = ROOT_SHARE if self.model.mask_adapter.root_head is not None else 0.0
 
     def _check_earlier(self, before: dict[str, Any]) -> None:
         """Raises `ValueError` unless this run can go on with an earlier one."""
@@ -231,15 +239,10 @@ class _Run:
     def writer(self) -> Any:
         """The base as it writes many answers fastest. The adapter on it changes nothing: without masks, it does not
         act."""
-        dtype = self.state["dtype"]  # where 16 bits are fast; elsewhere packed layers may be faster
-        model = self.load(FASTEST if dtype == "float32" else dtype)
+        dtype = self.state["dtype"]  # on a CPU whose 16 bits are fast; on others, packed layers may be faster
+        model = self.load(FASTEST if self.is_gpu or dtype == "float32" else dtype)
         add_mask_adapter(model, MaskAdapterSettings(rank=1, head_width=0))
         return model
-
-    @property
-    def root_share(self) -> float:
-        """Of the time of training, the root head's."""
-        return ROOT_SHARE if self.model.mask_adapter.root_head is not None else 0.0
 
     @property
     def mask_rows(self) -> int | None:
@@ -252,7 +255,8 @@ class _Run:
         if (minutes := self.config.minutes) is None:
             return default_schedule(self.is_gpu, self.mask_rows or 0)
         seconds = max(60 * minutes - self.state["measuring_seconds"], 30 * minutes)
-        return scheduled(seconds, Pace.read(self.state["pace"]), self.is_gpu, self.config.answers is not None)
+        has_answers, share = self.config.answers is not None, self.state["root_share"]
+        return scheduled(seconds, Pace.read(self.state["pace"]), self.is_gpu, has_answers, share)
 
     # The stages.
 
@@ -352,8 +356,8 @@ class _Run:
         """The adapter, from the newest checkpoint on."""
         schedule, minutes = self.schedule, self.config.minutes
         # Answers may have taken longer than their share: an adapter without training is of no use.
-        used = (self.state["measuring_seconds"] + self.state["answer_seconds"]) / 60
-        left = None if minutes is None else max(minutes / 2, minutes - used) * (1 - self.root_share)
+        used = sum(self.state[f"{name}_seconds"] for name in ("measuring", "answer", "root")) / 60
+        left = None if minutes is None else max(minutes / 2, minutes - used) * (1 - self.state["root_share"])
         args = MaskTrainingConfig(
             output_dir=str(self.work / "training"),
             minutes=left,
@@ -374,10 +378,14 @@ class _Run:
             progress = _ShowProgress(trainer, show)
             trainer.add_callback(progress)
             trainer.show_root = progress.on_root
-            trainer.train(resume_from_checkpoint=has_checkpoint)
+            try:
+                trainer.train(resume_from_checkpoint=has_checkpoint)
+            finally:
+                if trainer.root_seconds:
+                    self.save_state(root_seconds=self.state["root_seconds"] + trainer.root_seconds)
             show(1.0, f"{trainer.budget.mask_rows:,} mask rows")
         self.model.save_mask_adapter(self.work / "adapter")
-        seconds = trainer.budget.seconds + trainer.root_seconds
+        seconds = trainer.budget.seconds + self.state["root_seconds"]
         return {"mask_rows": trainer.budget.mask_rows, "training_seconds": seconds}
 
     def publish(self) -> None:

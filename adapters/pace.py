@@ -73,7 +73,7 @@ def default_schedule(is_gpu: bool, mask_rows: int) -> Schedule:
     return Schedule(*sizes, 30, mask_rows, positions, (_TABLE_PROMPTS, _TABLE_TOKENS))
 
 
-def schedule(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Schedule:
+def schedule(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool, root_share: float = ROOT_SHARE) -> Schedule:
     """What becomes of some seconds at a pace.
 
     Each token of an answer gets [`ROWS_PER_TOKEN`] mask rows; a tenth to a half of the time goes into answers.
@@ -83,8 +83,9 @@ def schedule(seconds: float, pace: Pace, is_gpu: bool, has_answers: bool) -> Sch
         pace: see [`measure_pace`].
         is_gpu: larger batches.
         has_answers: none need be written.
+        root_share: of the time of training, for the root head; 0 where there is none.
     """
-    training = pace.mask_row / (1 - ROOT_SHARE)
+    training = pace.mask_row / (1 - root_share)
     # The size with the most tokens a second, of those that leave time for more than one batch.
     sizes = [size for size, step in pace.steps.items() if _ANSWER_STEPS * step <= seconds * _LARGEST_BATCH]
     size = max(sizes, key=lambda size: size / pace.steps[size], default=min(pace.steps))

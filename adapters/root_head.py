@@ -39,7 +39,7 @@ class RootRows(NamedTuple):
 
     states: torch.Tensor  # `(N, H)`, the base's last hidden states, on the CPU
     tokens: torch.Tensor  # `(N, 2)` int64: of each row its token, and the one that it predicts
-    places: torch.Tensor  # of rows with another of their answer behind them, whose state says what is to be learned
+    places: torch.Tensor  # int64, the rows with another of their answer behind them: its state is what they learn
 
 
 def rows_of(distillation: MaskDistillation, answers: Sequence[Mapping[str, Any]]) -> RootRows:
@@ -50,7 +50,7 @@ def rows_of(distillation: MaskDistillation, answers: Sequence[Mapping[str, Any]]
         hidden = distillation.hidden(pad_sequence(texts, batch_first=True).to(distillation.model.device))
         for answer, text, own in zip(part, texts, hidden, strict=True):
             first, end = len(answer["prompt_ids"]) - 1, len(text) - 1
-            states.append(own[first:end].cpu())
+            states.append(own[first:end].to("cpu", copy=True))  # not a view, which would keep all of them
             tokens.append(torch.stack([text[first:end], text[first + 1 :]], 1))
             is_last.append(torch.arange(first, end) == end - 1)
     return RootRows(torch.cat(states), torch.cat(tokens), (~torch.cat(is_last)).nonzero()[:, 0])
@@ -86,13 +86,13 @@ def train_root_head(
 
     Args:
         distillation: the model, whose adapter has a root head and n-grams.
-        answers: with `prompt_ids` and `response_ids`, two of more than a token at least.
+        answers: with `prompt_ids` and `response_ids`, one of more than a token at least, which then is held out, too.
         count: rows to train, each counted as often as it is seen.
         seed: of the batches, and of the answers that are held out.
         show: called after each step with the rows trained so far, and what was measured last.
 
     Returns:
-        On the answers that are held out, the `loss` in nats, and how often the likeliest token is the base's
+        On the answers that are held out, the `loss_root` in nats, and how often the likeliest token is the base's
         (`accuracy_root`).
     """
     head: Any = distillation.model.mask_adapter.root_head
@@ -108,6 +108,7 @@ def train_root_head(
     before = found = tests.measure()
     optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY)
     steps = -(-count // BATCH)
+    show(0, before)
     for step in range(steps):
         shape = min((step + 1) / (WARMUP * steps), max(0.03, 0.5 * (1 + math.cos(math.pi * step / steps))))
         for group in optimizer.param_groups:
@@ -120,7 +121,7 @@ def train_root_head(
         if (step + 1) % MEASURED == 0 or step == steps - 1:
             found = tests.measure()
         show((step + 1) * BATCH, found)
-    if found["loss"] > before["loss"]:
+    if not found["loss_root"] <= before["loss_root"]:  # it may be NaN
         head.load_state_dict(kept)
         return before
     return found
@@ -162,4 +163,4 @@ class Batches:
         parts = torch.arange(len(self)).split(BATCH)
         sums = torch.stack([len(part) * torch.stack(self.loss(part)) for part in parts]).sum(0)
         loss, accuracy = (sums / len(self)).tolist()
-        return {"loss": loss, "accuracy_root": accuracy}
+        return {"loss_root": loss, "accuracy_root": accuracy}

@@ -50,7 +50,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     Attributes:
         show_root: see [`train_root_head`].
-        root_seconds: that this took.
+        root_seconds: how long the root head was trained.
     """
 
     args: MaskTrainingConfig
@@ -89,8 +89,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self._connect(self.budget)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's, for the masks. After it the adapter gets the n-grams of the answers, and its root head learns:
-        [`ROOT_ROWS`] rows for each mask row. Checkpoints know of neither."""
+        """The parent's, for the masks. After it the adapter gets the n-grams of the answers, and its root head learns
+        [`ROOT_ROWS`] rows for each mask row of a process: one trains it for all. Checkpoints have both as they were."""
         adapter = self.accelerator.unwrap_model(self.model).model.mask_adapter
         root = [] if adapter.root_head is None else list(adapter.root_head.parameters())
         trained = [parameter for parameter in root if parameter.requires_grad]
@@ -105,11 +105,15 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         distillation.model.count_ngrams(self._uncounted)
         self._uncounted = ()
         if trained and adapter.ngrams is not None:
-            began, count, answers = self._clock(), ROOT_ROWS * self.budget.mask_rows, self.train_dataset.answers
-            self.log(train_root_head(distillation, answers, count, self.args.seed, self.show_root))
-            for parameter in trained:  # the same for all processes
-                parameter.data.copy_(self.accelerator.reduce(parameter.data, "mean"))
-            self.root_seconds = self._clock() - began
+            began, count = self._clock(), ROOT_ROWS * self.budget.mask_rows // self.accelerator.num_processes
+            try:
+                if is_first := self.is_world_process_zero():
+                    answers = self.train_dataset.answers
+                    self.log(train_root_head(distillation, answers, count, self.args.seed, self.show_root))
+                for parameter in trained:
+                    parameter.data.copy_(self.accelerator.reduce(parameter.data * is_first, "sum"))
+            finally:
+                self.root_seconds = self._clock() - began
         return output
 
     # The budget.
@@ -176,6 +180,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             budget.first_step, budget.first_epoch = state.global_step, math.ceil(state.epoch or 0)
             state.epoch = float(budget.first_epoch)
         budget.settings, budget.order = settings, order
+        if budget.progress(self.args) >= 1:  # it was stopped behind the last step
+            return num_train_epochs, 0
         epochs, skipped = divmod(state.global_step - budget.first_step, num_update_steps_per_epoch)
         return budget.first_epoch + epochs, skipped * accumulated
 

@@ -15,8 +15,8 @@ Each spends them on its own best.
 What is not given is learned: *r* from the drafter's own probabilities, corrected by what became of similar drafts;
 *ρ*, the rate that was reached lately, or AR's if that is more; *t*, see [`StepTimes`]; *μ_k*, the mean of what the
 best plan with the drafts up to depth k netted beyond the best one with those up to k − 1, masks for the step behind
-included. In place of the first mask's drafts there would be others: those of the text, or what drafts net in steps
-without masks, if that is more. (The value of a state in a decision process is what it lets one do: Bellman.)
+included; of the first, less what other drafts net in the steps that have none of masks. (The value of a state in a
+decision process is what it lets one do: Bellman.)
 
 What is never tried is never known. A small share of the tokens may be lost to *looks*: at masks, if none drafted
 lately, or else at the plan that would net most if widths that were not measured lately took as little as they might.
@@ -68,7 +68,7 @@ class Planner:
         self._chances: dict[tuple[int, int], tuple[float, float]] = {}
         first = np.eye(1, max(1, depth))[0]
         self._worth, self._known = CHANCE * first, ENOUGH * first  # mu of each depth; how many steps it is the mean of
-        self._maskless = 0.0  # what drafts netted lately where no masks drafted
+        self._maskless = 0.0  # what drafts that are not of the text netted lately where no masks drafted
         self._reached, self._took = 1.0, 1.0  # lately: tokens of a sequence, and the time of steps in AR steps
         self._credit = (150 if keeps_state else 100) * LOOK_SHARE  # tokens that looks may cost
         self._steps = 0
@@ -112,11 +112,10 @@ class Planner:
         drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
         rows = 1 + before + drafts + masks + self.skipped_masks * (masks > 0)
         prices, turn = self._prices(rows, count, self.times.of), self._steps % count
-        if deepest := min(outlooks[turn].foreseen, self.depth):
-            self._learn_worth(outlooks[turn], trees[turn], deepest, prices / count)
+        if outlooks[turn].drafts:
+            self._learn_worth(outlooks[turn], trees[turn], min(outlooks[turn].foreseen, self.depth), prices / count)
         else:
-            nets = gains[turn] - prices / count
-            self._maskless += (1 - MEMORY) * (float(nets.max() - nets[0].max()) - self._maskless)
+            self._maskless *= MEMORY
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
         if self.commits and sum(chosen):
             wide, narrow = self.times.of(np.array([rows[chosen], rows[chosen] - before]), chosen[1] > 0)
@@ -170,9 +169,10 @@ class Planner:
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
 
     def _learn_worth(self, outlook: Outlook, tree: Tree, deepest: int, price: Any) -> None:
-        """Learns what the drafts of each depth net in a step."""
+        """Learns what the drafts of each depth net in a step; where no masks drafted, what the drafts do that are not
+        of the text."""
         trees: list[Tree] = []
-        for depth in range(deepest + 1):
+        for depth in range(deepest + 1) if deepest else (0, maxsize):
             kept = {-1}
             for _, place in tree:
                 draft = outlook.drafts[place]  # drafts of the text stay, where their parents do
@@ -180,10 +180,12 @@ class Planner:
                     kept.add(place)
             trees.append([each for each in tree if each[1] in kept])
         gains, _ = self._gains([outlook] * len(trees), trees)
-        each = (gains - price[: gains.shape[1], : gains.shape[2]]).max(2)
-        nets, maskless = each.max(1), self._maskless + float(each[0, 0])
+        nets = (gains - price[: gains.shape[1], : gains.shape[2]]).max((1, 2))
         more = np.diff(np.maximum.accumulate(nets))
-        more[0] -= max(0.0, maskless - float(nets[0]))
+        if not deepest:
+            self._maskless += (1 - MEMORY) * (float(more[0]) - self._maskless)
+            return
+        more[0] -= self._maskless
         self._known[:deepest] = 1 + np.minimum(self._known[:deepest], ENOUGH)
         self._worth[:deepest] += (more - self._worth[:deepest]) / self._known[:deepest]
 

@@ -288,7 +288,9 @@ def test_it_learns_what_the_base_says_of_the_token_behind_the_one_that_a_row_pre
     loss.backward()
     for parameter, right in zip(adapter.root_head.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, right, atol=1e-5, rtol=1e-3)
-    assert len(found) == len(losses) > 20 and found.measure()["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert len(found) == len(losses) > 20 and found.measure()["loss_root"] == pytest.approx(
+        float(loss.detach()), rel=1e-4
+    )
 
 
 def test_training_makes_it_right_and_says_how_often_and_masks_learn_as_without_it(tmp_path, monkeypatch):
@@ -308,6 +310,22 @@ def test_training_makes_it_right_and_says_how_often_and_masks_learn_as_without_i
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])
 
 
+def test_a_run_that_is_stopped_while_it_learns_goes_on_to_the_same_weights(tmp_path, monkeypatch):
+    made = []
+    for name in ("whole", "stopped"):
+        args = MaskTrainingConfig(str(tmp_path / name), mask_rows=200, report_to=[])
+        if name == "stopped":
+            with monkeypatch.context() as patched:
+                patched.setattr(trainer_module, "train_root_head", Mock(side_effect=KeyboardInterrupt))
+                with pytest.raises(KeyboardInterrupt):
+                    MaskAdapterTrainer(rooted(), args, answers(4)).train()
+        trainer = MaskAdapterTrainer(rooted(), args, answers(4))
+        trainer.train(resume_from_checkpoint=name == "stopped")
+        made.append((trainer.state.global_step, trainer.model.model.mask_adapter.state_dict()))
+    (steps, expected), (found, weights) = made
+    assert found == steps and all(weights[name].equal(expected[name]) for name in expected)
+
+
 def test_it_stays_as_it_was_where_training_makes_it_worse(monkeypatch):
     model, some = rooted(), answers(3)
     before = copy.deepcopy(model.mask_adapter.root_head.state_dict())
@@ -315,7 +333,7 @@ def test_it_stays_as_it_was_where_training_makes_it_worse(monkeypatch):
     shown: list[int] = []
     found = train_root_head(MaskDistillation(model, K), some, 1100, show=lambda rows, found: shown.append(rows))
     after = model.mask_adapter.root_head.state_dict()
-    assert shown == [512, 1024, 1536] and all(after[name].equal(before[name]) for name in before)
+    assert shown == [0, 512, 1024, 1536] and all(after[name].equal(before[name]) for name in before)
     assert found == train_root_head(MaskDistillation(model, K), some, 0)
 
 
