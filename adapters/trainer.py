@@ -90,7 +90,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """The parent's, for the masks. After it the adapter gets the n-grams of the answers, and its root head learns
-        [`ROOT_ROWS`] rows for each mask row of a process: one trains it for all. Checkpoints have both as they were."""
+        [`ROOT_ROWS`] rows for each mask row of a process. One trains it for all. Checkpoints have both as before."""
         adapter = self.accelerator.unwrap_model(self.model).model.mask_adapter
         root = [] if adapter.root_head is None else list(adapter.root_head.parameters())
         trained = [parameter for parameter in root if parameter.requires_grad]
