@@ -3,8 +3,7 @@
     python benchmarks/root_head.py BASE ADAPTER OUT ANSWERS.jsonl [ANSWERS.jsonl ...] --passes 12
 
 Answers are as `wedlm adapt` writes them (work/answers.jsonl). Their n-grams are added to the adapter's first, unless
-`--no-count` says that it has them. What is
-printed was measured on answers that are held out.
+`--no-count` says that it has them. What is printed was measured on answers that are held out.
 """
 
 from pathlib import Path
