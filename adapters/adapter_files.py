@@ -56,7 +56,7 @@ class MaskAdapterSettings:
     rank: int = 64
     target_modules: tuple[str, ...] = ()
     head_width: int = 640
-    num_masks: int = 8
+    num_masks: int = 4
     layers_to_transform: tuple[int, ...] = ()
     ngrams: int = 0
     root_width: int = 0

@@ -41,7 +41,7 @@ class MaskTrainingConfig(TrainingArguments):
     minutes: float | None = field(default=None, metadata={"help": "Budget: minutes of training, over all resumes."})
     mask_rows: int | None = field(default=None, metadata={"help": "Budget: masks with a target that are trained."})
     save_minutes: float = field(default=0.8, metadata={"help": "Minutes between checkpoints, or more if they slow."})
-    num_masks: int = field(default=4, metadata={"help": "K, masks after each cut."})
+    num_masks: int | None = field(default=None, metadata={"help": "K, masks after each cut; default: the adapter's."})
     cut_stride: int = field(default=3, metadata={"help": "Response tokens for each cut."})
     # With 640, the same 40,000 masks gave 5 % fewer tokens per forward: fewer steps (docs/results.md).
     batch_slots: int = field(default=400, metadata={"help": "Masks in a batch of one device, about."})

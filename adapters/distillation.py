@@ -131,7 +131,7 @@ class MaskDistillation(nn.Module):
 
     Args:
         model: with a mask adapter.
-        num_masks: K.
+        num_masks: K; default: the adapter's.
         top_tokens: likeliest tokens of the base at each position that are candidates.
         sampled_tokens: of all others, how many stand for them.
 
@@ -143,7 +143,7 @@ class MaskDistillation(nn.Module):
 
     depth_weights: torch.Tensor
 
-    def __init__(self, model: Any, num_masks: int = 4, top_tokens: int = 16, sampled_tokens: int = 2048):
+    def __init__(self, model: Any, num_masks: int | None = None, top_tokens: int = 16, sampled_tokens: int = 2048):
         super().__init__()
         self.model: Any = model
         self.config = model.config
@@ -151,9 +151,10 @@ class MaskDistillation(nn.Module):
         self._keeps_state = keeps_state(model)
         # What keeps a state has no part in the masks of attention.
         self._kinds = ["full_attention"] if self._keeps_state else sorted(set(layer_types(model.config)))
-        self.num_masks, self.top_tokens, self.sampled_tokens = num_masks, top_tokens, sampled_tokens
+        self.num_masks: int = num_masks or model.mask_adapter.settings.num_masks
+        self.top_tokens, self.sampled_tokens = top_tokens, sampled_tokens
         self.loss, self.plain_weight = soft_cross_entropy, PLAIN_WEIGHT
-        self.register_buffer("depth_weights", DEPTH_DECAY ** torch.arange(num_masks), persistent=False)
+        self.register_buffer("depth_weights", DEPTH_DECAY ** torch.arange(self.num_masks), persistent=False)
         self._check()
 
     @property

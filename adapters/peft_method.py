@@ -33,7 +33,7 @@ class MaskAdapterConfig(PeftConfig):
     rank: int = 64
     target_modules: list[str] = field(default_factory=list)
     head_width: int = 640
-    num_masks: int = 8
+    num_masks: int = MaskAdapterSettings.num_masks
     layers_to_transform: list[int] = field(default_factory=list)
     ngrams: int = 0
     root_width: int = 0

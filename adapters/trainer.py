@@ -71,18 +71,19 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         *,
         clock: Clock = time.monotonic,
     ):
-        collator = DataCollatorForMaskRuns(0, args.num_masks, args.cut_stride, args.seed, keeps_state(model))
-        self.budget, self._clock = Budget(), clock
+        masks: int = args.num_masks or model.mask_adapter.settings.num_masks
+        collator = DataCollatorForMaskRuns(0, masks, args.cut_stride, args.seed, keeps_state(model))
+        self.budget, self._clock, self._num_masks = Budget(), clock, masks
         self._uncounted = answers
         self.show_root: ShowRoot = ignore
         self.root_seconds = 0.0
         self._sums: defaultdict[str, float] = defaultdict(float)
-        model.mask_adapter.restate(num_masks=args.num_masks)
+        model.mask_adapter.restate(num_masks=masks)
         super().__init__(
-            MaskDistillation(model, num_masks=args.num_masks),
+            MaskDistillation(model, masks),
             args,
             data_collator=collator,
-            train_dataset=AnswerBatches(answers, args.batch_slots, args.cut_stride, args.num_masks, args.seed),
+            train_dataset=AnswerBatches(answers, args.batch_slots, args.cut_stride, masks, args.seed),
             eval_dataset=eval_answers,
             callbacks=[self.budget, _Epochs(collator)],
         )
@@ -169,7 +170,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
         state, budget = self.state, self.budget
-        settings = {"num_masks": self.args.num_masks, "cut_stride": self.args.cut_stride}
+        settings = {"num_masks": self._num_masks, "cut_stride": self.args.cut_stride}
         for name, value in settings.items():
             if (before := budget.settings.get(name, value)) != value:
                 raise ValueError(f"A run with `{name}` {before} cannot go on with {value}: choose a new folder.")
@@ -214,7 +215,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         if names and "loss" in logs:
             values = torch.tensor([self._sums[name] for name in names], dtype=torch.float64, device=self.args.device)
             sums = dict(zip(names, self.accelerator.reduce(values, "sum").tolist(), strict=True))
-            depths = range(self.args.num_masks)
+            depths = range(self._num_masks)
             total = sum(sums[f"counted_{depth}"] for depth in depths)
             for suffix in ("", "_plain"):
                 logs["soft_loss" + suffix] = round(sums["soft_loss" + suffix] / total, 4)

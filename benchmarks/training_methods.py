@@ -39,6 +39,7 @@ class Way:
 
     settings: dict[str, Any] = field(default_factory=dict)
     prepare: Callable[[MaskAdapterTrainer], None] | None = None
+    share: float = 1.0  # of the answers
 
 
 def pace(trainer: MaskAdapterTrainer) -> None:
@@ -74,8 +75,85 @@ def annealed(trainer: MaskAdapterTrainer) -> None:
     trainer.add_callback(_Annealed(trainer))
 
 
+def weighted(weigh: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[MaskAdapterTrainer], None]:
+    """Cross-entropy, times a weight of each of the base's distributions `(N, S)`; the mean weight is 1."""
+
+    def prepare(trainer: MaskAdapterTrainer) -> None:
+        def loss(predicted: Predicted) -> torch.Tensor:
+            weights = weigh(predicted.targets)
+            return weights / weights.mean().clamp(min=1e-6) * soft_cross_entropy(predicted)
+
+        trainer.model.loss = loss
+
+    return prepare
+
+
+def head_rate(factor: float) -> Callable[[MaskAdapterTrainer], None]:
+    """A learning rate of its own for the previous-token head."""
+
+    def prepare(trainer: MaskAdapterTrainer) -> None:
+        args, adapter = trainer.args, trainer.model.model.mask_adapter
+        head = list(adapter.head.parameters())
+        others = [each for each in adapter.parameters() if all(each is not own for own in head)]
+        trainer.optimizer = torch.optim.AdamW(
+            [{"params": others}, {"params": head, "lr": factor * args.learning_rate}],
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            weight_decay=args.weight_decay,
+        )
+
+    return prepare
+
+
+class _Muon(torch.optim.AdamW):
+    """Muon (Jordan, 2024) for stacks of matrices, with updates of AdamW's size; AdamW for all else."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step."""
+        for group in self.param_groups:
+            for parameter in (each for each in group["params"] if each.ndim > 1 and each.grad is not None):
+                momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 0.05)
+                update = _orthogonal(parameter.grad.lerp(momentum, 0.95))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-0.2 * max(parameter.shape[-2:]) ** 0.5 * group["lr"])
+                parameter.grad = None
+        return super().step(closure)
+
+
+def _orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """The nearest half-orthogonal matrices, about, by five Newton-Schulz steps."""
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    found = matrices.mT if is_tall else matrices
+    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        square = found @ found.mT
+        found = 3.4445 * found + (-4.7750 * square + 2.0315 * square @ square) @ found
+    return found.mT if is_tall else found
+
+
+def muon(trainer: MaskAdapterTrainer) -> None:
+    """Muon in place of AdamW."""
+    args, adapter = trainer.args, trainer.model.model.mask_adapter
+    trainer.optimizer = _Muon(
+        adapter.parameters(),
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        weight_decay=args.weight_decay,
+    )
+
+
 WAYS = {
     "default": Way(),
+    # Fewer answers, seen more often.
+    "quarter": Way(share=0.25),
+    "fast-head": Way(prepare=head_rate(3.0)),
+    "slow-head": Way(prepare=head_rate(0.3)),
+    "muon": Way(prepare=muon),
+    # Distributions that are hard to learn count more, or not at all.
+    "flat": Way(prepare=weighted(lambda targets: 0.5 - (targets * targets.clamp(min=1e-9).log()).sum(-1))),
+    "easy": Way(prepare=weighted(lambda targets: (targets.amax(-1) > 0.3).float())),
     "pace": Way(prepare=pace),
     "annealed": Way(prepare=annealed),
     "wide-head": Way(settings={"head_width": 1920}),
@@ -108,6 +186,7 @@ def train(
     held_out = [answer for answer in found if answer["greedy"]][::10]
     prompts = {tuple(answer["prompt_ids"]) for answer in held_out}
     trained_on = [answer for answer in found if tuple(answer["prompt_ids"]) not in prompts]
+    trained_on = trained_on[: round(chosen.share * len(trained_on))]
     model: Any = load_model(base, dtype=dtype)
     torch.manual_seed(seed)
     add_mask_adapter(model, MaskAdapterSettings(**chosen.settings))

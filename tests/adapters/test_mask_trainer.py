@@ -14,6 +14,7 @@ from tiny import EOS, tiny_model
 from transformers import TrainerCallback
 
 from wedlm_hf import add_mask_adapter
+from wedlm_hf.adapters.adapter_files import StoredMaskAdapter
 from wedlm_hf.adapters.answers import AnswerConfig
 from wedlm_hf.adapters.budget import MaskTrainingConfig
 from wedlm_hf.adapters.distillation import MaskDistillation
@@ -270,6 +271,18 @@ def test_a_run_does_not_go_on_with_other_masks_another_shape_or_another_base(tmp
         with pytest.raises(ValueError, match=message):
             trained(tmp_path, resume=True, mask_rows=200, **changed)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("asked", "trained_on"), [(None, 3), (2, 2)])
+def test_as_many_masks_are_trained_as_the_adapter_states(tmp_path, asked, trained_on):
+    model = tiny_model()
+    add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=0, num_masks=3))
+    trainer = MaskAdapterTrainer(model, config(tmp_path, num_masks=asked, mask_rows=40), answers(4))
+    trainer.train()
+    trainer.save_model()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert {len(entry["accuracy"]) for entry in log if "accuracy" in entry} == {trained_on}
+    assert StoredMaskAdapter.read(tmp_path).settings.num_masks == model.deepest == trained_on
 
 
 def test_accumulated_gradients_are_those_of_one_batch():

@@ -183,7 +183,7 @@ def test_a_damaged_table_and_one_that_is_not_the_stated_one_are_refused(tmp_path
         model.save_mask_adapter(tmp_path)
         refused(message)
     counted().save_mask_adapter(tmp_path)
-    for value, message in ((7, "do not fit its adapter_config.json: .*`ngrams` 7"), ("a", "numbers; got 8 and 'a'")):
+    for value, message in ((7, "do not fit its adapter_config.json: .*`ngrams` 7"), ("a", "numbers; got 4 and 'a'")):
         edit(tmp_path / CONFIG_NAME, ngrams=value)
         refused(message)
 
