@@ -9,8 +9,9 @@ from .step_times import StepTimes
 
 
 class FixedPlan(Planner):
-    """Every step checks up to `depth` drafts, and has as many masks behind each real row, or behind the last one.
-    Where a state is kept, a step without both commits the tokens once `pending` are."""
+    """Every step checks up to `depth` drafts, and has as many masks behind each real row, or behind the last one; or
+    fewer of both, where a step may not have so many rows. Where a state is kept, a step without both commits the
+    tokens once `pending` are."""
 
     def __init__(self, depth: int, is_chain: bool, skipped_masks: int, keeps_state: bool = False, pending: int = 8):
         self.pending = pending
@@ -20,13 +21,16 @@ class FixedPlan(Planner):
         """See [`Planner.plan`]."""
         if self.commits and before >= self.pending:
             return [[] for _ in outlooks]
-        plans = []
-        for outlook in outlooks:
-            room = outlook.room - 1 + self.skipped_masks
-            drafts = outlook.drafts[: max(0, min(self.depth, room))]
-            masks = [min(self.depth, room - depth) for depth in range(len(drafts) + 1)]
+        return [self._rows(outlook, self.most_rows - 1 - before) for outlook in outlooks]
+
+    def _rows(self, outlook: Outlook, most: int) -> list[Row]:
+        room = outlook.room - 1 + self.skipped_masks
+        for size in range(max(0, min(self.depth, room)), 0, -1):
+            drafts = outlook.drafts[:size]
+            masks = [min(size, room - depth) for depth in range(len(drafts) + 1)]
             if self.is_chain:
                 masks[:-1] = [0] * len(drafts)
             masks = [count if count > self.skipped_masks else 0 for count in masks]
-            plans.append(with_masks(drafts, masks, self.skipped_masks))
-        return plans
+            if len(drafts) + sum(masks) <= most:
+                return with_masks(drafts, masks, self.skipped_masks)
+        return []

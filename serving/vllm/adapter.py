@@ -62,6 +62,7 @@ class VllmMaskAdapter(nn.Module):
         super().__init__()
         stored = StoredMaskAdapter.read(name)
         settings = stored.settings
+        self.num_masks = settings.num_masks
         parameter = next(model.model.parameters())
         self.dtype, device = parameter.dtype, parameter.device
         weights = {key: weight for key, weight in stored.weights.items() if weight.is_floating_point()}  # no n-grams

@@ -89,6 +89,8 @@ class Proposer:
         """Takes the model, whose own masks draft: there is no other."""
         self.model = target_model
         depth = max(1, (self.most - self._skipped_masks) // 2)
+        if target_model.adapter is not None:
+            depth = min(depth, target_model.adapter.num_masks)
         how: dict[str, Any] = {"depth": depth, "is_chain": True, "skipped_masks": self._skipped_masks}
         self.planner = FixedPlan(**how) if self.always_draft else Planner(self.times, **how)
 

@@ -232,3 +232,11 @@ def test_a_fixed_plan_checks_all_there_is():
     drafts, masks = parts(FixedPlan(4, is_chain=False, skipped_masks=0), chain(0.1, 0.1), 2)
     assert len(drafts) == 2 and masks == [4, 4, 4]
     assert parts(FixedPlan(4, is_chain=True, skipped_masks=1), chain(0.1, 0.1), 2, 5)[1] == [0, 0, 3]
+
+
+@pytest.mark.parametrize(("is_chain", "size"), [(False, 4), (True, 15)])
+def test_a_fixed_plan_has_no_more_rows_than_a_step_may(is_chain, size):
+    plan = FixedPlan(20, is_chain, skipped_masks=0)
+    plan.most_rows = 32
+    drafts, masks = parts(plan, chain(*[0.5] * 20), 20)
+    assert len(drafts) == size and max(masks) == size and 1 + size + sum(masks) <= 32
