@@ -57,7 +57,7 @@ class StepTimer:
         def call(decoder: Any) -> Any:
             self._seconds.clear()
             outcome = whole(decoder)
-            times = self.found.setdefault((outcome.step.counts[0], outcome.step.masks[0]), defaultdict(list))
+            times = self.found.setdefault((len(outcome.step.rows[0]), outcome.step.masks[0]), defaultdict(list))
             for part in (*INNER, FORWARD, *OUTER, WHOLE):
                 times[part].append(self._seconds[part])
             return outcome

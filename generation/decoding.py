@@ -147,7 +147,7 @@ class ParallelDecoder:
         if self.model.has_mask_adapter:
             predicting = self.model.predicting(step.mask_columns(self.rule.most_masks if is_compiled else 0))
         positions = step.position_ids
-        alone = (step.counts[0] - step.masks[0]) * (self.steps > 0) if self.rule.is_by_row else None
+        alone = (len(step.rows[0]) - step.masks[0]) * (self.steps > 0) if self.rule.is_by_row else None
         masks = self.attention.masks(step, positions, alone)
         forward = self.compiled if self.compiled is not None and is_compiled else self.model
         is_guessing = any(len(sequence.rows) > sequence.pending for sequence in step.sequences)
@@ -193,7 +193,7 @@ class ParallelDecoder:
                     "processors leave no token."
                 )
             if sequence.is_finished:
-                outcomes.append(SequenceOutcome(sequence, [], [], [], []))
+                outcomes.append(SequenceOutcome(sequence, [], [], []))
             else:
                 outcomes.append(self.rule.settle(sequence, own, self._cut))
         return outcomes

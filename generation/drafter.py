@@ -57,7 +57,7 @@ class Drafter:
         offsets: torch.Tensor,
         rows: list[int],
         root: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> list[torch.Tensor]:
         """Predicts what may follow, on the device; also for sequences that turn out to be finished.
 
         Args:
@@ -71,7 +71,7 @@ class Drafter:
                 them.
 
         Returns:
-            `(A, numbers)` int64, which [`drafts`] reads: here each mask's token (-1 where logits are NaN), whether the
+            What [`drafts`] reads, each `(A, …)` int64: here each mask's token (-1 where logits are NaN), whether the
             mask is sure, and the token's chance.
         """
         assert logits is not None
@@ -79,19 +79,19 @@ class Drafter:
         self.sampler.suppress(logits)
         chances, tokens = logits.softmax(-1).max(-1)
         tokens, is_sure = tokens.masked_fill(entropy.isnan(), -1), entropy < self.draft_threshold
-        return torch.stack([tokens, is_sure, (chances / UNIT).long()], -1).flatten(1)
+        return [tokens, is_sure, (chances / UNIT).long()]
 
-    def drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
-        """The drafts behind a sequence's final tokens, parents first: those of its `masks` masks, by the numbers of
-        [`guess`], and those of constraints."""
-        drafts = self._drafts(sequence, masks, numbers)
+    def drafts(self, sequence: SequenceState, masks: int, guesses: list[list[int]]) -> list[Row]:
+        """The drafts behind a sequence's final tokens, parents first: those of its `masks` masks, by its part of what
+        [`guess`] found, and those of constraints."""
+        drafts = self._drafts(sequence, masks, guesses)
         for constraint in self.constraints:
             drafts = self._constrained(drafts, sequence.new_tokens, constraint)
         return drafts
 
-    def _drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
+    def _drafts(self, sequence: SequenceState, masks: int, guesses: list[list[int]]) -> list[Row]:
         run: list[Row] = []
-        triples = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))[:masks]
+        triples = list(zip(*guesses, strict=True))[:masks]
         if any(token < 0 for token, _, _ in triples):
             raise ValueError(
                 "The logits of masks are NaN or infinite: the checkpoint is broken, or its dtype overflows."

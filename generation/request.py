@@ -17,9 +17,6 @@ from .versions import CACHE
 
 logger = logging.getLogger(__name__)
 
-# Models whose rotary embeddings are a table.
-TABLES = ("codegen", "gptj")
-
 
 @dataclass(frozen=True)
 class DecodingRequest:
@@ -115,17 +112,12 @@ def mask_length(generation_config: GenerationConfig, model_kwargs: dict[str, Any
 
 
 def _check_context(config: Any, lengths: list[int]) -> None:
-    """Warns of a prompt beyond the model's context, which AR decoding takes too. Raises `ValueError` for one where the
-    model has a table of positions, which ends there."""
-    if (longest := max(lengths)) < (context := context_length(config)):
-        return
-    said = (
-        f"The prompt of row {lengths.index(longest)} has {longest} tokens, but the model's context is {context} "
-        "(`max_position_embeddings`)"
-    )
-    if config.model_type in TABLES:
-        raise ValueError(f"{said}.")
-    logger.warning("%s: its answer may be poor, whatever decodes it.", said)
+    """Warns of a prompt beyond the model's context, which AR decoding takes too."""
+    if (longest := max(lengths)) >= (context := context_length(config)):
+        logger.warning(
+            f"The prompt of row {lengths.index(longest)} has {longest} tokens, but the model's context is {context} "
+            "(`max_position_embeddings`): its answer may be poor, whatever decodes it."
+        )
 
 
 def prompts_of(

@@ -93,8 +93,7 @@ class Step:
     """The rows of a forward as int64 tensors. The last columns hold a sequence's rows, those in front are padding."""
 
     sequences: list[SequenceState]  # of each entry
-    counts: list[int]  # rows of each entry, without padding
-    masks: list[int]  # how many of them, the last ones, are masks
+    rows: list[list[Row]]  # of each entry
     input_ids: torch.Tensor  # `(A, Q)`
     position_ids: torch.Tensor  # `(A, Q)`, logical positions
     slots: torch.Tensor  # `(A, Q)`, where in the cache keys and values go: behind what it holds; padding last, unseen
@@ -103,13 +102,19 @@ class Step:
     parents: torch.Tensor  # `(A, T)`, each row's parent as one of these columns; the row itself where it is in none
     is_chain: bool  # every row stands behind the one in front of it
 
+    @property
+    def masks(self) -> list[int]:
+        """How many rows of each entry, the last ones, are masks."""
+        return [sum(row.token is None for row in rows) for rows in self.rows]
+
     def mask_columns(self, width: int = 0) -> int | torch.Tensor | None:
         """Which of the last columns are masks: `(A, width)` bool, by default as wide as the most masks of an entry.
         Their number, where all entries have as many; `None` where no entry has any."""
-        most = width or max(self.masks)
-        if not width and min(self.masks) == most:
+        masks = self.masks
+        most = width or max(masks)
+        if not width and min(masks) == most:
             return most or None
-        counts = torch.tensor(self.masks, device=self.input_ids.device)[:, None]
+        counts = torch.tensor(masks, device=self.input_ids.device)[:, None]
         return torch.arange(most, 0, -1, device=counts.device) <= counts
 
 
@@ -138,8 +143,7 @@ def lay_out(
     is_contiguous = capacity is None and min(committed) == max(committed) and min(counts) == size
     return Step(
         sequences=list(sequences),
-        counts=counts,
-        masks=[len(sequence.rows) - sequence.unmasked for sequence in sequences],
+        rows=[sequence.rows for sequence in sequences],
         input_ids=input_ids,
         position_ids=position_ids,
         slots=slots,

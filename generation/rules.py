@@ -20,9 +20,8 @@ Cut = Callable[[SequenceState, list[int]], int]
 
 @dataclass(frozen=True)
 class Choice:
-    """The tokens chosen at M of the rows with logits; arbitrary where there is nothing to choose."""
+    """What was chosen at M of the rows with logits; arbitrary where there is nothing to choose."""
 
-    tokens: torch.Tensor  # `(A, M)` int64
     scores: torch.Tensor  # `(A, M, V)` float32, processed; MASK's are −∞
     columns: torch.Tensor  # `(A, M)` int64, which of the T columns these rows are
     is_broken: torch.Tensor  # `(A,)` bool, where no token can be chosen: the logits are NaN, or all are −∞
@@ -31,10 +30,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class SequenceOutcome:
-    """What a step did to one sequence. Numbers stand for rows: their places among `rows`."""
+    """What a step did to one sequence. Numbers stand for rows: their places among the sequence's rows of the
+    step."""
 
     sequence: SequenceState
-    rows: list[Row]  # that the step forwarded
     new_tokens: list[int]  # that became final
     kept: list[int]  # rows whose keys and values enter the cache: a path from the first row on, or nothing
     decided: list[tuple[int, int, int]]  # of each new token that was decided: its choice, its offset, the token
@@ -134,9 +133,9 @@ class FillRule:
         """See [`Rule`]. The readings are which masks are filled, and with which tokens."""
         settings, logits = self.settings, logits.to(torch.float32, copy=True)
         count, offsets = logits.shape[1], []
-        for sequence, masks in zip(step.sequences, step.masks, strict=True):
-            slots = [row.position - len(sequence.tokens) for row in sequence.rows[len(sequence.rows) - masks :]]
-            offsets.append([-1] * (count - masks) + [sequence.new_count + slot for slot in slots])
+        for sequence, rows in zip(step.sequences, step.rows, strict=True):
+            masks = [row.position - sequence.prompt_length for row in rows if row.token is None]
+            offsets.append([-1] * (count - len(masks)) + masks)
         places = torch.tensor(offsets, device=logits.device)
         is_mask = places >= 0
         # Slot 0 is a mask: all are measured from there.
@@ -146,7 +145,7 @@ class FillRule:
         tokens, scores = self.sampler.choose(logits, offsets, [sequence.index for sequence in step.sequences])
         is_broken = (entropy.isnan() & is_mask) | (marks & (tokens < 0))
         columns = torch.arange(count, device=logits.device).expand_as(places)
-        return Choice(tokens, scores, columns, is_broken.any(1), [marks, tokens])
+        return Choice(scores, columns, is_broken.any(1), [marks, tokens])
 
     def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:
         """Fills slots, and slides the window past the final tokens."""
@@ -158,7 +157,7 @@ class FillRule:
                 decided.append((column, sequence.new_count + slot, tokens[column]))
         final = [token for token in window[: window.index(None) if None in window else None] if token is not None]
         final = final[: cut(sequence, final)]
-        outcome = SequenceOutcome(sequence, sequence.rows, final, list(range(sequence.pending)), decided)
+        outcome = SequenceOutcome(sequence, final, list(range(sequence.pending)), decided)
         sequence.committed += sequence.pending
         sequence.tokens += final
         del window[: len(final)]

@@ -91,8 +91,8 @@ class StatsRecorder:
 
     def observe(self, step: StepOutcome) -> None:
         """Counts a step."""
-        for outcome in step.sequences:
-            if rows := outcome.rows:  # where shapes are fixed, finished sequences stay, as padding
+        for rows, outcome in zip(step.step.rows, step.sequences, strict=True):
+            if rows:  # where shapes are fixed, finished sequences stay, as padding
                 index, root = outcome.sequence.index, outcome.checked.start - 1
                 self.forwards[index] += 1
                 self.token_instances[index] += len(rows)

@@ -31,7 +31,7 @@ class TraceStep:
         entropy: `(A, M)` float32, H in nats.
         filled: `(A, M)` bool, masks that this step filled; under verification, masks whose draft the next step
             checks.
-        tokens: `(A, M)` int64, what they were filled with.
+        tokens: `(A, M)` int64, what they were filled with; 0 elsewhere.
         likeliest: `(A, M, 5)` int64, the tokens of the highest probability, descending.
         probabilities: `(A, M, 5)` float32, by the raw logits.
         decided: offsets (from the prompt's end) of the new tokens whose value this step settled, per entry.
@@ -64,7 +64,8 @@ class TraceRecorder:
         """Adds a step."""
         step, logits = outcome.step, outcome.logits.float()
         columns = torch.arange(logits.shape[1])
-        first_row, first_mask = (len(columns) - torch.tensor(each)[:, None] for each in (step.counts, step.masks))
+        counts = [len(rows) for rows in step.rows]
+        first_row, first_mask = (len(columns) - torch.tensor(each)[:, None] for each in (counts, step.masks))
         filled, tokens = _filled(outcome)
         most_likely, probabilities = likeliest(logits)
         self.steps.append(
@@ -72,7 +73,7 @@ class TraceRecorder:
                 rows=[each.sequence.index for each in outcome.sequences],
                 input_ids=step.input_ids.cpu(),
                 position_ids=step.position_ids.cpu(),
-                counts=step.counts,
+                counts=counts,
                 committed=[len(each.kept) for each in outcome.sequences],
                 kept=[each.kept for each in outcome.sequences],
                 accepted=[each.accepted for each in outcome.sequences],
@@ -109,20 +110,20 @@ def likeliest(logits: torch.Tensor, count: int = 5) -> tuple[torch.Tensor, torch
 
 
 def _filled(outcome: StepOutcome) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows with logits are masks that the step filled, `(A, M)` bool, and the rows' tokens, int64. Under
+    """Which rows with logits are masks that the step filled, `(A, M)` bool, and with which tokens, int64. Under
     verification these are the masks behind the last row of the path, where the next step checks their draft."""
-    choice, count = outcome.choice, outcome.logits.shape[1]
-    tokens = choice.tokens.new_zeros(len(choice.tokens), count).scatter(1, choice.columns, choice.tokens).cpu()
+    count = outcome.logits.shape[1]
+    tokens = torch.zeros(len(outcome.sequences), count, dtype=torch.int64)
     filled = torch.zeros_like(tokens, dtype=torch.bool)
-    for entry, each in enumerate(outcome.sequences):
-        if not each.checked.start:  # unverified: choices are made at masks
-            filled[entry, [column for column, _, _ in each.decided]] = True
+    for entry, (rows, each) in enumerate(zip(outcome.step.rows, outcome.sequences, strict=True)):
+        for column, _, token in () if each.checked.start else each.decided:  # unverified: choices are made at masks
+            filled[entry, column], tokens[entry, column] = True, token
         expected = each.sequence.rows[each.sequence.pending :]
         drafts = {row.position: row.token for row in reversed(expected) if row.token is not None}
-        for place in mask_runs(each.rows).get((each.accepted or each.kept or [0])[-1], ()):
-            if (token := drafts.get(each.rows[place].position)) is not None:
-                column = count - len(each.rows) + place
-                filled[entry, column], tokens[entry, column] = True, token
+        for place in mask_runs(rows).get((each.accepted or each.kept or [0])[-1], ()):
+            if (draft := drafts.get(rows[place].position)) is not None:
+                column = count - len(rows) + place
+                filled[entry, column], tokens[entry, column] = True, draft
     return filled, tokens
 
 

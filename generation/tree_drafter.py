@@ -4,7 +4,6 @@
 hidden size, `V` vocabulary.
 """
 
-from itertools import islice
 from typing import Any
 
 import torch
@@ -56,10 +55,10 @@ class TreeDrafter(Drafter):
         offsets: torch.Tensor,
         rows: list[int],
         root: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See [`Drafter.guess`]. The numbers are, for each depth of masks: which pairs of a path and a child became
-        drafts, as path * children + child; their tokens; their chances. Last come the root's: tokens and chances."""
-        numbers, paths = [], before[:, None]  # (A, B, 2), the last two tokens of each
+    ) -> list[torch.Tensor]:
+        """See [`Drafter.guess`]. For each depth of masks: which pairs of a path and a child became drafts, as path *
+        children + child; their tokens; their chances. Last come the root's: tokens and chances."""
+        guesses, paths = [], before[:, None]  # (A, B, 2), the last two tokens of each
         if logits is not None:
             assert hidden is not None
             self.sampler.suppress(logits)
@@ -70,9 +69,10 @@ class TreeDrafter(Drafter):
                 scores = self._scores(hidden[:, depth], shortlist[:, depth], paths)  # (A, B, S)
                 tokens, found = self.sampler.draft(scores, shortlist[:, depth], offsets + depth, rows, self.children)
                 joint = (chances[..., None] * found).flatten(1)
-                kept = joint.topk(self._drafts_behind(paths.shape[1])).indices
+                most = 2 * self.children if self.has_branches else 1  # drafts of one depth
+                kept = joint.topk(min(joint.shape[1], most)).indices
                 own = tokens.flatten(1).gather(1, kept)
-                numbers += [kept, own, (found.flatten(1).gather(1, kept) / UNIT).long()]
+                guesses += [kept, own, (found.flatten(1).gather(1, kept) / UNIT).long()]
                 followed = kept[:, : self.paths]
                 chances = joint.gather(1, followed)
                 last = paths[..., 1].gather(1, followed // self.children)
@@ -81,22 +81,16 @@ class TreeDrafter(Drafter):
             frequent, head = self.frequent
             scores = head(self.model.root_hidden(root, before[:, None])).float()
             tokens, found = self.sampler.draft(scores, frequent.expand(len(root), -1), offsets, rows, self.children)
-            numbers += [tokens[:, 0], (found[:, 0] / UNIT).long()]
-        return torch.cat(numbers, 1)
+            guesses += [tokens[:, 0], (found[:, 0] / UNIT).long()]
+        return guesses
 
-    def _drafts_behind(self, paths: int) -> int:
-        """Drafts of one depth, behind so many paths."""
-        return min(paths * self.children, 2 * self.children if self.has_branches else 1)
-
-    def _drafts(self, sequence: SequenceState, masks: int, numbers: list[int]) -> list[Row]:
+    def _drafts(self, sequence: SequenceState, masks: int, guesses: list[list[int]]) -> list[Row]:
         """Drafts of masks, or where none drafted, of the root's state; and of text. Nothing follows an end token."""
         drafts: list[Row] = []
         parents: list[int | None] = [-1]  # of the paths that are followed; `None` behind an end token
-        read = iter(numbers)
         for depth in range(1, masks + 1):
-            kept, tokens, chances = (list(islice(read, self._drafts_behind(len(parents)))) for _ in range(3))
             behind = []
-            for place, token, chance in zip(kept, tokens, chances, strict=True):
+            for place, token, chance in zip(*guesses[3 * depth - 3 : 3 * depth], strict=True):
                 parent, rank = parents[place // self.children], place % self.children
                 is_over = parent is None or token in self.end_tokens
                 behind.append(None if is_over else len(drafts))
@@ -104,9 +98,7 @@ class TreeDrafter(Drafter):
                     drafts.append(Row(token, depth, parent, min(chance * UNIT, CERTAIN - UNIT), rank > 0))
             parents = behind[: self.paths]
         if not masks and self.frequent is not None:
-            count = min(self.children, len(self.frequent[0]))
-            own = numbers[len(numbers) - 2 * count :]
-            for rank, (token, chance) in enumerate(zip(own[:count], own[count:], strict=True)):
+            for rank, (token, chance) in enumerate(zip(*guesses[-2:], strict=True)):
                 drafts.append(Row(token, 1, -1, min(chance * UNIT, CERTAIN - UNIT), rank > 0))
         if drafts and not masks and not self.sampler.do_sample:  # whose noise says more than chances
             drafts = self.ngrams.mixed(drafts, sequence.tokens)

@@ -135,9 +135,9 @@ class VerifyRule:
             if hidden is not None and reads_root:
                 root = hidden[entries, at.column.gather(1, end)]
             before = torch.cat([at.token.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
-            readings.append(self.drafter.guess(masks, states, before, following.gather(1, end), indices, root))
+            readings += self.drafter.guess(masks, states, before, following.gather(1, end), indices, root)
         is_broken = (chosen < at.offset.clamp(max=0)).any(1)  # -1 where there is a row
-        return Choice(chosen, scores, at.column, is_broken, readings)
+        return Choice(scores, at.column, is_broken, readings)
 
     def _ar_rows(self, sequence: SequenceState, count: int) -> list[ARRow]:
         """A sequence's root and drafts, where a forward has `count` columns."""
@@ -194,7 +194,6 @@ class VerifyRule:
         is_kept = not self.keeps_state or len(rows) == sequence.pending
         outcome = SequenceOutcome(
             sequence=sequence,
-            rows=rows,
             new_tokens=settled[:count],
             kept=[*range(root + 1), *path[1:count]] if is_kept else [],
             decided=[(place - root, sequence.new_count + n, settled[n]) for n, place in enumerate(path[:count])],
@@ -207,6 +206,6 @@ class VerifyRule:
             self._tokens += count
         if not sequence.is_finished:
             masks = max(0, len(mask_runs(rows).get(path[-1], ())) - self.drafter.skipped_masks)
-            drafts = self.drafter.drafts(sequence, masks, guesses[0] if guesses else [])
+            drafts = self.drafter.drafts(sequence, masks, guesses)
             self._outlooks[sequence.index] = Outlook(drafts, masks, sequence.remaining)
         return outcome

@@ -27,7 +27,8 @@ COUNTED = {"slot_cost": 0.01}  # a slot cost leaves no part to the clock
 
 def adapted(style="qwen3", head_width=8, **overrides):
     """A tiny model with a random mask adapter that changes every mask."""
-    return with_adapter(tiny_model(style, **overrides), MaskAdapterSettings(rank=4, head_width=head_width))
+    settings = MaskAdapterSettings(rank=4, head_width=head_width, num_masks=8)
+    return with_adapter(tiny_model(style, **overrides), settings)
 
 
 @pytest.fixture(scope="module")
