@@ -327,10 +327,11 @@ def test_what_ends_one_answer_of_a_call_ends_no_other(server, monkeypatch, log):
     with monkeypatch.context() as patch:
         fail_at(patch, lambda number: number == 5, "one sequence is to blame")
         assert [choice.text for choice in server.complete(prompts, **options).choices] == alone
-    read = Answer._read
+    read, failed = Answer._read, []
 
     def fail(answer, text):
         if answer.asked.likeliest is not None and len(answer.tokens) > 3:
+            failed.append(answer)
             raise RuntimeError("it cannot be read")
         read(answer, text)
 
@@ -339,6 +340,7 @@ def test_what_ends_one_answer_of_a_call_ends_no_other(server, monkeypatch, log):
         found = [pool.submit(server.complete, one, logprobs=1 if one == "5" else None, **options) for one in prompts]
     texts = ["failed" if each.exception() else each.result().choices[0].text for each in found]
     assert texts == [*alone[:5], "failed", *alone[6:]]
+    assert len(failed) == 1  # it takes nothing more
 
 
 def test_generation_stops_when_the_client_of_a_stream_or_of_a_whole_answer_goes_away(server, log):
