@@ -23,12 +23,13 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallba
 
 from ..checkpoints.card import CARD_NAME, write_card
 from ..checkpoints.files import write_text, written_whole
+from ..checkpoints.find import ADAPTER_FILE, read_adapter_config
 from ..checkpoints.loading import FASTEST, find_device, load_config_dict, load_model, load_tokenizer
 from ..console.progress import Show, stage
 from ..generation.state import keeps_state
 from ..training.saving import only_writer
 from .adapt_config import AdaptConfig
-from .adapter_files import CONFIG_NAME, WEIGHTS_NAME, MaskAdapterSettings, read_adapter_config
+from .adapter_files import WEIGHTS_NAME, MaskAdapterSettings
 from .answers import (
     Answer,
     AnswerConfig,
@@ -390,7 +391,7 @@ class _Run:
 
     def publish(self) -> None:
         """The adapter where users look for it."""
-        for name in (WEIGHTS_NAME, CONFIG_NAME):
+        for name in (WEIGHTS_NAME, ADAPTER_FILE):
             with written_whole(self.out / name) as unfinished:
                 shutil.copyfile(self.work / "adapter" / name, unfinished)
 

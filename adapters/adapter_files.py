@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers.utils import cached_file
 
 from ..checkpoints.files import write_text, written_whole
-from ..checkpoints.find import find_checkpoint
+from ..checkpoints.find import ADAPTER_FILE, find_checkpoint, find_file
+from ..checkpoints.find import read_adapter_config as read_adapter_config
 from ..generation.versions import check_format
 
 logger = logging.getLogger(__name__)
 
-CONFIG_NAME = "adapter_config.json"
+CONFIG_NAME = ADAPTER_FILE
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_TYPE = "MASK_ADAPTER"
 KEY_PREFIX = "base_model.model.model.mask_adapter."  # PEFT's way to write `model.mask_adapter.`
@@ -96,14 +96,15 @@ class StoredMaskAdapter:
             OSError: for missing or damaged files.
             ValueError: for an adapter of another kind or of a later format, and for files that do not belong together.
         """
-        download_options = _found(name, download_options)
-        config = read_adapter_config(name, **download_options)
+        where = {key: value for key, value in download_options.items() if key in ("revision", "subfolder")}
+        found = find_checkpoint(name, file=CONFIG_NAME, **where) | download_options  # else transformers tries for long
+        config = read_adapter_config(name, **found)
         if config.get("peft_type") != PEFT_TYPE:
             raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")
         check_format(config)
         settings, base = _settings_of(config), config.get("base")
         try:
-            stored = load_file(str(cached_file(str(name), WEIGHTS_NAME, **download_options)))
+            stored = load_file(str(find_file(name, WEIGHTS_NAME, **found)))
         except SafetensorError as error:
             raise OSError(f"The weights of {str(name)!r} are damaged or truncated: {error}.") from error
         weights = {key.removeprefix(KEY_PREFIX): weight for key, weight in stored.items()}
@@ -148,27 +149,6 @@ class StoredMaskAdapter:
         except SafetensorError as error:  # what safetensors raises for a full disk
             raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
         write_text(folder / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
-
-
-def _found(name: str | os.PathLike[str], download_options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a download, once it is known that there is something to read: transformers would try for long.
-    Raises `OSError` or `ValueError` for a name of nothing."""
-    where = {key: value for key, value in download_options.items() if key in ("revision", "subfolder")}
-    found = find_checkpoint(name, file=CONFIG_NAME, **where)
-    del found["trust_remote_code"]
-    return found | download_options
-
-
-def read_adapter_config(name: str | os.PathLike[str], **download_options: Any) -> dict[str, Any]:
-    """The adapter_config.json of a folder or Hub id. Raises `OSError` if it is missing or damaged."""
-    path = cached_file(str(name), CONFIG_NAME, **download_options)
-    try:
-        config = json.loads(Path(str(path)).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise OSError(f"{str(path)!r} is damaged: {error}.") from error
-    if not isinstance(config, dict):
-        raise OSError(f"{str(path)!r} must hold an object, got {type(config).__name__}.")
-    return config
 
 
 def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:

@@ -574,7 +574,7 @@ def _read(model: Any, cache: WindowCache, tokens: list[int], known: int, masks: 
         *(Row(None, len(tokens) + place, count - 1 + place) for place in range(masks)),
     ]
     step = lay_out([sequence], [0], 0, model.device)
-    cache.plan(step)
+    cache.announce(step)
     inputs = {"input_ids": step.input_ids, "position_ids": step.position_ids, cache_name(model): cache}
     with cache.forgetting() if masks else nullcontext(), short_chunks() if known else nullcontext():
         logits: torch.Tensor = model(**inputs, use_cache=True).logits
@@ -593,7 +593,7 @@ def decode_step(model: Any, known: list[int], rows: list[Row], slots: int | None
     for part, count in ((sequence.pending_rows, None), (rows, slots)):
         sequence.rows = part
         step = lay_out([sequence], [0], 0, model.device)
-        cache.plan(step)
+        cache.announce(step)
         masks = attention.masks(step, step.position_ids)
         with nullcontext() if count is None else model.predicting(count) as found, attention.reading():
             logits = model(

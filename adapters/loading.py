@@ -1,15 +1,21 @@
 """Loading a model with what adapters add to it."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
-from ..checkpoints.find import ADAPTER_FILE, base_path, find_checkpoint, is_adapter, reading
+from ..checkpoints.find import (
+    ADAPTER_FILE,
+    base_path,
+    find_checkpoint,
+    find_file,
+    is_adapter,
+    read_adapter_config,
+    reading,
+)
 from ..checkpoints.gguf import parsed_once
 from ..checkpoints.loading import FASTEST, TOKENIZER_FILES, load_model, load_tokenizer, set_format
 from ..checkpoints.packed import PACKED
@@ -87,13 +93,10 @@ def _check_base(base: str, adapter: str | os.PathLike[str]) -> None:
 
 def _peft_type(adapter: str | os.PathLike[str]) -> Any:
     """The kind of an adapter. Raises `OSError` for one that is missing or has no safetensors."""
-    with reading(f"The adapter {os.fspath(adapter)!r}"):
-        found = {**find_checkpoint(adapter, file=ADAPTER_FILE), "_raise_exceptions_for_missing_entries": False}
-        del found["trust_remote_code"]
-        config = json.loads(Path(str(cached_file(adapter, ADAPTER_FILE, **found))).read_bytes())
-        if cached_file(adapter, WEIGHTS_NAME, **found) is None:  # PEFT would unpickle other files
-            raise FileNotFoundError(f"The adapter {os.fspath(adapter)!r} has no {WEIGHTS_NAME}.")
-        return config.get("peft_type")
+    found = find_checkpoint(adapter, file=ADAPTER_FILE)
+    if find_file(adapter, WEIGHTS_NAME, is_needed=False, **found) is None:  # PEFT would unpickle other files
+        raise FileNotFoundError(f"The adapter {os.fspath(adapter)!r} has no {WEIGHTS_NAME}.")
+    return read_adapter_config(adapter, **found).get("peft_type")
 
 
 def _merged(model: Any, adapter: str | os.PathLike[str]) -> Any:

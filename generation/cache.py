@@ -251,7 +251,7 @@ class WindowCache(Cache):
             lengths.append(min(len(known), len(prompt) - 1))
         return lengths
 
-    def plan(self, step: Step) -> None:
+    def announce(self, step: Step) -> None:
         """Prepares for the next forward, which writes the rows of this step."""
         if step.end > self.token_ids.shape[1]:
             room = max(step.end - self.token_ids.shape[1], self.token_ids.shape[1])

@@ -141,7 +141,7 @@ class ParallelDecoder:
 
     def _forward(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits `(A, T, V)`; with a mask adapter, also the hidden states `(A, T, H)` that the head read."""
-        self.cache.plan(step)
+        self.cache.announce(step)
         is_compiled = self.compiled is not None and self.steps > 0
         predicting: AbstractContextManager[Any] = nullcontext()
         if self.model.has_mask_adapter:

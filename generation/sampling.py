@@ -265,7 +265,7 @@ class TokenSampler:
         tokens = tokens.expand_as(probabilities)
         if probabilities.numel() > CHUNK and len(rows) > 1:  # noise takes memory
             parts = zip(probabilities.split(1), tokens.split(1), offsets, rows, strict=True)
-            return torch.cat([self._draw(one, ids, [own], [row]) for one, ids, own, row in parts])
+            return torch.cat([self._draw(each, ids, [own], [row]) for each, ids, own, row in parts])
         noise = self.noise.at(rows, torch.tensor(offsets, device=tokens.device), tokens)
         places = (probabilities / noise).argmax(-1, keepdim=True)
         return tokens.gather(-1, places)[..., 0].masked_fill(probabilities[..., 0].isnan(), -1)

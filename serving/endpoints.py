@@ -107,7 +107,7 @@ class Endpoint:
                 raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=name)
         if request.n > 1:  # a seed gives each its own sample
             seeds = [None if request.seed is None else request.seed + index for index in range(request.n)]
-            asked = [replace(one, seed=seed) for one in asked for seed in seeds]
+            asked = [replace(each, seed=seed) for each in asked for seed in seeds]
         return request, asked
 
     def _prompts(self, request: Any) -> Iterator[tuple[list[int], dict[str, Any]]]:

@@ -182,8 +182,8 @@ class ChatResponse(Response):
             entry = self.vocabulary.entry
             logprobs = {
                 "content": [
-                    entry(one.token, one.log_prob) | {"top_logprobs": [entry(*other) for other in one.likeliest]}
-                    for one in chances
+                    entry(each.token, each.log_prob) | {"top_logprobs": [entry(*other) for other in each.likeliest]}
+                    for each in chances
                 ],
                 "refusal": None,
             }
@@ -211,13 +211,13 @@ class TextResponse(Response):
         logprobs = None
         if self._has_chances(index):
             name = self.vocabulary.name
-            tokens = [name(one.token) for one in chances]
+            tokens = [name(each.token) for each in chances]
             starts = [self.lengths[index] + sum(map(len, tokens[:place])) for place in range(len(tokens))]
             self.lengths[index] += sum(map(len, tokens))
             logprobs = {
                 "tokens": tokens,
-                "token_logprobs": [finite(one.log_prob) for one in chances],
-                "top_logprobs": [{name(token): finite(value) for token, value in one.likeliest} for one in chances],
+                "token_logprobs": [finite(each.log_prob) for each in chances],
+                "top_logprobs": [{name(token): finite(value) for token, value in each.likeliest} for each in chances],
                 "text_offset": starts,
             }
         return {"index": index, "text": "".join(items), "logprobs": logprobs}

@@ -47,7 +47,7 @@ class RequestState:
 
 
 @dataclass(frozen=True)
-class Step:
+class RunnerStep:
     """What the runner shows of a step."""
 
     requests: list[str]  # ids, in the order of the batch
@@ -82,7 +82,7 @@ class Proposer:
         self._logged: tuple[bool | None, float] = None, -PAUSE  # whether they gain, by the log's last line, and when
         self.states: dict[str, RequestState] = {}
         self.model: Any = None
-        self._step: Step | None = None
+        self._step: RunnerStep | None = None
         self._last: frozenset[str] = frozenset()
 
     def load_model(self, target_model: Any) -> None:
@@ -100,7 +100,7 @@ class Proposer:
         tokens = iter(metadata.draft_token_ids.tolist() if metadata is not None else [])
         counts = metadata.num_draft_tokens if metadata is not None else [0] * len(requests)
         rows = scheduler_output.total_num_scheduled_tokens
-        self._step = Step(
+        self._step = RunnerStep(
             requests=requests,
             states=runner.requests,
             is_decode=rows == sum(counts) + len(requests),
@@ -144,7 +144,7 @@ class Proposer:
             why = "drafts and masks bring %.2f tokens a step %s than AR steps in the same time, as measured so far"
             logger.info(f"{what}: {why}.", abs(mean), sign)
 
-    def _finish(self, step: Step, sampled: list[list[int]]) -> None:
+    def _finish(self, step: RunnerStep, sampled: list[list[int]]) -> None:
         """Takes in what became of drafts, and the time of steps that follow each other without a pause. Forgets
         requests that are gone."""
         for name, tokens, spec_tokens in zip(step.requests, sampled, step.spec_tokens, strict=True):
@@ -162,7 +162,7 @@ class Proposer:
         self._last = requests
 
     def _drafts(
-        self, step: Step, sampled: list[list[int]], logits: torch.Tensor, lengths: Any, texts: Any
+        self, step: RunnerStep, sampled: list[list[int]], logits: torch.Tensor, lengths: Any, texts: Any
     ) -> dict[int, tuple[list[int], list[float]]]:
         """What the masks of each request say, with the chances that they give it; only where every draft passed."""
         masks: dict[int, list[int]] = {}
@@ -190,7 +190,9 @@ class Proposer:
         """How many of a request's speculative tokens are drafts: the others, behind them, are masks."""
         return next((place for place, token in enumerate(tokens) if token == self.mask_token_id), len(tokens))
 
-    def _outlook(self, step: Step, index: int, found: tuple[list[int], list[float]] | None, length: int) -> Outlook:
+    def _outlook(
+        self, step: RunnerStep, index: int, found: tuple[list[int], list[float]] | None, length: int
+    ) -> Outlook:
         """What a request can do next."""
         name = step.requests[index]
         state, request = self.states[name], step.states[name]
