@@ -16,7 +16,7 @@ from huggingface_hub.utils import filter_repo_objects
 from ..adapters.adapter_files import PEFT_TYPE
 from ..adapters.loading import load_adapted
 from ..checkpoints.card import CARD_NAME, is_hub_id, is_written_by_a_person, model_card, read_card, signed
-from ..checkpoints.find import ADAPTER_FILE, CONFIG_FILE, base_path, is_adapter, is_hub_reachable
+from ..checkpoints.find import ADAPTER_FILE, CONFIG_FILE, base_path, is_adapter, is_hub_reachable, read_adapter_config
 from ..checkpoints.loading import load_model
 from ..modeling_wedlm.convert import require_wedlm
 from ..modeling_wedlm.hub import hub_files
@@ -48,7 +48,7 @@ def check(folder: Path, base: str | None = None) -> str:
                 "`wedlm_hf.WeDLMForCausalLM` and save it again."
             )
     model = str(folder) if is_model else base or base_path(folder)
-    if not is_model and json.loads((folder / ADAPTER_FILE).read_bytes()).get("peft_type") == PEFT_TYPE:
+    if not is_model and read_adapter_config(folder).get("peft_type") == PEFT_TYPE:
         adapted, tokenizer = load_adapted(model, folder)
         inputs: Any = tokenizer("Count from 1 to 20:", return_tensors="pt")
         output = adapted.generate(**inputs, max_new_tokens=24, strategy="wedlm", verification="exact")

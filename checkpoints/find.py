@@ -51,6 +51,13 @@ def find_checkpoint(
     return options | {"local_files_only": True}
 
 
+def find_file(source: str | os.PathLike[str], file: str, *, is_needed: bool = True, **options: Any) -> str | None:
+    """The path of a checkpoint's file, downloaded if it is of the Hub; `options` as [`find_checkpoint`] returns or
+    `cached_file` takes them. Of a file that is not there, None; where it `is_needed`, raises `OSError`."""
+    options.pop("trust_remote_code", None)
+    return cached_file(os.fspath(source), file, _raise_exceptions_for_missing_entries=is_needed, **options)
+
+
 def is_hub_reachable() -> bool:
     """Whether the Hub answers, asked once and without retries; never in offline mode (`HF_HUB_OFFLINE=1`)."""
     try:
@@ -72,10 +79,22 @@ def is_adapter(source: str | os.PathLike[str]) -> bool:
     return Path(source, ADAPTER_FILE).is_file() and not Path(source, CONFIG_FILE).is_file()
 
 
+def read_adapter_config(name: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+    """The adapter_config.json of a folder or Hub id; `options` as [`find_file`] takes them. Raises `OSError` if it is
+    missing or damaged."""
+    path = find_file(name, ADAPTER_FILE, **options)
+    try:
+        config = json.loads(Path(str(path)).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"{str(path)!r} is damaged: {error}.") from error
+    if not isinstance(config, dict):
+        raise OSError(f"{str(path)!r} must hold an object, got {type(config).__name__}.")
+    return config
+
+
 def base_path(adapter: str | os.PathLike[str]) -> str:
     """Folder or Hub id of the model that an adapter's config names. Raises `ValueError` for one that names none."""
-    check_json(Path(adapter), ADAPTER_FILE)
-    base = json.loads(Path(adapter, ADAPTER_FILE).read_bytes()).get("base_model_name_or_path")
+    base = read_adapter_config(adapter).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ValueError(f"The adapter {os.fspath(adapter)!r} does not say which model it belongs to.")
     return base

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
-from .find import CONFIG_FILE, find_checkpoint, is_adapter
+from .find import CONFIG_FILE, find_checkpoint, find_file, is_adapter
 
 # The tensors that transformers reads from GGUF files of the families we take. It ignores all others.
 _TENSOR = re.compile(
@@ -66,8 +65,7 @@ def read_gguf_config(folder: str, gguf_file: str, revision: str | None) -> dict[
     if find_spec("gguf") is None:
         raise ImportError("Reading GGUF files needs the package `gguf`: pip install '.[gguf]' in the clone.")
     options = find_checkpoint(folder, revision=revision, file=gguf_file)
-    where = {key: value for key, value in options.items() if key != "trust_remote_code"}
-    _check_gguf(str(cached_file(folder, gguf_file, **where)))
+    _check_gguf(str(find_file(folder, gguf_file, **options)))
     with _reading_gguf(folder, gguf_file):
         config_dict: dict[str, Any] = PreTrainedConfig.get_config_dict(folder, gguf_file=gguf_file, **options)[0]
     config_dict.pop("quantization_config", None)  # the weights are dequantized

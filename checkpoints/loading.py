@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
-from .find import ADAPTER_FILE, CONFIG_FILE, check_json, find_checkpoint, is_adapter, reading
+from .find import ADAPTER_FILE, CONFIG_FILE, check_json, find_checkpoint, find_file, is_adapter, reading
 from .gguf import end_token_ids, load_gguf_model, parsed_once, read_gguf_config, set_padding, split_source
 from .packed import PACKED, forget_gguf, pack, use_fastest
 
@@ -119,9 +118,7 @@ def load_tokenizer(
     file = gguf_file or (ADAPTER_FILE if is_adapter(source) else CONFIG_FILE)  # training saves one beside a LoRA
     found = find_checkpoint(folder, revision=revision, subfolder=subfolder, file=file)
     if gguf_file is None:  # without these files, transformers makes up an empty tokenizer for some model types
-        where = {key: value for key, value in found.items() if key != "trust_remote_code"}
-        where["_raise_exceptions_for_missing_entries"] = False
-        if not any(cached_file(folder, file, **where) for file in TOKENIZER_FILES):
+        if not any(find_file(folder, file, is_needed=False, **found) for file in TOKENIZER_FILES):
             raise FileNotFoundError(f"{name!r} has no {' or '.join(TOKENIZER_FILES)}: a tokenizer is missing.")
     else:
         options["gguf_file"] = gguf_file

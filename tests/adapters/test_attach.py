@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from wedlm_hf import add_mask_adapter, count_ngrams, load_mask_adapter, unload_mask_adapter
-from wedlm_hf.adapters import adapter_files
 from wedlm_hf.adapters.adapter_files import base_of, check_base
 from wedlm_hf.adapters.attach import decoder_layers, is_close
+from wedlm_hf.checkpoints import find
 from wedlm_hf.generation.versions import CACHE, cache_of
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9]])
@@ -249,7 +249,7 @@ def test_an_adapter_that_states_a_digest_alone_is_taken_in_float16_with_a_warnin
 
 
 def test_a_folder_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(adapter_files, "cached_file", None)  # which would ask the Hub, six times
+    monkeypatch.setattr(find, "cached_file", None)  # which would ask the Hub, six times
     for name, message in (("no-such-folder", "'no-such-folder' is no folder here"), ("./gone", "no adapter folder"),
                           (tmp_path, "it has no adapter_config")):  # fmt: skip
         with pytest.raises(OSError, match=message):
