@@ -173,21 +173,21 @@ def read_tokens(examples: Sequence[Mapping[str, Any]]) -> tuple[Tokens, torch.Te
         if input_ids.ndim != 1:
             raise ValueError(f"`input_ids` must be one sequence of tokens, got the shape {tuple(input_ids.shape)}.")
         parts.append(input_ids)
-        marks.append(_supervised(example, input_ids))
+        marks.append(supervised_of(example, input_ids))
         lengths += _document_lengths(example, input_ids)
         sequences += [sequence] * (len(lengths) - len(sequences))
     return Tokens(torch.cat(parts), torch.tensor(lengths), torch.tensor(sequences)), torch.cat(marks)
 
 
-def _supervised(example: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Tensor:
-    """Which tokens of the example are supervised, `(L,)` bool."""
+def supervised_of(example: Mapping[str, Any], input_ids: torch.Tensor) -> torch.Tensor:
+    """Which tokens of the example are supervised, `(L,)` bool. Raises `ValueError` for marks that do not fit them."""
     supervised = torch.ones_like(input_ids, dtype=torch.bool)
     for column in ("labels", "assistant_masks", "completion_mask"):
         if example.get(column) is not None:
             marks = torch.as_tensor(example[column])
             if marks.shape != input_ids.shape:
-                got = f"got {len(marks)} and {len(input_ids)} entries"
-                raise ValueError(f"`{column}` must be as long as `input_ids`, {got}.")
+                wanted = f"a list as long as `input_ids`, {len(input_ids)} entries"
+                raise ValueError(f"`{column}` must be {wanted}, got {example[column]!r:.80}.")
             supervised &= marks != (IGNORE_INDEX if column == "labels" else 0)
             if column == "labels" and not torch.equal(marks[supervised], input_ids[supervised]):
                 raise ValueError("`labels` must repeat `input_ids`, unshifted, wherever they are not -100.")

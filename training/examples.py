@@ -16,6 +16,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from ..console.prompts import is_unicode
+from .collator import supervised_of
 from .model import training_template
 from .rows import row_of
 from .sft_config import WeDLMSFTConfig
@@ -24,7 +25,6 @@ from .turns import Conversation, Span, read_tools, read_turn
 
 logger = get_logger(__name__)
 
-_MARKS = ("labels", "assistant_masks", "completion_mask")
 # Types of the columns of each kind but text: one of these for all of them.
 _SHAPES: dict[str, tuple[tuple[type, ...], str]] = {
     "messages": ((list,), "a list of turns"),
@@ -188,18 +188,10 @@ def _marked(example: Mapping[str, Any], where: str) -> Marked:
         raise ValueError(f"{where}: `input_ids` must be a list of integers, got {example['input_ids']!r:.80}.")
     if example.get("document_ids") is not None:
         raise ValueError(f"{where}: say the lengths of packed documents by `seq_lengths`, not by `document_ids`.")
-    supervised = torch.ones(len(tokens), dtype=torch.bool)
-    for column in _MARKS:
-        marks = example.get(column)
-        if marks is None:
-            continue
-        if not (hasattr(marks, "__len__") and len(marks) == len(tokens)):
-            wanted = f"a list as long as `input_ids`, {len(tokens)} entries"
-            raise ValueError(f"{where}: `{column}` must be {wanted}, got {marks!r:.80}.")
-        marks = torch.as_tensor(marks)
-        supervised &= marks != (IGNORE_INDEX if column == "labels" else 0)
-        if column == "labels" and not torch.equal(marks[supervised], tokens[supervised]):
-            raise ValueError(f"{where}: `labels` must repeat `input_ids`, unshifted, wherever they are not -100.")
+    try:
+        supervised = supervised_of(example, tokens)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     return Marked(tokens.tolist(), supervised.tolist(), example.get("seq_lengths"))
 
 

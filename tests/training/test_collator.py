@@ -175,8 +175,8 @@ def test_settings_out_of_range_are_refused(settings, message):
 @pytest.mark.parametrize(
     ("example", "message"),
     [({"text": "hi", "labels": [1]}, "An example needs `input_ids`, got the columns ['labels', 'text']."),
-     ({"input_ids": [4, 5], "labels": [5]}, "`labels` must be as long as `input_ids`, got 1 and 2 entries."),
-     ({"input_ids": [4], "assistant_masks": []}, "`assistant_masks` must be as long as `input_ids`, got 0 and 1"),
+     ({"input_ids": [4, 5], "labels": [5]}, "`labels` must be a list as long as `input_ids`, 2 entries, got [5]."),
+     ({"input_ids": [4], "assistant_masks": []}, "`assistant_masks` must be a list as long as `input_ids`, 1 "),
      ({"input_ids": [4, 5], "labels": [5, -100]}, "`labels` must repeat `input_ids`, unshifted, wherever they are"),
      ({"input_ids": []}, "must hold at least one token"),
      ({"input_ids": [4, 5], "seq_lengths": [1]}, "add up to their number; got 2 tokens and lengths [1]."),
