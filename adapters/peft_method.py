@@ -4,7 +4,7 @@ PEFT alone does not know the method, so it refuses such an adapter: no other lib
 Importing this module makes it known: `wedlm_hf` does, once PEFT is imported.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, NoReturn
 
@@ -94,13 +94,7 @@ class MaskAdapterTuner(BaseTuner):
         else:
             config.base = base_of(owner)
         settings = MaskAdapterSettings(
-            config.rank,
-            tuple(config.target_modules),
-            config.head_width,
-            config.num_masks,
-            tuple(config.layers_to_transform),
-            config.ngrams,
-            config.root_width,
+            **{each.name: getattr(config, each.name) for each in fields(MaskAdapterSettings)}
         )
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
         adapter = add_mask_adapter(owner, settings)
