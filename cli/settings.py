@@ -48,16 +48,6 @@ _NEUTRAL = {
     "diversity_penalty": 0,
 }
 
-# Those that only AR decoding honours, as in docs/reference.md, and the values that ask for nothing.
-AR_ALONE = {
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "cache_implementation": (None, "static", "dynamic"),
-    "guidance_scale": (None, 1),
-    "prefill_chunk_size": (None,),
-    "remove_invalid_values": (None, False),
-    "use_cache": (None, True),
-}
 # Read by drafts from the text alone.
 _OF_LOOKUP = (
     "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold", "assistant_lookbehind",
@@ -166,7 +156,10 @@ def _check_names(settings: Mapping[str, Any]) -> None:
 def check_settings(settings: Mapping[str, Any], strategy: str) -> dict[str, Any]:
     """The settings as `generate` takes them. Raises `ValueError` for those that this strategy does not honour, and for
     values of another kind."""
-    for name, harmless in AR_ALONE.items():
+    from ..generation.mixin import REFUSED_OPTIONS
+
+    drafts = {"prompt_lookup_num_tokens": (None,), "assistant_early_exit": (None,)}  # with a loop of their own
+    for name, harmless in (drafts | REFUSED_OPTIONS).items():
         if strategy != "ar" and settings.get(name) not in harmless:
             raise ValueError(f"`--set {name}=…` goes with `--strategy ar` alone, got {settings[name]!r}.")
     unread = [name for name in _OF_LOOKUP if settings.get(name) is not None]
