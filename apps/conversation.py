@@ -141,6 +141,6 @@ class Conversation:
         length = self.cache.lengths[0]
         held = self.cache.token_ids[0, :length].tolist()
         pairs = enumerate(zip(held, prompt, strict=False))
-        shared = next((place for place, (one, other) in pairs if one != other), min(length, len(prompt)))
+        shared = next((place for place, (token, other) in pairs if token != other), min(length, len(prompt)))
         self.cache.crop(shared - length)
         return min(shared, len(prompt) - 1)
