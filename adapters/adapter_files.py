@@ -153,26 +153,19 @@ class StoredMaskAdapter:
 
 def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
-    rank, width, targets = config.get("rank"), config.get("head_width"), config.get("target_modules")
-    names = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
-    masks, ngrams = config.get("num_masks", MaskAdapterSettings.num_masks), config.get("ngrams", 0)
-    root_width = config.get("root_width", 0)
-    if type(rank) is not int or type(width) is not int or not names or names != targets:
-        raise ValueError(
-            f"{CONFIG_NAME} must state `rank` and `head_width`, whole numbers, and `target_modules`, a list of names; "
-            f"got {rank!r}, {width!r} and {targets!r}."
-        )
-    if type(masks) is not int or type(ngrams) is not int:
-        raise ValueError(
-            f"{CONFIG_NAME} may state `num_masks` and `ngrams`, whole numbers; got {masks!r} and {ngrams!r}."
-        )
-    if type(root_width) is not int:
-        raise ValueError(f"{CONFIG_NAME} may state `root_width`, a whole number; got {root_width!r}.")
-    layers = config.get("layers_to_transform")
+    optional = {"num_masks": MaskAdapterSettings.num_masks, "ngrams": 0, "root_width": 0}
+    names = ("rank", "head_width", *optional)
+    numbers: dict[str, Any] = {name: config.get(name, optional.get(name)) for name in names}
+    for name, value in numbers.items():
+        if type(value) is not int:
+            raise ValueError(f"{CONFIG_NAME} must state `{name}`, a whole number; got {value!r}.")
+    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
+        raise ValueError(f"{CONFIG_NAME} must state `target_modules`, a list of names; got {targets!r}.")
     layers = [] if layers is None else layers  # PEFT's way to say all
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise ValueError(f"{CONFIG_NAME} may state `layers_to_transform`, a list of whole numbers; got {layers!r}.")
-    return MaskAdapterSettings(rank, tuple(names), width, masks, tuple(layers), ngrams, root_width)
+    return MaskAdapterSettings(target_modules=tuple(targets), layers_to_transform=tuple(layers), **numbers)
 
 
 def base_of(model: Any) -> dict[str, Any]:

@@ -10,15 +10,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from test_mask_adapter import SMALL, with_adapter
 from test_mask_trainer import K, answers
-from tiny import EOS, VOCAB_SIZE, edit, stock_twin, tiny_model
+from tiny import EOS, VOCAB_SIZE, stock_twin, tiny_model
 
 from wedlm_hf import MaskAdapterTrainer, MaskTrainingConfig, add_mask_adapter, count_ngrams, load_mask_adapter
 from wedlm_hf.adapters import root_head
 from wedlm_hf.adapters import trainer as trainer_module
-from wedlm_hf.adapters.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from wedlm_hf.adapters.adapter_files import CONFIG_NAME
 from wedlm_hf.adapters.attach import MOST_FREQUENT, _frequent, add_root_head
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
@@ -166,26 +165,21 @@ def test_tokens_that_are_not_the_models_are_refused():
         assert model.mask_adapter.ngrams is None
 
 
-def test_a_damaged_table_and_one_that_is_not_the_stated_one_are_refused(tmp_path):
-    def refused(message):
-        other = stock_twin(tiny_model())
-        with pytest.raises(ValueError, match=message):
-            load_mask_adapter(other, tmp_path)
-        assert not hasattr(other, "mask_adapter")
-
+def test_a_damaged_table_is_refused(tmp_path):
     for damage, message in (
         (lambda ngrams: ngrams.keys.copy_(ngrams.keys.flip(0)), "n-grams are damaged"),
+        (lambda ngrams: ngrams.keys[:1].zero_(), "n-grams are damaged"),
         (lambda ngrams: ngrams.counts.neg_(), "n-grams are damaged"),
+        (lambda ngrams: ngrams.keys.masked_fill_(ngrams.keys == 5, 5000), "have token 4999, and the model 320 tokens"),
         (lambda ngrams: ngrams.tokens.add_(VOCAB_SIZE), "n-grams have token 324, and the model 320 tokens"),
     ):
         model = counted()
         damage(model.mask_adapter.ngrams)
         model.save_mask_adapter(tmp_path)
-        refused(message)
-    counted().save_mask_adapter(tmp_path)
-    for value, message in ((7, "do not fit its adapter_config.json: .*`ngrams` 7"), ("a", "numbers; got 4 and 'a'")):
-        edit(tmp_path / CONFIG_NAME, ngrams=value)
-        refused(message)
+        other = stock_twin(tiny_model())
+        with pytest.raises(ValueError, match=message):
+            load_mask_adapter(other, tmp_path)
+        assert not hasattr(other, "mask_adapter")
 
 
 # The root head.
@@ -337,15 +331,6 @@ def test_it_stays_as_it_was_where_training_makes_it_worse(monkeypatch):
     assert found == train_root_head(MaskDistillation(model, K), some, 0)
 
 
-def test_a_root_head_of_another_size_than_stated_is_refused(tmp_path):
-    rooted().save_mask_adapter(tmp_path)
-    weights = load_file(tmp_path / WEIGHTS_NAME)
-    name = next(name for name in weights if name.endswith("root_head.down"))
-    save_file(weights | {name: weights[name][:-1].clone()}, tmp_path / WEIGHTS_NAME, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="`root_width` 16"):
-        load_mask_adapter(stock_twin(tiny_model()), tmp_path)
-
-
 def test_an_embedding_that_was_resized_meanwhile_is_read_from_the_first_step_on(maskless):
     model = rooted()
     model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
@@ -363,15 +348,6 @@ def test_packed_heads_are_read_tied_or_not_and_the_adapter_may_have_another_dtyp
     before = _frequent(model)
     count_ngrams(model, [{"prompt_ids": [1], "response_ids": [7, 7, 7, 7]}])
     assert _frequent(model) is not before
-
-
-def test_ngrams_of_tokens_that_the_model_lacks_are_refused():
-    for key, message in ((5000, "token 4999"), (0, "damaged")):
-        ngrams = NGrams.of([{"prompt_ids": [1, 2], "response_ids": [3, 4]}] * 2)
-        ngrams.keys[0] = key
-        ngrams.keys.copy_(ngrams.keys.sort().values)
-        with pytest.raises(ValueError, match=message):
-            ngrams.check(320)
 
 
 def test_an_adapter_without_one_gets_one_once():
