@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
@@ -19,8 +18,6 @@ from ..checkpoints.files import write_text, written_whole
 from ..checkpoints.find import ADAPTER_FILE, find_checkpoint, find_file
 from ..checkpoints.find import read_adapter_config as read_adapter_config
 from ..generation.versions import check_format
-
-logger = logging.getLogger(__name__)
 
 CONFIG_NAME = ADAPTER_FILE
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -223,17 +220,11 @@ def _is_rounded(own: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     """Whether weights of another digest (see [`identity_of`]) are the same ones after another rounding."""
     if not (own["is_float16"] or base.get("is_float16")):
         return False
-    if "sample" not in base:  # of an adapter that states a digest alone
-        logger.warning(
-            "In float16 it cannot be checked whether the mask adapter was trained for this model, since it was saved "
-            "by an older version: load the model in bfloat16 or float32, load the adapter and save it again."
-        )
-        return True
     try:
         ours, theirs = (
             torch.frombuffer(bytearray(b64decode(stated["sample"])), dtype=torch.float32) for stated in (own, base)
         )
-    except (TypeError, ValueError):
+    except (KeyError, TypeError, ValueError):
         return False
     if ours.shape != theirs.shape:
         return False

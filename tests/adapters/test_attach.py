@@ -3,7 +3,6 @@
 import copy
 import gc
 import io
-import json
 import pickle
 import weakref
 from dataclasses import replace
@@ -234,18 +233,6 @@ def test_an_adapter_knows_its_base_in_every_dtype_and_no_other(saved, std):
         check_base(own, stated)
         with pytest.raises(ValueError, match="the weights differ"):
             check_base(other, stated)
-
-
-def test_an_adapter_that_states_a_digest_alone_is_taken_in_float16_with_a_warning(tmp_path, caplog):
-    attached(llama()).save_mask_adapter(tmp_path)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
-    del config["base"]["sample"], config["base"]["is_float16"]
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    for dtype in FLOATS:
-        load_mask_adapter(llama().to(dtype), tmp_path)
-    assert [record.message[:41] for record in caplog.records] == ["In float16 it cannot be checked whether t"]
-    with pytest.raises(ValueError, match="the weights differ"):
-        load_mask_adapter(llama(initializer_range=0.1), tmp_path)
 
 
 def test_a_folder_that_is_not_there_is_named_at_once(tmp_path, monkeypatch):
