@@ -22,7 +22,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainerCallback
 
 from ..checkpoints.card import CARD_NAME, write_card
-from ..checkpoints.files import write_text, written_whole
+from ..checkpoints.files import check_room, write_text, written_whole
 from ..checkpoints.find import ADAPTER_FILE, read_adapter_config
 from ..checkpoints.loading import FASTEST, find_device, load_config_dict, load_model, load_tokenizer
 from ..console.progress import Show, stage
@@ -183,12 +183,7 @@ class _Run:
         load_config_dict(self.base, revision=config.revision, gguf_file=config.gguf_file)
         self.tokenizer = load_tokenizer(self.base, revision=config.revision, gguf_file=config.gguf_file)
         check_conversations(self.tokenizer, self.prompts or ())
-        place = next(folder for folder in (self.out.absolute(), *self.out.absolute().parents) if folder.exists())
-        if (free := shutil.disk_usage(place).free) < ROOM:
-            raise OSError(
-                f"About {ROOM / 1e9:.1f} GB are needed, and {str(place)!r} has {free / 1e9:.1f} GB free: make "
-                "room, or choose a folder on another disk."
-            )
+        check_room(self.out, ROOM)
         if self.is_left("train"):
             MaskDistillation(self.model)  # it may be one that cannot carry an adapter, or not train one
             self.state["root_share"] = ROOT_SHARE if self.model.mask_adapter.root_head is not None else 0.0

