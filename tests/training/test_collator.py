@@ -162,8 +162,7 @@ def tokenizer_with(name, token):
      ({"ratio_sampler": "beta"}, "`ratio_sampler` must be one of ('count', 'stratified'), got 'beta'."),
      (tokenizer_with("mask_token", None), "The tokenizer has no `mask_token_id`, which dual-stream"),
      (tokenizer_with("eos_token", None), "The tokenizer has no `eos_token_id`, which dual-stream"),
-     (tokenizer_with("eos_token", "<|mask|>"), "`mask_token_id` must differ from the end token, got 3"),
-     (tokenizer_with("pad_token", "<|mask|>"), "`mask_token_id` must differ from the padding token")],
+     (tokenizer_with("eos_token", "<|mask|>"), "`mask_token_id` must differ from the end token, got 3")],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
