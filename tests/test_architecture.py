@@ -249,7 +249,7 @@ def test_the_lowest_set_pins_the_lower_bounds_of_setup_cfg():
     pinned, extras = pins_of("requirements-lowest.txt"), {*SETUP["options.extras_require"]} - {"docs", "vllm"}
     for each in requirements(*extras):
         if each.name != SETUP["metadata"]["name"]:
-            (lowest,) = [one.version for one in each.specifier if one.operator == ">="]
+            (lowest,) = [bound.version for bound in each.specifier if bound.operator == ">="]
             assert lowest in pinned[canonicalize_name(each.name)].specifier, each
 
 

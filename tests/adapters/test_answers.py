@@ -50,15 +50,15 @@ def test_the_first_round_is_greedy_as_generate_without_its_generation_config_and
 
 
 def test_noise_depends_on_the_seed_alone_and_a_run_that_was_killed_at_any_byte_goes_on(tmp_path):
-    one, other, cut = (tmp_path / f"{name}.jsonl" for name in ("one", "other", "cut"))
+    first, other, cut = (tmp_path / f"{name}.jsonl" for name in ("one", "other", "cut"))
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    collect(one, 5)
+    collect(first, 5)
     assert torch.equal(torch.get_rng_state(), state)
     collect(other, 5, config=AnswerConfig(batch_size=3, max_new_tokens=24, seed=1))
-    assert one.read_bytes() != other.read_bytes()
+    assert first.read_bytes() != other.read_bytes()
     torch.manual_seed(6)
-    content = one.read_bytes()
+    content = first.read_bytes()
     for share in (0.01, 0.5, 0.999):
         cut.write_bytes(content[: int(share * len(content))])
         lines = read_answers(cut)

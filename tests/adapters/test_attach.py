@@ -191,7 +191,7 @@ def test_a_deleted_model_frees_its_memory_at_once():
     gc.disable()
     try:
         del model
-        assert [one() for one in dead] == [None, None]
+        assert [reference() for reference in dead] == [None, None]
     finally:
         gc.enable()
 

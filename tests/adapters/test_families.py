@@ -129,7 +129,7 @@ def equal_parts(model: Any) -> Iterator[str]:
         ids[row, -size:], mask[row, -size:] = prompt(size), 1
     batch = model.generate(ids, attention_mask=mask, **greedy, **drafting)
     alone = [model.generate(prompt(size), **greedy)[0, size:] for size in lengths]
-    if all(torch.equal(row[22 : 22 + len(one)], one) for row, one in zip(batch, alone, strict=True)):
+    if all(torch.equal(row[22 : 22 + len(own)], own) for row, own in zip(batch, alone, strict=True)):
         yield "batch of 3"
     if same(prompt(6), greedy | PROCESSORS):
         yield "processors"

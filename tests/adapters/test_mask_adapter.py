@@ -155,8 +155,8 @@ def test_it_stands_beside_a_task_lora_on_all_rows(tmp_path, mask_first):
         both.save_pretrained(tmp_path / "saved")  # both are called "default"
         both.base_model.model.save_pretrained(tmp_path / "saved" / "task")
         for file in ("adapter_model.safetensors", "task/adapter_model.safetensors"):
-            one, other = load_file(tmp_path / file), load_file(tmp_path / "saved" / file)
-            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+            own, other = load_file(tmp_path / file), load_file(tmp_path / "saved" / file)
+            assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
     actual = logits(both, IDS, 2)
     assert torch.equal(logits(both, IDS), expected) and torch.equal(actual[:, :5], expected[:, :5])
     assert not torch.isclose(actual[:, 5:], expected[:, 5:]).all(-1).any()

@@ -34,7 +34,7 @@ def answers(count: int = 5, seed: int = 0, vocabulary: int = 300) -> list[dict[s
 
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(3, 20, (count, 2), generator=generator).tolist()
-    return [{"prompt_ids": tokens(one), "response_ids": tokens(other)} for one, other in sizes]
+    return [{"prompt_ids": tokens(prompt), "response_ids": tokens(response)} for prompt, response in sizes]
 
 
 def adapted_model(style: Any = "qwen3") -> Any:
@@ -97,8 +97,8 @@ def check_loss_and_gradient(model: Any, some: list[dict[str, Any]]) -> None:
         for cut in filter(lambda cut: cut >= 0, batch["cuts"][row].tolist()):
             for depth, state in enumerate(states_behind(model, tokens, cut)[: len(tokens) - cut - 2]):
                 before = model.get_input_embeddings()(tokens[[cut + depth, cut + depth + 1]])
-                for share, one in ((1.0, adapter.head(state, before)), (0.5, state)):
-                    log_probs = distillation.scaled(head(one)).log_softmax(-1)
+                for share, hidden in ((1.0, adapter.head(state, before)), (0.5, state)):
+                    log_probs = distillation.scaled(head(hidden)).log_softmax(-1)
                     total = total - 0.85**depth * share * (teacher[cut + depth + 1] * log_probs).sum()
                 weights += 0.85**depth
     loss = distillation(**batch)["loss"]
@@ -214,8 +214,8 @@ def weights_of(trainer: MaskAdapterTrainer) -> dict[str, torch.Tensor]:
     return trainer.model.model.mask_adapter.state_dict()
 
 
-def assert_same_weights(one: MaskAdapterTrainer, other: MaskAdapterTrainer) -> None:
-    for name, expected in weights_of(one).items():
+def assert_same_weights(trainer: MaskAdapterTrainer, other: MaskAdapterTrainer) -> None:
+    for name, expected in weights_of(trainer).items():
         assert torch.equal(weights_of(other)[name], expected), name
 
 

@@ -41,8 +41,8 @@ def texts(count, seed=0, tokens=5):
     ]
 
 
-def same(one, other):
-    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in ("keys", "tokens", "counts"))
+def same(ngrams, other):
+    return all(torch.equal(getattr(ngrams, name), getattr(other, name)) for name in ("keys", "tokens", "counts"))
 
 
 def by_hand(answers):
@@ -83,7 +83,7 @@ def test_the_longest_known_ngram_counts_nothing_follows_an_unknown_one_and_the_m
     assert NGrams.of([]).keys.shape == NGrams.of([same]).keys.shape == (0,)
     monkeypatch.setattr("wedlm_hf.adapters.ngrams.MOST", 2)
     pairs = [(1, 2)] * 3 + [(5, 6)] * 2 + [(3, 4)] * 4
-    drafter = NGramDrafter(NGrams.of([{"prompt_ids": [one], "response_ids": [two]} for one, two in pairs]))
+    drafter = NGramDrafter(NGrams.of([{"prompt_ids": [first], "response_ids": [second]} for first, second in pairs]))
     assert [drafter.followers([token]) for token in (5, 1, 3)] == [[], [(2, 3 / 4)], [(4, 4 / 5)]]
 
 
@@ -131,8 +131,8 @@ def test_without_any_training_a_model_repeats_its_answers_in_fewer_forwards_and_
         model.mask_adapter.ngrams = ngrams
         torch.manual_seed(3)
         draws.append([written([each], do_sample=True, window_size=window_size, **cheap) for each in prompts[:2]])
-    for one, *others in zip(*draws, strict=True):
-        assert all(torch.equal(one.sequences, other.sequences) for other in others)
+    for first, *others in zip(*draws, strict=True):
+        assert all(torch.equal(first.sequences, other.sequences) for other in others)
 
 
 def counted():

@@ -145,7 +145,7 @@ def test_a_plan_follows_from_the_pace():
     for minutes in (5, 30, 300):
         plans = [schedule(60 * minutes, pace, False, False) for pace in (here, slow)]
         assert plans[0].mask_rows > 9 * plans[1].mask_rows
-        assert all(0.1 <= one.answer_seconds / 60 / minutes <= 0.5 for one in plans)
+        assert all(0.1 <= plan.answer_seconds / 60 / minutes <= 0.5 for plan in plans)
         assert plans[0].batch_size >= plans[1].batch_size and plans[0].batch_slots >= plans[1].batch_slots
     assert schedule(18_000, here, False, False).batch_size == 48
     assert schedule(600, here, False, True).answer_seconds == 0
@@ -201,7 +201,7 @@ def test_a_model_that_keeps_a_state_is_measured_and_adapted(tmp_path, monkeypatc
     made = adapted(tmp_path, Machine(0.5, 0.001), monkeypatch, minutes=20, tokens=60)
     assert made["mask_rows"] > 0
     written = read_answers(tmp_path / "out" / "work" / "answers.jsonl")
-    assert len([one for one in written if one["batch"] == 0]) > 1  # written together
+    assert len([answer for answer in written if answer["batch"] == 0]) > 1  # written together
     model, prompt = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval(), torch.tensor([[5, 6, 7]])
     for answer in written[:3]:
         ids = torch.tensor([answer["prompt_ids"]])

@@ -86,8 +86,8 @@ def know(monkeypatch: pytest.MonkeyPatch, text: list[int], chance: float, seed: 
     def draft(at: int) -> int:
         return text[at] if at < len(text) and rng.random() < chance else rng.randrange(97)
 
-    def drafts(self: Any, one: Any, masks: int, numbers: list[int]) -> list[Row]:
-        return [Row(draft(len(one.tokens) + depth), depth + 1, depth - 1, chance) for depth in range(masks)]
+    def drafts(self: Any, sequence: Any, masks: int, numbers: list[int]) -> list[Row]:
+        return [Row(draft(len(sequence.tokens) + depth), depth + 1, depth - 1, chance) for depth in range(masks)]
 
     monkeypatch.setattr(TreeDrafter, "drafts", drafts)
 

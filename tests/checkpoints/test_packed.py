@@ -90,8 +90,8 @@ def test_layers_that_read_the_same_rows_are_multiplied_together_and_give_what_ea
     attention = pack(stock_model()).model.layers[0].self_attn
     together = [attention.q_proj, attention.k_proj, attention.v_proj]
     assert len({id(layer.product) for layer in together}) == 1 != len({id(layer.product) for layer in alone})
-    for one, other in zip(together, alone, strict=True):
-        assert one.unpacked().equal(other.unpacked())
+    for layer, other in zip(together, alone, strict=True):
+        assert layer.unpacked().equal(other.unpacked())
     rows, others = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
     for place in (0, 1, 2, 2, 0, 1, 1, 1, 0, 0, 2, 1):
         assert together[place](rows).equal(alone[place](rows))

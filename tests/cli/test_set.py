@@ -86,7 +86,7 @@ def command(loaded, monkeypatch, tmp_path):
         length = ["--max-new-tokens", str(LIMIT)]
         own = {"generate": ["1, 2", "--json", "--no-compare", *length], "chat": length, "serve": ["m", "--port", "0"]}
         own["trace"] = ["1, 2", "--json", "--repeats", "1", "--output", str(tmp_path / "page.html"), *length]
-        sets = [word for one in settings for word in ("--set", one)]
+        sets = [word for setting in settings for word in ("--set", setting)]
         loads.clear(), answered.clear()
         try:
             result = CliRunner().invoke(cli.app, [name, *own[name], *decoding, *sets], input="1, 2\n")
@@ -115,7 +115,7 @@ def test_what_no_command_honours_is_refused_by_name_before_any_weights(command, 
 
 def keywords_of(given: tuple[str, ...]) -> dict[str, Any]:
     keywords = {}
-    for name, _, text in (one.partition("=") for one in given):
+    for name, _, text in (pair.partition("=") for pair in given):
         try:
             keywords[name] = json.loads(text)
         except ValueError:

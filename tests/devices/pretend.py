@@ -117,18 +117,18 @@ def _mapped(value: Any, change: Any) -> Any:
     """A value with its tensors changed, those in its lists and tuples too."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    return type(value)(_mapped(one, change) for one in value) if type(value) in (list, tuple) else value
+    return type(value)(_mapped(part, change) for part in value) if type(value) in (list, tuple) else value
 
 
-def _inner(one: torch.Tensor) -> torch.Tensor:
-    return one.inner if isinstance(one, PretendTensor) else one
+def _inner(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.inner if isinstance(tensor, PretendTensor) else tensor
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     packet, device = func.overloadpacket, kwargs.get("device")
     tensors: list[torch.Tensor] = []
     _mapped([*args, *kwargs.values()], tensors.append)
-    ours = [one for one in tensors if isinstance(one, PretendTensor)]
+    ours = [tensor for tensor in tensors if isinstance(tensor, PretendTensor)]
     is_to_device = device is not None and torch.device(device).type == NAME
     if not ours and not is_to_device:
         return func(*args, **kwargs)
@@ -149,20 +149,20 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if is_to_cpu:
         if packet is aten.copy_:
             return args[0]
-        return found.clone() if any(found is one.inner for one in ours) else found
+        return found.clone() if any(found is tensor.inner for tensor in ours) else found
     if not ours:
-        is_same = packet is aten._to_copy and any(found is one for one in tensors)
+        is_same = packet is aten._to_copy and any(found is tensor for tensor in tensors)
         return _mapped(found.clone() if is_same else found, PretendTensor)
-    known = {id(one.inner): one for one in ours}
-    found = _mapped(found, lambda one: known[id(one)] if id(one) in known else PretendTensor(one))
+    known = {id(tensor.inner): tensor for tensor in ours}
+    found = _mapped(found, lambda tensor: known[id(tensor)] if id(tensor) in known else PretendTensor(tensor))
     return return_and_correct_aliasing(func, args, kwargs, found)
 
 
 def _check_devices(func: Any, packet: Any, args: Any, tensors: list[torch.Tensor]) -> None:
     is_into_ours = isinstance(args[0], PretendTensor)
     if packet in INDEXING and is_into_ours:
-        tensors = [one for one in args[2:3] if isinstance(one, torch.Tensor)]  # places may come from the CPU
-    others = [tuple(one.shape) for one in tensors if not isinstance(one, PretendTensor) and one.ndim]
+        tensors = [tensor for tensor in args[2:3] if isinstance(tensor, torch.Tensor)]  # places may come from the CPU
+    others = [tuple(tensor.shape) for tensor in tensors if not isinstance(tensor, PretendTensor) and tensor.ndim]
     if others:
         raise RuntimeError(f"{DIFFERENT}, but found at least two devices, {NAME}:0 and cpu! ({func}, {others})")
     if func._schema.name.endswith("_") and isinstance(args[0], torch.Tensor) and not is_into_ours:
@@ -171,6 +171,6 @@ def _check_devices(func: Any, packet: Any, args: Any, tensors: list[torch.Tensor
 
 def _finds_places(packet: Any, args: Any) -> bool:
     """Whether indexing looks for the places that a mask leaves."""
-    masks = [one for one in args[1] if one is not None and one.dtype in (torch.bool, torch.uint8)]
+    masks = [index for index in args[1] if index is not None and index.dtype in (torch.bool, torch.uint8)]
     is_filled = packet in (aten.index_put_, aten.index_put, aten._index_put_impl_) and args[2].numel() == 1
-    return bool(masks) and not (is_filled and len(masks) == len([one for one in args[1] if one is not None]))
+    return bool(masks) and not (is_filled and len(masks) == len([index for index in args[1] if index is not None]))

@@ -103,9 +103,9 @@ def test_answers_scores_and_traces_are_the_cpus(pretend, models, name, options):
     if output.get("log_probs") is not None:
         torch.testing.assert_close(output.log_probs.cpu(), expected.log_probs, atol=1e-4, rtol=1e-4)
     if "output_trace" in options:
-        for one, same in zip(output.scores + output.logits, expected.scores + expected.logits, strict=True):
-            assert one.device == pretend.device
-            torch.testing.assert_close(one.cpu(), same, atol=1e-3, rtol=1e-3)
+        for score, same in zip(output.scores + output.logits, expected.scores + expected.logits, strict=True):
+            assert score.device == pretend.device
+            torch.testing.assert_close(score.cpu(), same, atol=1e-3, rtol=1e-3)
         assert torch.equal(output.step_map, expected.step_map)
         for step, same in zip(output.trace, expected.trace, strict=True):
             assert torch.equal(step.input_ids, same.input_ids) and torch.equal(step.tokens, same.tokens)
@@ -148,7 +148,7 @@ def both(batch, device):
 
 
 def assert_gradients_close(found, expected):
-    pairs = [(one.grad, other.grad) for one, other in zip(found.parameters(), expected.parameters(), strict=True)]
+    pairs = [(own.grad, other.grad) for own, other in zip(found.parameters(), expected.parameters(), strict=True)]
     assert any(expected is not None for _, expected in pairs)
     for found, expected in pairs:
         assert (found is None) == (expected is None)
@@ -174,9 +174,9 @@ def test_mask_adapters_learn_as_on_the_cpu(pretend):
         for model in pair_on(pretend.device, with_adapter(tiny_model()))
     ]
     batches = both(DataCollatorForMaskRuns(0, num_masks=3, cut_stride=2)([ANSWERS]), pretend.device)
-    optimizers = [torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], 1e-2) for one in pair]
+    optimizers = [torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], 1e-2) for trained in pair]
     for _ in range(3):
-        outputs = [one(**batch) for one, batch in zip(pair, batches, strict=True)]
+        outputs = [trained(**batch) for trained, batch in zip(pair, batches, strict=True)]
         for output, optimizer in zip(outputs, optimizers, strict=True):
             optimizer.zero_grad()
             output["loss"].backward()

@@ -124,7 +124,7 @@ def base_in(dtype, rounded_to, sharpness=1.0):
     model = sharpened(adapted_model(), sharpness)
     adapter = model.mask_adapter
     for parameter in model.parameters():
-        if not any(parameter is one for one in adapter.parameters()):
+        if not any(parameter is own for own in adapter.parameters()):
             parameter.data = parameter.data.to(rounded_to).to(dtype)
     if dtype == torch.float64:
         adapter.to(dtype)

@@ -56,9 +56,9 @@ def drafts_of(masks: int, acceptance: float, random: Random, siblings: tuple[flo
             chances = [min(0.99, max(0.01, acceptance + 0.3 * (random.random() - 0.5)))]
             for share in siblings:
                 chances.append(min(chances[0], (1 - sum(chances)) * share))
-            for rank, one in enumerate(chances):
-                grown.append((reach * one, len(drafts)))
-                drafts.append(Row(0, depth, parent, one, rank > 0))
+            for rank, chance in enumerate(chances):
+                grown.append((reach * chance, len(drafts)))
+                drafts.append(Row(0, depth, parent, chance, rank > 0))
         paths = sorted(grown, reverse=True)[:4]
     return drafts
 

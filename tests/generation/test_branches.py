@@ -51,9 +51,9 @@ def foreseeing(monkeypatch):
     def install(answers, errors=0.3, seed=0, siblings=0):
         random = Random(seed)
 
-        def drafts_of(drafter, one, masks, numbers):
-            drafts, answer, parent = [], answers[one.index], -1
-            for depth, offset in enumerate(range(one.new_count, one.new_count + masks), 1):
+        def drafts_of(drafter, state, masks, numbers):
+            drafts, answer, parent = [], answers[state.index], -1
+            for depth, offset in enumerate(range(state.new_count, state.new_count + masks), 1):
                 is_wrong = random.random() < errors or offset >= len(answer)
                 tokens = [9 if is_wrong else answer[offset]]
                 if siblings and offset < len(answer):
@@ -77,9 +77,9 @@ def test_a_sampled_draft_shares_the_noise_of_the_token_it_guesses(qwen3, monkeyp
     _, (expected,) = generate(qwen3, [prompt], **options, slot_cost=1000.0)
     shortlist = torch.tensor([[token for token in range(320) if token != MASK]])
 
-    def drafts_of(drafter, one, masks, numbers):
+    def drafts_of(drafter, state, masks, numbers):
         drafts = []
-        for depth, offset in enumerate(range(one.new_count, one.new_count + masks), 1):
+        for depth, offset in enumerate(range(state.new_count, state.new_count + masks), 1):
             sequence = prompt + expected[:offset]
             scores = causal_forward(qwen3, sequence, list(range(len(sequence))))[-1:][:, shortlist[0]]
             token, _ = drafter.sampler.draft(scores[:, None], shortlist, torch.tensor([[offset]]), [0], 1)
@@ -114,18 +114,18 @@ def check_masks_of(model, prompts, monkeypatch, **options):
     def checked_forward(decoder, step):
         sequences = copy.deepcopy(step.sequences)
         logits, hidden = forward(decoder, step)
-        for entry, one in enumerate(sequences):
-            masks = [place for place, row in enumerate(one.rows) if row.token is None]
+        for entry, state in enumerate(sequences):
+            masks = [place for place, row in enumerate(state.rows) if row.token is None]
             column = 0 if hidden is None else hidden.shape[1] - len(masks)
-            for home in range(one.pending - 1, len(one.rows) - len(masks)):
+            for home in range(state.pending - 1, len(state.rows) - len(masks)):
                 line, size = home, 0
                 for place in masks:  # those behind this row, one behind the other
-                    if one.rows[place].parent == line:
+                    if state.rows[place].parent == line:
                         line, size = place, size + 1
                 if size:
-                    expected = slot_states(model, one.tokens[: one.committed] + path_to(one.rows, home), size)
+                    expected = slot_states(model, state.tokens[: state.committed] + path_to(state.rows, home), size)
                     torch.testing.assert_close(hidden[entry, column : column + size], expected, atol=1e-4, rtol=1e-4)
-                    checked.append(home + 1 - one.pending)
+                    checked.append(home + 1 - state.pending)
                 column += size
         return logits, hidden
 

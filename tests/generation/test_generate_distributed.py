@@ -55,8 +55,8 @@ def test_processes_that_finish_early_keep_the_others_company_and_share_weights(t
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     for strategy in STRATEGIES:
         short, long = (decode(tiny_model(), strategy, max_new_tokens=limit) for limit in LIMITS)
-        assert [one[strategy]["synced"] for one in told] == [short, long]
-        assert [one[strategy]["tp"] for one in told] == [long, long]
+        assert [process[strategy]["synced"] for process in told] == [short, long]
+        assert [process[strategy]["tp"] for process in told] == [long, long]
         assert told[0][strategy]["forwards"] == told[1][strategy]["forwards"]
 
 

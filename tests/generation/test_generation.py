@@ -268,13 +268,13 @@ def test_verified_scores_logits_and_log_probs_are_those_of_ar_decoding(qwen3):
     ar, ar_rows = generate(qwen3, prompts_of(SHORT_AND_LONG), strategy="ar", **options)
     assert rows == ar_rows and len({len(row) for row in rows}) > 1
     transitions, expected = (
-        qwen3.compute_transition_scores(one.sequences, one.scores, normalize_logits=True) for one in (output, ar)
+        qwen3.compute_transition_scores(run.sequences, run.scores, normalize_logits=True) for run in (output, ar)
     )
     for row, tokens in enumerate(rows):
         count = len(tokens)
         for values, others in ((output.scores, ar.scores), (output.logits, ar.logits)):
             assert len(values) == len(others) == max(map(len, rows))
-            found, wanted = (torch.stack([each[row] for each in one[:count]]) for one in (values, others))
+            found, wanted = (torch.stack([each[row] for each in scores[:count]]) for scores in (values, others))
             torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
             for padding in values[count:]:  # certain
                 assert padding[row, PAD] == 0 and padding[row].isinf().sum() == 319

@@ -96,7 +96,7 @@ def test_a_shortlist_chooses_as_the_whole_vocabulary_does(is_coarse, monkeypatch
     if not is_coarse:  # otherwise tokens behind the shortlist are as likely as the 50th, and all are looked at
         monkeypatch.setattr(TokenSampler, "_choose", None)
     found = short.choose(logits.clone(), *slots)
-    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+    assert all(part.equal(other) for part, other in zip(found, expected, strict=True))
 
 
 def test_a_shortlist_is_used_where_the_likeliest_tokens_are_all_that_matters():

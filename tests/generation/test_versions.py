@@ -75,10 +75,10 @@ def test_generate_reads_the_prefix_of_prefix_tuning():
     for parameter in model.prompt_encoder.parameters():
         parameter.normal_(0, 2)
     expected = []
-    for one in (model, model.get_base_model()):
+    for network in (model, model.get_base_model()):
         ids = IDS
         for _ in range(6):
-            ids = torch.cat([ids, one(ids).logits[:, -1:].argmax(-1)], dim=1)
+            ids = torch.cat([ids, network(ids).logits[:, -1:].argmax(-1)], dim=1)
         expected.append(ids.tolist())
     found = model.generate(input_ids=IDS, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     assert found.tolist() == expected[0] != expected[1]

@@ -166,8 +166,8 @@ def test_hidden_states_attentions_and_tuples_come_out_as_from_the_parent_and_the
     ours, theirs = model(tokens(), **options), stock_twin(model)(tokens(), **options)
     assert ours.keys() == theirs.keys()
     for name in ("hidden_states", "attentions"):
-        for one, other in zip(ours[name], theirs[name], strict=True):
-            assert_equal_but_rounding(one, other)
+        for layer, other in zip(ours[name], theirs[name], strict=True):
+            assert_equal_but_rounding(layer, other)
     assert_equal_but_rounding(model(tokens(), return_dict=False)[0], theirs.logits)
     for inputs in ({}, {"input_ids": tokens(), "inputs_embeds": torch.zeros(2, LENGTH, 32)}):
         with pytest.raises(ValueError, match="Pass exactly one of `input_ids` and `inputs_embeds`"):

@@ -144,8 +144,8 @@ def test_likelihoods_of_the_ar_head_are_those_of_stock_qwen3_with_the_same_weigh
     stock = HFLM(stock_twin(model, "sdpa"), tokenizer=tokenizer, batch_size=2)
     for kind, arguments in (("loglikelihood", TEXTS), ("loglikelihood_rolling", [("3 + 4 = 7" * 30,), ("Sort",)])):
         requests = instances(kind, *arguments)
-        for one, other in zip(getattr(ours, kind)(requests), getattr(stock, kind)(requests), strict=True):
-            assert one == pytest.approx(other, abs=1e-4)
+        for value, other in zip(getattr(ours, kind)(requests), getattr(stock, kind)(requests), strict=True):
+            assert value == pytest.approx(other, abs=1e-4)
 
 
 def test_the_block_elbo_of_requests_is_the_estimate_with_its_standard_error():

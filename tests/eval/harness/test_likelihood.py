@@ -53,11 +53,11 @@ def test_the_standard_error_shrinks_with_the_root_of_the_samples_and_is_that_of_
         block_elbo(model, tokenizer, pairs, samples=samples, block_size=BLOCK, seed=seed, batch_size=24)
         for samples, seed in ((8, 0), (72, 1), (72, 2))
     )
-    roots = [math.sqrt(sum(one.standard_error**2 for one in estimates)) for estimates in (few, many)]
+    roots = [math.sqrt(sum(estimate.standard_error**2 for estimate in estimates)) for estimates in (few, many)]
     assert roots[0] / roots[1] == pytest.approx(3, rel=0.2)
     scores = [
-        (one.value - other.value) / math.hypot(one.standard_error, other.standard_error)
-        for one, other in zip(few, reference, strict=True)
+        (estimate.value - other.value) / math.hypot(estimate.standard_error, other.standard_error)
+        for estimate, other in zip(few, reference, strict=True)
     ]
     assert 0.6 < math.sqrt(sum(score**2 for score in scores) / len(scores)) < 1.5
 
@@ -66,9 +66,9 @@ def test_an_estimate_depends_on_seed_and_tokens_alone():
     model, tokenizer, pairs = tiny_model(), tiny_tokenizer(), [PAIR, *many_pairs(3)]
     alone = [block_elbo(model, tokenizer, [pair], samples=4, block_size=BLOCK)[0] for pair in pairs]
     together = block_elbo(model, tokenizer, pairs[::-1], samples=4, block_size=BLOCK, batch_size=3)[::-1]
-    for one, other in zip(alone, together, strict=True):
-        assert one.value == pytest.approx(other.value, rel=1e-5)
-        assert one.standard_error == pytest.approx(other.standard_error, rel=1e-3)
+    for estimate, other in zip(alone, together, strict=True):
+        assert estimate.value == pytest.approx(other.value, rel=1e-5)
+        assert estimate.standard_error == pytest.approx(other.standard_error, rel=1e-3)
     assert block_elbo(model, tokenizer, [PAIR], samples=4, block_size=BLOCK, seed=1)[0].value != alone[0].value
 
 
