@@ -40,7 +40,7 @@ from .answers import (
     read_user_prompts,
     write_answers,
 )
-from .attach import add_mask_adapter, add_root_head, load_mask_adapter
+from .attach import add_mask_adapter, add_root_head, load_mask_adapter, save_mask_adapter
 from .budget import MaskTrainingConfig
 from .distillation import MaskDistillation
 from .model_card import acceptance_table, model_card, read_log
@@ -380,7 +380,7 @@ class _Run:
                 if trainer.root_seconds:
                     self.save_state(root_seconds=self.state["root_seconds"] + trainer.root_seconds)
             show(1.0, f"{trainer.budget.mask_rows:,} mask rows")
-        self.model.save_mask_adapter(self.work / "adapter")
+        save_mask_adapter(self.model, self.work / "adapter")
         seconds = trainer.budget.seconds + self.state["root_seconds"]
         return {"mask_rows": trainer.budget.mask_rows, "training_seconds": seconds}
 

@@ -114,18 +114,6 @@ class AttachedModel(WeDLMGenerationMixin):
         frequent = None if adapter.root_head is None else _frequent(self)
         return TreeDrafter(sampler, end_tokens, self, has_branches, NGramDrafter(adapter.ngrams), frequent)
 
-    def save_mask_adapter(self, folder: str | os.PathLike[str], dtype: torch.dtype | None = None) -> None:
-        """See [`save_mask_adapter`]."""
-        save_mask_adapter(self, folder, dtype)
-
-    def count_ngrams(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """See [`count_ngrams`]."""
-        count_ngrams(self, answers)
-
-    def unload_mask_adapter(self) -> None:
-        """See [`unload_mask_adapter`]."""
-        unload_mask_adapter(self)
-
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of the class that a name can find."""
         parts: Any = super().__reduce_ex__(protocol)
@@ -223,11 +211,12 @@ def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.d
     """Writes `adapter_config.json` and `adapter_model.safetensors`, which PEFT reads too, each file whole.
 
     Args:
-        model: with a mask adapter.
+        model: with a mask adapter; it may be a `PeftModel`.
         folder: made if it is not there.
         dtype: of the weights; default: the model's.
     """
-    adapter = _adapter_of(model)
+    model = _attached_in(model)
+    adapter = model.mask_adapter
     weights = {name: tensor.detach() for name, tensor in adapter.state_dict().items()}
     for name, tensor in weights.items():
         tensor = tensor.to(dtype or model.dtype) if tensor.is_floating_point() else tensor
@@ -240,13 +229,14 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
     occurs once in these answers is not kept.
 
     Args:
-        model: with a mask adapter. Around a `PeftModel`, call the method of this name.
+        model: with a mask adapter; it may be a `PeftModel`.
         answers: of each the tokens, `prompt_ids` and `response_ids`.
 
     Raises:
         ValueError: for a model without a mask adapter, and for tokens that are not the model's.
     """
-    adapter, size = _adapter_of(model), base_embeddings(model).num_embeddings
+    model = _attached_in(model)
+    adapter, size = model.mask_adapter, base_embeddings(model).num_embeddings
     for answer in answers:
         tokens = [*answer["prompt_ids"], *answer["response_ids"]]
         if tokens and not 0 <= min(tokens) <= max(tokens) < size:
@@ -261,7 +251,8 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
 
 def add_root_head(model: Any, width: int) -> None:
     """Gives a mask adapter that has no root head a new one, of `width` hidden units."""
-    adapter = _adapter_of(model)
+    model = _attached_in(model)
+    adapter = model.mask_adapter
     if adapter.root_head is None:
         size, device = len(adapter.mask_embedding), adapter.mask_embedding.device
         adapter.root_head = PreviousTokenHead(size, width).to(device)
@@ -271,7 +262,9 @@ def add_root_head(model: Any, width: int) -> None:
 
 def unload_mask_adapter(model: Any) -> None:
     """Takes the mask adapter away: class, hooks and attributes are the base's again."""
-    frozen = _adapter_of(model).frozen
+    if _attached_in(model) is not model:
+        raise ValueError(f"The mask adapter lies within {type(model).__name__}: call the `unload()` of that.")
+    frozen = model.mask_adapter.frozen
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(True)
@@ -296,10 +289,12 @@ def _train_alone(model: Any) -> None:
     model.mask_adapter.requires_grad_(True)
 
 
-def _adapter_of(model: Any) -> MaskAdapter:
-    if not isinstance(model, AttachedModel):
-        raise ValueError(f"{type(model).__name__} has no mask adapter.")
-    return model.mask_adapter
+def _attached_in(model: Any) -> Any:
+    """The model that has the mask adapter."""
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        if isinstance(module, AttachedModel):
+            return module
+    raise ValueError(f"{type(model).__name__} has no mask adapter.")
 
 
 @explained

@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ..generation.state import keeps_state
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
+from .attach import count_ngrams, save_mask_adapter
 from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
@@ -103,7 +104,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             for parameter in trained:
                 parameter.requires_grad_(True)
         distillation = self.accelerator.unwrap_model(self.model)
-        distillation.model.count_ngrams(self._uncounted)
+        count_ngrams(distillation.model, self._uncounted)
         self._uncounted = ()
         if trained and adapter.ngrams is not None:
             began, count = self._clock(), ROOT_ROWS * self.budget.mask_rows // self.accelerator.num_processes
@@ -262,7 +263,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         model = self.accelerator.unwrap_model(self.model).model
-        model.save_mask_adapter(output_dir or str(self.args.output_dir), torch.float32)
+        save_mask_adapter(model, output_dir or str(self.args.output_dir), torch.float32)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         trained = self.accelerator.unwrap_model(self.model).model

@@ -19,7 +19,7 @@ import torch
 import typer
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from wedlm_hf.adapters.attach import add_mask_adapter
+from wedlm_hf.adapters.attach import add_mask_adapter, unload_mask_adapter
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.layout import DataCollatorForMaskRuns
 from wedlm_hf.checkpoints.packed import pack
@@ -61,7 +61,7 @@ def cost(shape: str, layers: int, answers: int, threads: int) -> dict[str, float
     step()
     seconds = clock() - began
     peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model.unload_mask_adapter()
+    unload_mask_adapter(model)
     pack(model)
     cache, ids = DynamicCache(), torch.randint(config.vocab_size, (TOGETHER, CONTEXT))
     with torch.inference_mode():

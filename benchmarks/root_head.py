@@ -13,7 +13,7 @@ import torch
 import typer
 
 from wedlm_hf.adapters.answers import read_answers
-from wedlm_hf.adapters.attach import add_root_head
+from wedlm_hf.adapters.attach import add_root_head, count_ngrams, save_mask_adapter
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.adapters.root_head import BATCH, MEASURED, train_root_head
@@ -34,7 +34,7 @@ def main(
     model, _ = load_adapted(base, adapter, dtype="bfloat16")
     found = [answer for file in answers for answer in read_answers(file)]
     if count:
-        model.count_ngrams(found)
+        count_ngrams(model, found)
     add_root_head(model, width)
     model.mask_adapter.root_head.float().requires_grad_(True)
     rows = sum(len(answer["response_ids"]) for answer in found)
@@ -45,7 +45,7 @@ def main(
 
     print(f"{len(found):,} answers, {rows:,} rows", flush=True)
     print(train_root_head(MaskDistillation(model), found, int(passes * rows), seed, show))
-    model.save_mask_adapter(out, torch.bfloat16)
+    save_mask_adapter(model, out, torch.bfloat16)
 
 
 if __name__ == "__main__":

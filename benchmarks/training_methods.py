@@ -23,7 +23,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from wedlm_hf.adapters.answers import read_answers
-from wedlm_hf.adapters.attach import add_mask_adapter
+from wedlm_hf.adapters.attach import add_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters.budget import MaskTrainingConfig
 from wedlm_hf.adapters.distillation import Predicted, soft_cross_entropy
 from wedlm_hf.adapters.layout import AnswerTokens
@@ -149,6 +149,7 @@ WAYS = {
     # Fewer answers, seen more often.
     "quarter": Way(share=0.25),
     "fast-head": Way(prepare=head_rate(3.0)),
+    "faster-head": Way(prepare=head_rate(8.0)),
     "slow-head": Way(prepare=head_rate(0.3)),
     "muon": Way(prepare=muon),
     # Distributions that are hard to learn count more, or not at all.
@@ -203,7 +204,7 @@ def train(
     if chosen.prepare is not None:
         chosen.prepare(trainer)
     trainer.train(resume_from_checkpoint=any(out.glob("checkpoint-*")) or None)
-    model.save_mask_adapter(out)
+    save_mask_adapter(model, out)
     curve = [entry for entry in trainer.state.log_history if "eval_tokens_per_forward_branch_4" in entry]
     result = {
         "way": way,

@@ -36,7 +36,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import wedlm_hf
-from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli
+from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import smollm2
 from wedlm_hf.checkpoints import NANO
@@ -134,7 +134,7 @@ def models(tmp_path_factory) -> Path:
     lora = LoraConfig(target_modules=["q_proj"])
     get_peft_model(tiny_model("qwen2.5"), lora).save_pretrained(folder / "my-task-lora")
     add_mask_adapter(twin, MaskAdapterSettings(rank=2, head_width=8))
-    twin.save_mask_adapter(folder / "my-adapter")
+    save_mask_adapter(twin, folder / "my-adapter")
     return folder
 
 

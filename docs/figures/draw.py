@@ -165,8 +165,8 @@ def streaming_window() -> None:
 
 def slots_of(step: TraceStep, start: int, tokenizer: AutoTokenizer) -> list[tuple[int, str, str]]:
     """Position, kind and text of each slot that a forward read or had behind it, in a trace of one row."""
-    positions = step.position_ids[0, -len(step.rows[0]) :].tolist()
-    tokens = step.input_ids[0, -len(step.rows[0]) :].tolist()
+    positions = step.position_ids[0, -step.counts[0] :].tolist()
+    tokens = step.input_ids[0, -step.counts[0] :].tolist()
 
     def text_of(token: int) -> str:
         return "end" if token == tokenizer.eos_token_id else tokenizer.decode(token).strip() or "␣"

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from wedlm_hf import add_mask_adapter, count_ngrams, load_mask_adapter, unload_mask_adapter
+from wedlm_hf import add_mask_adapter, count_ngrams, load_mask_adapter, save_mask_adapter, unload_mask_adapter
 from wedlm_hf.adapters.adapter_files import base_of, check_base
 from wedlm_hf.adapters.attach import decoder_layers, is_close
 from wedlm_hf.checkpoints import find
@@ -65,7 +65,7 @@ def test_all_of_a_saved_adapter_is_loaded_by_our_function_and_by_peft_as_transfo
     ours, base, adapted, below = (build(name, STATEFUL.get(name, {})) for _ in range(4))
     own = attached(adapted, replace(SMALL, root_width=8)).mask_adapter
     count_ngrams(adapted, [{"prompt_ids": [1, 2], "response_ids": [*range(20, 90)]}] * 2)
-    adapted.save_mask_adapter(tmp_path)
+    save_mask_adapter(adapted, tmp_path)
     with pytest.raises(ValueError, match=r"call `wedlm_hf\.load_mask_adapter\(model, folder\)` or `PeftModel"):
         ours.load_adapter(str(tmp_path))
     load_mask_adapter(ours, tmp_path)
@@ -89,7 +89,7 @@ def test_all_of_a_saved_adapter_is_loaded_by_our_function_and_by_peft_as_transfo
 def saved(tmp_path_factory) -> Any:
     """A saved adapter of `llama()`."""
     folder = tmp_path_factory.mktemp("saved")
-    attached(llama()).save_mask_adapter(folder)
+    save_mask_adapter(attached(llama()), folder)
     return folder
 
 
@@ -125,7 +125,7 @@ def test_an_adapter_made_beside_a_lora_updates_the_base_and_fits_it(tmp_path, ho
     for parameter in adapter.parameters():
         nn.init.normal_(parameter, std=0.3)
     assert torch.equal(model.generate(PROMPT, **VERIFIED), expected)
-    model.save_mask_adapter(tmp_path)
+    save_mask_adapter(model, tmp_path)
     unload_mask_adapter(model)
     load_mask_adapter(wrapped.merge_and_unload(), tmp_path)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tiny import MASK, tiny_model
 from transformers import DynamicCache
 
-from wedlm_hf import add_mask_adapter, load_mask_adapter
+from wedlm_hf import add_mask_adapter, load_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.adapters.peft_method import MaskAdapterConfig
 from wedlm_hf.checkpoints.packed import can_pack, pack
@@ -44,7 +44,7 @@ def logits(model: Any, ids: torch.Tensor, slots: Any = None, **inputs: Any) -> t
 
 def saved_adapter(folder: Path) -> Path:
     """A saved adapter of `tiny_model()`."""
-    with_adapter(tiny_model()).save_mask_adapter(folder)
+    save_mask_adapter(with_adapter(tiny_model()), folder)
     return folder
 
 
@@ -176,7 +176,7 @@ def test_an_adapter_may_update_some_layers_alone(tmp_path: Path) -> None:
     whole.mask_adapter.load_state_dict(weights)
     expected = predict(whole, IDS[:1], 3)
     assert torch.equal(predict(some, IDS[:1], 3), expected)
-    some.save_mask_adapter(tmp_path)
+    save_mask_adapter(some, tmp_path)
     ours = tiny_model()
     load_mask_adapter(ours, tmp_path)
     peft: Any = PeftModel.from_pretrained(tiny_model(), str(tmp_path))

@@ -14,10 +14,18 @@ from test_mask_adapter import SMALL, with_adapter
 from test_mask_trainer import K, answers
 from tiny import EOS, VOCAB_SIZE, stock_twin, tiny_model
 
-from wedlm_hf import MaskAdapterTrainer, MaskTrainingConfig, add_mask_adapter, count_ngrams, load_mask_adapter
+from wedlm_hf import (
+    MaskAdapterTrainer,
+    MaskTrainingConfig,
+    add_mask_adapter,
+    count_ngrams,
+    load_mask_adapter,
+    save_mask_adapter,
+    unload_mask_adapter,
+)
 from wedlm_hf.adapters import root_head
 from wedlm_hf.adapters import trainer as trainer_module
-from wedlm_hf.adapters.adapter_files import CONFIG_NAME
+from wedlm_hf.adapters.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from wedlm_hf.adapters.attach import MOST_FREQUENT, _frequent, add_root_head
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
@@ -147,12 +155,16 @@ def test_a_model_that_peft_made_saves_them_too_and_they_are_saved_again(tmp_path
     lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
     for below in (stock_twin(tiny_model()), get_peft_model(stock_twin(tiny_model()), lora)):
         model = get_peft_model(below, MaskAdapterConfig(rank=4, head_width=8))
-        model.count_ngrams(texts(200))
+        count_ngrams(model, texts(200))
+        with pytest.raises(ValueError, match=r"lies within PeftModelForCausalLM: call the `unload\(\)`"):
+            unload_mask_adapter(model)
+        save_mask_adapter(model, tmp_path / "ours")
         model.save_pretrained(tmp_path)
+        assert (tmp_path / "ours" / WEIGHTS_NAME).read_bytes() == (tmp_path / WEIGHTS_NAME).read_bytes()
         other, kept = stock_twin(tiny_model()), model.mask_adapter.ngrams
         load_mask_adapter(other, tmp_path)
         assert same(other.mask_adapter.ngrams, kept)
-        other.save_mask_adapter(tmp_path / "again", torch.bfloat16)
+        save_mask_adapter(other, tmp_path / "again", torch.bfloat16)
         assert json.loads((tmp_path / "again" / CONFIG_NAME).read_text())["ngrams"] == len(kept.keys)
 
 
@@ -175,7 +187,7 @@ def test_a_damaged_table_is_refused(tmp_path):
     ):
         model = counted()
         damage(model.mask_adapter.ngrams)
-        model.save_mask_adapter(tmp_path)
+        save_mask_adapter(model, tmp_path)
         other = stock_twin(tiny_model())
         with pytest.raises(ValueError, match=message):
             load_mask_adapter(other, tmp_path)

@@ -12,7 +12,7 @@ from test_states import STATEFUL
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
-from wedlm_hf import add_mask_adapter
+from wedlm_hf import add_mask_adapter, unload_mask_adapter
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9, 10]])
 
@@ -57,7 +57,7 @@ def test_verified_decoding_is_the_quantized_bases_own_text(tmp_path, base, name)
     settings = {"strategy": "wedlm", "verification": "exact", "adaptive_window": False, "window_size": 3}
     assert torch.equal(model.generate(PROMPT, **GREEDY, **settings), expected)
     assert torch.equal(model(PROMPT).logits, logits)
-    model.unload_mask_adapter()
+    unload_mask_adapter(model)
     assert kinds_of(model) == kinds
 
 

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from tiny import MASK, write_checkpoint
 from typer.testing import CliRunner
 
-from wedlm_hf import add_mask_adapter, cli
+from wedlm_hf import add_mask_adapter, cli, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.apps import demo as server
 from wedlm_hf.apps.demo import IN_MEMORY, Demo, Form, ModelChoice, Models, application
@@ -93,7 +93,7 @@ def test_ar_is_decoded_anew_only_where_its_answer_or_its_times_may_differ(run, m
 def test_a_mask_adapter_is_verified_unless_the_tab_asks_for_something_else(run, checkpoint, tmp_path):
     base = load_model(checkpoint)
     add_mask_adapter(base, MaskAdapterSettings(rank=2))
-    base.save_mask_adapter(tmp_path / "adapter")
+    save_mask_adapter(base, tmp_path / "adapter")
 
     def verification(**fields):
         return trace_of(run(**fields)[1]).recordings[0].runs[0].settings["verification"]

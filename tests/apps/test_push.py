@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import edit, tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
-from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli
+from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli, save_mask_adapter
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.apps import push
 
@@ -65,7 +65,7 @@ def test_a_lora_is_checked_on_its_base_and_a_mask_token_of_another_tokenizer_is_
 def test_a_mask_adapter_is_tried_on_its_base(saved, tmp_path):
     model = WeDLMForCausalLM.from_pretrained(saved)
     add_mask_adapter(model, MaskAdapterSettings(rank=2, target_modules=("o_proj",), head_width=8))
-    model.save_mask_adapter(tmp_path)
+    save_mask_adapter(model, tmp_path)
     assert push.check(tmp_path) == f"24 tokens on {saved}."
 
 

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from wedlm_hf import __main__ as program
-from wedlm_hf import __version__, add_mask_adapter, cli, threads
+from wedlm_hf import __version__, add_mask_adapter, cli, save_mask_adapter, threads
 from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.checkpoints.loading import load_model
@@ -71,7 +71,7 @@ def folder(tmp_path_factory):
     for name, base in {"adapter": tiny_model(seed=1), "mask": stock_twin(tiny_model()), "wide": wide}.items():
         base.config.name_or_path = str(folder / "stock") if name != "adapter" else ""
         add_mask_adapter(base, MaskAdapterSettings(rank=2))
-        base.save_mask_adapter(folder / name)
+        save_mask_adapter(base, folder / name)
     for name, copy, base, other in (("mask", "moved", "stock", "gone.gguf"), ("lora", "stock-lora", "model", "stock")):
         config = shutil.copytree(folder / name, folder / copy) / "adapter_config.json"
         config.write_text(config.read_text().replace(str(folder / base), other))

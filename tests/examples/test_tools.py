@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 from tiny import START, script, tiny_llama, tiny_model, write_checkpoint
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from wedlm_hf import add_mask_adapter
+from wedlm_hf import add_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.eval.decoders import DECODERS
@@ -62,7 +62,7 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     assert found["mask_rows"] >= 100 and all(rate >= 1 for rate in found["tokens_per_forward"])
 
     add_mask_adapter(base, MaskAdapterSettings(rank=2, head_width=4))
-    base.save_mask_adapter(folders[1])
+    save_mask_adapter(base, folders[1])
     prompts.write_text('{"prompt": "count to ten"}\n' * 2)
     capsys.readouterr()
     given_costs.main(folders[0], prompts, [folders[1]] * 2, count=1, max_new_tokens=8)

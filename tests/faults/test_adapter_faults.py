@@ -12,7 +12,7 @@ from test_adapt import SMALL, write_base
 from test_branches import adapted
 from tiny import edit, tiny_model
 
-from wedlm_hf import load_mask_adapter
+from wedlm_hf import load_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers, read_user_prompts
@@ -21,7 +21,7 @@ from wedlm_hf.adapters.answers import read_answers, read_user_prompts
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    adapted().save_mask_adapter(folder)
+    save_mask_adapter(adapted(), folder)
     return folder
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from wedlm_hf.adapters.attach import save_mask_adapter
+
 NANO = Path(__file__).parents[3] / "examples" / "wedlm-nano"
 PROPOSER = "wedlm_hf.serving.vllm.Proposer"
 
@@ -155,5 +157,5 @@ def random_adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]
     for parameter in [*adapter.up.values(), adapter.head.up, adapter.mask_embedding]:
         torch.nn.init.normal_(parameter, std=0.02)
     folder = tmp_path_factory.mktemp("adapter")
-    model.save_mask_adapter(folder)
+    save_mask_adapter(model, folder)
     return folder, model.eval().requires_grad_(False)

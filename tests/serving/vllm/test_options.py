@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from tiny import edit, tiny_model
 
-from wedlm_hf import add_mask_adapter
+from wedlm_hf import add_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.serving.vllm.options import PROPOSER, EngineOptions
 
@@ -35,7 +35,7 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(tmp_pat
     for name, model in {"base": base, "other": other}.items():
         model.save_pretrained(tmp_path / name, max_shard_size=shard)
     add_mask_adapter(base, MaskAdapterSettings(rank=2))
-    base.save_mask_adapter(tmp_path / "adapter")
+    save_mask_adapter(base, tmp_path / "adapter")
     own = {"mask_adapter": str(tmp_path / "adapter")}
 
     def check(folder, model, **options):
