@@ -112,7 +112,8 @@ class AttachedModel(WeDLMGenerationMixin):
         if not has_branches or adapter.ngrams is None:
             return TreeDrafter(sampler, end_tokens, self, has_branches)
         frequent = None if adapter.root_head is None else _frequent(self)
-        return TreeDrafter(sampler, end_tokens, self, has_branches, NGramDrafter(adapter.ngrams), frequent)
+        ngrams = NGramDrafter(adapter.ngrams, base_embeddings(self).num_embeddings)
+        return TreeDrafter(sampler, end_tokens, self, has_branches, ngrams, frequent)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of the class that a name can find."""
@@ -137,15 +138,20 @@ def _frequent(model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.
     where single rows cannot be read."""
     head, adapter = model.get_output_embeddings(), model.mask_adapter
     is_packed, table = isinstance(head, PackedLinear), head_rows(head)
-    if table is None and not (is_packed and head.bias is None):
+    if table is None and not is_packed:
         return None
-    version = () if table is None else (table.data_ptr(), table.dtype, 0 if table.is_inference() else table._version)
-    key = head, adapter.ngrams, version
+    changing = [each for each in (table, head.bias) if each is not None]
+    versions = [(each.data_ptr(), each.dtype, 0 if each.is_inference() else each._version) for each in changing]
+    key = head, adapter.ngrams, versions
     if adapter.frequent is None or adapter.frequent[0] != key:
-        tokens = adapter.ngrams.frequent(MOST_FREQUENT).to(model.device)
+        size = head.out_features if table is None else len(table)
+        tokens = adapter.ngrams.frequent(MOST_FREQUENT, size).to(model.device)
+        if not len(tokens):
+            return None
         rows = (head.unpacked() if table is None else table)[tokens]
         product, matrix = (multiply, pack_matrix(rows)) if is_packed else (nn.functional.linear, rows)
-        adapter.frequent = key, (tokens, lambda states: product(states, matrix))
+        bias = 0 if head.bias is None else head.bias[tokens]
+        adapter.frequent = key, (tokens, lambda states: product(states, matrix) + bias)
     found: tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] = adapter.frequent[1]
     return found
 
@@ -155,16 +161,16 @@ def add_mask_adapter(model: Any, settings: MaskAdapterSettings | None = None) ->
 
     Args:
         model: a causal language model of transformers, as it was loaded; it stays the same object.
-        settings: shape of the adapter. Without `target_modules`, the projection out of attention, or what a layer has
-            in its place, and the last one of the MLP are updated.
+        settings: shape of the adapter; it begins without n-grams. Without `target_modules`, the projection out of
+            attention, or what a layer has in its place, and the last one of the MLP are updated.
 
     Raises:
         TypeError: for what is no model of transformers, as one that is compiled or wrapped.
         ValueError: for a model that has a mask adapter, whose architecture cannot carry one, and for targets that its
             layers do not have.
     """
-    adapter = _attach(model, settings or MaskAdapterSettings())
-    _train_alone(model)
+    adapter = attach(model, replace(settings or MaskAdapterSettings(), ngrams=0))
+    train_alone(model)
     return adapter
 
 
@@ -193,7 +199,7 @@ def load_mask_adapter(
     stored = StoredMaskAdapter.read(name, **download_options)
     check_attachable(model)
     check_base(model, stored.base, any_base=any_base)
-    adapter = _attach(model, stored.settings)
+    adapter = attach(model, stored.settings)
     try:
         adapter.load_state_dict(stored.weights)
         if adapter.ngrams is not None:
@@ -202,7 +208,7 @@ def load_mask_adapter(
         unload_mask_adapter(model)
         raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: {error}") from error
     if is_trainable:
-        _train_alone(model)
+        train_alone(model)
     else:
         adapter.to(model.dtype).requires_grad_(False)
 
@@ -235,7 +241,7 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ValueError: for a model without a mask adapter, and for tokens that are not the model's.
     """
-    model = _attached_in(model)
+    model, answers = _attached_in(model), list(answers)
     adapter, size = model.mask_adapter, base_embeddings(model).num_embeddings
     for answer in answers:
         tokens = [*answer["prompt_ids"], *answer["response_ids"]]
@@ -264,9 +270,9 @@ def unload_mask_adapter(model: Any) -> None:
     """Takes the mask adapter away: class, hooks and attributes are the base's again."""
     if _attached_in(model) is not model:
         raise ValueError(f"The mask adapter lies within {type(model).__name__}: call the `unload()` of that.")
-    frozen = model.mask_adapter.frozen
+    frozen, is_packed = model.mask_adapter.frozen, isinstance(model.get_output_embeddings(), PackedLinear)
     for name, parameter in model.named_parameters():
-        if name in frozen:
+        if name in frozen and not is_packed:  # packed layers do not train
             parameter.requires_grad_(True)
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
@@ -281,7 +287,7 @@ def unload_mask_adapter(model: Any) -> None:
     model.__class__ = type(model).__bases__[1]
 
 
-def _train_alone(model: Any) -> None:
+def train_alone(model: Any) -> None:
     """Freezes all but the mask adapter, which notes what [`unload_mask_adapter`] must thaw."""
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.mask_adapter.frozen = trained
@@ -298,7 +304,8 @@ def _attached_in(model: Any) -> Any:
 
 
 @explained
-def _attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
+def attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
+    """Puts a mask adapter on a model. Raises `TypeError` and `ValueError` as [`add_mask_adapter`]."""
     check_attachable(model)
     warn_if_untested()
     check_masks(model)

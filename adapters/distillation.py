@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from ..generation.attention import layer_types
 from ..generation.rows import Row
 from ..generation.state import keeps_state, short_chunks
+from ..generation.tree_drafter import scaled
 from ..generation.versions import CACHE, cache_name
 from ..training.streams import IGNORE_INDEX
 from .attach import decode_step, evaluating, is_close
@@ -328,12 +329,8 @@ class MaskDistillation(nn.Module):
         return memory.length if isinstance(memory, StateMemory) else memory.get_seq_length()
 
     def scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """What a family makes of its head's output, in float32."""
-        config, logits = self._text, logits.float()
-        scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
-        logits = logits if scale == 1 else logits * scale
-        cap = getattr(config, "final_logit_softcapping", None)
-        return logits if cap is None else cap * (logits / cap).tanh()
+        """What the family makes of its head's output, in float32."""
+        return scaled(logits, self._text)
 
     def drafts(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
         """The likeliest token of each mask.

@@ -9,6 +9,7 @@ is often the better one.
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from heapq import heappop, heappush
+from sys import maxsize
 from typing import Any
 
 import numpy as np
@@ -51,13 +52,13 @@ class NGrams(nn.Module):
         """Raises `ValueError` for a table that is damaged, or that has tokens which a model does not have."""
         if not bool((self.keys > 0).all() and (self.keys.diff() > 0).all() and (self.counts >= 0).all()):
             raise ValueError("its n-grams are damaged.")
-        known = self.tokens.flatten(), self.frequent(len(self.keys))
+        known = self.tokens.flatten(), self.frequent(len(self.keys), maxsize)
         if (largest := max(int(each.max()) for each in known if len(each))) >= vocab_size:
             raise ValueError(f"its n-grams have token {largest}, and the model {vocab_size} tokens.")
 
-    def frequent(self, most: int) -> torch.Tensor:
-        """`(S,)` int64, the tokens that occur most often, at most so many."""
-        is_single = self.keys < 2**_BITS
+    def frequent(self, most: int, vocab_size: int) -> torch.Tensor:
+        """`(S,)` int64, the tokens of a vocabulary that occur most often, at most so many."""
+        is_single = (self.keys > 0) & (self.keys <= min(vocab_size, 2**_BITS - 1))
         order = self.counts[is_single, -1].argsort(descending=True, stable=True)[:most]
         return self.keys[is_single][order] - 1
 
@@ -111,9 +112,10 @@ def _counted(answers: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
 
 
 class NGramDrafter:
-    """Drafts what often followed. Its arrays are the host's."""
+    """Drafts what often followed, of the tokens that the model has by now. Its arrays are the host's."""
 
-    def __init__(self, ngrams: NGrams):
+    def __init__(self, ngrams: NGrams, vocab_size: int):
+        self.vocab_size = vocab_size
         self.keys = ngrams.keys.cpu().numpy().data  # a search takes less time in it than in an array
         self.tokens, self.counts = (each.cpu().numpy() for each in (ngrams.tokens, ngrams.counts))
 
@@ -130,7 +132,7 @@ class NGramDrafter:
             return []
         *counts, total = self.counts[found].tolist()
         pairs = zip(self.tokens[found].tolist(), counts, strict=True)
-        return [(token, count / (total + 1)) for token, count in pairs if count]
+        return [(token, count / (total + 1)) for token, count in pairs if count > 0 and 0 <= token < self.vocab_size]
 
     def mixed(self, drafts: Sequence[Row], text: Sequence[int]) -> list[Row]:
         """What may follow a text, by drafts of the next token and by what followed its last tokens."""

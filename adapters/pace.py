@@ -134,7 +134,8 @@ def measure_pace(distillation: MaskDistillation, decoder: Any, clock: Clock, is_
         is_gpu: larger batches.
         patience: seconds; what takes longer is not repeated or enlarged.
     """
-    model, answers = distillation.model, _random_answers(distillation.model.config.vocab_size)
+    model = distillation.model
+    answers = _random_answers(model.config.get_text_config(decoder=True).vocab_size)
     collate = DataCollatorForMaskRuns(0, distillation.num_masks, 3, is_shared=keeps_state(model))
 
     def seconds(work: Callable[..., Any], *inputs: Any) -> float:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..generation.versions import check_format
 from ..training import peft_targets as peft_targets
 from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
-from .attach import AttachedModel, add_mask_adapter, check_attachable, unload_mask_adapter
+from .attach import AttachedModel, attach, check_attachable, train_alone, unload_mask_adapter
 
 
 class MaskAdapterPeftType(str, Enum):  # noqa: UP042  # as PEFT has its own
@@ -87,6 +87,8 @@ class MaskAdapterTuner(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Adds the adapter. Raises `ValueError` for a model that cannot carry it or is not the adapter's base."""
         config: Any = self.peft_config[adapter_name]
+        if nn.Linear(1, 1).weight.is_meta:
+            raise ValueError("A mask adapter is small, and not loaded with `low_cpu_mem_usage=True`: leave that out.")
         owner = _owner(model)
         check_attachable(owner)
         if config.base:
@@ -97,7 +99,8 @@ class MaskAdapterTuner(BaseTuner):
             **{each.name: getattr(config, each.name) for each in fields(MaskAdapterSettings)}
         )
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
-        adapter = add_mask_adapter(owner, settings)
+        adapter = attach(owner, settings)
+        train_alone(owner)
         config.target_modules = list(adapter.settings.target_modules)
         adapter.layer, adapter.peft_config = _Layer(), config
         if config.inference_mode:

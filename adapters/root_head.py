@@ -133,8 +133,8 @@ class Batches:
     def __init__(self, distillation: MaskDistillation, rows: RootRows):
         model = distillation.model
         self.model, self.rows, self._scaled = model, rows, distillation.scaled
-        self.frequent = model.mask_adapter.ngrams.frequent(MOST_FREQUENT).to(model.device)
         head = model.get_output_embeddings()
+        self.frequent = model.mask_adapter.ngrams.frequent(MOST_FREQUENT, len(head.weight)).to(model.device)
         self.weight = head.weight.detach()[self.frequent]
         self.bias = None if head.bias is None else head.bias.detach()[self.frequent]
 

@@ -5,6 +5,7 @@ with more.
 """
 
 import json
+import logging
 import math
 import time
 from collections import defaultdict
@@ -28,6 +29,8 @@ from .layout import AnswerBatches, AnswerTokens, DataCollatorForMaskRuns
 from .pace import Clock
 from .root_head import ROOT_ROWS, ShowRoot, ignore, train_root_head
 
+logger = logging.getLogger(__name__)
+
 
 class _Epochs(TrainerCallback):
     """Tells the collator the epoch, also after a resume."""
@@ -39,11 +42,24 @@ class _Epochs(TrainerCallback):
         self.collator.set_epoch(int(state.epoch or 0))
 
 
+def check_trainable(model: Any) -> None:
+    """Raises `ValueError` unless the mask adapter of a model trains, and it alone."""
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name in trained if "mask_adapter." not in name]
+    if others:
+        raise ValueError(
+            f"{len(others)} parameters beside the mask adapter would train, {others[0]!r} among them, and change what "
+            "the base says: call `requires_grad_(False)` on them, or `load_mask_adapter(…, is_trainable=True)`."
+        )
+    if not trained:
+        raise ValueError("The mask adapter is frozen: load it with `is_trainable=True`.")
+
+
 class MaskAdapterTrainer(AtomicSaveTrainer):
     """Trains the mask adapter of a model on the model's own answers.
 
     Args:
-        model: with a mask adapter; everything else of it is frozen.
+        model: with a mask adapter that trains; everything else of it is frozen.
         args: settings.
         answers: to train on, each with `prompt_ids` and `response_ids`; those of a single token teach nothing.
         eval_answers: greedy answers of the base, for [`measure_acceptance`].
@@ -72,6 +88,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         *,
         clock: Clock = time.monotonic,
     ):
+        check_trainable(model)
         masks: int = args.num_masks or model.mask_adapter.settings.num_masks
         collator = DataCollatorForMaskRuns(0, masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock, self._num_masks = Budget(), clock, masks
@@ -106,6 +123,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         distillation = self.accelerator.unwrap_model(self.model)
         count_ngrams(distillation.model, self._uncounted)
         self._uncounted = ()
+        if trained and adapter.ngrams is None:
+            logger.warning("The root head is not trained: no n-gram occurs twice in the answers.")
         if trained and adapter.ngrams is not None:
             began, count = self._clock(), ROOT_ROWS * self.budget.mask_rows // self.accelerator.num_processes
             try:

@@ -156,10 +156,10 @@ def _is_cost(value: Any) -> bool:
 
 
 def _check_slot_cost(cost: Any) -> None:
-    if cost is None or _is_cost(cost):
+    if cost is None or (_is_cost(cost) and cost < math.inf):
         return
     if not isinstance(cost, dict):
-        message = f"`slot_cost` must be a number of at least 0, or times by numbers of rows, got {cost!r}."
+        message = f"`slot_cost` must be a finite number of at least 0, or times by numbers of rows, got {cost!r}."
         raise OptionError(message, "slot_cost")
     rows = [int(count) for count in cost if str(count).isdecimal()]  # JSON makes strings of numbers
     if (

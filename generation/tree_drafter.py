@@ -41,7 +41,8 @@ class TreeDrafter(Drafter):
     ):
         super().__init__(sampler, end_tokens, float("inf"))
         self.model, self.has_branches = model, has_branches
-        most = model.config.get_text_config(decoder=True).vocab_size - 1
+        self.config = model.config.get_text_config(decoder=True)
+        most = self.config.vocab_size - 1
         self.children: int = min(CHILDREN, most) if has_branches else 1
         self.paths = PATHS if has_branches else 1
         self.ngrams, self.frequent, self.reads_root = ngrams, frequent, frequent is not None
@@ -72,16 +73,16 @@ class TreeDrafter(Drafter):
                 most = 2 * self.children if self.has_branches else 1  # drafts of one depth
                 kept = joint.topk(min(joint.shape[1], most)).indices
                 own = tokens.flatten(1).gather(1, kept)
-                guesses += [kept, own, (found.flatten(1).gather(1, kept) / UNIT).long()]
+                guesses += [kept, own, _units(found.flatten(1).gather(1, kept))]
                 followed = kept[:, : self.paths]
                 chances = joint.gather(1, followed)
                 last = paths[..., 1].gather(1, followed // self.children)
                 paths = torch.stack([last, own[:, : self.paths]], -1)
         if root is not None and self.frequent is not None:
             frequent, head = self.frequent
-            scores = head(self.model.root_hidden(root, before[:, None])).float()
+            scores = scaled(head(self.model.root_hidden(root, before[:, None])), self.config)
             tokens, found = self.sampler.draft(scores, frequent.expand(len(root), -1), offsets, rows, self.children)
-            guesses += [tokens[:, 0], (found[:, 0] / UNIT).long()]
+            guesses += [tokens[:, 0], _units(found[:, 0])]
         return guesses
 
     def _drafts(self, sequence: SequenceState, masks: int, guesses: list[list[int]]) -> list[Row]:
@@ -120,14 +121,29 @@ class TreeDrafter(Drafter):
         """
         states = self.model.draft_hidden(hidden[:, None].expand(-1, before.shape[1], -1), before)
         head = self.model.get_output_embeddings()
-        if (table := head_rows(head)) is not None:
-            return states.float() @ table[shortlist].float().mT
-        return head(states).gather(2, shortlist[:, None].expand(-1, before.shape[1], -1)).float()
+        if (table := head_rows(head)) is None:
+            return scaled(head(states).gather(2, shortlist[:, None].expand(-1, before.shape[1], -1)), self.config)
+        scores = states.float() @ table[shortlist].float().mT
+        return scaled(scores if head.bias is None else scores + head.bias[shortlist][:, None].float(), self.config)
+
+
+def scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """What a family makes of its head's output, in float32; `config` is that of the text."""
+    logits = logits.float()
+    scale = (getattr(config, "logit_scale", None) or 1) / (getattr(config, "logits_scaling", None) or 1)
+    logits = logits if scale == 1 else logits * scale
+    cap = getattr(config, "final_logit_softcapping", None)
+    return logits if cap is None else cap * (logits / cap).tanh()
+
+
+def _units(chances: torch.Tensor) -> torch.Tensor:
+    """Chances as integers; 0 where a mask gives NaN, since what it drafts changes no text."""
+    return (chances.nan_to_num() / UNIT).long()
 
 
 def head_rows(head: Any) -> torch.Tensor | None:
     """The weights of a head, `(V, H)`, where single rows can be read: quantizers have kinds of their own."""
-    if head._forward_hooks or getattr(head, "bias", None) is not None:
+    if head._forward_hooks:
         return None
     is_plain = type(head) is torch.nn.Linear and type(head.weight) is torch.nn.Parameter
     return head.weight if is_plain else getattr(head, "rows", None)  # of packed layers: `PackedLinear.rows`

@@ -123,6 +123,8 @@ TASK = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, tas
 def test_peft_switches_it_off_takes_it_away_makes_a_new_one_to_train_but_does_not_merge_it(tmp_path):
     model = PeftModel.from_pretrained(tiny_model(), str(saved_adapter(tmp_path)))
     base = model.base_model.model
+    with pytest.raises(ValueError, match="not loaded with `low_cpu_mem_usage=True`"):
+        PeftModel.from_pretrained(tiny_model(), str(tmp_path), low_cpu_mem_usage=True)
     with model.disable_adapter():
         assert not base.has_mask_adapter
     assert base.has_mask_adapter and model.get_model_status().enabled

@@ -13,7 +13,7 @@ from test_mask_adapter import with_adapter
 from tiny import EOS, tiny_model
 from transformers import TrainerCallback
 
-from wedlm_hf import add_mask_adapter
+from wedlm_hf import add_mask_adapter, load_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters.adapter_files import StoredMaskAdapter
 from wedlm_hf.adapters.answers import AnswerConfig
 from wedlm_hf.adapters.budget import MaskTrainingConfig
@@ -283,6 +283,27 @@ def test_as_many_masks_are_trained_as_the_adapter_states(tmp_path, asked, traine
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert {len(entry["accuracy"]) for entry in log if "accuracy" in entry} == {trained_on}
     assert StoredMaskAdapter.read(tmp_path).settings.num_masks == model.deepest == trained_on
+
+
+def test_what_would_train_the_base_or_nothing_is_refused(tmp_path):
+    model = tiny_model()
+    add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=0))
+    save_mask_adapter(model, tmp_path)
+    loaded = tiny_model()
+    load_mask_adapter(loaded, tmp_path)
+    with pytest.raises(ValueError, match=r"\d+ parameters beside the mask adapter would train, 'model.embed_tokens"):
+        MaskAdapterTrainer(loaded, config(tmp_path), answers(4))
+    loaded.requires_grad_(False)
+    with pytest.raises(ValueError, match="The mask adapter is frozen: load it with `is_trainable=True`"):
+        MaskAdapterTrainer(loaded, config(tmp_path), answers(4))
+
+
+def test_a_root_head_that_has_no_ngrams_to_draft_from_is_warned_of(tmp_path, caplog):
+    model = tiny_model()
+    add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=0, root_width=8))
+    once = [{"prompt_ids": [3], "response_ids": [*range(4, 40)]}]
+    MaskAdapterTrainer(model, config(tmp_path, mask_rows=40), once).train()
+    assert "The root head is not trained: no n-gram occurs twice" in caplog.text
 
 
 def test_accumulated_gradients_are_those_of_one_batch():

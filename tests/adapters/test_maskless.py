@@ -34,6 +34,7 @@ from wedlm_hf.adapters.root_head import Batches, rows_of, train_root_head
 from wedlm_hf.checkpoints.packed import can_pack, pack
 from wedlm_hf.generation.planner import Planner
 from wedlm_hf.generation.rows import Row
+from wedlm_hf.generation.sampling import TokenSampler
 from wedlm_hf.generation.tree_drafter import TreeDrafter
 
 VERIFIED = {"strategy": "wedlm", "verification": "exact", "pad_token_id": 0}
@@ -73,7 +74,7 @@ def test_counts_are_those_by_hand_in_parts_or_in_one_go():
     for part in range(3):
         ngrams = NGrams.of(answers[part::3], ngrams)
     assert same(ngrams, NGrams.of(answers))
-    drafter, expected = NGramDrafter(ngrams), by_hand(answers)
+    drafter, expected = NGramDrafter(ngrams, VOCAB_SIZE), by_hand(answers)
     assert len(ngrams.keys) == len(expected) and bool((ngrams.keys.diff() > 0).all())
     for ngram, followers in expected.items():
         found = drafter.followers(ngram)
@@ -84,19 +85,24 @@ def test_counts_are_those_by_hand_in_parts_or_in_one_go():
 def test_the_longest_known_ngram_counts_nothing_follows_an_unknown_one_and_the_most_frequent_are_kept(monkeypatch):
     same = {"prompt_ids": [1], "response_ids": [2, 3, 4]}
     other = {"prompt_ids": [7], "response_ids": [3, 5]}
-    drafter = NGramDrafter(NGrams.of([same, same, *[other] * 3]))
+    drafter = NGramDrafter(NGrams.of([same, same, *[other] * 3]), VOCAB_SIZE)
     assert drafter.followers([9, 2, 3]) == [(4, 2 / 3)]
     assert [token for token, _ in drafter.followers([9, 3])] == [5, 4]
     assert drafter.followers([8]) == drafter.followers([]) == []
     assert NGrams.of([]).keys.shape == NGrams.of([same]).keys.shape == (0,)
     monkeypatch.setattr("wedlm_hf.adapters.ngrams.MOST", 2)
     pairs = [(1, 2)] * 3 + [(5, 6)] * 2 + [(3, 4)] * 4
-    drafter = NGramDrafter(NGrams.of([{"prompt_ids": [first], "response_ids": [second]} for first, second in pairs]))
+    drafter = NGramDrafter(
+        NGrams.of([{"prompt_ids": [first], "response_ids": [second]} for first, second in pairs]), VOCAB_SIZE
+    )
     assert [drafter.followers([token]) for token in (5, 1, 3)] == [[], [(2, 3 / 4)], [(4, 4 / 5)]]
+    assert NGramDrafter(NGrams(2), VOCAB_SIZE).followers([-1]) == []  # a table that nobody filled
 
 
 def test_drafts_are_a_tree_whose_siblings_share_a_chance_and_that_ends_where_the_text_does():
-    drafter = NGramDrafter(NGrams.of([*texts(400), *[{"prompt_ids": [0, 1], "response_ids": [EOS, 4, 4]}] * 200]))
+    drafter = NGramDrafter(
+        NGrams.of([*texts(400), *[{"prompt_ids": [0, 1], "response_ids": [EOS, 4, 4]}] * 200]), VOCAB_SIZE
+    )
     ends = 0
     for text, drafts in (([3, 4], []), ([0, 1], []), ([4], [Row(1, 1, -1, 0.5), Row(0, 2, 0, 0.6)])):
         given = list(drafts)
@@ -236,7 +242,7 @@ def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(l
             with torch.no_grad():
                 state = base.base_model(text[None, :-1]).last_hidden_state[0, -1]
                 state = adapter.root_head(state, base.get_input_embeddings()(text[-2:]))
-                frequent = adapter.ngrams.frequent(MOST_FREQUENT)
+                frequent = adapter.ngrams.frequent(MOST_FREQUENT, VOCAB_SIZE)
                 scores = base.lm_head(state)[frequent]
             chances, places = scores.softmax(-1).topk(3)
             assert [draft.token for draft in drafts[:3]] == frequent[places].tolist()
@@ -266,7 +272,9 @@ def test_they_change_no_text_greedy_or_sampled(lengths, form, maskless):
 
 
 def test_chances_are_mixed_with_those_of_ngrams():
-    drafter = NGramDrafter(NGrams.of([{"prompt_ids": [1], "response_ids": [2, last]} for last in (3, 4)] * 2))
+    drafter = NGramDrafter(
+        NGrams.of([{"prompt_ids": [1], "response_ids": [2, last]} for last in (3, 4)] * 2), VOCAB_SIZE
+    )
     drafts = [Row(9, 1, -1, 0.5), Row(3, 1, -1, 0.4, True)]
     found = drafter.mixed(drafts, [1, 2])
     assert [row.token for row in found] == [3, 9, 4] and [row.is_sibling for row in found] == [False, True, True]
@@ -277,7 +285,7 @@ def test_chances_are_mixed_with_those_of_ngrams():
 def test_it_learns_what_the_base_says_of_the_token_behind_the_one_that_a_row_predicts():
     model, some = rooted(), answers(3)
     adapter, distillation = model.mask_adapter, MaskDistillation(model, K)
-    frequent, losses = adapter.ngrams.frequent(MOST_FREQUENT), []
+    frequent, losses = adapter.ngrams.frequent(MOST_FREQUENT, VOCAB_SIZE), []
     for answer in some:
         tokens, first = torch.tensor(answer["prompt_ids"] + answer["response_ids"]), len(answer["prompt_ids"])
         for place in range(first, len(tokens) - 1):
@@ -343,12 +351,13 @@ def test_it_stays_as_it_was_where_training_makes_it_worse(monkeypatch):
     assert found == train_root_head(MaskDistillation(model, K), some, 0)
 
 
-def test_an_embedding_that_was_resized_meanwhile_is_read_from_the_first_step_on(maskless):
-    model = rooted()
-    model.resize_token_embeddings(model.config.vocab_size + 8, mean_resizing=False)
-    expected = model.generate(**batch(5), **LIMIT, do_sample=False)
+@pytest.mark.parametrize("more", [8, -270])  # the n-grams' tokens are 20 to 89
+def test_an_embedding_that_was_resized_meanwhile_is_read_from_the_first_step_on(more, maskless):
+    model, prompt = rooted(), {"input_ids": torch.tensor([[4, 2, 30, 21, 22]])}
+    model.resize_token_embeddings(VOCAB_SIZE + more, mean_resizing=False)
+    expected = model.generate(**prompt, **LIMIT, do_sample=False)
     for how in (CHEAP, CHEAP | {"slot_cost": 1e6}):
-        assert model.generate(**batch(5), **how, do_sample=False).tolist() == expected.tolist()
+        assert model.generate(**prompt, **how, do_sample=False).tolist() == expected.tolist()
 
 
 @needs_kernels
@@ -360,6 +369,36 @@ def test_packed_heads_are_read_tied_or_not_and_the_adapter_may_have_another_dtyp
     before = _frequent(model)
     count_ngrams(model, [{"prompt_ids": [1], "response_ids": [7, 7, 7, 7]}])
     assert _frequent(model) is not before
+
+
+def test_a_head_with_a_bias_and_one_whose_family_scales_it_are_read_whole(maskless):
+    model = rooted()
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB_SIZE), requires_grad=False)
+    model.config.logit_scale = 0.25
+    states = torch.randn(2, 1, model.config.hidden_size)
+    with torch.no_grad():
+        tokens, head = _frequent(model)
+        torch.testing.assert_close(head(states), model.lm_head(states)[..., tokens], atol=1e-5, rtol=1e-5)
+        drafter = model.make_drafter(TokenSampler([], False, None, torch.zeros(1, 1)), frozenset(), True)
+        shortlist, before = torch.randint(VOCAB_SIZE, (2, 9)), torch.randint(4, VOCAB_SIZE, (2, 1, 2))
+        scores = drafter._scores(states[:, 0], shortlist, before)
+        expected = 0.25 * model.lm_head(model.draft_hidden(states, before)).gather(2, shortlist[:, None])
+        torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_masks_and_a_root_head_that_give_nan_change_no_text():
+    for name in ("head", "root_head"):
+        model = rooted()
+        expected = model.generate(**batch(5), **LIMIT, do_sample=False)
+        getattr(model.mask_adapter, name).up.data.fill_(torch.nan)
+        for cost in (0.0, 0.01):
+            assert model.generate(**batch(5), **CHEAP | {"slot_cost": cost}, do_sample=False).equal(expected)
+
+
+def test_an_adapter_begins_without_ngrams_whatever_its_settings_say():
+    model = stock_twin(tiny_model())
+    add_mask_adapter(model, replace(rooted().mask_adapter.settings, ngrams=7))
+    assert model.mask_adapter.ngrams is None and model.mask_adapter.settings.ngrams == 0
 
 
 def test_an_adapter_without_one_gets_one_once():

@@ -51,7 +51,11 @@ def prompts(*rows):
         ({"slot_cost": 0.1}, "`slot_cost=0.1` goes with `verification='exact'`"),
         ({"draft_threshold": -1}, "`draft_threshold` must be a number of at least 0, got -1"),
         ({"draft_threshold": 1.0}, "`draft_threshold=1.0` goes with `verification='exact'`"),
-        ({"slot_cost": "low"}, "`slot_cost` must be a number of at least 0, or times by numbers of rows, got 'low'"),
+        (
+            {"slot_cost": "low"},
+            "`slot_cost` must be a finite number of at least 0, or times by numbers of .*, got 'low'",
+        ),
+        ({"slot_cost": float("inf")}, "`slot_cost` must be a finite number of at least 0"),
         ({"slot_cost": {1: 2.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers of rows"),
         ({"slot_cost": {1: 2.0, "x": 3.0}}, "`slot_cost` must have a time above 0 for each of two or more numbers"),
         ({"slot_cost": {1: 2.0, 4: 0}}, "`slot_cost` must have a time above 0 for each of two or more numbers"),
