@@ -103,20 +103,15 @@ AttentionInterface.register(MASK_RUNS, attend_in_runs)
 AttentionMaskInterface.register(MASK_RUNS, sdpa_mask)
 
 
-@dataclass(frozen=True)
-class Predicted:
-    """Two distributions at each of `N` slots, over the `S` candidates."""
+def soft_cross_entropy(targets: torch.Tensor, logits: torch.Tensor, log_sums: torch.Tensor) -> torch.Tensor:
+    """Σ p (log-sum − logit), `(N,)` nats. The base's mass on candidates counts, which is nearly all of it.
 
-    targets: torch.Tensor  # (N, S), the base's probabilities
-    logits: torch.Tensor  # (N, S) of the mask
-    log_sums: torch.Tensor  # (N,), of the exponentials of the mask's logits of the whole vocabulary, estimated
-    shares: torch.Tensor  # (S,), the logarithm of how many tokens each candidate stands for
-
-
-def soft_cross_entropy(predicted: Predicted) -> torch.Tensor:
-    """`(N,)` nats: Σ p (log-sum − logit). The base's mass on candidates counts, which is nearly all of it."""
-    targets = predicted.targets
-    return predicted.log_sums * targets.sum(-1) - (targets * predicted.logits).sum(-1)
+    Args:
+        targets: `(N, S)`, the base's probabilities of the candidates.
+        logits: `(N, S)`, of the masks.
+        log_sums: `(N,)`, of the exponentials of the masks' logits of the whole vocabulary, estimated.
+    """
+    return log_sums * targets.sum(-1) - (targets * logits).sum(-1)
 
 
 class MaskDistillation(nn.Module):
@@ -154,7 +149,6 @@ class MaskDistillation(nn.Module):
         self._kinds = ["full_attention"] if self._keeps_state else sorted(set(layer_types(model.config)))
         self.num_masks: int = num_masks or model.mask_adapter.settings.num_masks
         self.top_tokens, self.sampled_tokens = top_tokens, sampled_tokens
-        self.loss, self.plain_weight = soft_cross_entropy, PLAIN_WEIGHT
         self.register_buffer("depth_weights", DEPTH_DECAY ** torch.arange(self.num_masks), persistent=False)
         self._check()
 
@@ -229,10 +223,10 @@ class MaskDistillation(nn.Module):
         log_sums = (logits + shares).logsumexp(-1)
         targets, likeliest = teacher[of_slot], teacher.argmax(-1)[of_slot]
         parts = zip(logits.chunk(len(states)), log_sums.chunk(len(states)), strict=True)
-        losses = [self.loss(Predicted(targets, *part, shares)) for part in parts]
+        losses = [soft_cross_entropy(targets, *part) for part in parts]
         correct = [part.argmax(-1) == likeliest for part in logits.detach().chunk(len(states))]
         weights = self.depth_weights.expand_as(counted)[counted]
-        total = losses[-1] + (self.plain_weight * losses[0] if len(states) > 1 else 0)
+        total = losses[-1] + (PLAIN_WEIGHT * losses[0] if len(states) > 1 else 0)
         items = weights.sum() if num_items_in_batch is None else num_items_in_batch
         grid = torch.zeros_like(counted, dtype=torch.float32)
         return {

@@ -57,7 +57,7 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     folders = [str(write_checkpoint(tmp_path / "base", base)), str(tmp_path / "adapter")]
     lines = [{"prompt_ids": prompt, "response_ids": [*prompt[::-1], *prompt], "greedy": True} for prompt in PROMPTS]
     answers.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    training_methods.train("pace", folders[0], answers, tmp_path / "out", mask_rows=100)
+    training_methods.train("wide-head", folders[0], answers, tmp_path / "out", mask_rows=100)
     found = json.loads((tmp_path / "out" / "result.json").read_text())
     assert found["mask_rows"] >= 100 and all(rate >= 1 for rate in found["tokens_per_forward"])
 
