@@ -43,7 +43,7 @@ class MaskTrainingConfig(TrainingArguments):
     save_minutes: float = field(default=0.8, metadata={"help": "Minutes between checkpoints, or more if they slow."})
     num_masks: int | None = field(default=None, metadata={"help": "K, masks after each cut; default: the adapter's."})
     cut_stride: int = field(default=3, metadata={"help": "Response tokens for each cut."})
-    # With 640, the same 40,000 masks gave 5 % fewer tokens per forward: fewer steps (docs/results.md).
+    # With 640, the same 40,000 masks gave 5 % fewer tokens per forward: fewer steps (examples/smollm2/README.md).
     batch_slots: int = field(default=400, metadata={"help": "Masks in a batch of one device, about."})
     final_learning_rate: float = field(default=0.05, metadata={"help": "Share of the peak at the end."})
 

@@ -189,8 +189,8 @@ class ParallelDecoder:
             if is_broken:
                 raise ValueError(
                     f"There is nothing to choose from in forward {self.steps}, sequence {sequence.index}: the model's "
-                    "logits are NaN or infinite (the checkpoint is broken, or its dtype overflows), or the logits "
-                    "processors leave no token."
+                    "logits are NaN or infinite (the checkpoint or its adapter is broken, or the dtype overflows), or "
+                    "the logits processors leave no token."
                 )
             if sequence.is_finished:
                 outcomes.append(SequenceOutcome(sequence, [], [], []))
