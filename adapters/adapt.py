@@ -466,7 +466,7 @@ class _ShowProgress(TrainerCallback):
     def on_root(self, rows: int, found: dict[str, float]) -> None:
         """Shows the training of the root head."""
         done = min(1.0, rows / (ROOT_ROWS * self.trainer.budget.mask_rows))
-        note = f"root head, {found['accuracy_root']:.0%} of drafts right"
+        note = f"root head, {found['accuracy_root']:.0%} of drafts right" if found else "root head, reading answers"
         self.show(1 - ROOT_SHARE * (1 - done), note)
 
     def _show(self, doing: str = "") -> None:

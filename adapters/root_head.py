@@ -27,7 +27,7 @@ MOST_BYTES = 2**31  # of states: with more answers, some are left out
 _PART = 4096  # tokens whose states are computed at once, about
 
 ShowRoot = Callable[[int, dict[str, float]], None]
-"""Gets how many rows were trained, and what was measured last."""
+"""Gets how many rows were trained, and what was measured last: nothing yet while states are computed."""
 
 
 def ignore(rows: int, found: dict[str, float]) -> None:
@@ -42,10 +42,11 @@ class RootRows(NamedTuple):
     places: torch.Tensor  # int64, the rows with another of their answer behind them: its state is what they learn
 
 
-def rows_of(distillation: MaskDistillation, answers: Sequence[Mapping[str, Any]]) -> RootRows:
+def rows_of(distillation: MaskDistillation, answers: Sequence[Mapping[str, Any]], show: ShowRoot = ignore) -> RootRows:
     """Computes the rows of answers."""
     states, tokens, is_last = [], [], []
     for part in _parts(answers):
+        show(0, {})
         texts = [torch.tensor([*answer["prompt_ids"], *answer["response_ids"]]) for answer in part]
         hidden = distillation.hidden(pad_sequence(texts, batch_first=True).to(distillation.model.device))
         for answer, text, own in zip(part, texts, hidden, strict=True):
@@ -89,7 +90,7 @@ def train_root_head(
         answers: with `prompt_ids` and `response_ids`, one of more than a token at least, which then is held out, too.
         count: rows to train, each counted as often as it is seen.
         seed: of the batches, and of the answers that are held out.
-        show: called after each step with the rows trained so far, and what was measured last.
+        show: called before each part of the states that are computed, and after each step.
 
     Returns:
         On the answers that are held out, the `loss_root` in nats, and how often the likeliest token is the base's
@@ -102,7 +103,8 @@ def train_root_head(
     held_out = max(1, min(HELD_OUT, len(answers) // 10))
     room = MOST_BYTES // (distillation.model.dtype.itemsize * len(distillation.model.mask_adapter.mask_embedding))
     fitting = sum(rows <= room for rows in accumulate(len(answer["response_ids"]) for answer in answers))
-    batches = Batches(distillation, rows_of(distillation, answers[held_out : max(held_out + 1, fitting)] or answers))
+    learned = answers[held_out : max(held_out + 1, fitting)] or answers
+    batches = Batches(distillation, rows_of(distillation, learned, show))
     tests = Batches(distillation, rows_of(distillation, answers[:held_out]))
     kept = {name: value.clone() for name, value in head.state_dict().items()}
     before = found = tests.measure()

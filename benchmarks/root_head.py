@@ -40,7 +40,7 @@ def main(
     rows = sum(len(answer["response_ids"]) for answer in found)
 
     def show(trained: int, measured: dict[str, float]) -> None:
-        if trained % (5 * MEASURED * BATCH) == 0:
+        if measured and trained % (5 * MEASURED * BATCH) == 0:
             print(f"{trained / rows:.1f} passes: {measured}", flush=True)
 
     print(f"{len(found):,} answers, {rows:,} rows", flush=True)
