@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..checkpoints.files import write_text, written_whole
-from ..checkpoints.find import ADAPTER_FILE, find_checkpoint, find_file
-from ..checkpoints.find import read_adapter_config as read_adapter_config
+from ..checkpoints.find import ADAPTER_FILE, find_checkpoint, find_file, read_adapter_config
 from ..generation.versions import check_format
 
 CONFIG_NAME = ADAPTER_FILE
@@ -155,7 +154,8 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     numbers: dict[str, Any] = {name: config.get(name, optional.get(name)) for name in names}
     for name, value in numbers.items():
         if type(value) is not int:
-            raise ValueError(f"{CONFIG_NAME} must state `{name}`, a whole number; got {value!r}.")
+            may = "may" if name in optional else "must"
+            raise ValueError(f"{CONFIG_NAME} {may} state `{name}`, a whole number; got {value!r}.")
     targets, layers = config.get("target_modules"), config.get("layers_to_transform")
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise ValueError(f"{CONFIG_NAME} must state `target_modules`, a list of names; got {targets!r}.")

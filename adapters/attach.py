@@ -221,7 +221,7 @@ def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.d
         folder: made if it is not there.
         dtype: of the weights; default: the model's.
     """
-    model = _attached_in(model)
+    model = attached_in(model)
     adapter = model.mask_adapter
     weights = {name: tensor.detach() for name, tensor in adapter.state_dict().items()}
     for name, tensor in weights.items():
@@ -241,7 +241,7 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         ValueError: for a model without a mask adapter, and for tokens that are not the model's.
     """
-    model, answers = _attached_in(model), list(answers)
+    model, answers = attached_in(model), list(answers)
     adapter, size = model.mask_adapter, base_embeddings(model).num_embeddings
     for answer in answers:
         tokens = [*answer["prompt_ids"], *answer["response_ids"]]
@@ -257,7 +257,7 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
 
 def add_root_head(model: Any, width: int) -> None:
     """Gives a mask adapter that has no root head a new one, of `width` hidden units."""
-    model = _attached_in(model)
+    model = attached_in(model)
     adapter = model.mask_adapter
     if adapter.root_head is None:
         size, device = len(adapter.mask_embedding), adapter.mask_embedding.device
@@ -267,9 +267,11 @@ def add_root_head(model: Any, width: int) -> None:
 
 
 def unload_mask_adapter(model: Any) -> None:
-    """Takes the mask adapter away: class, hooks and attributes are the base's again."""
-    if _attached_in(model) is not model:
-        raise ValueError(f"The mask adapter lies within {type(model).__name__}: call the `unload()` of that.")
+    """Takes the mask adapter away: class, hooks and attributes are the base's again. The model may be a `PeftModel`
+    with other adapters. Raises `ValueError` where there is none, or where it is PEFT's own."""
+    outer, model = model, attached_in(model)
+    if model is not outer and model.mask_adapter.peft_config is not None:
+        raise ValueError(f"PEFT made the mask adapter of {type(outer).__name__}: call the `unload()` of that.")
     frozen, is_packed = model.mask_adapter.frozen, isinstance(model.get_output_embeddings(), PackedLinear)
     for name, parameter in model.named_parameters():
         if name in frozen and not is_packed:  # packed layers do not train
@@ -295,7 +297,7 @@ def train_alone(model: Any) -> None:
     model.mask_adapter.requires_grad_(True)
 
 
-def _attached_in(model: Any) -> Any:
+def attached_in(model: Any) -> Any:
     """The model that has the mask adapter."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, AttachedModel):
@@ -391,7 +393,7 @@ def check_attachable(model: Any) -> None:
             "adapter first, to the plain model, and compile or wrap it then."
         )
     if isinstance(model, AttachedModel):
-        raise ValueError(f"{name} has a mask adapter already: call `unload_mask_adapter()` first.")
+        raise ValueError(f"{name} has a mask adapter already: call `unload_mask_adapter(model)` first.")
     if getattr(model, "_compiled_call_impl", None) is not None:
         raise ValueError(f"{name} is compiled: attach the mask adapter before `model.compile()`.")
     away = [key for key, parameter in model.named_parameters() if parameter.device.type == "meta"]

@@ -87,14 +87,14 @@ class MaskAdapterTuner(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Adds the adapter. Raises `ValueError` for a model that cannot carry it or is not the adapter's base."""
         config: Any = self.peft_config[adapter_name]
-        if nn.Linear(1, 1).weight.is_meta:
+        if nn.LayerNorm(1).weight.is_meta:  # which draws no random numbers
             raise ValueError("A mask adapter is small, and not loaded with `low_cpu_mem_usage=True`: leave that out.")
         owner = _owner(model)
         check_attachable(owner)
         if config.base:
             check_base(owner, config.base)
-        else:
-            config.base = base_of(owner)
+        else:  # a new one, which has no n-grams yet
+            config.base, config.ngrams = base_of(owner), 0
         settings = MaskAdapterSettings(
             **{each.name: getattr(config, each.name) for each in fields(MaskAdapterSettings)}
         )

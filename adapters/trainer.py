@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ..generation.state import keeps_state
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
-from .attach import count_ngrams, save_mask_adapter
+from .attach import attached_in, count_ngrams, save_mask_adapter
 from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
@@ -43,15 +43,15 @@ class _Epochs(TrainerCallback):
 
 
 def check_trainable(model: Any) -> None:
-    """Raises `ValueError` unless the mask adapter of a model trains, and it alone."""
+    """Raises `ValueError` unless the masks of a model's adapter train, and nothing beside the adapter does."""
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    others = [name for name in trained if "mask_adapter." not in name]
+    others = [name for name in trained if not name.startswith("mask_adapter.")]
     if others:
         raise ValueError(
             f"{len(others)} parameters beside the mask adapter would train, {others[0]!r} among them, and change what "
             "the base says: call `requires_grad_(False)` on them, or `load_mask_adapter(…, is_trainable=True)`."
         )
-    if not trained:
+    if not model.mask_adapter.mask_embedding.requires_grad:
         raise ValueError("The mask adapter is frozen: load it with `is_trainable=True`.")
 
 
@@ -59,7 +59,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     """Trains the mask adapter of a model on the model's own answers.
 
     Args:
-        model: with a mask adapter that trains; everything else of it is frozen.
+        model: with a mask adapter that trains; everything else of it is frozen. It may be a `PeftModel`.
         args: settings.
         answers: to train on, each with `prompt_ids` and `response_ids`; those of a single token teach nothing.
         eval_answers: greedy answers of the base, for [`measure_acceptance`].
@@ -88,6 +88,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         *,
         clock: Clock = time.monotonic,
     ):
+        model = attached_in(model)
         check_trainable(model)
         masks: int = args.num_masks or model.mask_adapter.settings.num_masks
         collator = DataCollatorForMaskRuns(0, masks, args.cut_stride, args.seed, keeps_state(model))

@@ -137,7 +137,7 @@ def scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def _units(chances: torch.Tensor) -> torch.Tensor:
-    """Chances as integers; 0 where a mask gives NaN, since what it drafts changes no text."""
+    """Chances as integers; 0 where a head gives NaN, since what it drafts changes no text."""
     return (chances.nan_to_num() / UNIT).long()
 
 

@@ -184,7 +184,10 @@ def supervised_of(example: Mapping[str, Any], input_ids: torch.Tensor) -> torch.
     supervised = torch.ones_like(input_ids, dtype=torch.bool)
     for column in ("labels", "assistant_masks", "completion_mask"):
         if example.get(column) is not None:
-            marks = torch.as_tensor(example[column])
+            try:
+                marks = torch.as_tensor(example[column])
+            except (TypeError, ValueError, RuntimeError):
+                marks = torch.empty(0, 0)
             if marks.shape != input_ids.shape:
                 wanted = f"a list as long as `input_ids`, {len(input_ids)} entries"
                 raise ValueError(f"`{column}` must be {wanted}, got {example[column]!r:.80}.")

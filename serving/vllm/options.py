@@ -12,8 +12,8 @@ from typing import Any
 from safetensors import safe_open
 from transformers.utils import cached_file
 
-from ...adapters.adapter_files import BASE_FIELDS, PEFT_TYPE, compare_bases, identity_of, read_adapter_config
-from ...checkpoints.find import ADAPTER_FILE, find_checkpoint
+from ...adapters.adapter_files import BASE_FIELDS, PEFT_TYPE, compare_bases, identity_of
+from ...checkpoints.find import ADAPTER_FILE, find_checkpoint, read_adapter_config
 from ...generation.settings import check_mask_token_id
 
 NEEDS_VLLM = "WeDLM's plug-in for vLLM needs vLLM, on a machine with a GPU: pip install '.[vllm]' in the clone."

@@ -134,6 +134,13 @@ def test_peft_switches_it_off_takes_it_away_makes_a_new_one_to_train_but_does_no
     plain = tiny_model()
     assert model.unload() is base and type(base) is type(plain) and vars(base).keys() == vars(plain).keys()
     assert torch.equal(logits(base, IDS), logits(plain, IDS))
+    made = []
+    for make in (add_mask_adapter, lambda model, settings: get_peft_model(model, MaskAdapterConfig(rank=4))):
+        other = tiny_model()
+        torch.manual_seed(3)
+        make(other, MaskAdapterSettings(rank=4))
+        made.append(other.mask_adapter.down["o_proj"])
+    assert torch.equal(*made)
     config = PeftConfig.from_pretrained(str(tmp_path))
     config.inference_mode = False
     parameters = get_peft_model(plain, config).named_parameters()

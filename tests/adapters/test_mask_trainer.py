@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import test_families
 import torch
+from peft import get_peft_model
 from test_families import build
 from test_mask_adapter import with_adapter
 from tiny import EOS, tiny_model
@@ -21,6 +22,7 @@ from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import measure_acceptance
 from wedlm_hf.adapters.layout import AnswerBatches, DataCollatorForMaskRuns
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
+from wedlm_hf.adapters.peft_method import MaskAdapterConfig
 from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.generation.attention import layer_types
 from wedlm_hf.generation.state import keeps_state
@@ -296,6 +298,14 @@ def test_what_would_train_the_base_or_nothing_is_refused(tmp_path):
     loaded.requires_grad_(False)
     with pytest.raises(ValueError, match="The mask adapter is frozen: load it with `is_trainable=True`"):
         MaskAdapterTrainer(loaded, config(tmp_path), answers(4))
+
+
+def test_the_trainer_takes_a_peft_model_and_says_where_there_is_no_adapter(tmp_path):
+    model = get_peft_model(tiny_model(), MaskAdapterConfig(rank=4, head_width=0, ngrams=7))
+    MaskAdapterTrainer(model, config(tmp_path, mask_rows=40), answers(4)).train()
+    assert any(bool(up.detach().abs().max() > 0) for up in model.mask_adapter.up.values())
+    with pytest.raises(ValueError, match="has no mask adapter"):
+        MaskAdapterTrainer(tiny_model(), config(tmp_path), answers(4))
 
 
 def test_a_root_head_that_has_no_ngrams_to_draft_from_is_warned_of(tmp_path, caplog):

@@ -162,7 +162,7 @@ def test_a_model_that_peft_made_saves_them_too_and_they_are_saved_again(tmp_path
     for below in (stock_twin(tiny_model()), get_peft_model(stock_twin(tiny_model()), lora)):
         model = get_peft_model(below, MaskAdapterConfig(rank=4, head_width=8))
         count_ngrams(model, texts(200))
-        with pytest.raises(ValueError, match=r"lies within PeftModelForCausalLM: call the `unload\(\)`"):
+        with pytest.raises(ValueError, match=r"PEFT made the mask adapter of PeftModelForCausalLM: call the `unload"):
             unload_mask_adapter(model)
         save_mask_adapter(model, tmp_path / "ours")
         model.save_pretrained(tmp_path)
@@ -388,7 +388,7 @@ def test_a_head_with_a_bias_and_one_whose_family_scales_it_are_read_whole(maskle
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_masks_and_a_root_head_that_give_nan_change_no_text():
+def test_a_previous_token_head_and_a_root_head_that_give_nan_change_no_text():
     for name in ("head", "root_head"):
         model = rooted()
         expected = model.generate(**batch(5), **LIMIT, do_sample=False)

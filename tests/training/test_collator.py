@@ -175,6 +175,7 @@ def test_settings_out_of_range_are_refused(settings, message):
     ("example", "message"),
     [({"text": "hi", "labels": [1]}, "An example needs `input_ids`, got the columns ['labels', 'text']."),
      ({"input_ids": [4, 5], "labels": [5]}, "`labels` must be a list as long as `input_ids`, 2 entries, got [5]."),
+     ({"input_ids": [4, 5], "labels": "positive"}, "`labels` must be a list as long as `input_ids`, 2 entries, got"),
      ({"input_ids": [4], "assistant_masks": []}, "`assistant_masks` must be a list as long as `input_ids`, 1 "),
      ({"input_ids": [4, 5], "labels": [5, -100]}, "`labels` must repeat `input_ids`, unshifted, wherever they are"),
      ({"input_ids": []}, "must hold at least one token"),
