@@ -32,6 +32,7 @@ from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
 from wedlm_hf.adapters.peft_method import MaskAdapterConfig
 from wedlm_hf.adapters.root_head import Batches, rows_of, train_root_head
 from wedlm_hf.checkpoints.packed import can_pack, pack
+from wedlm_hf.generation.drafter import UNIT
 from wedlm_hf.generation.planner import Planner
 from wedlm_hf.generation.rows import Row
 from wedlm_hf.generation.sampling import TokenSampler
@@ -386,6 +387,11 @@ def test_a_head_with_a_bias_and_one_whose_family_scales_it_are_read_whole(maskle
         scores = drafter._scores(states[:, 0], shortlist, before)
         expected = 0.25 * model.lm_head(model.draft_hidden(states, before)).gather(2, shortlist[:, None])
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-5)
+        (drafted, chances) = drafter.guess(None, None, before[:, 0], torch.zeros(2, 1).long(), [0, 1], states)
+        of_root = 0.25 * model.lm_head(model.root_hidden(states, before))[:, 0, tokens]
+        likeliest = of_root.softmax(-1).topk(3)
+        assert drafted.equal(tokens[likeliest.indices])
+        torch.testing.assert_close(chances * UNIT, likeliest.values, atol=1e-4, rtol=1e-3)
 
 
 def test_a_previous_token_head_and_a_root_head_that_give_nan_change_no_text():
