@@ -18,7 +18,6 @@ from ..checkpoints.files import write_text, written_whole
 from ..checkpoints.find import ADAPTER_FILE, find_checkpoint, find_file, read_adapter_config
 from ..generation.versions import check_format
 
-CONFIG_NAME = ADAPTER_FILE
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_TYPE = "MASK_ADAPTER"
 KEY_PREFIX = "base_model.model.model.mask_adapter."  # PEFT's way to write `model.mask_adapter.`
@@ -93,7 +92,9 @@ class StoredMaskAdapter:
             ValueError: for an adapter of another kind or of a later format, and for files that do not belong together.
         """
         where = {key: value for key, value in download_options.items() if key in ("revision", "subfolder")}
-        found = find_checkpoint(name, file=CONFIG_NAME, **where) | download_options  # else transformers tries for long
+        found = (
+            find_checkpoint(name, file=ADAPTER_FILE, **where) | download_options
+        )  # else transformers tries for long
         config = read_adapter_config(name, **found)
         if config.get("peft_type") != PEFT_TYPE:
             raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")
@@ -122,7 +123,7 @@ class StoredMaskAdapter:
         stated = settings.rank, settings.head_width, settings.root_width, settings.ngrams
         if [ranks, widths, roots, ngrams] != [{(size,)} if size else set() for size in stated]:
             raise ValueError(
-                f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: `rank` {settings.rank}, `head_width` "
+                f"The weights of {str(name)!r} do not fit its {ADAPTER_FILE}: `rank` {settings.rank}, `head_width` "
                 f"{settings.head_width}, `root_width` {settings.root_width}, `ngrams` {settings.ngrams}."
             )
         return cls(settings, base if isinstance(base, dict) else {}, weights)
@@ -144,7 +145,7 @@ class StoredMaskAdapter:
                 save_file(weights, unfinished, metadata={"format": "pt"})
         except SafetensorError as error:  # what safetensors raises for a full disk
             raise OSError(f"The adapter cannot be written into {str(folder)!r}: {error}.") from error
-        write_text(folder / CONFIG_NAME, json.dumps(config, indent=2) + "\n")
+        write_text(folder / ADAPTER_FILE, json.dumps(config, indent=2) + "\n")
 
 
 def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
@@ -155,13 +156,13 @@ def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     for name, value in numbers.items():
         if type(value) is not int:
             may = "may" if name in optional else "must"
-            raise ValueError(f"{CONFIG_NAME} {may} state `{name}`, a whole number; got {value!r}.")
+            raise ValueError(f"{ADAPTER_FILE} {may} state `{name}`, a whole number; got {value!r}.")
     targets, layers = config.get("target_modules"), config.get("layers_to_transform")
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
-        raise ValueError(f"{CONFIG_NAME} must state `target_modules`, a list of names; got {targets!r}.")
+        raise ValueError(f"{ADAPTER_FILE} must state `target_modules`, a list of names; got {targets!r}.")
     layers = [] if layers is None else layers  # PEFT's way to say all
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        raise ValueError(f"{CONFIG_NAME} may state `layers_to_transform`, a list of whole numbers; got {layers!r}.")
+        raise ValueError(f"{ADAPTER_FILE} may state `layers_to_transform`, a list of whole numbers; got {layers!r}.")
     return MaskAdapterSettings(target_modules=tuple(targets), layers_to_transform=tuple(layers), **numbers)
 
 

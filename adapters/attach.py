@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoints.find import ADAPTER_FILE
 from ..checkpoints.packed import PackedLinear, multiply, pack_matrix
 from ..generation.attention import (
     ATTENTION_KINDS,
@@ -32,7 +33,6 @@ from ..generation.state import keeps_state, prepare_chunks, short_chunks
 from ..generation.tree_drafter import TreeDrafter, head_rows
 from ..generation.versions import cache_name, explained, is_checkpointing, warn_if_untested
 from .adapter_files import (
-    CONFIG_NAME,
     MaskAdapterSettings,
     StoredMaskAdapter,
     base_embeddings,
@@ -150,8 +150,13 @@ def _frequent(model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.
             return None
         rows = (head.unpacked() if table is None else table)[tokens]
         product, matrix = (multiply, pack_matrix(rows)) if is_packed else (nn.functional.linear, rows)
-        bias = 0 if head.bias is None else head.bias[tokens]
-        adapter.frequent = key, (tokens, lambda states: product(states, matrix) + bias)
+        bias = None if head.bias is None else head.bias[tokens]
+
+        def score(states: torch.Tensor) -> torch.Tensor:
+            scores = product(states, matrix)
+            return scores if bias is None else scores + bias
+
+        adapter.frequent = key, (tokens, score)
     found: tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]] = adapter.frequent[1]
     return found
 
@@ -206,7 +211,7 @@ def load_mask_adapter(
             adapter.ngrams.check(base_embeddings(model).num_embeddings)
     except (RuntimeError, ValueError) as error:
         unload_mask_adapter(model)
-        raise ValueError(f"The weights of {str(name)!r} do not fit its {CONFIG_NAME}: {error}") from error
+        raise ValueError(f"The weights of {str(name)!r} do not fit its {ADAPTER_FILE}: {error}") from error
     if is_trainable:
         train_alone(model)
     else:

@@ -19,8 +19,8 @@ class MaskTrainingConfig(TrainingArguments):
     """[`transformers.TrainingArguments`] with the settings of mask-adapter training.
 
     Training ends when `minutes` of it have passed or `mask_rows` were trained, whichever comes first; the learning
-    rate follows the share of the budget that is used. Evaluating, saving and
-    the training of a root head, which comes last, do not count.
+    rate follows the share of the budget that is used. Evaluating, saving and the training of a root head, which comes
+    last, do not count.
     """
 
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate."})

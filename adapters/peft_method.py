@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..generation.versions import check_format
 from ..training import peft_targets as peft_targets
 from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
-from .attach import AttachedModel, attach, check_attachable, train_alone, unload_mask_adapter
+from .attach import attach, attached_in, check_attachable, train_alone, unload_mask_adapter
 
 
 class MaskAdapterPeftType(str, Enum):  # noqa: UP042  # as PEFT has its own
@@ -89,7 +89,8 @@ class MaskAdapterTuner(BaseTuner):
         config: Any = self.peft_config[adapter_name]
         if nn.LayerNorm(1).weight.is_meta:  # which draws no random numbers
             raise ValueError("A mask adapter is small, and not loaded with `low_cpu_mem_usage=True`: leave that out.")
-        owner = _owner(model)
+        # The model may be a `PeftModel` around that of transformers.
+        owner: Any = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
         check_attachable(owner)
         if config.base:
             check_base(owner, config.base)
@@ -112,7 +113,7 @@ class MaskAdapterTuner(BaseTuner):
 
     def unload(self) -> nn.Module:
         """Takes the adapter away and returns the base."""
-        unload_mask_adapter(_owner(self.model))
+        unload_mask_adapter(attached_in(self.model))
         if isinstance(self.model, PreTrainedModel) and vars(self.model).get("peft_config") is self.peft_config:
             vars(self.model).pop("peft_config", None)
         return self.model
@@ -136,7 +137,7 @@ class MaskAdapterTuner(BaseTuner):
         self._enable(False)
 
     def _enable(self, is_enabled: bool) -> None:
-        adapter = _owner(self.model).mask_adapter
+        adapter = attached_in(self.model).mask_adapter
         adapter.is_enabled = is_enabled
         adapter.layer.enable_adapters(is_enabled)
 
@@ -185,13 +186,6 @@ def _keys(state_dict: dict[str, Any]) -> list[tuple[str, str]]:
     """Keys of a state dict that belong to a mask adapter, and their names in it."""
     marker = "mask_adapter."
     return [(key, key.rpartition(marker)[2]) for key in state_dict if marker in key]
-
-
-def _owner(model: nn.Module) -> Any:
-    """The model of transformers in `model`, which may be a `PeftModel` around it."""
-    attached = [module for module in model.modules() if isinstance(module, AttachedModel)]
-    found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [*attached, *found, model][0]
 
 
 PEFT_TYPE_TO_CONFIG_MAPPING[MaskAdapterPeftType.MASK_ADAPTER] = MaskAdapterConfig  # type: ignore[index]

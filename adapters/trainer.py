@@ -126,7 +126,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self._uncounted = ()
         if trained and adapter.ngrams is None:
             logger.warning("The root head is not trained: no n-gram occurs twice in the answers.")
-        if trained and adapter.ngrams is not None:
+        elif trained:
             began, count = self._clock(), ROOT_ROWS * self.budget.mask_rows // self.accelerator.num_processes
             try:
                 if is_first := self.is_world_process_zero():

@@ -71,8 +71,8 @@ class Drafter:
                 them.
 
         Returns:
-            What [`drafts`] reads, each `(A, …)` int64: here each mask's token (-1 where logits are NaN), whether the
-            mask is sure, and the token's chance.
+            What [`drafts`] reads, each `(A, …)` int64 or bool: here each mask's token (-1 where logits are NaN),
+            whether the mask is sure, and the token's chance.
         """
         assert logits is not None
         entropy = token_entropy(logits)

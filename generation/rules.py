@@ -30,8 +30,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class SequenceOutcome:
-    """What a step did to one sequence. Numbers stand for rows: their places among the sequence's rows of the
-    step."""
+    """What a step did to one sequence. Numbers stand for rows: their places among its rows in the step."""
 
     sequence: SequenceState
     new_tokens: list[int]  # that became final

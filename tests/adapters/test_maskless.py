@@ -25,12 +25,13 @@ from wedlm_hf import (
 )
 from wedlm_hf.adapters import root_head
 from wedlm_hf.adapters import trainer as trainer_module
-from wedlm_hf.adapters.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from wedlm_hf.adapters.adapter_files import WEIGHTS_NAME
 from wedlm_hf.adapters.attach import MOST_FREQUENT, _frequent, add_root_head
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
 from wedlm_hf.adapters.peft_method import MaskAdapterConfig
 from wedlm_hf.adapters.root_head import Batches, rows_of, train_root_head
+from wedlm_hf.checkpoints.find import ADAPTER_FILE
 from wedlm_hf.checkpoints.packed import can_pack, pack
 from wedlm_hf.generation.drafter import UNIT
 from wedlm_hf.generation.planner import Planner
@@ -172,7 +173,7 @@ def test_a_model_that_peft_made_saves_them_too_and_they_are_saved_again(tmp_path
         load_mask_adapter(other, tmp_path)
         assert same(other.mask_adapter.ngrams, kept)
         save_mask_adapter(other, tmp_path / "again", torch.bfloat16)
-        assert json.loads((tmp_path / "again" / CONFIG_NAME).read_text())["ngrams"] == len(kept.keys)
+        assert json.loads((tmp_path / "again" / ADAPTER_FILE).read_text())["ngrams"] == len(kept.keys)
 
 
 def test_tokens_that_are_not_the_models_are_refused():
