@@ -29,36 +29,12 @@ from .attention import StepAttention
 from .cache import WindowCache
 from .request import DecodingRequest
 from .rows import SequenceState, Step, lay_out
-from .rules import Choice, Rule, SequenceOutcome
+from .rules import Rule, SequenceOutcome, StepOutcome
 from .state import short_chunks
 from .versions import cache_name
 
 # Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
 HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step did. `sequences[i]` belongs to entry i of the tensors."""
-
-    step: Step
-    logits: torch.Tensor  # `(A, T, V)`, raw, in the model's dtype
-    choice: Choice
-    sequences: list[SequenceOutcome]
-
-    @property
-    def decided(self) -> list[tuple[int, int, int, int, int]]:
-        """The new tokens that the step decided: of each its entry, its choice, its sequence, the number of new tokens
-        before it, and the token."""
-        return [
-            (entry, place, outcome.sequence.index, offset, token)
-            for entry, outcome in enumerate(self.sequences)
-            for place, offset, token in outcome.decided
-        ]
-
-    def logits_at(self, entries: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The raw logits of some choices, `(N, V)` float32."""
-        return self.logits[entries, self.choice.columns[entries, places]].float()
 
 
 @dataclass
@@ -118,13 +94,13 @@ class ParallelDecoder:
         sequences = [self.sequences[index] for index in self.cache.rows_in_use]
         step = self._lay_out(sequences)
         logits, hidden = self._forward(step)
-        choice = self.rule.read(step, logits, hidden)
-        outcomes = self._settle(step, choice)
-        self.cache.commit([outcome.kept for outcome in outcomes])
+        outcome = self.rule.read(step, logits, hidden)
+        outcome.sequences = self._settle(outcome)
+        self.cache.commit([each.kept for each in outcome.sequences])
         if self.compiled is None:
             self.cache.retire([sequence.is_finished for sequence in sequences])
         self._plan(sequences)
-        return StepOutcome(step, logits, choice, outcomes)
+        return outcome
 
     def _plan(self, sequences: Sequence[SequenceState]) -> None:
         unfinished = [sequence for sequence in sequences if not sequence.is_finished]
@@ -179,12 +155,12 @@ class ParallelDecoder:
         own = prompt.gather(1, columns[..., None].expand(-1, -1, embeds.shape[-1]))
         return torch.where((step.position_ids < lengths)[..., None], own.to(embeds), embeds)
 
-    def _settle(self, step: Step, choice: Choice) -> list[SequenceOutcome]:
+    def _settle(self, outcome: StepOutcome) -> list[SequenceOutcome]:
         """Settles each sequence by the rule's readings. The host waits for the device here, and nowhere else."""
-        readings = [choice.is_broken[:, None], *choice.readings]
+        readings = [outcome.is_broken[:, None], *outcome.readings]
         ends = [0, *accumulate(reading.shape[1] for reading in readings)]
-        outcomes = []
-        for sequence, numbers in zip(step.sequences, torch.cat(readings, dim=1).tolist(), strict=True):
+        found = []
+        for sequence, numbers in zip(outcome.step.sequences, torch.cat(readings, dim=1).tolist(), strict=True):
             (is_broken,), *own = (numbers[start:end] for start, end in pairwise(ends))
             if is_broken:
                 raise ValueError(
@@ -193,10 +169,10 @@ class ParallelDecoder:
                     "the logits processors leave no token."
                 )
             if sequence.is_finished:
-                outcomes.append(SequenceOutcome(sequence, [], [], []))
+                found.append(SequenceOutcome(sequence, [], [], []))
             else:
-                outcomes.append(self.rule.settle(sequence, own, self._cut))
-        return outcomes
+                found.append(self.rule.settle(sequence, own, self._cut))
+        return found
 
     def _cut(self, sequence: SequenceState, tokens: list[int]) -> int:
         """How many of these tokens a sequence takes: up to an end token, its limit, or where a criterion holds. There

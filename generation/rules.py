@@ -19,16 +19,6 @@ Cut = Callable[[SequenceState, list[int]], int]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What was chosen at M of the rows with logits; arbitrary where there is nothing to choose."""
-
-    scores: torch.Tensor  # `(A, M, V)` float32, processed; MASK's are −∞
-    columns: torch.Tensor  # `(A, M)` int64, which of the T columns these rows are
-    is_broken: torch.Tensor  # `(A,)` bool, where no token can be chosen: the logits are NaN, or all are −∞
-    readings: Sequence[torch.Tensor]  # `(A, …)` int64, what `settle` reads on the host
-
-
-@dataclass(frozen=True)
 class SequenceOutcome:
     """What a step did to one sequence. Numbers stand for rows: their places among its rows in the step."""
 
@@ -38,6 +28,34 @@ class SequenceOutcome:
     decided: list[tuple[int, int, int]]  # of each new token that was decided: its choice, its offset, the token
     checked: range = range(0)  # all drafts
     accepted: list[int] = field(default_factory=list)  # drafts that passed, a path
+
+
+@dataclass
+class StepOutcome:
+    """What was chosen at M of a step's rows with logits, and what became of it. `sequences[i]` belongs to entry i of
+    the tensors; choices are arbitrary where there is nothing to choose."""
+
+    step: Step
+    logits: torch.Tensor  # `(A, T, V)`, raw, in the model's dtype
+    scores: torch.Tensor  # `(A, M, V)` float32, processed; MASK's are −∞
+    columns: torch.Tensor  # `(A, M)` int64, which of the T columns these rows are
+    is_broken: torch.Tensor  # `(A,)` bool, where no token can be chosen: the logits are NaN, or all are −∞
+    readings: Sequence[torch.Tensor]  # `(A, …)` int64, what `settle` reads on the host
+    sequences: list[SequenceOutcome] = field(default_factory=list)  # once they are settled
+
+    @property
+    def decided(self) -> list[tuple[int, int, int, int, int]]:
+        """The new tokens that the step decided: of each its entry, its choice, its sequence, the number of new tokens
+        before it, and the token."""
+        return [
+            (entry, place, outcome.sequence.index, offset, token)
+            for entry, outcome in enumerate(self.sequences)
+            for place, offset, token in outcome.decided
+        ]
+
+    def logits_at(self, entries: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The raw logits of some choices, `(N, V)` float32."""
+        return self.logits[entries, self.columns[entries, places]].float()
 
 
 class Rule(Protocol):
@@ -52,7 +70,7 @@ class Rule(Protocol):
     def rows(self, sequences: Sequence[SequenceState]) -> list[list[Row]]:
         """The rows of each of these sequences in the next forward."""
 
-    def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
+    def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
         """Chooses tokens at these rows, for all sequences at once, on the device.
 
         Args:
@@ -66,7 +84,7 @@ class Rule(Protocol):
 
         Args:
             sequence: changes.
-            readings: its part of those of the [`Choice`].
+            readings: its part of those of the [`StepOutcome`].
             cut: says how many of the tokens are taken.
         """
 
@@ -128,9 +146,9 @@ class FillRule:
             found.append(rows)
         return found
 
-    def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
+    def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
         """See [`Rule`]. The readings are which masks are filled, and with which tokens."""
-        settings, logits = self.settings, logits.to(torch.float32, copy=True)
+        settings, own = self.settings, logits.to(torch.float32, copy=True)
         count, offsets = logits.shape[1], []
         for sequence, rows in zip(step.sequences, step.rows, strict=True):
             masks = [row.position - sequence.prompt_length for row in rows if row.token is None]
@@ -139,12 +157,12 @@ class FillRule:
         is_mask = places >= 0
         # Slot 0 is a mask: all are measured from there.
         distance = places - torch.tensor([[sequence.new_count] for sequence in step.sequences], device=logits.device)
-        entropy = token_entropy(logits)
+        entropy = token_entropy(own)
         marks = select_masks(entropy, distance, is_mask, settings.entropy_threshold, settings.distance_penalty)
-        tokens, scores = self.sampler.choose(logits, offsets, [sequence.index for sequence in step.sequences])
+        tokens, scores = self.sampler.choose(own, offsets, [sequence.index for sequence in step.sequences])
         is_broken = (entropy.isnan() & is_mask) | (marks & (tokens < 0))
         columns = torch.arange(count, device=logits.device).expand_as(places)
-        return Choice(scores, columns, is_broken.any(1), [marks, tokens])
+        return StepOutcome(step, logits, scores, columns, is_broken.any(1), [marks, tokens])
 
     def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:
         """Fills slots, and slides the window past the final tokens."""

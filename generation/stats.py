@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput, StoppingCriteriaList
 
-from .decoding import StepOutcome
 from .rows import SequenceState
+from .rules import StepOutcome
 
 
 @dataclass
@@ -136,7 +136,7 @@ class ScoreRecorder:
             if name == "log_probs":
                 kept.append(logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
             else:
-                kept.append(logits if name == "logits" else outcome.choice.scores[entries, places])
+                kept.append(logits if name == "logits" else outcome.scores[entries, places])
 
     def output(self, new_tokens: torch.Tensor, pad_token_id: int) -> dict[str, Any]:
         """What was kept, in the order of the tokens.

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .decoding import StepOutcome
 from .rows import SequenceState
+from .rules import StepOutcome
 
 
 @dataclass

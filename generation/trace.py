@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from .decoding import StepOutcome
 from .rows import mask_runs
-from .rules import SequenceOutcome
+from .rules import SequenceOutcome, StepOutcome
 from .sampling import token_entropy
 
 

@@ -25,7 +25,7 @@ import torch
 from .drafter import Drafter, Outlook
 from .planner import Planner
 from .rows import Row, SequenceState, Step, mask_runs
-from .rules import Choice, Cut, SequenceOutcome
+from .rules import Cut, SequenceOutcome, StepOutcome
 from .sampling import TokenSampler
 
 
@@ -104,7 +104,7 @@ class VerifyRule:
 
     # --- the choices at them -----------------------------------------------------------------------------------------
 
-    def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> Choice:
+    def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
         """See [`Rule`]. The readings are the tokens that the AR rows choose, the last AR row of the accepted path, and
         what the masks behind that row draft."""
         device, indices = logits.device, [sequence.index for sequence in step.sequences]
@@ -137,7 +137,7 @@ class VerifyRule:
             before = torch.cat([at.token.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
             readings += self.drafter.guess(masks, states, before, following.gather(1, end), indices, root)
         is_broken = (chosen < at.offset.clamp(max=0)).any(1)  # -1 where there is a row
-        return Choice(scores, at.column, is_broken, readings)
+        return StepOutcome(step, logits, scores, at.column, is_broken, readings)
 
     def _ar_rows(self, sequence: SequenceState, count: int) -> list[ARRow]:
         """A sequence's root and drafts, where a forward has `count` columns."""
