@@ -165,9 +165,9 @@ def _check_slot_cost(cost: Any) -> None:
     if (
         len(rows) < max(2, len(cost))
         or min(rows) < 1
-        or not all(_is_cost(time) and time > 0 for time in cost.values())
+        or not all(_is_cost(time) and 0 < time < math.inf for time in cost.values())
     ):
-        message = f"`slot_cost` must have a time above 0 for each of two or more numbers of rows, got {cost!r}."
+        message = f"`slot_cost` must have a finite time above 0 for each of two or more numbers of rows, got {cost!r}."
         raise OptionError(message, "slot_cost")
 
 
