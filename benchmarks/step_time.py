@@ -2,8 +2,9 @@
 
     python benchmarks/step_time.py BASE ADAPTER PROMPTS.jsonl --dtype packed
 
-A few prompts are answered with fixed numbers of drafts, each number in turn. The times of a column are medians of its
-steps with the commonest number of rows. With one thread they are the thread's own: other programs disturb little.
+A few prompts are answered with fixed numbers of drafts, each number in turn, and with `--planned 4` as the planner
+decides. The times of a column are medians of steps with as many rows and masks, the commonest. With one thread
+they are the thread's own: other programs disturb little.
 """
 
 import time
@@ -86,14 +87,19 @@ class StepTimer:
             yield
 
 
-def column(found: dict[tuple[int, int], Times]) -> dict[str, float]:
-    """Rows and masks of the commonest step, and the milliseconds of its parts."""
-    (rows, masks), times = max(found.items(), key=lambda item: len(item[1][WHOLE]))
+def columns(found: dict[tuple[int, int], Times], most: int) -> list[dict[str, float]]:
+    """Of the commonest kinds of steps, in the order of their rows."""
+    commonest = sorted(found.items(), key=lambda item: -len(item[1][WHOLE]))[:most]
+    return [column(*kind, times) for kind, times in sorted(commonest)]
+
+
+def column(rows: int, masks: int, times: Times) -> dict[str, float]:
+    """Rows and masks of a step, how many such steps there were, and the milliseconds of its parts."""
     ms = {part: 1e3 * median(seconds) for part, seconds in times.items()}
     inner, outer = {part: ms[part] for part in INNER}, {part: ms[part] for part in OUTER}
     parts = inner | {"rest of the forward": ms[FORWARD] - sum(inner.values())} | outer
     parts["rest of the step"] = ms[WHOLE] - ms[FORWARD] - sum(outer.values())
-    return {"rows": rows, "of them masks": masks} | parts | {WHOLE: ms[WHOLE]}
+    return {"rows": rows, "of them masks": masks, "steps": len(times[WHOLE])} | parts | {WHOLE: ms[WHOLE]}
 
 
 def main(
@@ -102,6 +108,7 @@ def main(
     prompts: Path,
     dtype: str = "bfloat16",
     drafts: Annotated[list[int] | None, typer.Option(help="Checked in every step, at most; default: 1, 2, 4.")] = None,
+    planned: Annotated[int, typer.Option(help="Show so many kinds of the planner's own steps, too.")] = 0,
     count: Annotated[int, typer.Option(help="Prompts.")] = 4,
     max_new_tokens: int = 64,
     threads: int = 1,
@@ -114,17 +121,22 @@ def main(
     questions = questions[:: max(1, len(questions) // count)][:count]
     shared = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": max_new_tokens, "do_sample": False}
     fixed = [{"adaptive_window": False, "window_size": size} for size in drafts or (1, 2, 4)]
-    labels = ["AR", *(f"drafts: {way['window_size']}" for way in fixed)]
-    ways = [{"slot_cost": 1e9}, *fixed]  # with a row that costs so much, every step is an AR step
+    ways: dict[str, Any] = {"AR": {"slot_cost": 1e9}}  # with a row that costs so much, every step is an AR step
+    ways |= {f"drafts: {way['window_size']}": way for way in fixed} | ({"planned": {}} if planned else {})
     timers = [StepTimer(time.thread_time if threads == 1 else time.perf_counter) for _ in ways]
     for number, question in enumerate([questions[0], *questions]):
         ids = torch.tensor([encode_prompt(model, tokenizer, question).tokens])
-        for timer, way in zip(timers, ways, strict=True):
+        for timer, way in zip(timers, ways.values(), strict=True):
             with timer.watching(model):
                 model.generate(ids, **shared, **way)
             if not number:  # the first is a warm-up
                 timer.found.clear()
-    table = pd.DataFrame({label: column(timer.found) for label, timer in zip(labels, timers, strict=True)})
+    found = [
+        (label, each)
+        for label, timer in zip(ways, timers, strict=True)
+        for each in columns(timer.found, planned if label == "planned" else 1)
+    ]
+    table = pd.DataFrame([each for _, each in found], [label for label, _ in found]).T
     print(f"Milliseconds of a step, {threads} thread{'s' * (threads > 1)}:\n")
     print(table.to_markdown(floatfmt=".1f"))
 

@@ -108,21 +108,23 @@ class Planner:
         """The drafts and masks of each sequence in the next forward. Where a state is kept, `before` pending tokens
         stand in front of the root."""
         count, trees = len(outlooks), [self._tree(each) for each in outlooks]
-        gains, values = self._gains(outlooks, trees)
+        # What drafts net is learned from one sequence at a time.
+        learned = outlooks[turn := self._steps % count]
+        deepest = min(learned.foreseen, self.depth)
+        parts = self._parts(learned, trees[turn], deepest) if learned.drafts else []
+        every, values = self._gains([*outlooks, *[learned] * len(parts)], [*trees, *parts])
+        gains = every[:count]
         drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
         rows = 1 + before + drafts + masks + self.skipped_masks * (masks > 0)
-        prices, turn = self._prices(rows, count, self.times.of), self._steps % count
-        if outlooks[turn].drafts:
-            self._learn_worth(outlooks[turn], trees[turn], min(outlooks[turn].foreseen, self.depth), prices / count)
-        else:
-            self._maskless *= MEMORY
+        prices = self._prices(rows, count, self.times.of)
+        self._learn_worth(every[count:] - prices / count, deepest)
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
         if self.commits and sum(chosen):
             wide, narrow = self.times.of(np.array([rows[chosen], rows[chosen] - before]), chosen[1] > 0)
             cost = self._rate(count) * float(wide - narrow)
             if self.commits.is_due(float(gains[0][chosen] - prices[chosen]), cost, before):
                 chosen = 0, 0
-        return [self._spend(*each, *chosen) for each in zip(outlooks, trees, values, strict=True)]
+        return [self._spend(*each, *chosen) for each in zip(outlooks, trees, values[:count], strict=True)]
 
     def _prices(self, rows: Any, count: int, times: Callable[[Any, bool], Any]) -> Any:
         """The tokens that each option must bring to pay for its time, by numbers of drafts and of masks."""
@@ -168,20 +170,26 @@ class Planner:
         tree = sorted([(-reach, place) for place, reach in enumerate(self.reaches(outlook.drafts))])
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
 
-    def _learn_worth(self, outlook: Outlook, tree: Tree, deepest: int, price: Any) -> None:
-        """Learns what the drafts of each depth net in a step; where no masks drafted, what the drafts do that are not
-        of the text."""
-        trees: list[Tree] = []
+    def _parts(self, outlook: Outlook, tree: Tree, deepest: int) -> list[Tree]:
+        """The drafts of the text with those down to each depth; where no masks drafted, without the others and with
+        them."""
+        parts: list[Tree] = []
         for depth in range(deepest + 1) if deepest else (0, maxsize):
             kept = {-1}
             for _, place in tree:
                 draft = outlook.drafts[place]  # drafts of the text stay, where their parents do
                 if draft.parent in kept and (draft.position <= depth or draft.chance in (None, CERTAIN)):
                     kept.add(place)
-            trees.append([each for each in tree if each[1] in kept])
-        gains, _ = self._gains([outlook] * len(trees), trees)
-        nets = (gains - price[: gains.shape[1], : gains.shape[2]]).max((1, 2))
-        more = np.diff(np.maximum.accumulate(nets))
+            parts.append([each for each in tree if each[1] in kept])
+        return parts
+
+    def _learn_worth(self, nets: Any, deepest: int) -> None:
+        """Learns what the drafts of each depth net in a step; where no masks drafted, what the drafts do that are not
+        of the text. `nets` are those of [`_parts`], by all options."""
+        if not len(nets):
+            self._maskless *= MEMORY
+            return
+        more = np.diff(np.maximum.accumulate(nets.max((1, 2))))
         if not deepest:
             self._maskless += (1 - MEMORY) * (float(more[0]) - self._maskless)
             return
