@@ -64,7 +64,7 @@ class StepTimes:
             time = usual
         samples[rows], self._met[width] = [*kept, time], self._steps
         median, medians = median_low(samples[rows]), self._medians[has_masks]
-        if medians.get(rows) != median:  # else no curve changes
+        if abs(medians.get(rows, 0.0) - median) > 0.01 * median:  # smaller changes are not worth new tables
             medians[rows] = median
             for kind in [True] if has_masks and self._medians[False] else [False, True]:
                 self._tables[kind] = self._table(len(self._tables[kind]), kind)
