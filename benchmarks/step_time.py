@@ -1,4 +1,4 @@
-"""Where the time of a step goes: verified decoding with a mask adapter, beside its steps of one row, which are AR's.
+"""Where the time of a step goes: verified decoding with a mask adapter, beside its steps of one row and AR decoding.
 
     python benchmarks/step_time.py BASE ADAPTER PROMPTS.jsonl --dtype packed
 
@@ -11,6 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -102,6 +103,18 @@ def column(rows: int, masks: int, times: Times) -> dict[str, float]:
     return {"rows": rows, "of them masks": masks, "steps": len(times[WHOLE])} | parts | {WHOLE: ms[WHOLE]}
 
 
+def ar_seconds(model: Any, ids: torch.Tensor, max_new_tokens: int, clock: Callable[[], float]) -> list[float]:
+    """What each token behind the second takes in AR decoding."""
+    times: list[float] = []
+
+    def never(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        times.append(clock())
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    model.generate(ids, strategy="ar", do_sample=False, max_new_tokens=max_new_tokens, stopping_criteria=[never])
+    return [after - before for before, after in pairwise(times[1:])]
+
+
 def main(
     base: str,
     adapter: str,
@@ -121,9 +134,10 @@ def main(
     questions = questions[:: max(1, len(questions) // count)][:count]
     shared = {"strategy": "wedlm", "verification": "exact", "max_new_tokens": max_new_tokens, "do_sample": False}
     fixed = [{"adaptive_window": False, "window_size": size} for size in drafts or (1, 2, 4)]
-    ways: dict[str, Any] = {"AR": {"slot_cost": 1e9}}  # with a row that costs so much, every step is an AR step
+    ways: dict[str, Any] = {"one row": {"slot_cost": 1e9}}  # with a row that costs so much, none is added
     ways |= {f"drafts: {way['window_size']}": way for way in fixed} | ({"planned": {}} if planned else {})
-    timers = [StepTimer(time.thread_time if threads == 1 else time.perf_counter) for _ in ways]
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    timers, of_ar = [StepTimer(clock) for _ in ways], []
     for number, question in enumerate([questions[0], *questions]):
         ids = torch.tensor([encode_prompt(model, tokenizer, question).tokens])
         for timer, way in zip(timers, ways.values(), strict=True):
@@ -131,13 +145,16 @@ def main(
                 model.generate(ids, **shared, **way)
             if not number:  # the first is a warm-up
                 timer.found.clear()
+        of_ar += ar_seconds(model, ids, max_new_tokens, clock)
     found = [
         (label, each)
         for label, timer in zip(ways, timers, strict=True)
         for each in columns(timer.found, planned if label == "planned" else 1)
     ]
     table = pd.DataFrame([each for _, each in found], [label for label, _ in found]).T
-    print(f"Milliseconds of a step, {threads} thread{'s' * (threads > 1)}:\n")
+    print(
+        f"Milliseconds of a step, {threads} thread{'s' * (threads > 1)}; of AR decoding, {1e3 * median(of_ar):.1f}:\n"
+    )
     print(table.to_markdown(floatfmt=".1f"))
 
 

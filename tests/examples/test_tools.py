@@ -70,7 +70,7 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     assert first == again and all(float(each) > 0.5 for each in first.split("|")[4:6])
     step_time.main(*folders, prompts, "float32", drafts=[2], planned=2, count=1, max_new_tokens=8)
     header, _, *rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [name.strip() for name in header[1:4]] == ["AR", "drafts: 2", "planned"]
+    assert [name.strip() for name in header[1:4]] == ["one row", "drafts: 2", "planned"]
     times = {name.strip(): [float(each) for each in found] for name, *found in rows}
     assert times.pop("rows")[:2] == [1, 9] and times.pop("of them masks")[:2] == [0, 6] and min(times.pop("steps")) > 0
     assert all(sum(parts) == pytest.approx(whole, abs=0.6) for *parts, whole in zip(*times.values(), strict=True))
