@@ -29,7 +29,7 @@ from ..console.progress import Show, stage
 from ..generation.state import keeps_state
 from ..training.saving import only_writer
 from .adapt_config import AdaptConfig
-from .adapter_files import WEIGHTS_NAME, MaskAdapterSettings
+from .adapter_files import WEIGHTS_NAME, MaskAdapterSettings, base_of, compare_bases
 from .answers import (
     Answer,
     AnswerConfig,
@@ -40,7 +40,7 @@ from .answers import (
     read_user_prompts,
     write_answers,
 )
-from .attach import add_mask_adapter, add_root_head, load_mask_adapter, save_mask_adapter
+from .attach import add_mask_adapter, add_root_head, check_answers, load_mask_adapter, save_mask_adapter
 from .budget import MaskTrainingConfig
 from .distillation import MaskDistillation
 from .model_card import acceptance_table, model_card, read_log
@@ -186,13 +186,30 @@ class _Run:
         check_room(self.out, ROOM)
         if self.is_left("train"):
             MaskDistillation(self.model)  # it may be one that cannot carry an adapter, or not train one
+            self._check_base()
+            if config.answers is not None:
+                check_answers(self.model, read_answers(config.answers))
             self.state["root_share"] = ROOT_SHARE if self.model.mask_adapter.root_head is not None else 0.0
 
     def _check_earlier(self, before: dict[str, Any]) -> None:
         """Raises `ValueError` unless this run can go on with an earlier one."""
         if different := [name for name, value in self.identity.items() if before.get(name) != value]:
-            changes = ", ".join(f"{name}: {before.get(name)!r}, not {self.identity[name]!r}" for name in different)
-            raise ValueError(f"{str(self.out)!r} holds a run with other settings ({changes}): choose a new folder.")
+            names = [name for name in different if name != "prompts"]
+            changes = [f"{name}: {before.get(name)!r}, not {self.identity[name]!r}" for name in names]
+            changes += ["other prompts"] * ("prompts" in different)
+            raise ValueError(
+                f"{str(self.out)!r} holds a run with other settings ({', '.join(changes)}): choose a new folder."
+            )
+
+    def _check_base(self) -> None:
+        """Raises `ValueError` where the base has other weights than when the run began: its answers are another's."""
+        own = base_of(self.model)
+        try:
+            compare_bases(own, self.state.setdefault("base", own))
+        except ValueError as error:
+            raise ValueError(
+                f"The weights of {self.base!r} changed since the run in {str(self.out)!r} began: choose a new folder."
+            ) from error
 
     def save_state(self, **changes: Any) -> None:
         """Keeps what the stages cannot see on the disk."""
@@ -275,10 +292,12 @@ class _Run:
             "mask rows."
         )
         if rows < FEW_ROWS:
-            enough = math.ceil(minutes * ENOUGH_ROWS / made.mask_rows)
+            enough = f"`--minutes {math.ceil(minutes * ENOUGH_ROWS / made.mask_rows)}`"
+            if rows < made.mask_rows:
+                enough = f"`--tokens {math.ceil(ENOUGH_ROWS / ROWS_PER_TOKEN)}`"
             self.say(
                 "That gives next to nothing: 13,000 rows brought SmolLM2-135M to 1.1 tokens per forward, 85,000 to "
-                f"1.5. `--minutes {enough}` trains {ENOUGH_ROWS:,} here."
+                f"1.5. {enough} trains {ENOUGH_ROWS:,} here."
             )
 
     def answer(self) -> dict[str, Any]:

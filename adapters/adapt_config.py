@@ -1,6 +1,7 @@
 """Settings of `wedlm adapt`, which are its options too. Light to import: `wedlm --help` needs no torch."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ class AdaptConfig:
             raise ValueError("A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers.")
         for name in ("minutes", "tokens"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"`{name}` must be greater than 0, got {value}.")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"`{name}` must be a finite number greater than 0, got {value}.")
         if self.prompts is not None and self.answers is not None:
             raise ValueError("`answers` need no `prompts`: pass one of the two.")
         if self.start is not None and (self.rank, self.head_width) != (None, None):

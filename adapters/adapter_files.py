@@ -57,6 +57,11 @@ class MaskAdapterSettings:
     root_width: int = 0
 
     def __post_init__(self) -> None:
+        numbers = {name: getattr(self, name) for name in ("rank", "head_width", "num_masks", "ngrams", "root_width")}
+        if wrong := [f"`{name}` {value!r}" for name, value in numbers.items() if type(value) is not int]:
+            raise ValueError(f"The shape of a mask adapter is stated in whole numbers; got {', '.join(wrong)}.")
+        if isinstance(self.target_modules, str):
+            raise ValueError(f"`target_modules` is a list of names, got the text {self.target_modules!r}.")
         object.__setattr__(self, "target_modules", tuple(self.target_modules))
         is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
         if (

@@ -136,7 +136,7 @@ class DamagedAnswersError(ValueError):
 
     def __init__(self, file: Path, line: int):
         self.file = file
-        what = "must be an object with the lists `prompt_ids` and `response_ids`"
+        what = "must be an object with the lists `prompt_ids` and `response_ids` of whole numbers"
         super().__init__(f"Line {line} of {str(file)!r} {what}.")
 
 
@@ -159,8 +159,10 @@ def _lines(file: Path) -> Iterator[tuple[int, Answer]]:
             continue
         try:
             answer = json.loads(line)
-            _ = answer["prompt_ids"] + answer["response_ids"]
+            is_whole = all(type(token) is int for name in ("prompt_ids", "response_ids") for token in answer[name])
         except (ValueError, KeyError, TypeError):
+            is_whole = False
+        if not is_whole:
             if number == len(lines):  # not written to its end
                 break
             raise DamagedAnswersError(file, number) from None

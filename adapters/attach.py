@@ -6,10 +6,11 @@ subclass of its own class, whose `generate` knows `strategy="wedlm"`; [`unload_m
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -247,17 +248,28 @@ def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
         ValueError: for a model without a mask adapter, and for tokens that are not the model's.
     """
     model, answers = attached_in(model), list(answers)
-    adapter, size = model.mask_adapter, base_embeddings(model).num_embeddings
-    for answer in answers:
-        tokens = [*answer["prompt_ids"], *answer["response_ids"]]
-        if tokens and not 0 <= min(tokens) <= max(tokens) < size:
-            raise ValueError(
-                f"Answers must hold tokens of the model, 0 to {size - 1}; got {min(tokens)} to {max(tokens)}."
-            )
+    check_answers(model, answers)
+    adapter = model.mask_adapter
     ngrams = NGrams.of(answers, adapter.ngrams).to(adapter.mask_embedding.device)
     adapter.ngrams = ngrams if len(ngrams.keys) else None
     adapter.restate(ngrams=len(ngrams.keys))
     _keep_out_of_saves(model)
+
+
+def check_answers(model: Any, answers: Iterable[Mapping[str, Any]]) -> None:
+    """Raises `ValueError` unless each answer has `prompt_ids` and `response_ids`, lists of tokens of the model."""
+    size = base_embeddings(model).num_embeddings
+    for number, answer in enumerate(answers):
+        try:
+            tokens = [*answer["prompt_ids"], *answer["response_ids"]]
+            is_known = all(isinstance(token, Integral) and 0 <= int(token) < size for token in tokens)
+        except (KeyError, TypeError):
+            is_known = False
+        if not is_known:
+            raise ValueError(
+                f"Answers must hold tokens of the model, 0 to {size - 1}, as lists `prompt_ids` and `response_ids`; "
+                f"answer {number} is {str(answer)[:99]}."
+            )
 
 
 def add_root_head(model: Any, width: int) -> None:

@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ..generation.state import keeps_state
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
-from .attach import attached_in, count_ngrams, save_mask_adapter
+from .attach import attached_in, check_answers, count_ngrams, save_mask_adapter
 from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
@@ -65,6 +65,10 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         eval_answers: greedy answers of the base, for [`measure_acceptance`].
         clock: measures the budget.
 
+    Raises:
+        ValueError: for an adapter that does not train, for answers that are not the model's, and for settings that
+            no training can follow.
+
     Attributes:
         show_root: see [`train_root_head`].
         root_seconds: how long the root head was trained.
@@ -90,6 +94,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     ):
         model = attached_in(model)
         check_trainable(model)
+        check_answers(model, [*answers, *(eval_answers or ())])
         masks: int = args.num_masks or model.mask_adapter.settings.num_masks
         collator = DataCollatorForMaskRuns(0, masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock, self._num_masks = Budget(), clock, masks

@@ -3,11 +3,12 @@
     python benchmarks/training_methods.py train default BASE ANSWERS.jsonl build/default
     python benchmarks/training_methods.py train wide-head BASE ANSWERS.jsonl build/wide --seed 1 --mask-rows 40000
     python benchmarks/training_methods.py table build/default build/wide
+    python benchmarks/training_methods.py replay BASE examples/smollm2/prompts-heldout.jsonl examples/smollm2
 
 ANSWERS are the base's own (`wedlm adapt` leaves them in `work/answers.jsonl`). Every tenth greedy answer is held out;
 what a way is worth is tokens per forward on these, by the replay of `adapters/evaluation.py`, and by generation with
 trees of up to 12 drafts. A trial that was stopped goes on. Seconds are those of the process, which other programs
-disturb less than the clock.
+disturb less than the clock. `replay` measures finished adapters in the same way, on the base's answers to questions.
 """
 
 import json
@@ -15,17 +16,22 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import pandas as pd
 import torch
 import typer
 
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import add_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters.budget import MaskTrainingConfig
+from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.adapters.evaluation import measure_acceptance
 from wedlm_hf.adapters.layout import AnswerTokens
+from wedlm_hf.adapters.loading import load_adapted
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.adapters.trainer import MaskAdapterTrainer
 from wedlm_hf.checkpoints.files import write_text
 from wedlm_hf.checkpoints.loading import load_model
+from wedlm_hf.eval.prompts import encode_prompt, read_prompts
 
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -98,6 +104,24 @@ def with_trees(model: Any, answers: list[AnswerTokens]) -> float:
         output = model.generate(prompt, **verified, max_new_tokens=count, return_dict_in_generate=True)
         forwards += int(output.stats.forwards.sum())
     return sum(len(answer["response_ids"]) for answer in answers) / forwards
+
+
+@app.command()
+def replay(base: str, prompts: Path, adapters: list[str], max_new_tokens: int = 96, dtype: str = "float32") -> None:
+    """Print tokens per forward of adapters with a fixed number of drafts, from masks alone, as a Markdown table."""
+    answers: list[AnswerTokens] = []
+    found = []
+    for adapter in adapters:
+        model, tokenizer = load_adapted(base, adapter, dtype=dtype)
+        for question in read_prompts(prompts.name, prompts.read_text(encoding="utf-8")) if not answers else ():
+            prompt = encode_prompt(model, tokenizer, question).tokens
+            how = {"strategy": "wedlm", "verification": "exact", "do_sample": False, "max_new_tokens": max_new_tokens}
+            (text,) = model.generate(torch.tensor([prompt]), **how).tolist()
+            answers.append({"prompt_ids": prompt, "response_ids": text[len(prompt) :]})
+        tokens, forwards = measure_acceptance(MaskDistillation(model), answers)
+        rates = {f"{kind} {drafts}": tokens / count for (kind, drafts), count in forwards.items()}
+        found.append({"adapter": adapter, "tokens": tokens} | rates)
+    print(pd.DataFrame(found).round(3).to_markdown(index=False))
 
 
 @app.command()

@@ -132,8 +132,8 @@ class WeDLMGenerationSettings:
             if settings.mask_token_id is None and needs_mask_token:
                 raise ValueError(
                     f"`strategy={settings.strategy!r}` needs a mask token, but neither the model config nor the "
-                    "generation config has a `mask_token_id`. Load a mask adapter, convert the checkpoint "
-                    "(`wedlm convert`), or pass `mask_token_id=`."
+                    "generation config has a `mask_token_id`. Load a mask adapter (or enable it), convert the "
+                    "checkpoint (`wedlm convert`), or pass `mask_token_id=`."
                 )
             check_mask_token_id(
                 settings.mask_token_id,

@@ -225,11 +225,16 @@ def test_what_cannot_be_done_is_refused_before_any_work(tmp_path, base, whole, m
             run(tmp_path, base, **settings)
         assert sorted(tmp_path.rglob("*")) == before
 
-    refused("`minutes` must be greater than 0, got 0.0", minutes=0.0)
-    refused("`minutes` must be greater than 0, got nan", minutes=float("nan"))
+    for minutes in (0.0, float("nan"), float("inf")):
+        refused(f"`minutes` must be a finite number greater than 0, got {minutes}", minutes=minutes)
     refused("`answers` need no `prompts`", answers=Path("a.jsonl"))
     refused("The adapter 'a' has its own `rank` and `head_width`: leave these out", start="a")
     refused("The device 'abacus' is not available", device="abacus")
+    for number, tokens in enumerate(([5, 999], "ab", [5, 6.5])):
+        file = tmp_path.parent / f"{tmp_path.name}-{number}.jsonl"
+        file.write_text(json.dumps({"prompt_ids": [1, 2], "response_ids": tokens}) + "\n")
+        why = "0 to 319, as .* answer 0 is .*999" if number == 0 else "Line 1 of .* must be an object with the lists"
+        refused(why, answers=file, prompts=None)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
         refused(r"About 1\.0 GB are needed, and '.*' has 0\.0 GB free: make room, or choose a", OSError)
@@ -244,6 +249,22 @@ def test_what_cannot_be_done_is_refused_before_any_work(tmp_path, base, whole, m
     other = r"holds a run with other settings "
     refused(other + r"\(seed: 0, not 1\): choose a new", base=whole.base, seed=1)
     refused(other + r"\(base: '.*llama', not '.*other'\)", base=write_base(tmp_path / "other"))
+    (tmp_path / "prompts.txt").write_text("another one\n")
+    refused(other + r"\(other prompts\)", base=whole.base)
+
+
+def test_a_run_does_not_go_on_with_other_weights_under_the_name_of_its_base(tmp_path, monkeypatch):
+    base = write_base(tmp_path / "llama")
+    run_until("train", monkeypatch, tmp_path, base)
+    shutil.rmtree(base)
+    write_base(base, seed=1)
+    with pytest.raises(ValueError, match=r"The weights of '.*llama' changed since the run in '.*out' began: choose a"):
+        run(tmp_path, base)
+
+
+def test_where_tokens_are_the_smaller_budget_more_of_them_are_advised(tmp_path, base):
+    _, shown = run(tmp_path, base, tokens=60, minutes=1.0)
+    assert "`--tokens 33334` trains 100,000 here" in shown
 
 
 def test_answers_that_never_end_are_learned_and_said(tmp_path, base):

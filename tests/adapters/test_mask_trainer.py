@@ -344,8 +344,11 @@ def test_a_trained_adapter_drafts_what_the_model_says(tmp_path):
 def test_impossible_settings_are_refused(tmp_path):
     for settings, message in (
         ({"mask_rows": None}, "needs a budget"),
-        ({"mask_rows": 0}, "`mask_rows` must be more than 0, got 0"),
-        ({"minutes": 0.0}, "`minutes` must be more than 0"),
+        ({"mask_rows": 0}, "`mask_rows` must be a finite number of more than 0, got 0"),
+        ({"minutes": float("inf")}, "`minutes` must be a finite number of more than 0"),
+        ({"lr_scheduler_type": "polynomial"}, "`lr_scheduler_type` must be 'cosine' or 'linear'.*got 'polynomial'"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "without `lr_scheduler_kwargs`; got 'cosine' and {'num_cycles'"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "must be False: n-gr"),
         ({"num_masks": 0}, "`num_masks`"),
         ({"gradient_checkpointing": True}, "`gradient_checkpointing` must be False"),
     ):
@@ -358,3 +361,17 @@ def test_impossible_settings_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=f"`{name}` must be {least}, got 0"):
             AnswerConfig(**{name: 0})
+    for shape, message in (
+        ({"rank": "8", "ngrams": True}, "stated in whole numbers; got `rank` '8', `ngrams` True"),
+        ({"target_modules": "o_proj"}, "`target_modules` is a list of names, got the text 'o_proj'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MaskAdapterSettings(**shape)
+
+
+def test_answers_that_are_not_the_models_are_refused_before_training(tmp_path):
+    model, message = adapted_model(), r"0 to 319, as lists `prompt_ids` and `response_ids`; answer \d is {'prompt"
+    for answer in ({"prompt_ids": [1], "response_ids": [5, 999]}, {"prompt_ids": [1]}, {"prompt_ids": "a"}):
+        for some, held_out in (([answer], None), (answers(), [answer])):
+            with pytest.raises(ValueError, match=message):
+                MaskAdapterTrainer(model, config(tmp_path), some, held_out)

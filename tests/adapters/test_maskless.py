@@ -180,7 +180,7 @@ def test_tokens_that_are_not_the_models_are_refused():
     model = stock_twin(tiny_model())
     add_mask_adapter(model, SMALL)
     for token in (-1, VOCAB_SIZE, 2**21):
-        with pytest.raises(ValueError, match=f"tokens of the model, 0 to 319; got .*{token}"):
+        with pytest.raises(ValueError, match=f"tokens of the model, 0 to 319, as lists .*{token}"):
             count_ngrams(model, [{"prompt_ids": [4], "response_ids": [5, token]}])
         assert model.mask_adapter.ngrams is None
 
