@@ -67,6 +67,8 @@ class WeDLMHarnessLM(HFLM):
         self._decoding = {name: kwargs.pop(name) for name in DECODING if name in kwargs}
         WeDLMGenerationSettings(**self._decoding)
         self._elbo = {name: kwargs.pop(f"elbo_{name}", default) for name, default in ELBO.items()}
+        for name, least in (("samples", 2), ("block_size", 1)):
+            _check_whole(f"elbo_{name}", self._elbo[name], least)
         self._elbo_sums: Counter[str] = Counter()
         self._task, self._counts = "", dict[str, Counter[str]]()
         self._in_force: dict[str, dict[str, Any]] = {}
@@ -163,6 +165,11 @@ class WeDLMHarnessLM(HFLM):
         return info
 
 
+def _check_whole(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+
+
 class Estimate(NamedTuple):
     """A block ELBO, nats."""
 
@@ -193,8 +200,7 @@ def block_elbo(
     Raises `ValueError` for settings out of range, and for a pair without a context or a continuation.
     """
     for name, value, least in (("samples", samples, 2), ("batch_size", batch_size, 1)):
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}.")
+        _check_whole(name, value, least)
     for context, rest in pairs:
         if not context or not rest:
             got = f"got {len(context)} and {len(rest)}"

@@ -205,6 +205,7 @@ def test_only_verified_decoding_is_timed_where_the_checkpoint_stores_a_verificat
     ({"window_size": 3}, {}, "`window_size=3` has no meaning with `strategy='ar'`"),
     ({"likelihood": "exact"}, {}, "`likelihood` must be one of 'ar', 'elbo', got 'exact'"),
     ({"elbo_samples": 4}, {}, "`elbo_samples` has no meaning with `likelihood='ar'`"),
+    ({"likelihood": "elbo", "elbo_samples": 0}, {}, "`elbo_samples` must be an integer of at least 2, got 0"),
     ({"likelihood": "elbo"}, {"batch_size": "auto"}, "needs a number as `batch_size`, got 'auto'"),
     ({"pretrained": "/no/where"}, {}, "/no/where"),
 ])  # fmt: skip
