@@ -109,6 +109,19 @@ def test_after_kills_and_full_disks_in_the_middle_of_checkpoints_training_resume
     assert [path.name for path in folder.glob("*/")] == ["checkpoint-4"]
 
 
+@pytest.mark.parametrize("length", [{"max_steps": 2}, {"max_steps": -1, "num_train_epochs": 0.5}])
+def test_a_finished_run_that_is_resumed_trains_nothing(tmp_path, length):
+    settings = SETTINGS | length | {"per_device_train_batch_size": 2}  # an epoch has four steps
+    whole = trainer_on(tmp_path, **settings)
+    whole.train()
+    for change in ({}, {"max_steps": 1}):
+        resumed = trainer_on(tmp_path, **settings | change)
+        resumed.train(True)
+        assert resumed.state.global_step == 2
+        assert torch.equal(weights_of(resumed.model), weights_of(whole.model))
+        assert [path.name for path in tmp_path.glob("*/")] == ["checkpoint-2"]
+
+
 def test_a_full_disk_in_the_final_save_leaves_the_older_model_as_it_was(tmp_path):
     trainer = trainer_on(tmp_path)
     trainer.save_model()
