@@ -184,11 +184,12 @@ def _move(finished: Path, folder: Path) -> None:
 
 
 def newest_complete_checkpoint(output_dir: Path) -> Path:
-    """The newest `checkpoint-*` folder with its last file, the trainer's state: `Trainer` itself may leave others.
-    Raises `ValueError` if there is none."""
-    for folder in map(Path, reversed(sort_checkpoints(str(output_dir)))):
-        if (folder / TRAINER_STATE_NAME).is_file():
-            return folder
+    """The `checkpoint-*` folder that was written last, by the time of its last file, the trainer's state; `Trainer`
+    itself may leave folders without. Raises `ValueError` if there is none."""
+    # An older run in the same folder may have come to higher numbers. Among equal times, the highest number is first.
+    states = [Path(folder, TRAINER_STATE_NAME) for folder in reversed(sort_checkpoints(str(output_dir)))]
+    if complete := [state for state in states if state.is_file()]:
+        return max(complete, key=lambda state: state.stat().st_mtime_ns).parent
     raise ValueError(f"There is no complete checkpoint to resume from in {str(output_dir)!r}.")
 
 

@@ -146,6 +146,18 @@ def test_a_run_into_a_folder_of_another_leaves_the_others_checkpoint_whole_until
     assert newest_complete_checkpoint(tmp_path).name == "checkpoint-2"
 
 
+def test_a_resume_goes_on_with_the_run_that_wrote_last_and_not_with_an_older_one_of_more_steps(tmp_path):
+    def write(step: int, seconds: int | None) -> None:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if seconds is not None:  # else it is not complete
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+            os.utime(tmp_path / f"checkpoint-{step}" / "trainer_state.json", (seconds, seconds))
+
+    for step, seconds, newest in ((300, 5, 300), (9, 7, 9), (10, 7, 10), (11, None, 10), (2, 6, 10)):
+        write(step, seconds)
+        assert newest_complete_checkpoint(tmp_path).name == f"checkpoint-{newest}"
+
+
 def test_the_best_checkpoint_is_kept_by_its_final_name_and_loaded_in_the_end(tmp_path):
     settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2}
     settings |= {"metric_for_best_model": "eval_ar_nll", "learning_rate": 0.0}  # so that the first remains the best
