@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,16 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
 
 from ..checkpoints.card import CARD_NAME, is_written_by_a_person, read_card
+from ..checkpoints.find import ADAPTER_FILE, read_adapter_config
 
 # Beside what they become, so that a rename is enough. Pushes to the Hub leave out what begins with an underscore.
 _UNFINISHED, _FINISHED, _LOCK = "_saving", "_saved", "_lock"
 _WEIGHTS = "model*.safetensors*"
+# What a resumed adapter must share with the one so far: fields of PEFT's configs, and the settings that give them.
+_OF_ADAPTERS = {
+    "peft_type": "peft_type", "r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora",
+    "use_dora": "use_dora", "target_modules": "lora_target_modules",
+}  # fmt: skip
 
 
 @contextmanager
@@ -77,9 +83,12 @@ class AtomicSaveTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if resume_from_checkpoint:
-            check_resumable(Path(resume_from_checkpoint))
+            self._check_resumable(Path(resume_from_checkpoint))
         with only_writer(Path(str(self.args.output_dir)), self.args.process_index == 0):
             return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _check_resumable(self, checkpoint: Path) -> None:
+        check_resumable(checkpoint)
 
     def _init_training_state(
         self,
@@ -202,3 +211,30 @@ def check_resumable(checkpoint: Path) -> None:
             f"{str(checkpoint)!r} cannot be resumed: it has no {missing[0].rstrip('*')} (was it saved with "
             "`save_only_model=True`?). To begin a new run from its weights, pass it as the model."
         )
+
+
+def check_same_adapter(checkpoint: Path, configs: Mapping[str, Any]) -> None:
+    """Raises `ValueError` unless a run whose adapters have these configs of PEFT, by name, can go on from a checkpoint
+    of a trainer: whether it holds an adapter, its kind, rank, scale and layers. A checkpoint of FSDP may hold none."""
+    otherwise = "take the settings of the run so far, or another `output_dir`"
+    if not configs and (checkpoint / ADAPTER_FILE).is_file():
+        what = "holds an adapter, and this run trains all weights: pass `--use_peft true` (in Python, a `peft_config`)"
+        raise ValueError(f"{str(checkpoint)!r} cannot be resumed: it {what}, or another `output_dir`.")
+    if configs and any(checkpoint.glob(_WEIGHTS)):
+        what = "holds a whole model, and this run trains an adapter: leave out `--use_peft` (in Python, `peft_config`)"
+        raise ValueError(f"{str(checkpoint)!r} cannot be resumed: it {what}, or take another `output_dir`.")
+    for name, config in configs.items():
+        folder = checkpoint if name == "default" else checkpoint / name
+        stored = read_adapter_config(folder) if (folder / ADAPTER_FILE).is_file() else {}
+        for field, setting in _OF_ADAPTERS.items():
+            before, now = (_comparable(value) for value in (stored.get(field), getattr(config, field, None)))
+            if type(before) is type(now) and before != now:
+                raise ValueError(f"A run with `{setting}` {before} cannot go on with {now}: {otherwise}.")
+
+
+def _comparable(value: Any) -> Any:
+    """Of names of layers the last part: where all linear layers were asked for, PEFT may have kept whole names."""
+    value = getattr(value, "value", value)  # of an enumeration
+    if isinstance(value, list | tuple | set):
+        return sorted({str(name).rpartition(".")[2] for name in value})
+    return value

@@ -25,7 +25,7 @@ from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
 from .examples import Preparation, first_example
 from .metrics import divide, evaluation_sums, prompt_of, tokens_per_forward
 from .model import prepare_model, prepare_quantized
-from .saving import AtomicSaveTrainer
+from .saving import AtomicSaveTrainer, check_same_adapter
 from .sft_config import WeDLMSFTConfig
 from .streams import IGNORE_INDEX
 
@@ -286,6 +286,10 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         self._preparation.report_streams()
         return output
+
+    def _check_resumable(self, checkpoint: Path) -> None:
+        super()._check_resumable(checkpoint)
+        check_same_adapter(checkpoint, getattr(self.model, "peft_config", {}))
 
 
 def _by_name(eval_dataset: Any) -> dict[str, Any]:

@@ -111,6 +111,29 @@ def test_methods_that_put_virtual_tokens_before_the_input_are_refused(tmp_path, 
             trainer_on(tmp_path, **how)
 
 
+def test_a_run_is_not_resumed_with_another_adapter_than_its_checkpoint_has(tmp_path):
+    def resumed(folder, config: dict | None, **settings) -> WeDLMSFTTrainer:
+        peft = None if config is None else LoraConfig(**CONFIG | config)
+        trainer = trainer_on(folder, peft=peft, save_strategy="steps", save_steps=1, optim="adamw_torch", **settings)
+        trainer.train(settings["max_steps"] > 1)
+        return trainer
+
+    resumed(tmp_path / "lora", {}, max_steps=1)
+    resumed(tmp_path / "whole", None, max_steps=1)
+    for name, config, message in (
+        ("lora", None, "it holds an adapter, and this run trains all weights: pass `--use_peft true`"),
+        ("whole", {}, "it holds a whole model, and this run trains an adapter: leave out `--use_peft`"),
+        ("lora", {"r": 2}, "^A run with `lora_r` 4 cannot go on with 2: take the settings of the run so far, or"),
+        ("lora", {"lora_alpha": 4}, "`lora_alpha` 8 cannot go on with 4"),
+        ("lora", {"use_dora": True}, "`use_dora` False cannot go on with True"),
+        ("lora", {"target_modules": ["q_proj"]}, r"`lora_target_modules` \['down_proj', .* on with \['q_proj'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            resumed(tmp_path / name, config, max_steps=2)
+    # Another way to name the same layers is the same adapter.
+    assert resumed(tmp_path / "lora", {"target_modules": sorted(PROJECTIONS)}, max_steps=2).state.global_step == 2
+
+
 def test_methods_of_peft_know_which_layers_to_change_where_none_are_named(tmp_path):
     model = get_peft_model(tiny_model(), LoraConfig())
     changed = [name.split(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name]
