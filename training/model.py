@@ -58,6 +58,7 @@ def prepare_model(
             check_source(model.config.name_or_path, None, is_base=True)
         tokenizer = tokenizer or load_tokenizer(str(model.config.name_or_path or ""))
     check_vocabulary(model, tokenizer, args)
+    check_targets(model, peft_config)
     if needs_markers and args.chat_template_path is None:
         training_template(tokenizer)
     names_rows = "embed_tokens" in (getattr(peft_config, "modules_to_save", None) or ())
@@ -78,6 +79,22 @@ def check_method(model: Any, peft_config: Any) -> None:
             raise ValueError(
                 f"{type(config).__name__} cannot be trained: it puts virtual tokens before the input, and a dual "
                 "stream says of each of its rows whom it sees. Take a method that changes layers, such as LoRA."
+            )
+
+
+def check_targets(model: Any, peft_config: Any) -> None:
+    """Raises `ValueError` for a name in a list of `target_modules` that no module has: PEFT drops it in silence where
+    another name has one."""
+    targets = getattr(peft_config, "target_modules", None)
+    if targets is None or isinstance(targets, str):  # a regular expression, or "all-linear"
+        return
+    modules = dict(model.named_modules())
+    for target in sorted(targets):
+        if target not in modules and not any(name.endswith(f".{target}") for name in modules):
+            linear = {name.rpartition(".")[2] for name, each in modules.items() if isinstance(each, torch.nn.Linear)}
+            raise ValueError(
+                f"`target_modules` must be names of the model's modules, got {target!r}: its linear layers are "
+                f"{', '.join(sorted(linear))}."
             )
 
 

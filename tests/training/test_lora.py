@@ -111,6 +111,15 @@ def test_methods_that_put_virtual_tokens_before_the_input_are_refused(tmp_path, 
             trainer_on(tmp_path, **how)
 
 
+def test_a_layer_to_change_that_the_model_does_not_have_is_not_left_out_in_silence(tmp_path):
+    for targets in (["q_proj", "foo"], ["q_proj", "proj"]):
+        said = f"`target_modules` must be names of the model's modules, got '{targets[1]}': .* down_proj, .* v_proj"
+        with pytest.raises(ValueError, match=said):
+            trainer_on(tmp_path, peft=LoraConfig(**CONFIG | {"target_modules": targets}))
+    for targets in (["q_proj", "model.layers.1.mlp.up_proj"], ["self_attn.k_proj"], r".*\.v_proj|foo"):
+        trainer_on(tmp_path, peft=LoraConfig(**CONFIG | {"target_modules": targets}))
+
+
 def test_a_run_is_not_resumed_with_another_adapter_than_its_checkpoint_has(tmp_path):
     def resumed(folder, config: dict | None, **settings) -> WeDLMSFTTrainer:
         peft = None if config is None else LoraConfig(**CONFIG | config)
