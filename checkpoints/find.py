@@ -115,10 +115,11 @@ def check_json(folder: Path, *names: str) -> None:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turns whatever the reading of a damaged file raises into a `ValueError` of one line that says `what` is read."""
+    """Turns whatever the reading of a damaged file raises into a `ValueError` of one line that says `what` is read.
+    A package that is missing is no damage: `ImportError` passes, as `OSError` does."""
     try:
         yield
-    except OSError:
+    except (OSError, ImportError):
         raise
     except Exception as error:
         fault = f"cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"

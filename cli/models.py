@@ -59,7 +59,7 @@ def train(context: typer.Context, as_json: JsonOption = False) -> None:
     Settings of the command line replace those of the recipe. --json prints the results as one JSON object and nothing
     else.
     """
-    need("Training", "train", "trl")
+    need("Training", "train", "accelerate", "datasets", "filelock", "peft", "trl")
     from ..training.train import main as run_training
 
     warnings.filterwarnings("ignore", ".*gradient_checkpointing", FutureWarning)  # TRL's default, by its older name

@@ -274,7 +274,8 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_is_written(folder, monkey
 
 
 @pytest.mark.parametrize(("words", "needs", "extra"), [
-    ("train", "Training needs trl", "train"), ("report --output out", "The report needs matplotlib", "eval"),
+    ("train", "Training needs accelerate, datasets, filelock, peft, trl", "train"),
+    ("report --output out", "The report needs matplotlib", "eval"),
     ("adapt base out --tokens 9", "`wedlm adapt` needs accelerate, filelock, matplotlib, pandas", "train"),
 ])  # fmt: skip
 def test_a_command_says_what_to_install_before_weights_are_read(monkeypatch, words, needs, extra):
@@ -290,6 +291,13 @@ def test_a_command_says_what_to_install_before_weights_are_read(monkeypatch, wor
         SystemExit, match=r"The command `wedlm` needs rich, typer: pip install '\.\[cli\]' in the clone"
     ):
         program.main()
+
+
+def test_a_lora_without_peft_is_told_by_what_to_install_and_not_as_damaged(folder, monkeypatch):
+    monkeypatch.delattr("peft.get_peft_model")  # the import fails; what transformers remembers of PEFT stays
+    result = invoke("generate", "1, 2", "--model", folder / "lora")
+    assert result.exit_code == 2
+    assert result.stderr == "Error: A LoRA needs PEFT: pip install '.[peft]' in the clone.\n"
 
 
 def test_adapters_are_served_on_their_bases_and_on_a_model(folder, monkeypatch):
