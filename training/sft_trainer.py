@@ -239,6 +239,12 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
             self._eval_sums[name] += total
         return outputs.loss.detach(), None, None
 
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """The metrics of `evaluate`, for a dataset of any kind that `evaluate` takes; there are no predictions."""
+        packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
+        prepared = self._prepare_dataset(test_dataset, self.processing_class, self.args, packing, None, "test")
+        return super().predict(prepared, ignore_keys, metric_key_prefix)
+
     def evaluation_loop(self, dataloader: DataLoader, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """The parent's, with the metrics that the class docstring lists."""
         prefix = kwargs.get("metric_key_prefix", "eval")

@@ -372,3 +372,15 @@ def test_a_stream_too_short_for_a_step_ends_after_its_first_pass(tmp_path):
     assert long_enough.state.global_step == 2
     with pytest.raises(ValueError, match="fewer batches than `gradient_accumulation_steps`, 4 for each process, of"):
         trainer_on(tmp_path, per_device_train_batch_size=8, **settings).train()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_predicting_takes_the_data_that_evaluating_takes_and_gives_its_metrics(tmp_path, packing):
+    trainer = trainer_on(tmp_path, packing=packing)
+    expected = trainer.evaluate(MESSAGES)
+    for data in (MESSAGES, MESSAGES.to_iterable_dataset())[: 2 - packing]:
+        found = trainer.predict(data)
+        assert found.predictions is None
+        for name in ("loss", "ar_nll", "elbo_nll"):
+            assert found.metrics[f"test_{name}"] == expected[f"eval_{name}"]
+    assert trainer.predict(trainer.train_dataset, metric_key_prefix="x").metrics["x_loss"] == expected["eval_loss"]
