@@ -78,6 +78,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         peft_config, quantization_config, callbacks, optimizers, formatting_func: as in [`trl.SFTTrainer`].
 
     Raises:
+        TypeError: for `args` or a `processing_class` of another kind.
         ValueError: before any training, for data or a tokenizer that cannot be trained on.
         FloatingPointError: during training, for a loss that is not finite.
     """
@@ -105,6 +106,9 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         args = WeDLMSFTConfig("wedlm-sft") if args is None else args
         if not isinstance(args, WeDLMSFTConfig):
             raise TypeError(f"`args` must be a WeDLMSFTConfig, got {type(args).__name__}.")
+        if not isinstance(processing_class, PreTrainedTokenizerBase | None):
+            kind = type(processing_class).__name__
+            raise TypeError(f"`processing_class` must be a tokenizer of transformers, or None, got {kind}.")
         if train_dataset is None:
             raise ValueError("`train_dataset` is required.")
         self._preparation = Preparation(args, formatting_func)

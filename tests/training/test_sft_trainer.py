@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, IterableDataset
 from dual_stream_oracle import IGNORE
 from tiny import EOS, MASK, tiny_model, tiny_tokenizer
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from wedlm_hf.training import DataCollatorForDualStreamMasking, WeDLMSFTConfig, WeDLMSFTTrainer
 from wedlm_hf.training.saving import newest_complete_checkpoint
@@ -329,6 +329,13 @@ OTHER.config.model_type = "qwen3"
 def test_what_cannot_be_trained_is_refused(tmp_path, settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer_on(tmp_path, **settings)
+
+
+def test_settings_or_a_tokenizer_of_another_kind_are_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"^`args` must be a WeDLMSFTConfig, got TrainingArguments\.$"):
+        WeDLMSFTTrainer(tiny_model(), TrainingArguments(str(tmp_path)), MESSAGES)
+    with pytest.raises(TypeError, match=r"^`processing_class` must be a tokenizer .*, or None, got str\.$"):
+        trainer_on(tmp_path, tokenizer="tokenizer")
 
 
 def test_a_template_or_an_end_token_that_does_not_say_what_the_assistant_wrote_is_refused(tmp_path):
