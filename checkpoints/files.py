@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from safetensors import SafetensorError
 
@@ -87,6 +88,10 @@ def check_folder(folder: str | os.PathLike[str]) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         reason = "is read-only" if there.is_dir() else "is no folder"
         raise OSError(f"The folder {str(folder)!r} cannot be written to: {str(there)!r} {reason}.")
+    try:  # to root all folders look writable, those of /proc too
+        TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise OSError(f"The folder {str(folder)!r} cannot be written to: {error}.") from None
 
 
 def check_room(folder: str | os.PathLike[str], size: int) -> None:

@@ -216,6 +216,7 @@ WRONG = {
     "report --output out --temperature 0": "`--temperature` must be above 0 and finite, got 0.0: greedy is the defaul",
     "report --output out --set window_size=4": "`--set window_size` is decided by the report: leave it out.",
     "report --output out --set repetition_penaltyy=1.0": "repetition_penaltyy",
+    "report --output /proc/out": "The folder '/proc/out' cannot be written to",
     "report --output prompts.txt": "The folder 'prompts.txt' cannot be written to",
     "report --output out --figures prompts.txt/x": "cannot be written to",
     "report --output out --save-settings --sweep-count 0": "`--sweep-count 0` has none.",
