@@ -79,6 +79,8 @@ def run(
     args.model_init_kwargs = settings | (args.model_init_kwargs or {})  # type: ignore[operator]
     if model.use_peft and model.lora_target_modules is None:
         model.lora_target_modules = "all-linear"  # type: ignore[assignment]
+    if isinstance(name := model.lora_target_modules, str) and name.isidentifier():
+        model.lora_target_modules = [name]  # TRL unpacks a list of one, and PEFT would take it for a whole path
     configs: Any = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
     trainer = WeDLMSFTTrainer(model.model_name_or_path, args, train_dataset, eval_dataset, **configs)
     with only_writer(output, is_writer):

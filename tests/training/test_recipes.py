@@ -98,6 +98,11 @@ def test_lora_from_a_stream_and_resuming_by_itself(tmp_path, checkpoint, chats):
         assert (output / "adapter_model.safetensors").exists()
 
 
+def test_a_lora_may_be_of_a_single_kind_of_layer(tmp_path, checkpoint, chats):
+    run("lora", checkpoint, chats, tmp_path / "out", *"--eval_share 0 --lora_target_modules q_proj".split())
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["target_modules"] == ["q_proj"]
+
+
 def test_a_dataset_to_evaluate_on_goes_before_the_share_that_a_recipe_keeps(monkeypatch):
     monkeypatch.setattr(train, "load", lambda name, split, **_: (name, split))
     for streaming in (False, True):
