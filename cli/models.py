@@ -130,19 +130,11 @@ def merge(
     output_dir: OutputArgument,
 ) -> None:
     """Write a checkpoint of a model with a LoRA merged into its weights. Every command also takes the LoRA itself."""
-    from ..adapters.adapter_files import PEFT_TYPE
     from ..adapters.loading import load_adapted
     from ..checkpoints.files import check_new_folder
-    from ..checkpoints.find import ADAPTER_FILE, find_checkpoint, is_adapter, read_adapter_config
-    from ..checkpoints.loading import load_config_dict
     from ..modeling_wedlm.convert import write_checkpoint
 
     check_new_folder(output_dir)
-    is_lora = read_adapter_config(lora, **find_checkpoint(lora, file=ADAPTER_FILE)).get("peft_type") != PEFT_TYPE
-    kind = "wedlm" if is_adapter(base) else load_config_dict(base).get("model_type", "wedlm")
-    if is_lora and kind != "wedlm":
-        how = f"convert it first, `wedlm convert {base} FOLDER`, and merge into FOLDER"
-        raise ValueError(f"A LoRA is merged into a WeDLM checkpoint, and {base!r} is a model of type {kind!r}: {how}.")
     model, tokenizer = load_adapted(base, lora)
     if model.has_mask_adapter:
         raise ValueError(f"{lora!r} is a mask adapter, which cannot be merged: it acts on slots of a window alone.")

@@ -98,7 +98,7 @@ class WeDLMGenerationSettings:
         if self.verification != "none" and self.strategy == "block":
             raise OptionError(
                 f"`verification={self.verification!r}` goes with `strategy='wedlm'`, got `strategy='block'`: "
-                "verified drafts are one contiguous run, so there are no blocks to wait for.",
+                "pass `verification='none'` beside that (commands verify a mask adapter's drafts by default).",
                 "verification",
             )
 

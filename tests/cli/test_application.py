@@ -189,7 +189,7 @@ WRONG = {
     "generate hi --model stock --adapter prompts.txt": "The adapter must be a folder or a Hub id, got the file",
     "generate hi --model stock --adapter wide": f"{OTHER_BASE}hidden_size: 64, not 32",
     "report stock --file prompts.txt --output out": STOCK,
-    "merge stock stock-lora out": "A LoRA is merged into a WeDLM checkpoint, and 'stock' is a model of type 'qwen3':",
+    "merge stock stock-lora out": STOCK,
     "merge stock mask out": "is a mask adapter, which cannot be merged",
     "push stock you/it --dry-run --license mit": STOCK,
     "convert lora out": NO_MODEL,
