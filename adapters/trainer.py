@@ -179,22 +179,14 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         super()._load_callback_state()
         self._connect(next(callback for callback in self.callback_handler.callbacks if isinstance(callback, Budget)))
 
-    def _init_training_state(
-        self,
-        max_steps: Any,
-        num_update_steps_per_epoch: Any,
-        num_train_epochs: Any,
-        resume_from_checkpoint: Any,
-        trial: Any,
-    ) -> tuple[int, int]:
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         """The parent's, which assumes that all steps so far were on the present answers: here, others begin an epoch.
 
         Returns:
             The epoch to begin with, and how many of its batches are trained already.
         """
-        super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
+        super()._init_training_state(max_steps, *args)
+        epoch_steps, most_epochs, *_ = args
         state, budget = self.state, self.budget
         settings = {"num_masks": self._num_masks, "cut_stride": self.args.cut_stride}
         for name, value in settings.items():
@@ -208,8 +200,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             state.epoch = float(budget.first_epoch)
         budget.settings, budget.order = settings, order
         if budget.progress(self.args) >= 1:  # it was stopped behind the last step
-            return num_train_epochs, 0
-        epochs, skipped = divmod(state.global_step - budget.first_step, num_update_steps_per_epoch)
+            return most_epochs, 0
+        epochs, skipped = divmod(state.global_step - budget.first_step, epoch_steps)
         return budget.first_epoch + epochs, skipped * accumulated
 
     # The loss and the log.

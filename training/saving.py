@@ -90,23 +90,15 @@ class AtomicSaveTrainer(Trainer):
     def _check_resumable(self, checkpoint: Path) -> None:
         check_resumable(checkpoint)
 
-    def _init_training_state(
-        self,
-        max_steps: Any,
-        num_update_steps_per_epoch: Any,
-        num_train_epochs: Any,
-        resume_from_checkpoint: Any,
-        trial: Any,
-    ) -> tuple[int, int]:
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
         """The parent's, except that a run with all its steps trains none: the parent counts only after a step.
 
         Returns:
             The epoch to begin with, and how many of its batches are trained already.
         """
-        begin = super()._init_training_state(
-            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
-        )
-        return (num_train_epochs, 0) if self.state.global_step >= max_steps else begin
+        begin: tuple[int, int] = super()._init_training_state(max_steps, *args)
+        _, epochs, *_ = args
+        return (epochs, 0) if self.state.global_step >= max_steps else begin
 
     def save_state(self) -> None:
         """The parent's."""
