@@ -187,10 +187,9 @@ def main(
     epilog: str | None = None,
     report: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Command line: `[recipe.yaml] [--setting value …]`. `wedlm train`, and this module as a program, make one line of
-    what it raises: `OSError` as [`run`], and `ValueError` for whatever is wrong with the request or with the machine,
-    not with this program. `description` and `epilog` are the text of `--help` above the settings, and its last line;
-    `report` as in [`run`].
+    """Command line: `[recipe.yaml] [--setting value …]`. `wedlm train` makes one line of what it raises: `OSError` as
+    [`run`], and `ValueError` for whatever is wrong with the request or with the machine, not with this program.
+    `description` and `epilog` are the text of `--help` above the settings, and its last line; `report` as in [`run`].
     """
     try:
         run(*_parse(sys.argv[1:] if arguments is None else arguments, description, epilog), report)
@@ -199,8 +198,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (OSError, ValueError, ImportError) as error:  # as the command `wedlm train`, of which this knows nothing
-        print("Error:", *str(error).split(), file=sys.stderr)
-        sys.exit(2)
+    main()

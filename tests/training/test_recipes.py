@@ -2,8 +2,6 @@
 
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -144,20 +142,6 @@ def test_the_model_is_checked_before_the_data_are_read(tmp_path, monkeypatch):
     stock = str(write_stock_checkpoint(tmp_path / "stock"))
     expected = "Error: An adapter is loaded onto the checkpoint that it was trained on"
     assert said(*words, stock, "--use_peft", "true").startswith(expected) and not (tmp_path / "out").exists()
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_the_module_as_a_program_says_it_in_one_line_too(monkeypatch, capsys):
-    for words, message in (
-        (["--dataset", "x.jsonl"], "`model_name_or_path` is required"),
-        (["--blok_size", "8"], "the following arguments are required: --dataset"),
-        (["--dataset", "x.jsonl", "--model_name_or_path", "./no"], "There is no checkpoint folder './no'."),
-    ):
-        monkeypatch.setattr(sys, "argv", ["train.py", *words, *CPU])
-        with pytest.raises(SystemExit, check=lambda end: end.code == 2):
-            runpy.run_module("wedlm_hf.training.train", run_name="__main__", alter_sys=True)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("Error: ") and message in line
 
 
 def test_ctrl_c_says_how_to_go_on(monkeypatch):
