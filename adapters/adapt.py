@@ -164,9 +164,11 @@ class _Run:
             )
         self.prompts = None if config.prompts is None else read_user_prompts(config.prompts)
         self.budget: dict[str, Any] = {"minutes": config.minutes, "tokens": config.tokens}
+        answers: list[Answer] = []
         if config.answers is not None:
             self.budget["answers"] = hashlib.sha256(config.answers.read_bytes()).hexdigest()
-            if not any(len(answer["response_ids"]) > 1 for answer in read_answers(config.answers)):
+            answers = read_answers(config.answers)
+            if not any(len(answer["response_ids"]) > 1 for answer in answers):
                 raise ValueError(f"{str(config.answers)!r} holds no answer of at least two tokens.")
         self.identity = {"format": FORMAT} | config.identity(self.base)
         if self.out.exists() and not self.out.is_dir():
@@ -187,8 +189,7 @@ class _Run:
         if self.is_left("train"):
             MaskDistillation(self.model)  # it may be one that cannot carry an adapter, or not train one
             self._check_base()
-            if config.answers is not None:
-                check_answers(self.model, read_answers(config.answers))
+            check_answers(self.model, answers)
             self.state["root_share"] = ROOT_SHARE if self.model.mask_adapter.root_head is not None else 0.0
 
     def _check_earlier(self, before: dict[str, Any]) -> None:
@@ -202,7 +203,8 @@ class _Run:
             )
 
     def _check_base(self) -> None:
-        """Raises `ValueError` where the base has other weights than when the run began: its answers are another's."""
+        """Raises `ValueError` where the base has other weights than when the run began: the
+        answers so far are those of other weights."""
         own = base_of(self.model)
         try:
             compare_bases(own, self.state.setdefault("base", own))
@@ -292,12 +294,12 @@ class _Run:
             "mask rows."
         )
         if rows < FEW_ROWS:
-            enough = f"`--minutes {math.ceil(minutes * ENOUGH_ROWS / made.mask_rows)}`"
-            if rows < made.mask_rows:
-                enough = f"`--tokens {math.ceil(ENOUGH_ROWS / ROWS_PER_TOKEN)}`"
+            few = {"minutes": made.mask_rows < ENOUGH_ROWS, "tokens": rows < made.mask_rows}
+            least = {"minutes": minutes * ENOUGH_ROWS / made.mask_rows, "tokens": ENOUGH_ROWS / ROWS_PER_TOKEN}
+            enough = " ".join(f"--{name} {math.ceil(least[name])}" for name in few if few[name])
             self.say(
                 "That gives next to nothing: 13,000 rows brought SmolLM2-135M to 1.1 tokens per forward, 85,000 to "
-                f"1.5. {enough} trains {ENOUGH_ROWS:,} here."
+                f"1.5. `{enough}` trains {ENOUGH_ROWS:,} here."
             )
 
     def answer(self) -> dict[str, Any]:

@@ -159,7 +159,10 @@ def _lines(file: Path) -> Iterator[tuple[int, Answer]]:
             continue
         try:
             answer = json.loads(line)
-            is_whole = all(type(token) is int for name in ("prompt_ids", "response_ids") for token in answer[name])
+            lists = answer["prompt_ids"], answer["response_ids"]
+            is_whole = all(
+                isinstance(tokens, list) and all(type(token) is int for token in tokens) for tokens in lists
+            )
         except (ValueError, KeyError, TypeError):
             is_whole = False
         if not is_whole:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -262,7 +261,7 @@ def check_answers(model: Any, answers: Iterable[Mapping[str, Any]]) -> None:
     for number, answer in enumerate(answers):
         try:
             tokens = [*answer["prompt_ids"], *answer["response_ids"]]
-            is_known = all(isinstance(token, Integral) and 0 <= int(token) < size for token in tokens)
+            is_known = all(type(token) is int and 0 <= token < size for token in tokens)
         except (KeyError, TypeError):
             is_known = False
         if not is_known:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from .pace import EVALUATION_SHARE, SAVING_SHARE, Clock
@@ -55,8 +55,8 @@ class MaskTrainingConfig(TrainingArguments):
             raise ValueError("`gradient_checkpointing` must be False: only mask rows keep activations.")
         for name in ("minutes", "mask_rows", "num_masks", "cut_stride", "batch_slots", "save_minutes"):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
-                raise ValueError(f"`{name}` must be a finite number of more than 0, got {value}.")
-        curve, more = SchedulerType(self.lr_scheduler_type).value, self.lr_scheduler_kwargs
+                raise ValueError(f"`{name}` must be a finite number greater than 0, got {value}.")
+        curve, more = self.lr_scheduler_type, self.lr_scheduler_kwargs
         if curve not in ("cosine", "linear") or more:
             raise ValueError(
                 "The learning rate follows the budget: `lr_scheduler_type` must be 'cosine' or 'linear', without "
@@ -64,7 +64,7 @@ class MaskTrainingConfig(TrainingArguments):
             )
         if self.load_best_model_at_end:
             raise ValueError(
-                "`load_best_model_at_end` must be False: n-grams and root head are learned behind the last step."
+                "`load_best_model_at_end` must be False: n-grams and root head are learned after the last step."
             )
 
 

@@ -66,8 +66,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         clock: measures the budget.
 
     Raises:
-        ValueError: for an adapter that does not train, for answers that are not the model's, and for settings that
-            no training can follow.
+        ValueError: for an adapter that does not train, and for answers that are not the model's or are all of a
+            single token.
 
     Attributes:
         show_root: see [`train_root_head`].
@@ -94,7 +94,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
     ):
         model = attached_in(model)
         check_trainable(model)
-        check_answers(model, [*answers, *(eval_answers or ())])
+        for some in (answers, eval_answers or ()):
+            check_answers(model, some)
         masks: int = args.num_masks or model.mask_adapter.settings.num_masks
         collator = DataCollatorForMaskRuns(0, masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock, self._num_masks = Budget(), clock, masks
@@ -186,7 +187,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             The epoch to begin with, and how many of its batches are trained already.
         """
         super()._init_training_state(max_steps, *args)
-        epoch_steps, most_epochs, *_ = args
+        steps_of_epoch, most_epochs, *_ = args
         state, budget = self.state, self.budget
         settings = {"num_masks": self._num_masks, "cut_stride": self.args.cut_stride}
         for name, value in settings.items():
@@ -199,9 +200,9 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
             budget.first_step, budget.first_epoch = state.global_step, math.ceil(state.epoch or 0)
             state.epoch = float(budget.first_epoch)
         budget.settings, budget.order = settings, order
-        if budget.progress(self.args) >= 1:  # it was stopped behind the last step
+        if state.global_step >= max_steps or budget.progress(self.args) >= 1:  # it was stopped behind the last step
             return most_epochs, 0
-        epochs, skipped = divmod(state.global_step - budget.first_step, epoch_steps)
+        epochs, skipped = divmod(state.global_step - budget.first_step, steps_of_epoch)
         return budget.first_epoch + epochs, skipped * accumulated
 
     # The loss and the log.

@@ -3,8 +3,8 @@
     python benchmarks/step_time.py BASE ADAPTER PROMPTS.jsonl --dtype packed
 
 A few prompts are answered with fixed numbers of drafts, each number in turn, and with `--planned 4` as the planner
-decides. The times of a column are medians of steps with as many rows and masks, the commonest. With one thread
-they are the thread's own: other programs disturb little.
+decides. A column shows the steps with one number of rows and one of masks, the commonest; times are medians. With one
+thread they are the thread's own: other programs disturb little.
 """
 
 import time
@@ -104,7 +104,7 @@ def column(rows: int, masks: int, times: Times) -> dict[str, float]:
 
 
 def ar_seconds(model: Any, ids: torch.Tensor, max_new_tokens: int, clock: Callable[[], float]) -> list[float]:
-    """What each token behind the second takes in AR decoding."""
+    """What each token after the second takes in AR decoding."""
     times: list[float] = []
 
     def never(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -145,7 +145,7 @@ def main(
                 model.generate(ids, **shared, **way)
             if not number:  # the first is a warm-up
                 timer.found.clear()
-        of_ar += ar_seconds(model, ids, max_new_tokens, clock)
+        of_ar += ar_seconds(model, ids, max_new_tokens, clock) if number else []
     found = [
         (label, each)
         for label, timer in zip(ways, timers, strict=True)

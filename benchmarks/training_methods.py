@@ -111,13 +111,14 @@ def replay(base: str, prompts: Path, adapters: list[str], max_new_tokens: int = 
     """Print tokens per forward of adapters with a fixed number of drafts, from masks alone, as a Markdown table."""
     answers: list[AnswerTokens] = []
     found = []
+    model, tokenizer = load_adapted(base, adapters[0], dtype=dtype)
+    for question in read_prompts(prompts.name, prompts.read_text(encoding="utf-8")):
+        prompt = encode_prompt(model, tokenizer, question).tokens
+        how = {"strategy": "wedlm", "verification": "exact", "do_sample": False, "max_new_tokens": max_new_tokens}
+        (text,) = model.generate(torch.tensor([prompt]), **how).tolist()
+        answers.append({"prompt_ids": prompt, "response_ids": text[len(prompt) :]})
     for adapter in adapters:
-        model, tokenizer = load_adapted(base, adapter, dtype=dtype)
-        for question in read_prompts(prompts.name, prompts.read_text(encoding="utf-8")) if not answers else ():
-            prompt = encode_prompt(model, tokenizer, question).tokens
-            how = {"strategy": "wedlm", "verification": "exact", "do_sample": False, "max_new_tokens": max_new_tokens}
-            (text,) = model.generate(torch.tensor([prompt]), **how).tolist()
-            answers.append({"prompt_ids": prompt, "response_ids": text[len(prompt) :]})
+        model, _ = load_adapted(base, adapter, dtype=dtype)
         tokens, forwards = measure_acceptance(MaskDistillation(model), answers)
         rates = {f"{kind} {drafts}": tokens / count for (kind, drafts), count in forwards.items()}
         found.append({"adapter": adapter, "tokens": tokens} | rates)

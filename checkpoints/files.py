@@ -85,13 +85,13 @@ def check_new_folder(folder: Path) -> None:
 def check_folder(folder: str | os.PathLike[str]) -> None:
     """Make sure that files can be written into a folder, which need not be there yet. Raises `OSError` otherwise."""
     there = _first_there(folder)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        reason = "is read-only" if there.is_dir() else "is no folder"
-        raise OSError(f"The folder {str(folder)!r} cannot be written to: {str(there)!r} {reason}.")
+    reason = "" if there.is_dir() else "is no folder"
     try:  # to root all folders look writable, those of /proc too
         TemporaryFile(dir=there).close()
     except OSError as error:
-        raise OSError(f"The folder {str(folder)!r} cannot be written to: {error}.") from None
+        reason = reason or f"is read-only ({error.strerror})"
+    if reason:
+        raise OSError(f"The folder {str(folder)!r} cannot be written to: {str(there)!r} {reason}.")
 
 
 def check_room(folder: str | os.PathLike[str], size: int) -> None:

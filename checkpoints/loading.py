@@ -50,7 +50,7 @@ def load_model(
         model_class: whose `from_pretrained` is called, and takes the further options; not for a GGUF file.
 
     Raises:
-        ImportError: for a GGUF file without the package `gguf`, and without one that a checkpoint's own format needs.
+        ImportError: where `gguf`, or a package that the checkpoint's format needs, is missing.
         OSError: as [`find_checkpoint`], and for weights that are missing, damaged, or not safetensors.
         ValueError: for a damaged config, weights that do not fit, packed ones elsewhere than on a CPU, and a GGUF file
             that transformers would not read whole.

@@ -112,12 +112,12 @@ class Planner:
         learned = outlooks[turn := self._steps % count]
         deepest = min(learned.foreseen, self.depth)
         parts = self._parts(learned, trees[turn], deepest) if learned.drafts else []
-        every, values = self._gains([*outlooks, *[learned] * len(parts)], [*trees, *parts])
-        gains = every[:count]
+        all_gains, values = self._gains([*outlooks, *[learned] * len(parts)], [*trees, *parts])
+        gains = all_gains[:count]
         drafts, masks = np.arange(gains.shape[1])[:, None], np.arange(gains.shape[2])
         rows = 1 + before + drafts + masks + self.skipped_masks * (masks > 0)
         prices = self._prices(rows, count, self.times.of)
-        self._learn_worth(every[count:] - prices / count, deepest)
+        self._learn_worth(all_gains[count:] - prices / count, deepest)
         chosen = self._choose(outlooks, gains.sum(0), prices, rows)
         if self.commits and sum(chosen):
             wide, narrow = self.times.of(np.array([rows[chosen], rows[chosen] - before]), chosen[1] > 0)
@@ -171,8 +171,8 @@ class Planner:
         return [(-reach, place) for reach, place in tree if outlook.drafts[place].position < outlook.room][:most]
 
     def _parts(self, outlook: Outlook, tree: Tree, deepest: int) -> list[Tree]:
-        """The drafts of the text with those down to each depth; where no masks drafted, without the others and with
-        them."""
+        """For each depth, the drafts down to it and all drafts of the text. Where no masks drafted: the drafts of the
+        text alone, and all drafts."""
         parts: list[Tree] = []
         for depth in range(deepest + 1) if deepest else (0, maxsize):
             kept = {-1}

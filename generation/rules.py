@@ -148,7 +148,7 @@ class FillRule:
 
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
         """See [`Rule`]. The readings are which masks are filled, and with which tokens."""
-        settings, own = self.settings, logits.to(torch.float32, copy=True)
+        settings, copied = self.settings, logits.to(torch.float32, copy=True)
         count, offsets = logits.shape[1], []
         for sequence, rows in zip(step.sequences, step.rows, strict=True):
             masks = [row.position - sequence.prompt_length for row in rows if row.token is None]
@@ -157,9 +157,9 @@ class FillRule:
         is_mask = places >= 0
         # Slot 0 is a mask: all are measured from there.
         distance = places - torch.tensor([[sequence.new_count] for sequence in step.sequences], device=logits.device)
-        entropy = token_entropy(own)
+        entropy = token_entropy(copied)
         marks = select_masks(entropy, distance, is_mask, settings.entropy_threshold, settings.distance_penalty)
-        tokens, scores = self.sampler.choose(own, offsets, [sequence.index for sequence in step.sequences])
+        tokens, scores = self.sampler.choose(copied, offsets, [sequence.index for sequence in step.sequences])
         is_broken = (entropy.isnan() & is_mask) | (marks & (tokens < 0))
         columns = torch.arange(count, device=logits.device).expand_as(places)
         return StepOutcome(step, logits, scores, columns, is_broken.any(1), [marks, tokens])

@@ -98,7 +98,7 @@ class WeDLMGenerationSettings:
         if self.verification != "none" and self.strategy == "block":
             raise OptionError(
                 f"`verification={self.verification!r}` goes with `strategy='wedlm'`, got `strategy='block'`: "
-                "pass `verification='none'` beside that (commands verify a mask adapter's drafts by default).",
+                "pass `verification='none'` too.",
                 "verification",
             )
 

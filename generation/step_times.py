@@ -41,7 +41,7 @@ class StepTimes:
         self._load = load
         self._loads = [(load, (0, False))] if load else []  # each with the width that it was measured at
         self._samples: tuple[dict[int, list[float]], ...] = {}, {}  # the last times of each width
-        self._medians: tuple[dict[int, float], ...] = {}, {}  # the median of each of these
+        self._medians: tuple[dict[int, float], ...] = {}, {}  # the median of each of these, within 1 %
         self._met: dict[tuple[int, bool], int] = {}  # the step that was the last of a width
         self._tables = [np.empty(0)] * 2  # t(0), t(1) ... without masks and with them, as far as asked for
 

@@ -1,5 +1,6 @@
 """Atomic saves: a kill, a full disk or a second run in the same folder leaves what was there before."""
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -16,14 +17,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from ..checkpoints.card import CARD_NAME, is_written_by_a_person, read_card
 from ..checkpoints.find import ADAPTER_FILE, read_adapter_config
 
+logger = logging.getLogger(__name__)
+
 # Beside what they become, so that a rename is enough. Pushes to the Hub leave out what begins with an underscore.
 _UNFINISHED, _FINISHED, _LOCK = "_saving", "_saved", "_lock"
 _WEIGHTS = "model*.safetensors*"
-# What a resumed adapter must share with the one so far: fields of PEFT's configs, and the settings that give them.
-_OF_ADAPTERS = {
-    "peft_type": "peft_type", "r": "lora_r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora",
-    "use_dora": "use_dora", "target_modules": "lora_target_modules",
-}  # fmt: skip
+# Fields of PEFT's configs that a resumed adapter must share with the one so far.
+_OF_ADAPTERS = (
+    "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "modules_to_save", "rank_pattern",
+    "alpha_pattern", "layers_to_transform",
+)  # fmt: skip
 
 
 @contextmanager
@@ -83,15 +86,17 @@ class AtomicSaveTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_complete_checkpoint(Path(str(self.args.output_dir))))
         if resume_from_checkpoint:
-            self._check_resumable(Path(resume_from_checkpoint))
+            self.check_checkpoint(Path(resume_from_checkpoint))
         with only_writer(Path(str(self.args.output_dir)), self.args.process_index == 0):
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def _check_resumable(self, checkpoint: Path) -> None:
+    def check_checkpoint(self, checkpoint: Path) -> None:
+        """Raises `ValueError` for a checkpoint that this run cannot go on from."""
         check_resumable(checkpoint)
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """The parent's, except that a run with all its steps trains none: the parent counts only after a step.
+        """The parent's, except that a run that has trained all its steps trains no more: the parent counts
+        after a step.
 
         Returns:
             The epoch to begin with, and how many of its batches are trained already.
@@ -189,9 +194,16 @@ def newest_complete_checkpoint(output_dir: Path) -> Path:
     itself may leave folders without. Raises `ValueError` if there is none."""
     # An older run in the same folder may have come to higher numbers. Among equal times, the highest number is first.
     states = [Path(folder, TRAINER_STATE_NAME) for folder in reversed(sort_checkpoints(str(output_dir)))]
-    if complete := [state for state in states if state.is_file()]:
-        return max(complete, key=lambda state: state.stat().st_mtime_ns).parent
-    raise ValueError(f"There is no complete checkpoint to resume from in {str(output_dir)!r}.")
+    complete = [state for state in states if state.is_file()]
+    if not complete:
+        raise ValueError(f"There is no complete checkpoint to resume from in {str(output_dir)!r}.")
+    newest = max(complete, key=lambda state: state.stat().st_mtime_ns).parent
+    if newest != complete[0].parent:  # it may also be that the folder was copied, without the times of its files
+        logger.warning(
+            f"{newest.name} is resumed, which was written last. {complete[0].parent.name} has more steps: to go on "
+            "from there, pass its folder as `resume_from_checkpoint`."
+        )
+    return newest
 
 
 def check_resumable(checkpoint: Path) -> None:
@@ -207,8 +219,8 @@ def check_resumable(checkpoint: Path) -> None:
 
 def check_same_adapter(checkpoint: Path, configs: Mapping[str, Any]) -> None:
     """Raises `ValueError` unless a run whose adapters have these configs of PEFT, by name, can go on from a checkpoint
-    of a trainer: whether it holds an adapter, its kind, rank, scale and layers. A checkpoint of FSDP may hold none."""
-    otherwise = "take the settings of the run so far, or another `output_dir`"
+    of a trainer: whether it holds an adapter, its kind, rank, scale and layers. A checkpoint of FSDP may have no
+    adapter_config.json: it is not compared."""
     if not configs and (checkpoint / ADAPTER_FILE).is_file():
         what = "holds an adapter, and this run trains all weights: pass `--use_peft true` (in Python, a `peft_config`)"
         raise ValueError(f"{str(checkpoint)!r} cannot be resumed: it {what}, or another `output_dir`.")
@@ -218,15 +230,21 @@ def check_same_adapter(checkpoint: Path, configs: Mapping[str, Any]) -> None:
     for name, config in configs.items():
         folder = checkpoint if name == "default" else checkpoint / name
         stored = read_adapter_config(folder) if (folder / ADAPTER_FILE).is_file() else {}
-        for field, setting in _OF_ADAPTERS.items():
-            before, now = (_comparable(value) for value in (stored.get(field), getattr(config, field, None)))
-            if type(before) is type(now) and before != now:
-                raise ValueError(f"A run with `{setting}` {before} cannot go on with {now}: {otherwise}.")
+        for field in _OF_ADAPTERS if stored else ():
+            before, now = stored.get(field), getattr(config, field, None)
+            if not _is_same(before, now):
+                what = f"the `{field}` {before!r} cannot go on with {now!r}"
+                raise ValueError(f"A run whose adapter has {what}: take the former, or another `output_dir`.")
 
 
-def _comparable(value: Any) -> Any:
-    """Of names of layers the last part: where all linear layers were asked for, PEFT may have kept whole names."""
-    value = getattr(value, "value", value)  # of an enumeration
-    if isinstance(value, list | tuple | set):
-        return sorted({str(name).rpartition(".")[2] for name in value})
-    return value
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether a field of a config is what it was. Names of layers may be short or whole, as PEFT keeps those of "all
+    linear layers"; a regular expression is not compared with names."""
+    before, now = before or None, getattr(now, "value", now) or None
+    if not isinstance(before, list):
+        return before == now or (isinstance(before, str) and isinstance(now, list | set | tuple))
+    if not isinstance(now, list | set | tuple):
+        return isinstance(now, str)
+    sets = [set(map(str, each)) for each in (before, now)]
+    ends = [{name.rpartition(".")[2] for name in each} for each in sets]
+    return sets[0] == sets[1] or (ends[0] == ends[1] and ends[0] in sets)

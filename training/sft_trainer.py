@@ -244,7 +244,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         return outputs.loss.detach(), None, None
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
-        """The metrics of `evaluate`, for a dataset of any kind that `evaluate` takes; there are no predictions."""
+        """The metrics of `evaluate` for a dataset of examples, as `train_dataset` is one. There are no predictions."""
         packing = self.args.packing if self.args.eval_packing is None else self.args.eval_packing
         prepared = self._prepare_dataset(test_dataset, self.processing_class, self.args, packing, None, "test")
         return super().predict(prepared, ignore_keys, metric_key_prefix)
@@ -297,8 +297,9 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
         self._preparation.report_streams()
         return output
 
-    def _check_resumable(self, checkpoint: Path) -> None:
-        super()._check_resumable(checkpoint)
+    def check_checkpoint(self, checkpoint: Path) -> None:
+        """The parent's, which also compares the adapters."""
+        super().check_checkpoint(checkpoint)
         check_same_adapter(checkpoint, getattr(self.model, "peft_config", {}))
 
 

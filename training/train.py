@@ -5,6 +5,7 @@ accelerate launch -m wedlm_hf.training.train examples/recipes/lora.yaml --learni
 """
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +80,7 @@ def run(
     args.model_init_kwargs = settings | (args.model_init_kwargs or {})  # type: ignore[operator]
     if model.use_peft and model.lora_target_modules is None:
         model.lora_target_modules = "all-linear"  # type: ignore[assignment]
-    if isinstance(name := model.lora_target_modules, str) and name.isidentifier():
+    if isinstance(name := model.lora_target_modules, str) and re.fullmatch(r"[\w.]+", name):
         model.lora_target_modules = [name]  # TRL unpacks a list of one, and PEFT would take it for a whole path
     configs: Any = {"peft_config": get_peft_config(model), "quantization_config": get_quantization_config(model)}
     trainer = WeDLMSFTTrainer(model.model_name_or_path, args, train_dataset, eval_dataset, **configs)

@@ -67,7 +67,7 @@ class WeDLMHarnessLM(HFLM):
         self._decoding = {name: kwargs.pop(name) for name in DECODING if name in kwargs}
         WeDLMGenerationSettings(**self._decoding)
         self._elbo = {name: kwargs.pop(f"elbo_{name}", default) for name, default in ELBO.items()}
-        for name, least in (("samples", 2), ("block_size", 1)):
+        for name, least in (("samples", 2), ("block_size", 1), ("seed", 0)):
             _check_whole(f"elbo_{name}", self._elbo[name], least)
         self._elbo_sums: Counter[str] = Counter()
         self._task, self._counts = "", dict[str, Counter[str]]()

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +25,7 @@ from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
 from wedlm_hf.adapters.attach import load_mask_adapter
 from wedlm_hf.adapters.model_card import model_card, read_log
-from wedlm_hf.adapters.pace import ROWS_PER_TOKEN
+from wedlm_hf.adapters.pace import ROWS_PER_TOKEN, Pace
 from wedlm_hf.cli import app
 
 SMALL: dict[str, Any] = {"rank": 2, "head_width": 8, "device": "cpu"}
@@ -262,9 +263,11 @@ def test_a_run_does_not_go_on_with_other_weights_under_the_name_of_its_base(tmp_
         run(tmp_path, base)
 
 
-def test_where_tokens_are_the_smaller_budget_more_of_them_are_advised(tmp_path, base):
+@pytest.mark.parametrize(("row", "advice"), [(1e-5, "--tokens 33334"), (0.01, r"--minutes \d\d --tokens 33334")])
+def test_what_is_advised_for_a_small_budget_trains_enough(tmp_path, base, monkeypatch, row, advice):
+    monkeypatch.setattr(adapt_module, "measure_pace", lambda *args, **kwargs: Pace({1: 1e-3, 8: 1e-3}, row, 1e-3))
     _, shown = run(tmp_path, base, tokens=60, minutes=1.0)
-    assert "`--tokens 33334` trains 100,000 here" in shown
+    assert re.search(f"`{advice}` trains 100,000 here", shown)
 
 
 def test_answers_that_never_end_are_learned_and_said(tmp_path, base):

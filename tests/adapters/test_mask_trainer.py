@@ -344,10 +344,13 @@ def test_a_trained_adapter_drafts_what_the_model_says(tmp_path):
 def test_impossible_settings_are_refused(tmp_path):
     for settings, message in (
         ({"mask_rows": None}, "needs a budget"),
-        ({"mask_rows": 0}, "`mask_rows` must be a finite number of more than 0, got 0"),
-        ({"minutes": float("inf")}, "`minutes` must be a finite number of more than 0"),
-        ({"lr_scheduler_type": "polynomial"}, "`lr_scheduler_type` must be 'cosine' or 'linear'.*got 'polynomial'"),
-        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "without `lr_scheduler_kwargs`; got 'cosine' and {'num_cycles'"),
+        ({"mask_rows": 0}, "`mask_rows` must be a finite number greater than 0, got 0"),
+        ({"minutes": float("inf")}, "`minutes` must be a finite number greater than 0"),
+        ({"lr_scheduler_type": "polynomial"}, "`lr_scheduler_type` must be 'cosine' or 'linear'.*got .*polynomial"),
+        (
+            {"lr_scheduler_kwargs": {"num_cycles": 2}},
+            "without `lr_scheduler_kwargs`; got .*cosine.* and {'num_cycles'",
+        ),
         ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "must be False: n-gr"),
         ({"num_masks": 0}, "`num_masks`"),
         ({"gradient_checkpointing": True}, "`gradient_checkpointing` must be False"),
@@ -367,6 +370,14 @@ def test_impossible_settings_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             MaskAdapterSettings(**shape)
+
+
+def test_a_run_that_its_steps_ended_trains_no_more_when_it_is_resumed(tmp_path):
+    for _ in range(2):
+        args = config(tmp_path, mask_rows=10**6, max_steps=2, batch_slots=20)
+        trainer = MaskAdapterTrainer(adapted_model(), args, answers())
+        trainer.train(any(tmp_path.glob("checkpoint-*")) or None)
+        assert trainer.state.global_step == 2
 
 
 def test_answers_that_are_not_the_models_are_refused_before_training(tmp_path):

@@ -68,6 +68,9 @@ def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp
     given_costs.main(folders[0], prompts, [folders[1]] * 2, count=1, max_new_tokens=8)
     *_, first, again = capsys.readouterr().out.splitlines()
     assert first == again and all(float(each) > 0.5 for each in first.split("|")[4:6])
+    training_methods.replay(folders[0], prompts, [folders[1]] * 2, max_new_tokens=8)
+    header, _, first, again = capsys.readouterr().out.splitlines()
+    assert "branch 4" in header and first == again and all(float(each) >= 1 for each in first.split("|")[3:-1])
     step_time.main(*folders, prompts, "float32", drafts=[2], planned=2, count=1, max_new_tokens=8)
     header, _, *rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [name.strip() for name in header[1:4]] == ["one row", "drafts: 2", "planned"]

@@ -172,6 +172,14 @@ def test_times_see_stairs_and_a_table_is_taken_as_it_is():
     assert [given.of(rows, False) for rows in (1, 2, 3, 6, 9)] == [18.0, 19.0, 20.0, 23.0, 26.0]
 
 
+def test_a_width_that_takes_some_percent_longer_than_before_is_believed():
+    times = StepTimes(0.035, plans.Clock())
+    for longer in (1.1, 1.14):
+        for rows, seconds in [(1, 1.0), (1, 1.0), (4, longer)] * 9:
+            times.record(rows, False, seconds)
+        assert times.of(4, False) / times.of(1, False) == pytest.approx(longer, rel=0.015)
+
+
 def test_a_busy_moment_of_the_machine_is_forgotten():
     random, times = Random(0), StepTimes(0.035, plans.Clock())
     for step in range(400):

@@ -129,13 +129,23 @@ def test_a_run_is_not_resumed_with_another_adapter_than_its_checkpoint_has(tmp_p
 
     resumed(tmp_path / "lora", {}, max_steps=1)
     resumed(tmp_path / "whole", None, max_steps=1)
+    resumed(tmp_path / "q", {"target_modules": ["q_proj"]}, max_steps=1)
+    resumed(tmp_path / "one", {"target_modules": ["model.layers.0.mlp.up_proj"]}, max_steps=1)
     for name, config, message in (
         ("lora", None, "it holds an adapter, and this run trains all weights: pass `--use_peft true`"),
         ("whole", {}, "it holds a whole model, and this run trains an adapter: leave out `--use_peft`"),
-        ("lora", {"r": 2}, "^A run with `lora_r` 4 cannot go on with 2: take the settings of the run so far, or"),
+        ("lora", {"r": 2}, "^A run whose adapter has the `r` 4 cannot go on with 2: take the former, or another"),
         ("lora", {"lora_alpha": 4}, "`lora_alpha` 8 cannot go on with 4"),
         ("lora", {"use_dora": True}, "`use_dora` False cannot go on with True"),
-        ("lora", {"target_modules": ["q_proj"]}, r"`lora_target_modules` \['down_proj', .* on with \['q_proj'\]"),
+        ("lora", {"target_modules": ["q_proj"]}, r"`target_modules` \[.*down_proj'.* on with {'q_proj'}"),
+        ("q", {"target_modules": ["q_proj"], "layers_to_transform": [0]}, r"_transform` None cannot go on with \[0\]"),
+        ("lora", {"alpha_pattern": {"q_proj": 2}}, r"`alpha_pattern` {} cannot go on with {'q_proj': 2}"),
+        ("lora", {"modules_to_save": ["lm_head"]}, r"`modules_to_save` None cannot go on with "),
+        (
+            "one",
+            {"target_modules": ["model.layers.1.mlp.up_proj"]},
+            "0.mlp.up_proj'] cannot go on with {'model.layers.1",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             resumed(tmp_path / name, config, max_steps=2)
