@@ -131,12 +131,16 @@ def test_a_run_ends_although_a_full_disk_cut_off_a_line_of_its_log(tmp_path):
     assert first == cut and others and all(map(json.loads, others))
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "3", "{}", '{"prompt_ids": 3, "response_ids": [4]}'])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "3", "{}", '{"prompt_ids": 3, "response_ids": [4]}', '{"prompt_ids": [1], "response_ids": ""}']
+)
 def test_a_damaged_line_of_answers_is_named(tmp_path, line):
     good = json.dumps({"prompt_ids": [5], "response_ids": [6], "greedy": True, "batch": 0})
     own, work = tmp_path / "own.jsonl", tmp_path / "out" / "work"
     own.write_text(f"{good}\n{line}\n{good}\n")
-    with pytest.raises(ValueError, match=r"^Line 2 of '.*own\.jsonl' must be an object with the lists .*_ids`\.$"):
+    with pytest.raises(
+        ValueError, match=r"^Line 2 of '.*own\.jsonl' must be an object with the lists .*_ids` of whole numbers\.$"
+    ):
         read_answers(own)
     work.mkdir(parents=True)
     own.rename(work / "answers.jsonl")
