@@ -203,8 +203,7 @@ class _Run:
             )
 
     def _check_base(self) -> None:
-        """Raises `ValueError` where the base has other weights than when the run began: the
-        answers so far are those of other weights."""
+        """Raises `ValueError` where the base has other weights than when the run began, which wrote its answers."""
         own = base_of(self.model)
         try:
             compare_bases(own, self.state.setdefault("base", own))

@@ -97,9 +97,8 @@ class StoredMaskAdapter:
             ValueError: for an adapter of another kind or of a later format, and for files that do not belong together.
         """
         where = {key: value for key, value in download_options.items() if key in ("revision", "subfolder")}
-        found = (
-            find_checkpoint(name, file=ADAPTER_FILE, **where) | download_options
-        )  # else transformers tries for long
+        # Found here, or transformers would try for long.
+        found = find_checkpoint(name, file=ADAPTER_FILE, **where) | download_options
         config = read_adapter_config(name, **found)
         if config.get("peft_type") != PEFT_TYPE:
             raise ValueError(f"{str(name)!r} is no mask adapter: its `peft_type` is {config.get('peft_type')!r}.")

@@ -159,10 +159,8 @@ def _lines(file: Path) -> Iterator[tuple[int, Answer]]:
             continue
         try:
             answer = json.loads(line)
-            lists = answer["prompt_ids"], answer["response_ids"]
-            is_whole = all(
-                isinstance(tokens, list) and all(type(token) is int for token in tokens) for tokens in lists
-            )
+            lists = [answer[name] for name in ("prompt_ids", "response_ids")]
+            is_whole = all(type(tokens) is list and all(type(token) is int for token in tokens) for tokens in lists)
         except (ValueError, KeyError, TypeError):
             is_whole = False
         if not is_whole:

@@ -114,7 +114,7 @@ def replay(base: str, prompts: Path, adapters: list[str], max_new_tokens: int = 
     model, tokenizer = load_adapted(base, adapters[0], dtype=dtype)
     for question in read_prompts(prompts.name, prompts.read_text(encoding="utf-8")):
         prompt = encode_prompt(model, tokenizer, question).tokens
-        how = {"strategy": "wedlm", "verification": "exact", "do_sample": False, "max_new_tokens": max_new_tokens}
+        how = {"strategy": "ar", "do_sample": False, "max_new_tokens": max_new_tokens}
         (text,) = model.generate(torch.tensor([prompt]), **how).tolist()
         answers.append({"prompt_ids": prompt, "response_ids": text[len(prompt) :]})
     for adapter in adapters:

@@ -95,8 +95,7 @@ class AtomicSaveTrainer(Trainer):
         check_resumable(checkpoint)
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """The parent's, except that a run that has trained all its steps trains no more: the parent counts
-        after a step.
+        """The parent's, except that a run with all its steps trains no more: the parent counts after a step.
 
         Returns:
             The epoch to begin with, and how many of its batches are trained already.
