@@ -66,15 +66,9 @@ class WindowLayer(DynamicLayer):
         """Stores `(A, H, Q, D)` for the A rows in use and returns what they may attend to, `(A, H, end, D)`."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if (key_states.dtype, value_states.dtype) != (self._keys.dtype, self._values.dtype):  # autocast began or ended
-            self._keys, self._values = self._keys.to(key_states.dtype), self._values.to(value_states.dtype)
-        if step.end > self._keys.shape[2]:
-            capacity = max(step.end, 2 * self._keys.shape[2], self.extent.capacity or SMALLEST_CAPACITY)
-            room = (0, 0, 0, capacity - self._keys.shape[2])
-            self._keys, self._values = F.pad(self._keys, room), F.pad(self._values, room)
-            if self.extent.capacity is not None and not torch.compiler.is_compiling():  # else CUDA graphs lose them
-                torch._dynamo.mark_static_address(self._keys)
-                torch._dynamo.mark_static_address(self._values)
+        dtypes = key_states.dtype, value_states.dtype  # others where autocast began or ended
+        if step.end > self._keys.shape[2] or dtypes != (self._keys.dtype, self._values.dtype):
+            self._fit(dtypes, step.end)
         rows = key_states.shape[0]
         keys, values = self._keys[:rows, :, : step.end], self._values[:rows, :, : step.end]
         if step.start is not None:
@@ -87,6 +81,19 @@ class WindowLayer(DynamicLayer):
             keys.transpose(1, 2)[index] = key_states.transpose(1, 2)
             values.transpose(1, 2)[index] = value_states.transpose(1, 2)
         return keys, values
+
+    def _fit(self, dtypes: tuple[torch.dtype, torch.dtype], end: int) -> None:
+        """Gives the buffers these dtypes, and room for `end` slots."""
+        held = self._keys.shape[2]
+        capacity = held if end <= held else max(end, 2 * held, self.extent.capacity or SMALLEST_CAPACITY)
+        room = (0, 0, 0, capacity - held)
+        with torch.inference_mode(False):  # they are written between forwards, too
+            self._keys, self._values = (
+                F.pad(buffer.to(dtype), room) for buffer, dtype in zip((self._keys, self._values), dtypes, strict=True)
+            )
+        if self.extent.capacity is not None and not torch.compiler.is_compiling():  # else CUDA graphs lose them
+            torch._dynamo.mark_static_address(self._keys)
+            torch._dynamo.mark_static_address(self._values)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copies the states of slots to others, `(A, K)` int64 both."""

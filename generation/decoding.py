@@ -60,6 +60,10 @@ class ParallelDecoder:
     def __post_init__(self) -> None:
         self.steps = 0
         self.attention = StepAttention(self.model)
+        # Without autograd's records a CPU starts operations sooner. What shards weights may need the records.
+        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        is_bare = is_alone and self.compiled is None and self.model.device.type == "cpu"
+        self._bare: Callable[[], AbstractContextManager[Any]] = torch.inference_mode if is_bare else nullcontext
         prompts, criteria = self.request.prompt_ids, self.request.stopping_criteria
         # Elsewhere the host would wait for the device at each token.
         is_on_host = criteria and all(isinstance(each, HOST_CRITERIA) for each in criteria)
@@ -129,7 +133,7 @@ class ParallelDecoder:
         is_guessing = any(len(sequence.rows) > sequence.pending for sequence in step.sequences)
         remembering = self.cache.forgetting() if is_guessing else nullcontext()
         chunks = short_chunks() if self.steps > 0 else nullcontext()  # a prompt is read as AR decoding reads it
-        with predicting as states, self.attention.reading(), remembering, chunks:
+        with predicting as states, self.attention.reading(), remembering, chunks, self._bare():
             inputs: dict[str, Any] = {"input_ids": step.input_ids}
             if self.steps == 0 and self.request.prompt_embeds is not None:
                 inputs = {"inputs_embeds": self._embeds(step)}

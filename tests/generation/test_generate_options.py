@@ -3,6 +3,7 @@
 import json
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -281,6 +282,19 @@ def test_a_cache_of_another_model_is_refused_and_kept(model):
         assert torch.equal(model.generate(ids, **FAST, **{CACHE: kept}), model.generate(ids, **FAST))
     cache.reset()
     assert torch.equal(other.generate(ids, **FAST, **{CACHE: cache}), other.generate(ids, **FAST))
+
+
+@pytest.mark.parametrize("options", [FAST, EXACT])
+def test_what_a_call_returns_can_be_written_to_and_trained_on_though_forwards_run_in_inference_mode(model, options):
+    modes: list[bool] = []
+    note = model.lm_head.register_forward_hook(lambda _, __, output: modes.append(output.is_inference()))
+    with note:
+        outputs: dict[str, Any] = dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
+        output = model.generate(PROMPT, **options, **outputs)
+    assert all(modes)
+    layers = [buffer for layer in cache_of(output).layers for buffer in (layer._keys, layer._values)]
+    found = [output.sequences, output.log_probs, cache_of(output).token_ids, *output.scores, *output.logits, *layers]
+    assert not any(tensor.is_inference() for tensor in found if tensor is not None)
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])
