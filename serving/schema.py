@@ -78,7 +78,7 @@ _AnyValue: Any = create_model("_AnyValue", **dict.fromkeys((*_SETTINGS, *_UNUSED
 class Request(_GenerationFields, _AnyValue):
     """Fields that both endpoints take. `generation_config` holds more of them, as an object or as JSON text."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
     model: str | None = None
     stream: bool | None = None
@@ -91,7 +91,7 @@ class Request(_GenerationFields, _AnyValue):
     seed: Annotated[int | None, Field(ge=0, lt=2**63 - MOST_ANSWERS)] = None
     stop: list[str] | None = None
     frequency_penalty: Annotated[float | None, Field(ge=-0.99, le=2)] = None
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: _nothing() = None  # type: ignore[valid-type]
 
     @field_validator("stop", mode="before")
@@ -189,7 +189,7 @@ class ChatRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
     response_format: _Format | None = None
-    logprobs: bool | None = None
+    logprobs: Annotated[bool | None, Field(strict=False)] = None  # 0 asks for nothing
     top_logprobs: Annotated[int | None, Field(ge=0, le=MOST_LIKELIEST)] = None
     audio: _nothing() = None  # type: ignore[valid-type]
     functions: _nothing() = None  # type: ignore[valid-type]

@@ -34,6 +34,8 @@ REFUSED = [  # what a request asks for beside a chat, or its whole body; what is
     ({"chat_template_kwargs": {"tokenize": False}}, "'tokenize' is set by the server", "chat_template_kwargs"),
     ({"stream_options": {"usage": True}}, "`stream_options", "stream_options.usage"),
     ({"n": 129}, "`n`: Input should be less than or equal to 128, got 129", "n"),
+    ({"n": "2"}, "`n`: Input should be a valid integer, got '2'", "n"),
+    ({"max_new_tokens": True}, "`max_new_tokens`: Input should be a valid integer, got True", "max_new_tokens"),
     ({"response_format": {"type": "json_object"}}, "`response_format` needs each token's pred", "response_format"),
     ({"logprobs": True}, "`logprobs` needs each token's predecessors", "logprobs"),
     ({"top_logprobs": 2}, "goes with `logprobs`: true", "top_logprobs"),
