@@ -46,6 +46,8 @@ class MaskAdapterSettings:
         root_width: hidden units of the root head, which drafts without masks; 0 for none. Its drafts are among the
             tokens that the n-grams have, and stand where branches are planned: not with a static cache, a fixed
             window or a recurrent state.
+        root_layer: how many decoder layers make the inner state that the root head reads beside the last one; 0: it
+            reads the last one alone. Default: three quarters of the layers.
     """
 
     rank: int = 64
@@ -55,9 +57,11 @@ class MaskAdapterSettings:
     layers_to_transform: tuple[int, ...] = ()
     ngrams: int = 0
     root_width: int = 0
+    root_layer: int | None = None
 
     def __post_init__(self) -> None:
-        numbers = {name: getattr(self, name) for name in ("rank", "head_width", "num_masks", "ngrams", "root_width")}
+        names = ("rank", "head_width", "num_masks", "ngrams", "root_width", "root_layer")
+        numbers = {name: getattr(self, name) for name in names if (name, getattr(self, name)) != ("root_layer", None)}
         if wrong := [f"`{name}` {value!r}" for name, value in numbers.items() if type(value) is not int]:
             raise ValueError(f"The shape of a mask adapter is stated in whole numbers; got {', '.join(wrong)}.")
         if isinstance(self.target_modules, str):
@@ -66,13 +70,14 @@ class MaskAdapterSettings:
         is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
         if (
             self.rank < 1
-            or min(self.head_width, self.ngrams, self.root_width) < 0
+            or min(self.head_width, self.ngrams, self.root_width, self.root_layer or 0) < 0
             or self.num_masks < 1
             or is_named_twice
         ):
             raise ValueError(
                 "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, a `head_width` of at "
-                f"least 0, `num_masks` of at least 1, `ngrams` and `root_width` of at least 0; got {self}."
+                "least 0, `num_masks` of at least 1, `ngrams`, `root_width` and `root_layer` of at least 0; got "
+                f"{self}."
             )
         layers = tuple(self.layers_to_transform)
         if len(set(layers)) != len(layers) or any(type(layer) is not int or layer < 0 for layer in layers):
@@ -154,7 +159,7 @@ class StoredMaskAdapter:
 
 def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
-    optional = {"num_masks": MaskAdapterSettings.num_masks, "ngrams": 0, "root_width": 0}
+    optional = {"num_masks": MaskAdapterSettings.num_masks, "ngrams": 0, "root_width": 0, "root_layer": 0}
     names = ("rank", "head_width", *optional)
     numbers: dict[str, Any] = {name: config.get(name, optional.get(name)) for name in names}
     for name, value in numbers.items():

@@ -39,7 +39,7 @@ from .adapter_files import (
     base_of,
     check_base,
 )
-from .mask_adapter import HOOKS, CatchSlots, EmbedSlots, MaskAdapter, PreviousTokenHead, Slots, Update
+from .mask_adapter import HOOKS, CatchInner, CatchSlots, EmbedSlots, MaskAdapter, PreviousTokenHead, Slots, Update
 from .ngrams import NGramDrafter, NGrams
 
 # Single tokens that are read to see that a state is the same, and by how much of the largest logit theirs may differ.
@@ -87,21 +87,23 @@ class AttachedModel(WeDLMGenerationMixin):
         """The states that the head turns into drafts, once the tokens before the slots are known.
 
         Args:
-            hidden: `(..., H)`, last hidden states of slots.
+            hidden: `(..., H)`, last hidden states of slots; what stands behind them is not read.
             previous_ids: `(..., 2)` int64, the two tokens before each slot in the order of the text: accepted ones,
                 or drafts chosen just now.
 
         Returns:
-            `(..., H)`; `hidden` itself where the adapter has no previous-token head.
+            `(..., H)`; the hidden states themselves where the adapter has no previous-token head.
         """
         adapter = self.mask_adapter
+        hidden = hidden[..., : len(adapter.mask_embedding)]
         if adapter.head is None:
             return hidden
         found = adapter.matrices(self.dtype, self._is_packed)
         return adapter.head(hidden, self.get_input_embeddings()(previous_ids), found.head, found.multiply)
 
     def root_hidden(self: Any, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
-        """As [`draft_hidden`], without masks: `hidden` are the states that predicted the last of these tokens."""
+        """As [`draft_hidden`], without masks: `hidden` are the states that predicted the last of these tokens, with
+        their inner states behind, if the root head reads them."""
         adapter = self.mask_adapter
         found = adapter.matrices(self.dtype, self._is_packed)
         return adapter.root_head(hidden, self.get_input_embeddings()(previous_ids), found.root_head, found.multiply)
@@ -276,9 +278,10 @@ def add_root_head(model: Any, width: int) -> None:
     model = attached_in(model)
     adapter = model.mask_adapter
     if adapter.root_head is None:
-        size, device = len(adapter.mask_embedding), adapter.mask_embedding.device
-        adapter.root_head = PreviousTokenHead(size, width).to(device)
-        adapter.restate(root_width=width)
+        size, device, layer = len(adapter.mask_embedding), adapter.mask_embedding.device, _root_layer(model)
+        adapter.root_head = PreviousTokenHead(size, width, bool(layer)).to(device)
+        adapter.restate(root_width=width, root_layer=layer)
+        _watch_inner(model)
         _keep_out_of_saves(model)
 
 
@@ -336,6 +339,7 @@ def attach(model: Any, settings: MaskAdapterSettings) -> MaskAdapter:
     base: Any = type(model)
     model.__class__ = _attached(base)
     model.mask_adapter = adapter
+    _watch_inner(model)
     _keep_out_of_saves(model)
     return adapter
 
@@ -347,9 +351,13 @@ def _keep_out_of_saves(model: Any) -> None:
 
 
 def _targets(model: Any, settings: MaskAdapterSettings) -> tuple[MaskAdapterSettings, dict[str, list[nn.Module]]]:
-    """Settings whose target modules are known, and the linear layers of each of them. Raises `ValueError` for layers
-    that are not there."""
+    """Settings whose target modules and root layer are known, and the linear layers of each target. Raises
+    `ValueError` for layers that are not there."""
     layers = decoder_layers(model)
+    if settings.root_layer is None or not settings.root_width:
+        settings = replace(settings, root_layer=_root_layer(model) if settings.root_width else 0)
+    if (settings.root_layer or 0) > len(layers):
+        raise ValueError(f"`root_layer` is {settings.root_layer}; {type(model).__name__} has {len(layers)} layers.")
     if max(settings.layers_to_transform, default=0) >= len(layers):
         raise ValueError(
             f"`layers_to_transform` names layer {max(settings.layers_to_transform)}; {type(model).__name__} has the "
@@ -396,6 +404,20 @@ def _watch_ends(model: Any) -> None:
         embeddings.register_forward_hook(EmbedSlots())
     if CatchSlots() not in head._forward_pre_hooks.values():
         head.register_forward_pre_hook(CatchSlots())
+
+
+def _root_layer(model: Any) -> int:
+    """How many decoder layers make the inner state of a new root head; 0 where their states have another size than
+    the head's."""
+    size: int = model.config.get_text_config(decoder=True).hidden_size
+    is_alike = size == base_embeddings(model).embedding_dim
+    return 3 * len(decoder_layers(model)) // 4 if is_alike else 0
+
+
+def _watch_inner(model: Any) -> None:
+    """A hook on the layer whose states the root head reads."""
+    if count := model.mask_adapter.settings.root_layer:
+        decoder_layers(model)[count - 1].register_forward_hook(CatchInner())
 
 
 def check_attachable(model: Any) -> None:

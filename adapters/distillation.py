@@ -258,9 +258,11 @@ class MaskDistillation(nn.Module):
 
     @torch.no_grad()
     def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The base's last hidden states `(B, L, H)` of answers `(B, L)`, right-padded."""
-        states: torch.Tensor = self._decoder(input_ids=input_ids, use_cache=False).last_hidden_state
-        return states
+        """The base's last hidden states `(B, L, H)` of answers `(B, L)`, right-padded; `(B, L, 2H)`, with the inner
+        states behind, where the root head reads them."""
+        with self.model.predicting(None) as slots:
+            states: torch.Tensor = self._decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        return states if slots is None else slots.with_inner(states)
 
     @torch.no_grad()
     def memory_of_part(self, input_ids: torch.Tensor, cuts: torch.Tensor, memory: Cache | None) -> Cache:

@@ -41,13 +41,22 @@ class Slots:
     mask: torch.Tensor | None  # (B, M, 1) bool, which of them are; None where all are
     embedding: torch.Tensor  # (H,), of every slot
     matrices: Matrices
-    states: torch.Tensor | None = None  # (B, T, H), what the head read, of slots and of other rows; set by the forward
+    # Set by the forward: (B, T, H), what the head read, of slots and of other rows; or with the inner states behind,
+    # (B, T, 2H), where a root head reads them. These alone are (B, Q, H), of all rows.
+    states: torch.Tensor | None = None
+    inner: torch.Tensor | None = None
 
     @property
     def hidden(self) -> torch.Tensor:
         """`(B, M, H)`, last hidden states of the last M rows."""
         assert self.states is not None
-        return self.states[:, max(0, self.states.shape[1] - self.count) :]
+        return self.states[:, max(0, self.states.shape[1] - self.count) :, : len(self.embedding)]
+
+    def with_inner(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Last hidden states of the last T rows, `(B, T, H)`, with their inner states behind, if there are any."""
+        if self.inner is None:
+            return hidden
+        return torch.cat([hidden, self.inner[:, -hidden.shape[1] :].to(hidden)], dim=-1)
 
 
 class _UnderWay(threading.local):  # torch.compile can follow it, unlike a context variable
@@ -113,11 +122,22 @@ class CatchSlots:
         # For a slice of a batch, torch copies the head's weights once for each sequence.
         hidden = args[0].contiguous()
         if slots is not None and hidden.ndim == 3:
-            slots.states = hidden
+            slots.states = slots.with_inner(hidden)
         return hidden, *args[1:]
 
 
-HOOKS = (Update, EmbedSlots, CatchSlots)
+@dataclass(frozen=True)
+class CatchInner:
+    """Forward hook of a decoder layer: notes the states that it gives, which the root head reads."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Nothing: the states stay as they are."""
+        if _UNDER_WAY.slots is not None:
+            states = output if isinstance(output, torch.Tensor) else output[0]
+            _UNDER_WAY.slots.inner = states[0] if states.ndim == 4 else states  # of Gemma 3n's streams the first
+
+
+HOOKS = (Update, EmbedSlots, CatchSlots, CatchInner)
 
 
 class PreviousTokenHead(nn.Module):
@@ -127,15 +147,14 @@ class PreviousTokenHead(nn.Module):
     through this small network, makes up for that; the base's own head then reads the corrected state.
 
     A second one, the *root head*, drafts without masks: it makes, of the state of a real row and of the token that the
-    row predicts, a state that predicts the token behind, as Hydra's heads do (Ankner et al., 2024).
+    row predicts, a state that predicts the token behind, as Hydra's heads do (Ankner et al., 2024). It may read the
+    row's state behind an inner layer, too, which knows more of what comes later (Pal et al., 2023).
     """
 
-    context = 2  # tokens before the slot
-
-    def __init__(self, hidden_size: int, width: int):
+    def __init__(self, hidden_size: int, width: int, has_inner: bool = False):
         super().__init__()
         # Plain parameters: PEFT's "all-linear" would put a LoRA on linear layers.
-        inputs = (1 + self.context) * hidden_size
+        inputs = (3 + has_inner) * hidden_size
         self.down = nn.Parameter(torch.empty(width, inputs).uniform_(-(inputs**-0.5), inputs**-0.5))
         self.up = nn.Parameter(torch.zeros(hidden_size, width))
 
@@ -149,16 +168,21 @@ class PreviousTokenHead(nn.Module):
         """Hidden states `(..., H)` for the base's head.
 
         Args:
-            hidden: `(..., H)`, the masks' last hidden states; of the root head, those that predicted the last token.
+            hidden: `(..., H)`, the masks' last hidden states; of the root head, those that predicted the last token,
+                or `(..., 2H)`, with the inner states behind.
             previous: `(..., 2, H)`, the embeddings of the two tokens before each mask, in the order of the text.
             pair, multiply: the head's own matrices in another format, and what multiplies rows with them.
         """
         down, up = pair or (self.down, self.up)
         dtype = down.dtype if isinstance(down, torch.Tensor) else torch.float32  # which packed matrices take
+        size = previous.shape[-1]
+        if hidden.shape[-1] > size:
+            hidden, inner = hidden[..., :size], hidden[..., None, size:]
+            previous = torch.cat([previous, inner.to(previous)], dim=-2)
         previous = previous.to(dtype)
         previous = previous / previous.std(-1, keepdim=True).clamp(min=1e-6)
-        inner = multiply(torch.cat([hidden.to(dtype), previous.flatten(-2)], dim=-1), down)
-        return hidden + multiply(nn.functional.silu(inner), up).to(hidden.dtype)
+        units = multiply(torch.cat([hidden.to(dtype), previous.flatten(-2)], dim=-1), down)
+        return hidden + multiply(nn.functional.silu(units), up).to(hidden.dtype)
 
 
 class MaskAdapter(nn.Module):
@@ -168,7 +192,7 @@ class MaskAdapter(nn.Module):
     It begins as no change at all, but for the embedding of the slots.
 
     Args:
-        settings: its shape; `target_modules` are known.
+        settings: its shape; `target_modules` and `root_layer` are known.
         sizes: of each target, the number of layers that have it, and rows and columns of its weights: `(layers, out,
             in)`.
         mask_embedding: `(H,)`, what the slots' embedding begins with.
@@ -190,9 +214,9 @@ class MaskAdapter(nn.Module):
             key = target.replace(".", "/")  # parameters cannot have a dot in their name
             self.down[key] = nn.Parameter(torch.randn(layers, settings.rank, columns) / columns**0.5)
             self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))
-        width = settings.head_width
-        self.head = PreviousTokenHead(len(mask_embedding), width) if width else None
-        self.root_head = PreviousTokenHead(len(mask_embedding), settings.root_width) if settings.root_width else None
+        size, width, root = len(mask_embedding), settings.head_width, (settings.root_width, bool(settings.root_layer))
+        self.head = PreviousTokenHead(size, width) if width else None
+        self.root_head = PreviousTokenHead(size, *root) if settings.root_width else None
         self.ngrams = NGrams(settings.ngrams) if settings.ngrams else None
         self._prepared: tuple[Any, Matrices] | None = None
         self.frequent: tuple[Any, Any] | None = None  # what drafts without masks are among, see `attach.py`

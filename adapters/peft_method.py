@@ -37,6 +37,7 @@ class MaskAdapterConfig(PeftConfig):
     layers_to_transform: list[int] = field(default_factory=list)
     ngrams: int = 0
     root_width: int = 0
+    root_layer: int | None = None
     base: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class MaskAdapterTuner(BaseTuner):
         trained = {name for name, parameter in owner.named_parameters() if parameter.requires_grad}
         adapter = attach(owner, settings)
         train_alone(owner)
-        config.target_modules = list(adapter.settings.target_modules)
+        config.target_modules, config.root_layer = list(adapter.settings.target_modules), adapter.settings.root_layer
         adapter.layer, adapter.peft_config = _Layer(), config
         if config.inference_mode:
             adapter.to(owner.dtype).requires_grad_(False)

@@ -27,6 +27,7 @@ def main(
     passes: Annotated[float, typer.Option(help="How often each row is trained.")] = 12,
     width: Annotated[int, typer.Option(help="Hidden units, where the adapter has no root head yet.")] = 1024,
     count: Annotated[bool, typer.Option(help="Add the n-grams of the answers.")] = True,
+    new: Annotated[bool, typer.Option("--new", help="Begin with a new root head.")] = False,
     seed: int = 0,
 ) -> None:
     """Print what is measured on held-out answers, and write the adapter."""
@@ -35,6 +36,8 @@ def main(
     found = [answer for file in answers for answer in read_answers(file)]
     if count:
         count_ngrams(model, found)
+    if new:
+        model.mask_adapter.root_head = None
     add_root_head(model, width)
     model.mask_adapter.root_head.float().requires_grad_(True)
     rows = sum(len(answer["response_ids"]) for answer in found)

@@ -28,6 +28,7 @@ from wedlm_hf.adapters import trainer as trainer_module
 from wedlm_hf.adapters.adapter_files import WEIGHTS_NAME
 from wedlm_hf.adapters.attach import MOST_FREQUENT, _frequent, add_root_head
 from wedlm_hf.adapters.distillation import MaskDistillation
+from wedlm_hf.adapters.mask_adapter import CatchInner
 from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
 from wedlm_hf.adapters.peft_method import MaskAdapterConfig
 from wedlm_hf.adapters.root_head import Batches, rows_of, train_root_head
@@ -242,7 +243,8 @@ def test_drafts_are_the_likeliest_frequent_tokens_by_the_state_of_the_last_row(l
         if not masks:
             text = torch.tensor(sequence.tokens)
             with torch.no_grad():
-                state = base.base_model(text[None, :-1]).last_hidden_state[0, -1]
+                read = base.base_model(text[None, :-1], output_hidden_states=True)
+                state = torch.cat([read.last_hidden_state, read.hidden_states[1]], -1)[0, -1]
                 state = adapter.root_head(state, base.get_input_embeddings()(text[-2:]))
                 frequent = adapter.ngrams.frequent(MOST_FREQUENT, VOCAB_SIZE)
                 scores = base.lm_head(state)[frequent]
@@ -292,10 +294,11 @@ def test_it_learns_what_the_base_says_of_the_token_behind_the_one_that_a_row_pre
         tokens, first = torch.tensor(answer["prompt_ids"] + answer["response_ids"]), len(answer["prompt_ids"])
         for place in range(first, len(tokens) - 1):
             with torch.no_grad():
-                hidden = model.base_model(tokens[None]).last_hidden_state[0]
-                wanted = model.lm_head(hidden[place])[frequent].softmax(-1)
+                read = model.base_model(tokens[None], output_hidden_states=True)
+                wanted = model.lm_head(read.last_hidden_state[0, place])[frequent].softmax(-1)
                 known = model.get_input_embeddings()(tokens[[place - 1, place]])
-            scores = model.lm_head(adapter.root_head(hidden[place - 1], known))[frequent]
+                state = torch.cat([read.last_hidden_state, read.hidden_states[1]], -1)[0, place - 1]
+            scores = model.lm_head(adapter.root_head(state, known))[frequent]
             losses.append(-(wanted * scores.log_softmax(-1)).sum())
     found = Batches(distillation, rows_of(distillation, some))
     loss, _ = found.loss(torch.arange(len(found)))
@@ -379,10 +382,11 @@ def test_a_head_with_a_bias_and_one_whose_family_scales_it_are_read_whole(maskle
     model = rooted()
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB_SIZE), requires_grad=False)
     model.config.logit_scale = 0.25
-    states = torch.randn(2, 1, model.config.hidden_size)
+    states, last = torch.randn(2, 1, 2 * model.config.hidden_size), model.config.hidden_size
     with torch.no_grad():
         tokens, head = _frequent(model)
-        torch.testing.assert_close(head(states), model.lm_head(states)[..., tokens], atol=1e-5, rtol=1e-5)
+        expected = model.lm_head(states[..., :last])[..., tokens]
+        torch.testing.assert_close(head(states[..., :last]), expected, atol=1e-5, rtol=1e-5)
         drafter = model.make_drafter(TokenSampler([], False, None, torch.zeros(1, 1)), frozenset(), True)
         shortlist, before = torch.randint(VOCAB_SIZE, (2, 9)), torch.randint(4, VOCAB_SIZE, (2, 1, 2))
         scores = drafter._scores(states[:, 0], shortlist, before)
@@ -416,4 +420,28 @@ def test_an_adapter_without_one_gets_one_once():
     head = model.mask_adapter.root_head
     add_root_head(model, 99)
     assert model.mask_adapter.root_head is head and model.mask_adapter.settings.root_width == len(head.down) == 12
+    assert model.mask_adapter.settings.root_layer == 1 and head.down.shape[1] == 4 * model.config.hidden_size
+    assert sum(isinstance(hook, CatchInner) for hook in model.model.layers[0]._forward_hooks.values()) == 1
     assert "mask_adapter.root_head.down" in model._keys_to_ignore_on_save
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_it_reads_the_states_that_its_settings_name_and_is_saved_with_them(layer, tmp_path):
+    model = with_adapter(stock_twin(tiny_model()), replace(SMALL, root_width=16, root_layer=layer))
+    count_ngrams(model, [{"prompt_ids": [1, 2], "response_ids": [*range(20, 90)]}] * 2)
+    ids = batch(7)["input_ids"]
+    with torch.no_grad():
+        read = model.base_model(ids, output_hidden_states=True)
+        expected = torch.cat([read.last_hidden_state, *[read.hidden_states[1]] * layer], -1)
+        assert MaskDistillation(model, K).hidden(ids).equal(expected)
+    text = model.generate(ids, **CHEAP, do_sample=False)
+    save_mask_adapter(model, tmp_path)
+    again = stock_twin(tiny_model())
+    load_mask_adapter(again, tmp_path)
+    assert again.mask_adapter.settings == model.mask_adapter.settings
+    assert again.generate(ids, **CHEAP, do_sample=False).equal(text)
+
+
+def test_a_layer_that_the_model_lacks_is_refused():
+    with pytest.raises(ValueError, match=r"`root_layer` is 3; .* has 2 layers"):
+        add_mask_adapter(stock_twin(tiny_model()), replace(SMALL, root_width=16, root_layer=3))
