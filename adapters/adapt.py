@@ -61,7 +61,7 @@ from .pace import schedule as scheduled
 from .root_head import ROOT_ROWS
 from .trainer import MaskAdapterTrainer
 
-FORMAT = 4  # of the folder `work`
+FORMAT = 5  # of the folder `work`
 HELD_OUT = 24  # greedy answers at most that are not trained on, and no more than every tenth answer
 ROOT_WIDTH = 1024  # of a new root head
 ROOM = 1_000_000_000  # bytes for answers, checkpoints and the adapter

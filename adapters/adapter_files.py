@@ -60,8 +60,8 @@ class MaskAdapterSettings:
     root_layer: int | None = None
 
     def __post_init__(self) -> None:
-        names = ("rank", "head_width", "num_masks", "ngrams", "root_width", "root_layer")
-        numbers = {name: getattr(self, name) for name in names if (name, getattr(self, name)) != ("root_layer", None)}
+        numbers = {name: getattr(self, name) for name in ("rank", "head_width", "num_masks", "ngrams", "root_width")}
+        numbers["root_layer"] = 0 if self.root_layer is None else self.root_layer
         if wrong := [f"`{name}` {value!r}" for name, value in numbers.items() if type(value) is not int]:
             raise ValueError(f"The shape of a mask adapter is stated in whole numbers; got {', '.join(wrong)}.")
         if isinstance(self.target_modules, str):
@@ -70,7 +70,7 @@ class MaskAdapterSettings:
         is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
         if (
             self.rank < 1
-            or min(self.head_width, self.ngrams, self.root_width, self.root_layer or 0) < 0
+            or min(self.head_width, self.ngrams, self.root_width, numbers["root_layer"]) < 0
             or self.num_masks < 1
             or is_named_twice
         ):
@@ -78,6 +78,10 @@ class MaskAdapterSettings:
                 "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, a `head_width` of at "
                 "least 0, `num_masks` of at least 1, `ngrams`, `root_width` and `root_layer` of at least 0; got "
                 f"{self}."
+            )
+        if self.root_layer and not self.root_width:
+            raise ValueError(
+                f"`root_layer` {self.root_layer} goes with a `root_width`: without it, no root head reads."
             )
         layers = tuple(self.layers_to_transform)
         if len(set(layers)) != len(layers) or any(type(layer) is not int or layer < 0 for layer in layers):

@@ -354,9 +354,9 @@ def _targets(model: Any, settings: MaskAdapterSettings) -> tuple[MaskAdapterSett
     """Settings whose target modules and root layer are known, and the linear layers of each target. Raises
     `ValueError` for layers that are not there."""
     layers = decoder_layers(model)
-    if settings.root_layer is None or not settings.root_width:
-        settings = replace(settings, root_layer=_root_layer(model) if settings.root_width else 0)
-    if (settings.root_layer or 0) > len(layers):
+    root_layer = _root_layer(model) if settings.root_layer is None else settings.root_layer
+    settings = replace(settings, root_layer=root_layer if settings.root_width else 0)
+    if root_layer > len(layers):
         raise ValueError(f"`root_layer` is {settings.root_layer}; {type(model).__name__} has {len(layers)} layers.")
     if max(settings.layers_to_transform, default=0) >= len(layers):
         raise ValueError(
@@ -415,9 +415,13 @@ def _root_layer(model: Any) -> int:
 
 
 def _watch_inner(model: Any) -> None:
-    """A hook on the layer whose states the root head reads."""
-    if count := model.mask_adapter.settings.root_layer:
-        decoder_layers(model)[count - 1].register_forward_hook(CatchInner())
+    """A hook on the layer whose states the root head reads, and on no other."""
+    for count, layer in enumerate(decoder_layers(model), 1):
+        for key, hook in list(layer._forward_hooks.items()):
+            if isinstance(hook, CatchInner):
+                del layer._forward_hooks[key]
+        if count == model.mask_adapter.settings.root_layer:
+            layer.register_forward_hook(CatchInner())
 
 
 def check_attachable(model: Any) -> None:

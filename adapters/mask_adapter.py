@@ -41,8 +41,8 @@ class Slots:
     mask: torch.Tensor | None  # (B, M, 1) bool, which of them are; None where all are
     embedding: torch.Tensor  # (H,), of every slot
     matrices: Matrices
-    # Set by the forward: (B, T, H), what the head read, of slots and of other rows; or with the inner states behind,
-    # (B, T, 2H), where a root head reads them. These alone are (B, Q, H), of all rows.
+    # Set by the forward: what the head read of slots and of other rows, (B, T, H), or (B, T, 2H) with inner states
+    # behind; and the inner states of all rows, (B, Q, H), where a root head reads them.
     states: torch.Tensor | None = None
     inner: torch.Tensor | None = None
 

@@ -51,7 +51,7 @@ class MaskAdapterConfig(PeftConfig):
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
         """What was read from a file. Raises `ValueError` for a later format."""
         check_format(kwargs)
-        return kwargs
+        return {"root_layer": 0} | kwargs  # files from before it have none
 
 
 class _Layer(nn.Module, BaseTunerLayer):

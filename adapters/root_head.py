@@ -20,9 +20,9 @@ from .distillation import MaskDistillation
 
 ROOT_ROWS = 4  # rows that are trained for each mask row
 LEARNING_RATE, WARMUP = 1e-3, 0.05  # the latter is a share of the steps
-# Weights decay by 1/e in so many passes over the rows: the best number depends little on how many these are (Wang and
-# Aitchison, 2024). The head sees each row often, and with a tenth of this decay it is right less often by 3 percentage
-# points.
+# At the peak learning rate, weights decay by 1/e in so many passes over the rows, whatever the number of rows (Wang
+# and Aitchison, 2024), but no faster than the largest decay has it. The head sees each row often: with a tenth of the
+# decay it was right less often by 3 percentage points.
 DECAY_PASSES, MOST_DECAY = 2.3, 2.0
 BATCH = 512  # rows of a step
 MEASURED = 100  # steps between two measurements

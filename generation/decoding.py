@@ -30,11 +30,12 @@ from .cache import WindowCache
 from .request import DecodingRequest
 from .rows import SequenceState, Step, lay_out
 from .rules import Rule, SequenceOutcome, StepOutcome
-from .state import short_chunks
+from .state import keeps_state, short_chunks
 from .versions import cache_name
 
 # Criteria that work wherever the tokens are. Those that callers bring may hold tensors of the prompts' device.
 HOST_CRITERIA = (MaxTimeCriteria, StopStringCriteria)
+_PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass
@@ -60,9 +61,8 @@ class ParallelDecoder:
     def __post_init__(self) -> None:
         self.steps = 0
         self.attention = StepAttention(self.model)
-        # Without autograd's records a CPU starts operations sooner. What shards weights may need the records.
-        is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        is_bare = is_alone and self.compiled is None and self.model.device.type == "cpu"
+        # Without autograd's records a CPU starts operations sooner.
+        is_bare = self.compiled is None and self.model.device.type == "cpu" and _needs_no_records(self.model)
         self._bare: Callable[[], AbstractContextManager[Any]] = torch.inference_mode if is_bare else nullcontext
         prompts, criteria = self.request.prompt_ids, self.request.stopping_criteria
         # Elsewhere the host would wait for the device at each token.
@@ -120,7 +120,8 @@ class ParallelDecoder:
         return lay_out(sequences, firsts, self.rule.filler, self.request.prompt_ids.device, *shape)
 
     def _forward(self, step: Step) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits `(A, T, V)`; with a mask adapter, also the hidden states `(A, T, H)` that the head read."""
+        """Logits `(A, T, V)`; with a mask adapter, also the hidden states `(A, T, H)` that the head read, or `(A, T,
+        2H)`, with inner states behind."""
         self.cache.announce(step)
         is_compiled = self.compiled is not None and self.steps > 0
         predicting: AbstractContextManager[Any] = nullcontext()
@@ -212,3 +213,16 @@ class ParallelDecoder:
                 )
             is_stopped |= bool(answer.expand(len(batch))[index])
         return is_stopped
+
+
+def _needs_no_records(model: Any) -> bool:
+    """Whether a model's forwards may run in inference mode. What shards weights, compiles forwards or keeps states may
+    need autograd's records, and so may hooks of a user, who trains on what they note."""
+    if keeps_state(model) or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    for module in model.modules():
+        is_compiled = module._compiled_call_impl or hasattr(module.forward, "_torchdynamo_orig_callable")
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if is_compiled or any(type(hook).__module__.partition(".")[0] != _PACKAGE for hook in hooks):
+            return False
+    return True

@@ -63,12 +63,13 @@ class Drafter:
         Args:
             logits: `(A, K, V)` float32, raw, of the drafting masks, if there are any; those of the last one repeat
                 where an entry has fewer than K. They are overwritten.
-            hidden: `(A, K, H)`, last hidden states of these masks, where a mask adapter predicts them.
+            hidden: `(A, K, H)`, last hidden states of these masks, where a mask adapter predicts them; `(A, K, 2H)`
+                with inner states behind.
             before: `(A, 2)` int64, the last two tokens.
             offsets: `(A, 1)` int64, new tokens so far.
             rows: each entry's place in the call.
-            root: `(A, 1, H)`, the last hidden states of the rows that chose the last token, where the drafter reads
-                them.
+            root: `(A, 1, H)` or `(A, 1, 2H)`, as `hidden`, of the rows that chose the last token, where the drafter
+                reads them.
 
         Returns:
             What [`drafts`] reads, each `(A, …)` int64 or bool: here each mask's token (-1 where logits are NaN),

@@ -76,7 +76,8 @@ class Rule(Protocol):
         Args:
             step: the forward.
             logits: `(A, T, V)`, raw, in the model's dtype.
-            hidden: `(A, T, H)`, the states that the head read, if a mask adapter predicts masks.
+            hidden: `(A, T, H)`, the states that the head read, if a mask adapter predicts masks; `(A, T, 2H)`, with
+                inner states behind, where its root head reads them.
         """
 
     def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:

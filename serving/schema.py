@@ -64,7 +64,7 @@ GENERATION_FIELDS = tuple(_GenerationFields.model_fields)
 
 
 class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
 
@@ -163,7 +163,7 @@ class _Message(BaseModel):
 
 
 class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     name: str | None = None
     description: str | None = None

@@ -5,13 +5,14 @@ python tests/adapters/test_families.py        writes the table of docs/models.md
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from test_mask_adapter import with_adapter
+from test_mask_adapter import SMALL, with_adapter
 from torch import nn
 
 from wedlm_hf import add_mask_adapter, load_mask_adapter, save_mask_adapter
@@ -152,7 +153,7 @@ RARE = set(
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in RARE else n for n in FAMILIES])
 def test_verified_decoding_is_plain_generate(name, tmp_path):
-    model = with_adapter(build(name, FAMILIES[name][0]))
+    model = with_adapter(build(name, FAMILIES[name][0]), replace(SMALL, root_width=8))
     assert tuple(equal_parts(model)) == WHAT
     save_mask_adapter(model, tmp_path)
     load_mask_adapter(build(name, FAMILIES[name][0]).bfloat16(), tmp_path)

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from test_mask_adapter import SMALL, with_adapter
 from test_mask_trainer import K, answers
 from tiny import EOS, VOCAB_SIZE, stock_twin, tiny_model
@@ -442,6 +442,33 @@ def test_it_reads_the_states_that_its_settings_name_and_is_saved_with_them(layer
     assert again.generate(ids, **CHEAP, do_sample=False).equal(text)
 
 
-def test_a_layer_that_the_model_lacks_is_refused():
+def test_a_layer_that_the_model_lacks_or_no_root_head_reads_is_refused():
     with pytest.raises(ValueError, match=r"`root_layer` is 3; .* has 2 layers"):
         add_mask_adapter(stock_twin(tiny_model()), replace(SMALL, root_width=16, root_layer=3))
+    with pytest.raises(ValueError, match="`root_layer` 1 goes with a `root_width`"):
+        replace(SMALL, root_layer=1)
+
+
+def test_an_adapter_from_before_loads_with_a_root_head_of_the_last_states_alone_through_peft_too(tmp_path):
+    model = with_adapter(stock_twin(tiny_model()), replace(SMALL, root_width=16, root_layer=0))
+    count_ngrams(model, [{"prompt_ids": [1, 2], "response_ids": [*range(20, 90)]}] * 2)
+    save_mask_adapter(model, tmp_path)
+    config = json.loads((tmp_path / ADAPTER_FILE).read_text())
+    del config["root_layer"]
+    (tmp_path / ADAPTER_FILE).write_text(json.dumps(config))
+    ids = batch(7)["input_ids"]
+    text = model.generate(ids, **CHEAP, do_sample=False)
+    again = stock_twin(tiny_model())
+    load_mask_adapter(again, tmp_path)
+    for found in (again, PeftModel.from_pretrained(stock_twin(tiny_model()), tmp_path)):
+        assert found.generate(input_ids=ids, **CHEAP, do_sample=False).equal(text)
+
+
+@pytest.mark.parametrize(("rows", "decay"), [(10, 2.0), (512_000, 512 / (2.3e-3 * 512_000))])
+def test_its_weights_decay_by_passes_over_the_rows(rows, decay, monkeypatch):
+    model, optimizer = rooted(), Mock(wraps=torch.optim.AdamW)
+    monkeypatch.setattr(torch.optim, "AdamW", optimizer)
+    monkeypatch.setattr(Batches, "__len__", lambda self: rows)
+    monkeypatch.setattr(Batches, "measure", lambda self: {"loss_root": 0.0})
+    train_root_head(MaskDistillation(model, K), answers(3), 0)
+    assert optimizer.call_args.kwargs["weight_decay"] == pytest.approx(decay)

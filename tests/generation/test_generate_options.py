@@ -287,14 +287,23 @@ def test_a_cache_of_another_model_is_refused_and_kept(model):
 @pytest.mark.parametrize("options", [FAST, EXACT])
 def test_what_a_call_returns_can_be_written_to_and_trained_on_though_forwards_run_in_inference_mode(model, options):
     modes: list[bool] = []
-    note = model.lm_head.register_forward_hook(lambda _, __, output: modes.append(output.is_inference()))
-    with note:
-        outputs: dict[str, Any] = dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
-        output = model.generate(PROMPT, **options, **outputs)
-    assert all(modes)
+    forward = model.lm_head.forward
+    model.lm_head.forward = lambda rows: modes.append(rows.is_inference()) or forward(rows)
+    outputs: dict[str, Any] = dict.fromkeys(("output_scores", "output_logits", "return_dict_in_generate"), True)
+    output = model.generate(PROMPT, **options, **outputs)
+    assert modes and all(modes)
     layers = [buffer for layer in cache_of(output).layers for buffer in (layer._keys, layer._values)]
     found = [output.sequences, output.log_probs, cache_of(output).token_ids, *output.scores, *output.logits, *layers]
     assert not any(tensor.is_inference() for tensor in found if tensor is not None)
+
+
+def test_what_a_users_hook_notes_can_be_trained_on(model):
+    noted: list[torch.Tensor] = []
+    with model.lm_head.register_forward_hook(lambda _, args, __: noted.append(args[0])):
+        model.generate(PROMPT, **FAST)
+    probe = torch.nn.Linear(noted[0].shape[-1], 1)
+    probe(noted[0]).sum().backward()
+    assert probe.weight.grad is not None
 
 
 @pytest.mark.parametrize("options", [FAST, EXACT])

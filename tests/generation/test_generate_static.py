@@ -107,11 +107,23 @@ def test_inductor_compiles_whole_steps_once(kind, dtype, graphs):
 
 
 @pytest.mark.slow
-def test_a_compiled_forward_without_fixed_shapes_is_followed_as_a_whole_and_warned_of(caplog, graphs):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_forward_without_fixed_shapes_is_followed_as_a_whole_and_warned_of(backend, caplog, graphs):
     model, options = tiny_model(), {"verification": "exact", "slot_cost": 0.5, "max_new_tokens": 12}
     _, expected = generate(model, prompts_of([6]), **options)
     assert not caplog.text
-    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True)
     assert generate(model, prompts_of([6]), **options)[1] == expected
     assert 1 < graphs["stats"]["unique_graphs"] < 6  # lengths are symbols from their second value on
     assert "Pass `cache_implementation='static'`" in caplog.text
+
+
+@pytest.mark.slow
+def test_behind_a_compiled_model_sequences_may_end_at_different_times():
+    model, ids, greedy = tiny_model(), torch.tensor(prompts_of([9, 9, 9])), {"do_sample": False, "max_new_tokens": 80}
+    greedy["eos_token_id"] = int(model.generate(ids, **greedy)[1, 59])
+    greedy |= {"pad_token_id": 0, "strategy": "wedlm", "verification": "exact"}
+    expected = model.generate(ids, **greedy)
+    assert len(set((expected == 0).sum(1).tolist())) > 1
+    model.compile(backend="aot_eager")
+    assert model.generate(ids, **greedy).equal(expected)
