@@ -24,8 +24,8 @@ FOLLOWERS = 3  # tokens that are kept behind an n-gram, the most frequent ones
 MOST = 2**17  # n-grams that are kept, the most frequent ones
 LEAST = 2  # times that an n-gram must occur
 LEAST_REACH = 0.1  # of a draft
-# Of the chance of a draft from the root's state. By 0.2 to 0.5 the first three hold what follows about as often.
-SHARE = 0.35
+# Of the chance of a draft from the root's state. By 0.1 to 0.25 the first three hold what follows about as often.
+SHARE = 0.2
 _BITS = 21  # of a token in a key
 
 

@@ -282,7 +282,7 @@ def test_chances_are_mixed_with_those_of_ngrams():
     drafts = [Row(9, 1, -1, 0.5), Row(3, 1, -1, 0.4, True)]
     found = drafter.mixed(drafts, [1, 2])
     assert [row.token for row in found] == [3, 9, 4] and [row.is_sibling for row in found] == [False, True, True]
-    chances = 0.65 * 0.4 + 0.35 * 2 / 5, 0.65 * 0.5, 0.35 * 2 / 5
+    chances = 0.8 * 0.4 + 0.2 * 2 / 5, 0.8 * 0.5, 0.2 * 2 / 5
     assert [row.chance for row in found] == pytest.approx(chances) and drafter.mixed(drafts, [8]) == drafts
 
 
