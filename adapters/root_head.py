@@ -27,7 +27,7 @@ DECAY_PASSES, MOST_DECAY = 2.3, 2.0
 BATCH = 512  # rows of a step
 MEASURED = 100  # steps between two measurements
 HELD_OUT = 32  # answers at most, and no more than every tenth, that tell whether training helped
-MOST_BYTES = 2**31  # of states: with more answers, some are left out
+MOST_BYTES = 3 * 2**30  # of states: with more answers, some are left out
 _PART = 4096  # tokens whose states are computed at once, about
 
 ShowRoot = Callable[[int, dict[str, float]], None]
