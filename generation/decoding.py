@@ -215,14 +215,18 @@ class ParallelDecoder:
         return is_stopped
 
 
+def has_compiled_forward(module: Any) -> bool:
+    """Whether `torch.compile` was called on a module or on its forward."""
+    return bool(module._compiled_call_impl) or hasattr(module.forward, "_torchdynamo_orig_callable")
+
+
 def _needs_no_records(model: Any) -> bool:
-    """Whether a model's forwards may run in inference mode. What shards weights, compiles forwards or keeps states may
-    need autograd's records, and so may hooks of a user, who trains on what they note."""
+    """Whether a model's forwards may run in inference mode. Sharded weights and compiled forwards may need autograd's
+    records, so may hooks of a user, who trains on what they note; states would be copied before the next call."""
     if keeps_state(model) or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     for module in model.modules():
-        is_compiled = module._compiled_call_impl or hasattr(module.forward, "_torchdynamo_orig_callable")
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if is_compiled or any(type(hook).__module__.partition(".")[0] != _PACKAGE for hook in hooks):
+        if has_compiled_forward(module) or any(type(hook).__module__.partition(".")[0] != _PACKAGE for hook in hooks):
             return False
     return True

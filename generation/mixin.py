@@ -20,7 +20,7 @@ from transformers.generation import (
 
 from .attention import DENSE_MASK_ATTENTION, ROWS_ALIKE, attends_by_row, implementation_of
 from .cache import WindowCache
-from .decoding import ParallelDecoder
+from .decoding import ParallelDecoder, has_compiled_forward
 from .drafter import Drafter
 from .fixed_plan import FixedPlan
 from .planner import Planner
@@ -219,7 +219,7 @@ def _warn(model: Any, settings: WeDLMGenerationSettings, is_static: bool) -> Non
         )
     if model.has_mask_adapter and settings.verification == "none":
         logger.warning("A mask adapter gives drafts: unchecked they make no text. Pass `verification='exact'`.")
-    if not is_static and (model._compiled_call_impl or hasattr(model.forward, "_torchdynamo_orig_callable")):
+    if not is_static and has_compiled_forward(model):
         logger.warning(
             "The model's forward is compiled, but the rows of a window change from step to step: it may be "
             "compiled eight times. Pass `cache_implementation='static'`, where shapes are fixed."
