@@ -206,14 +206,9 @@ class MaskDistillation(nn.Module):
         counted = labels != IGNORE_INDEX
         memory_hidden, memory = self.memory(input_ids, cuts)
         hidden = self.masks(memory, cuts)[counted]
-        # Targets: what the memory row before each mask's position says.
-        before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
-        rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
-        places, of_slot = (rows * input_ids.shape[1] + before)[counted].unique(return_inverse=True)
+        places, of_slot, tokens = self.targets(input_ids, cuts, counted)
         with torch.no_grad():
             teacher, candidates, shares = self._teacher(memory_hidden.flatten(0, 1)[places], int(noise_key))
-            tokens = input_ids.flatten()
-            tokens = torch.stack([tokens[(places - 1).clamp(min=0)], tokens[places]], dim=1)
             of_place = self.model.get_input_embeddings()(tokens)
         head = self.model.mask_adapter.head
         states = [hidden] if head is None else [hidden, head(hidden, of_place[of_slot])]
@@ -237,6 +232,21 @@ class MaskDistillation(nn.Module):
             "soft_loss": grid.masked_scatter(counted, losses[-1].detach()),
             "soft_loss_plain": grid.masked_scatter(counted, losses[0].detach()),
         }
+
+    def targets(
+        self, input_ids: torch.Tensor, cuts: torch.Tensor, counted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Where the base says what the slots of a batch must predict: at the token before each slot's position.
+
+        Returns:
+            `(P,)` int64, places of these tokens among all of the batch; `(N,)` int64, which of them each slot has that
+            is `counted`; and `(P, 2)` int64, the token before each of them and it itself.
+        """
+        before = (cuts[..., None] + 1 + torch.arange(self.num_masks, device=cuts.device)).clamp(min=0)
+        rows = torch.arange(len(cuts), device=cuts.device)[:, None, None].expand_as(before)
+        places, of_slot = (rows * input_ids.shape[1] + before)[counted].unique(return_inverse=True)
+        tokens = input_ids.flatten()
+        return places, of_slot, torch.stack([tokens[(places - 1).clamp(min=0)], tokens[places]], dim=1)
 
     @torch.no_grad()
     def memory(self, input_ids: torch.Tensor, cuts: torch.Tensor) -> tuple[torch.Tensor, Cache]:
@@ -328,17 +338,23 @@ class MaskDistillation(nn.Module):
         """What the family makes of its head's output, in float32."""
         return scaled(logits, self._text)
 
-    def drafts(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> torch.Tensor:
+    def drafts(
+        self, hidden: torch.Tensor, previous_ids: torch.Tensor, root: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The likeliest token of each mask.
 
         Args:
             hidden: `(N, H)`, of [`masks`].
             previous_ids: `(N, 2)` int64, the two tokens before each mask.
+            root: `(N, H)` or `(N, 2H)`, of [`hidden`], the rows that first masks stand behind, where a root head
+                drafts, too.
 
         Returns:
             `(N,)` int64.
         """
-        logits: torch.Tensor = self.model.get_output_embeddings()(self.model.draft_hidden(hidden, previous_ids))
+        of_root = None if root is None else self.model.root_hidden(root, previous_ids)
+        states = self.model.draft_hidden(hidden, previous_ids, of_root)
+        logits: torch.Tensor = self.model.get_output_embeddings()(states)
         return logits.argmax(-1)
 
     def _teacher(self, hidden: torch.Tensor, noise_key: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

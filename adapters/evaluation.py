@@ -53,6 +53,7 @@ def accepted_runs(distillation: MaskDistillation, answer: AnswerTokens) -> torch
     cuts = torch.arange(prompt - 1, prompt + count - 1, device=model.device)
     accepted = torch.zeros(count, dtype=torch.int64, device=model.device)
     memory = None
+    roots = distillation.hidden(ids[None])[0] if model.drafts_from_root else None
     for part in cuts.split(32):  # portions: all scores on the memory at once are large
         memory = distillation.memory_of_part(ids[None], part[None], memory)
         hidden = distillation.masks(memory, part[None])[0]
@@ -63,7 +64,8 @@ def accepted_runs(distillation: MaskDistillation, answer: AnswerTokens) -> torch
             if not len(right):
                 break
             before = torch.stack([ids[places - 2], ids[places - 1]], dim=1)
-            right = right[distillation.drafts(hidden[right, depth], before) == ids[places]]
+            root = None if depth or roots is None else roots[part[right]]
+            right = right[distillation.drafts(hidden[right, depth], before, root) == ids[places]]
             accepted[part[right] - (prompt - 1)] += 1
     return accepted.cpu()
 

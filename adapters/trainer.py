@@ -25,9 +25,9 @@ from .attach import attached_in, check_answers, count_ngrams, save_mask_adapter
 from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
+from .heads import ROOT_ROWS, ShowRows, ignore, train_root_head
 from .layout import AnswerBatches, AnswerTokens, DataCollatorForMaskRuns
 from .pace import Clock
-from .root_head import ROOT_ROWS, ShowRoot, ignore, train_root_head
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         collator = DataCollatorForMaskRuns(0, masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock, self._num_masks = Budget(), clock, masks
         self._uncounted = answers
-        self.show_root: ShowRoot = ignore
+        self.show_root: ShowRows = ignore
         self.root_seconds = 0.0
         self._sums: defaultdict[str, float] = defaultdict(float)
         model.mask_adapter.restate(num_masks=masks)

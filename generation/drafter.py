@@ -42,7 +42,7 @@ class Drafter:
     # Masks behind a row that draft nothing: the first one stands at the position that the row itself predicts.
     skipped_masks = 1
     has_branches = False
-    reads_root = False  # it drafts from the root's state where no masks do
+    reads_root = False  # it drafts from the root's state, too
 
     def __init__(self, sampler: TokenSampler, end_tokens: frozenset[int], draft_threshold: float):
         self.sampler, self.end_tokens, self.draft_threshold = sampler, end_tokens, draft_threshold
@@ -57,6 +57,7 @@ class Drafter:
         offsets: torch.Tensor,
         rows: list[int],
         root: torch.Tensor | None = None,
+        has_masks: bool = False,
     ) -> list[torch.Tensor]:
         """Predicts what may follow, on the device; also for sequences that turn out to be finished.
 
@@ -70,6 +71,7 @@ class Drafter:
             rows: each entry's place in the call.
             root: `(A, 1, H)` or `(A, 1, 2H)`, as `hidden`, of the rows that chose the last token, where the drafter
                 reads them.
+            has_masks: each row that may be the last of an entry's path has masks behind.
 
         Returns:
             What [`drafts`] reads, each `(A, …)` int64 or bool: here each mask's token (-1 where logits are NaN),

@@ -25,7 +25,8 @@ class TreeDrafter(Drafter):
         model: with a mask adapter.
         has_branches: a position has several drafts, of masks, of the text and of n-grams; otherwise one.
         ngrams: drafts what often followed, see [`NGramDrafter`].
-        frequent: `(S,)` int64, tokens that the root's state drafts among, and what scores them; `None`: no drafts.
+        frequent: `(S,)` int64, tokens that the root's state drafts among where there are no masks, and what scores
+            them; `None`: no drafts.
     """
 
     skipped_masks = 0
@@ -45,7 +46,8 @@ class TreeDrafter(Drafter):
         most = self.config.vocab_size - 1
         self.children: int = min(CHILDREN, most) if has_branches else 1
         self.paths = PATHS if has_branches else 1
-        self.ngrams, self.frequent, self.reads_root = ngrams, frequent, frequent is not None
+        self.ngrams, self.frequent = ngrams, frequent
+        self.reads_root = has_branches and model.drafts_from_root
         self._lookups: dict[int, TextLookup] = {}
 
     def guess(
@@ -56,18 +58,23 @@ class TreeDrafter(Drafter):
         offsets: torch.Tensor,
         rows: list[int],
         root: torch.Tensor | None = None,
+        has_masks: bool = False,
     ) -> list[torch.Tensor]:
         """See [`Drafter.guess`]. For each depth of masks: which pairs of a path and a child became drafts, as path *
-        children + child; their tokens; their chances. Last come the root's: tokens and chances."""
+        children + child; their tokens; their chances. Last come the root's, where not all have masks: tokens and
+        chances."""
         guesses, paths = [], before[:, None]  # (A, B, 2), the last two tokens of each
+        of_root = None if root is None else self.model.root_hidden(root, paths)
         if logits is not None:
             assert hidden is not None
             self.sampler.suppress(logits)
+            ahead = of_root
             # Drafts are among the likeliest tokens of the mask's own logits: only their rows of the head are read.
             shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
             chances = torch.ones(paths.shape[:2], device=logits.device)  # (A, B)
             for depth in range(shortlist.shape[1]):
-                scores = self._scores(hidden[:, depth], shortlist[:, depth], paths)  # (A, B, S)
+                scores = self._scores(hidden[:, depth], shortlist[:, depth], paths, ahead)  # (A, B, S)
+                ahead = None  # of the masks behind, the root's state knows nothing
                 tokens, found = self.sampler.draft(scores, shortlist[:, depth], offsets + depth, rows, self.children)
                 joint = (chances[..., None] * found).flatten(1)
                 most = 2 * self.children if self.has_branches else 1  # drafts of one depth
@@ -78,10 +85,10 @@ class TreeDrafter(Drafter):
                 chances = joint.gather(1, followed)
                 last = paths[..., 1].gather(1, followed // self.children)
                 paths = torch.stack([last, own[:, : self.paths]], -1)
-        if root is not None and self.frequent is not None:
+        if of_root is not None and self.frequent is not None and not has_masks:
             frequent, head = self.frequent
-            scores = scaled(head(self.model.root_hidden(root, before[:, None])), self.config)
-            tokens, found = self.sampler.draft(scores, frequent.expand(len(root), -1), offsets, rows, self.children)
+            scores = scaled(head(of_root), self.config)
+            tokens, found = self.sampler.draft(scores, frequent.expand(len(scores), -1), offsets, rows, self.children)
             guesses += [tokens[:, 0], _units(found[:, 0])]
         return guesses
 
@@ -111,15 +118,18 @@ class TreeDrafter(Drafter):
                 self.ngrams.extend(drafts, sequence.tokens, self.end_tokens)
         return drafts
 
-    def _scores(self, hidden: torch.Tensor, shortlist: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def _scores(
+        self, hidden: torch.Tensor, shortlist: torch.Tensor, before: torch.Tensor, of_root: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The scores of each path's next draft, `(A, B, S)` float32.
 
         Args:
             hidden: `(A, H)`, last hidden states of masks.
             shortlist: `(A, S)` int64, the tokens to choose from.
             before: `(A, B, 2)` int64, the two tokens before.
+            of_root: `(A, 1, H)`, what the root head makes of the rows before, where these are the first masks.
         """
-        states = self.model.draft_hidden(hidden[:, None].expand(-1, before.shape[1], -1), before)
+        states = self.model.draft_hidden(hidden[:, None].expand(-1, before.shape[1], -1), before, of_root)
         head = self.model.get_output_embeddings()
         if (table := head_rows(head)) is None:
             return scaled(head(states).gather(2, shortlist[:, None].expand(-1, before.shape[1], -1)), self.config)

@@ -125,17 +125,16 @@ class VerifyRule:
 
         readings = [chosen, end]
         counts = [row.masks for own in rows for row in own]
-        reads_root = self.drafter.reads_root and not all(counts)
-        if (most := max(counts)) or reads_root:
+        if (most := max(counts)) or self.drafter.reads_root:
             masks, states, root = None, None, None
             if most:
                 last = (at.masks.gather(1, end) - 1).clamp(min=0)
                 places = entries, at.first_mask.gather(1, end) + torch.arange(most, device=device).minimum(last)
                 masks, states = logits[places].float(), None if hidden is None else hidden[places]
-            if hidden is not None and reads_root:
+            if hidden is not None and self.drafter.reads_root:
                 root = hidden[entries, at.column.gather(1, end)]
             before = torch.cat([at.token.gather(1, end), chosen.gather(1, end)], 1).clamp(min=0)
-            readings += self.drafter.guess(masks, states, before, following.gather(1, end), indices, root)
+            readings += self.drafter.guess(masks, states, before, following.gather(1, end), indices, root, all(counts))
         is_broken = (chosen < at.offset.clamp(max=0)).any(1)  # -1 where there is a row
         return StepOutcome(step, logits, scores, at.column, is_broken, readings)
 

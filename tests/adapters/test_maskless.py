@@ -23,15 +23,16 @@ from wedlm_hf import (
     save_mask_adapter,
     unload_mask_adapter,
 )
-from wedlm_hf.adapters import root_head
+from wedlm_hf.adapters import heads
 from wedlm_hf.adapters import trainer as trainer_module
 from wedlm_hf.adapters.adapter_files import WEIGHTS_NAME
-from wedlm_hf.adapters.attach import MOST_FREQUENT, _frequent, add_root_head
+from wedlm_hf.adapters.attach import MOST_FREQUENT, ROOT_WEIGHT, _frequent, add_root_head
 from wedlm_hf.adapters.distillation import MaskDistillation
-from wedlm_hf.adapters.mask_adapter import CatchInner
+from wedlm_hf.adapters.evaluation import accepted_runs
+from wedlm_hf.adapters.heads import Batches, add_second_head, mask_rows, mean_of_heads, root_rows, train_root_head
+from wedlm_hf.adapters.mask_adapter import CatchInner, PreviousTokenHead
 from wedlm_hf.adapters.ngrams import LEAST_REACH, NGramDrafter, NGrams
 from wedlm_hf.adapters.peft_method import MaskAdapterConfig
-from wedlm_hf.adapters.root_head import Batches, rows_of, train_root_head
 from wedlm_hf.checkpoints.find import ADAPTER_FILE
 from wedlm_hf.checkpoints.packed import can_pack, pack
 from wedlm_hf.generation.drafter import UNIT
@@ -300,16 +301,15 @@ def test_it_learns_what_the_base_says_of_the_token_behind_the_one_that_a_row_pre
                 state = torch.cat([read.last_hidden_state, read.hidden_states[1]], -1)[0, place - 1]
             scores = model.lm_head(adapter.root_head(state, known))[frequent]
             losses.append(-(wanted * scores.log_softmax(-1)).sum())
-    found = Batches(distillation, rows_of(distillation, some))
+    found = Batches(distillation, root_rows(distillation, some), adapter.root_head)
     loss, _ = found.loss(torch.arange(len(found)))
     torch.testing.assert_close(loss, torch.stack(losses).mean(), atol=1e-5, rtol=1e-4)
     expected = torch.autograd.grad(torch.stack(losses).mean(), [*adapter.root_head.parameters()])
     loss.backward()
     for parameter, right in zip(adapter.root_head.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, right, atol=1e-5, rtol=1e-3)
-    assert len(found) == len(losses) > 20 and found.measure()["loss_root"] == pytest.approx(
-        float(loss.detach()), rel=1e-4
-    )
+    assert len(found) == len(losses) > 20
+    assert found.measure("root")["loss_root"] == pytest.approx(float(loss.detach()), rel=1e-4)
 
 
 def test_training_makes_it_right_and_says_how_often_and_masks_learn_as_without_it(tmp_path, monkeypatch):
@@ -348,7 +348,7 @@ def test_a_run_that_is_stopped_while_it_learns_goes_on_to_the_same_weights(tmp_p
 def test_it_stays_as_it_was_where_training_makes_it_worse(monkeypatch):
     model, some = rooted(), answers(3)
     before = copy.deepcopy(model.mask_adapter.root_head.state_dict())
-    monkeypatch.setattr(root_head, "LEARNING_RATE", 50.0)
+    monkeypatch.setattr(heads, "LEARNING_RATE", 50.0)
     shown: list[int] = []
     found = train_root_head(MaskDistillation(model, K), some, 1100, show=lambda rows, found: shown.append(rows))
     after = model.mask_adapter.root_head.state_dict()
@@ -397,6 +397,77 @@ def test_a_head_with_a_bias_and_one_whose_family_scales_it_are_read_whole(maskle
         likeliest = of_root.softmax(-1).topk(3)
         assert drafted.equal(tokens[likeliest.indices])
         torch.testing.assert_close(chances * UNIT, likeliest.values, atol=1e-4, rtol=1e-3)
+
+
+def test_what_the_root_head_makes_of_the_row_weighs_in_the_draft_of_its_first_mask_alone():
+    model, size = rooted(), 48
+    adapter, hidden = model.mask_adapter, torch.randn(2, 3, model.config.hidden_size)
+    root, before = torch.randn(2, 1, 2 * model.config.hidden_size), torch.randint(4, VOCAB_SIZE, (2, 1, 2))
+    drafter = model.make_drafter(TokenSampler([], False, None, torch.zeros(1, 1)), frozenset(), True)
+    assert drafter.reads_root
+    with torch.no_grad():
+        places = torch.zeros(2, 1).long()
+        found = drafter.guess(torch.randn(2, 3, size), hidden, before[:, 0], places, [0, 1], root, True)
+        alone = drafter.guess(None, None, before[:, 0], places, [0, 1], root)
+        assert (len(found), len(alone)) == (9, 2)
+        of_root = adapter.root_head(root, model.get_input_embeddings()(before))
+        own = adapter.head(hidden[:, :1], model.get_input_embeddings()(before))
+        mixed = (1 - ROOT_WEIGHT) * own + ROOT_WEIGHT * of_root
+        torch.testing.assert_close(model.draft_hidden(hidden[:, :1], before, of_root), mixed)
+        shown = []
+        drafter._scores = lambda *inputs: shown.append(inputs[3]) or torch.randn(2, inputs[2].shape[1], size - 1)
+        drafter.guess(torch.randn(2, 3, size), hidden, before[:, 0], places, [0, 1], root, True)
+    assert shown[0].equal(of_root) and shown[1:] == [None, None]
+
+
+def test_a_replay_drafts_as_decoding_does_with_the_root_head():
+    model = rooted()
+    distillation, some = MaskDistillation(model, K), answers(2)
+    for answer in some:
+        tokens, first = [*answer["prompt_ids"], *answer["response_ids"]], len(answer["prompt_ids"])
+        runs = accepted_runs(distillation, answer).tolist()
+        for place in range(first - 1, len(tokens) - 2):
+            ids, before = torch.tensor([tokens]), torch.tensor([tokens[place : place + 2]])
+            memory = distillation.memory(ids, torch.tensor([[place]]))[1]
+            with torch.no_grad():
+                hidden = distillation.masks(memory, torch.tensor([[place]]))[0, 0, :1]
+                own = model.mask_adapter.head(hidden, model.get_input_embeddings()(before))
+                of_root = model.root_hidden(distillation.hidden(ids)[0, place : place + 1], before)
+                draft = model.lm_head((1 - ROOT_WEIGHT) * own + ROOT_WEIGHT * of_root).argmax(-1)
+            assert (runs[place - first + 1] > 0) == (int(draft) == tokens[place + 2])
+
+
+def test_the_mean_of_two_heads_is_one_head_that_gives_the_mean_of_what_they_give():
+    some = [PreviousTokenHead(8, width) for width in (5, 3)]
+    for head in some:
+        torch.nn.init.normal_(head.up)
+    states, previous = torch.randn(4, 8), torch.randn(4, 2, 8)
+    expected = sum(head(states, previous) for head in some) / 2
+    torch.testing.assert_close(mean_of_heads(*some)(states, previous), expected)
+
+
+def test_a_second_head_learns_what_the_base_says_at_masks_and_the_mean_stays_where_it_is_better(monkeypatch):
+    model = rooted()
+    distillation, adapter = MaskDistillation(model, K), model.mask_adapter
+    some = [{"prompt_ids": [5, 6], "response_ids": [7, 8, 9, 10, 11, 12, 13, 14]}] * 4
+    rows = mask_rows(distillation, some[:1])
+    tokens = torch.tensor([*some[0]["prompt_ids"], *some[0]["response_ids"]])
+    read = distillation.hidden(tokens[None])[0, :, : model.config.hidden_size]
+    assert len(rows.states) == len(rows.tokens) == len(rows.targets) > K
+    for (first, last), target in zip(rows.tokens.tolist(), rows.targets.tolist(), strict=True):
+        assert last == first + 1  # the answer counts
+        torch.testing.assert_close(rows.bases[target], read[tokens.tolist().index(last)], atol=1e-5, rtol=1e-4)
+    tests = mask_rows(distillation, some[:1], 1)
+    before = Batches(distillation, tests, adapter.head).measure("mask")
+    units = len(adapter.head.down)
+    found = add_second_head(distillation, some, 20_000, width=12)
+    assert found["loss_mask"] < before["loss_mask"]
+    assert found == Batches(distillation, tests, adapter.head).measure("mask")
+    assert len(adapter.head.down) == adapter.settings.head_width == units + 12
+    kept, broken = adapter.head, copy.deepcopy(adapter.head)
+    broken.up.data.fill_(torch.nan)
+    monkeypatch.setattr(heads, "mean_of_heads", lambda *some: broken)
+    assert add_second_head(distillation, some, 0, width=3) == found and adapter.head is kept
 
 
 def test_a_previous_token_head_and_a_root_head_that_give_nan_change_no_text():
@@ -469,6 +540,6 @@ def test_its_weights_decay_by_passes_over_the_rows(rows, decay, monkeypatch):
     model, optimizer = rooted(), Mock(wraps=torch.optim.AdamW)
     monkeypatch.setattr(torch.optim, "AdamW", optimizer)
     monkeypatch.setattr(Batches, "__len__", lambda self: rows)
-    monkeypatch.setattr(Batches, "measure", lambda self: {"loss_root": 0.0})
+    monkeypatch.setattr(Batches, "measure", lambda self, name: {"loss_root": 0.0})
     train_root_head(MaskDistillation(model, K), answers(3), 0)
     assert optimizer.call_args.kwargs["weight_decay"] == pytest.approx(decay)
