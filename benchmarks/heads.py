@@ -3,8 +3,9 @@
     python benchmarks/heads.py root BASE ADAPTER OUT ANSWERS.jsonl [ANSWERS.jsonl ...] --new --passes 15
     python benchmarks/heads.py second BASE ADAPTER OUT ANSWERS.jsonl [ANSWERS.jsonl ...] --passes 10
 
-`root` trains the root head, `second` a second previous-token head, and keeps the mean of both. Answers are as `wedlm
-adapt` writes them (work/answers.jsonl). What is printed was measured on answers that are held out.
+`root` trains the root head; `second` averages the previous-token head with a new one, which learns from masks' states.
+Answers are as `wedlm adapt` writes them (work/answers.jsonl). What is printed was measured on answers that are held
+out.
 """
 
 from pathlib import Path
@@ -35,7 +36,7 @@ def root(
     new: Annotated[bool, typer.Option("--new", help="Begin with a new root head.")] = False,
     seed: int = 0,
 ) -> None:
-    """Print what is measured on held-out answers, and write the adapter."""
+    """Train the root head."""
     model, found, tokens = _read(base, adapter, answers, seed)
     if count:
         count_ngrams(model, found)
@@ -58,7 +59,7 @@ def second(
     width: Annotated[int, typer.Option(help="Hidden units of the second head.")] = 1024,
     seed: int = 0,
 ) -> None:
-    """Print what is measured on held-out answers, and write the adapter."""
+    """Add a second previous-token head."""
     model, found, tokens = _read(base, adapter, answers, seed)
     distillation = MaskDistillation(model)
     rows = tokens * distillation.num_masks // CUT_STRIDE

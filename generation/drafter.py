@@ -69,8 +69,7 @@ class Drafter:
             before: `(A, 2)` int64, the last two tokens.
             offsets: `(A, 1)` int64, new tokens so far.
             rows: each entry's place in the call.
-            root: `(A, 1, H)` or `(A, 1, 2H)`, as `hidden`, of the rows that chose the last token, where the drafter
-                reads them.
+            root: `(A, 1, H)` or `(A, 1, 2H)`, of the rows that chose the last token, if the drafter reads them.
             has_masks: each row that may be the last of an entry's path has masks behind.
 
         Returns:
