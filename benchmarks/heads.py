@@ -64,6 +64,7 @@ def second(
     distillation = MaskDistillation(model)
     rows = tokens * distillation.num_masks // CUT_STRIDE
     print(add_second_head(distillation, found, int(passes * rows), seed, _showing(rows), width=width))
+    print(f"The head has {len(model.mask_adapter.head.down):,} hidden units.")
     save_mask_adapter(model, out, torch.bfloat16)
 
 

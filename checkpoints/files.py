@@ -27,9 +27,10 @@ def written_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
+        unfinished.touch()
+        mode = stat.S_IMODE((target if target.exists() else unfinished).stat().st_mode)
         yield unfinished
-        if target.exists():
-            shutil.copymode(target, unfinished)
+        unfinished.chmod(mode)  # safetensors makes files that their owner alone can read
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -5,6 +5,8 @@ import stat
 import threading
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from wedlm_hf.checkpoints.files import write_text, written_whole
 
@@ -27,6 +29,9 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_and_another_keeps_its
     path.chmod(0o640)
     write_text(path, "new")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    with written_whole(weights := tmp_path / "weights") as unfinished:
+        save_file({"some": torch.zeros(2)}, unfinished)
+    assert stat.S_IMODE(weights.stat().st_mode) == 0o666 & ~umask
 
 
 def test_a_symbolic_link_stays_one_and_its_target_is_written(tmp_path):
