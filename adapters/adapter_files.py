@@ -44,8 +44,8 @@ class MaskAdapterSettings:
         layers_to_transform: decoder layers that are updated, counted from 0; none: all of them.
         ngrams: n-grams of the model's answers that it holds, see [`NGrams`].
         root_width: hidden units of the root head, which drafts without masks; 0 for none. Its drafts are among the
-            tokens that the n-grams have, and stand where branches are planned: not with a static cache, a fixed
-            window or a recurrent state.
+            tokens that the n-grams have, and stand where branches are planned: not with a static cache or a fixed
+            window. It counts in the drafts of first masks, too. With a recurrent state, nothing reads it.
         root_layer: how many decoder layers make the inner state that the root head reads beside the last one; 0: it
             reads the last one alone. Default: three quarters of the layers.
     """

@@ -118,8 +118,8 @@ def train_root_head(
     """Trains the root head of a mask adapter on answers of its model.
 
     A row learns the base's distribution of the token behind the one that it predicts, among the frequent tokens of
-    the adapter's n-grams (soft cross-entropy). Some answers are held out. If the loss on them rises, the head stays
-    as it was.
+    the adapter's n-grams (soft cross-entropy). Some answers are held out from it. If the loss on them rises, the head
+    stays as it was.
 
     Args:
         distillation: the model, whose adapter has a root head and n-grams.
@@ -154,24 +154,32 @@ def add_second_head(
     answers that are held out is no lower, the head stays as it was.
 
     Args:
-        distillation, answers, count, seed, show: see [`train_root_head`].
+        distillation: the model, whose adapter has a previous-token head and n-grams.
+        answers, count, seed, show: see [`train_root_head`].
         width: hidden units of the second head.
+
+    Raises:
+        ValueError: for an adapter without n-grams or without a previous-token head.
 
     Returns:
         `loss_mask` and `accuracy_mask` of the adapter's head, as of [`train_root_head`].
     """
     adapter, masks = distillation.model.mask_adapter, distillation.num_masks / CUT_STRIDE
     first: Any = adapter.head
+    if first is None or adapter.ngrams is None:
+        lacking = "previous-token head (`head_width` is 0)" if first is None else "n-grams: call `count_ngrams` first"
+        raise ValueError(f"The mask adapter has no {lacking}.")
     learned, held_out = _split(distillation, answers, 1 + masks, seed)
     rows, tests = (mask_rows(distillation, some, seed + 1, show) for some in (learned, held_out))
-    torch.manual_seed(seed)
-    second = PreviousTokenHead(len(adapter.mask_embedding), width).to(first.down.device)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        second = PreviousTokenHead(len(adapter.mask_embedding), width).to(first.down.device)
     _train(distillation, second, (rows, tests), count, seed, "mask", show)
     both = mean_of_heads(first, second)
     before, found = (Batches(distillation, tests, head).measure("mask") for head in (first, both))
-    if not found["loss_mask"] <= before["loss_mask"]:  # it may be NaN
+    if not found["loss_mask"] < before["loss_mask"]:  # it may be NaN
         return before
-    adapter.head = both
+    adapter.head = both.requires_grad_(first.down.requires_grad)
     adapter.restate(head_width=len(both.down))
     return found
 
@@ -199,6 +207,7 @@ def _split(
     return answers[held_out : max(held_out + 1, fitting)] or answers, answers[:held_out]
 
 
+@torch.enable_grad()
 def _train(
     distillation: MaskDistillation,
     head: Any,

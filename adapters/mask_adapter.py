@@ -146,7 +146,7 @@ class PreviousTokenHead(nn.Module):
     A draft behind a token cannot know it while its own forward runs. Choosing the drafts one after the other, each
     through this small network, makes up for that; the base's own head then reads the corrected state.
 
-    A second one, the *root head*, drafts without masks: it makes, of the state of a real row and of the token that the
+    Another one, the *root head*, drafts without masks: it makes, of the state of a real row and of the token that the
     row predicts, a state that predicts the token behind, as Hydra's heads do (Ankner et al., 2024). It may read the
     row's state behind an inner layer, too, which knows more of what comes later (Pal et al., 2023).
     """

@@ -8,7 +8,7 @@ import json
 import threading
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -174,9 +174,11 @@ class JSONConstraint(LogitsProcessor):
         ends = range(len(answer), 0, -1)
         known = next((end for end in ends if tuple(answer[:end]) in self.states), 0)
         state = self.states[tuple(answer[:known])] if known else self.grammar.begin()
-        if known < len(answer):
+        # A model may have more rows than the tokenizer has tokens; after one of those, a state stays broken.
+        count = self.grammar.tokenizer.vocab_size
+        if behind := [*takewhile(lambda token: 0 <= token < count, answer[known:])]:
             state = state.deep_copy()  # `rollback` leaves traces: masks would depend on what else was asked for
-            known += state.try_consume_tokens([*answer[known:]])
+            known += state.try_consume_tokens(behind)
             self.states[tuple(answer[:known])] = state
             if len(self.states) > MOST_STATES:
                 del self.states[next(iter(self.states))]

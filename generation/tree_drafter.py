@@ -1,4 +1,5 @@
-"""Drafts of a mask adapter: from its masks, from the root's own state where there are none, and from the text.
+"""Drafts of a mask adapter: from its masks and the root's own state, from the latter alone where there are no masks,
+and from the text.
 
 `A` sequences, `K` masks of each, `B` paths that are followed, `C` children of a draft, `S` tokens of a shortlist, `H`
 hidden size, `V` vocabulary.
@@ -47,7 +48,7 @@ class TreeDrafter(Drafter):
         self.children: int = min(CHILDREN, most) if has_branches else 1
         self.paths = PATHS if has_branches else 1
         self.ngrams, self.frequent = ngrams, frequent
-        self.reads_root = has_branches and model.drafts_from_root
+        self.reads_root = model.drafts_from_root
         self._lookups: dict[int, TextLookup] = {}
 
     def guess(

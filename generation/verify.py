@@ -109,6 +109,7 @@ class VerifyRule:
         what the masks behind that row draft."""
         device, indices = logits.device, [sequence.index for sequence in step.sequences]
         rows = [self._ar_rows(sequence, logits.shape[1]) for sequence in step.sequences]
+        counts = [row.masks for own in rows for row in own]
         size = max(1, *map(len, rows))
         nothing = ARRow(column=0, token=-2, parent=0, offset=-1, first_mask=0, masks=0)
         rows = [own + [nothing] * (size - len(own)) for own in rows]
@@ -124,7 +125,6 @@ class VerifyRule:
         end = (following * passed).argmax(1, keepdim=True)
 
         readings = [chosen, end]
-        counts = [row.masks for own in rows for row in own]
         if (most := max(counts)) or self.drafter.reads_root:
             masks, states, root = None, None, None
             if most:

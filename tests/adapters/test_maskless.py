@@ -437,6 +437,20 @@ def test_a_replay_drafts_as_decoding_does_with_the_root_head():
             assert (runs[place - first + 1] > 0) == (int(draft) == tokens[place + 2])
 
 
+def test_a_root_head_that_has_not_learned_counts_nothing():
+    model, other = rooted(), rooted()
+    model.mask_adapter.root_head.up.data.zero_()
+    other.mask_adapter.root_head = None
+    assert rooted().drafts_from_root and not model.drafts_from_root
+    runs = [
+        [accepted_runs(MaskDistillation(each, K), answer).tolist() for answer in answers(3)] for each in (model, other)
+    ]
+    assert runs[0] == runs[1]
+    text = model.generate(**batch(5), **CHEAP, do_sample=False, return_dict_in_generate=True)
+    expected = other.generate(**batch(5), **CHEAP, do_sample=False, return_dict_in_generate=True)
+    assert text.sequences.equal(expected.sequences) and text.stats.drafted.equal(expected.stats.drafted)
+
+
 def test_the_mean_of_two_heads_is_one_head_that_gives_the_mean_of_what_they_give():
     some = [PreviousTokenHead(8, width) for width in (5, 3)]
     for head in some:
@@ -468,6 +482,21 @@ def test_a_second_head_learns_what_the_base_says_at_masks_and_the_mean_stays_whe
     broken.up.data.fill_(torch.nan)
     monkeypatch.setattr(heads, "mean_of_heads", lambda *some: broken)
     assert add_second_head(distillation, some, 0, width=3) == found and adapter.head is kept
+
+
+def test_a_second_head_needs_a_first_and_ngrams_and_changes_no_noise_of_the_caller():
+    some, state = answers(3), torch.get_rng_state()
+    for settings, lacking in ((replace(SMALL, head_width=0), "previous-token head"), (SMALL, "n-grams: call `count")):
+        model = with_adapter(stock_twin(tiny_model()), settings)
+        with pytest.raises(ValueError, match=f"The mask adapter has no {lacking}"):
+            add_second_head(MaskDistillation(model, K), some, 10, width=4)
+    model = rooted()
+    model.mask_adapter.requires_grad_(False)
+    torch.set_rng_state(state)
+    with torch.no_grad():
+        add_second_head(MaskDistillation(model, K), some, 2000, width=4)
+    assert torch.get_rng_state().equal(state)
+    assert len(model.mask_adapter.head.down) > SMALL.head_width and not model.mask_adapter.head.down.requires_grad
 
 
 def test_a_previous_token_head_and_a_root_head_that_give_nan_change_no_text():

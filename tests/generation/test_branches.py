@@ -12,6 +12,7 @@ from test_generation import ENDS, LIMIT, ORACLE, check_every_commit, generate, p
 from test_mask_adapter import with_adapter
 from tiny import MASK, tiny_model
 
+from wedlm_hf.adapters.attach import ROOT_WEIGHT
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.generation import mixin
 from wedlm_hf.generation.decoding import ParallelDecoder
@@ -25,9 +26,9 @@ FIXED = {"adaptive_window": False, "window_size": 4}
 COUNTED = {"slot_cost": 0.01}  # a slot cost leaves no part to the clock
 
 
-def adapted(style="qwen3", head_width=8, **overrides):
+def adapted(style="qwen3", head_width=8, root_width=0, **overrides):
     """A tiny model with a random mask adapter that changes every mask."""
-    settings = MaskAdapterSettings(rank=4, head_width=head_width, num_masks=8)
+    settings = MaskAdapterSettings(rank=4, head_width=head_width, num_masks=8, root_width=root_width)
     return with_adapter(tiny_model(style, **overrides), settings)
 
 
@@ -101,6 +102,17 @@ def slot_states(model, prefix, size):
         return model.model(input_ids=ids, position_ids=torch.tensor([positions])).last_hidden_state[0, -size:]
 
 
+def root_state(model, prefix, before):
+    """What the root head, if there is one, makes of the last of some tokens, by a plain forward."""
+    if model.mask_adapter.root_head is None:
+        return None
+    with torch.no_grad():
+        read = model.model(input_ids=torch.tensor([prefix]), output_hidden_states=True)
+        inner = read.hidden_states[model.mask_adapter.settings.root_layer]
+        states = torch.cat([read.last_hidden_state[0, -1], inner[0, -1]])
+        return model.mask_adapter.root_head(states, model.get_input_embeddings()(torch.tensor(before)))
+
+
 def path_to(rows, place):
     """Tokens of the rows from the first one to one of them."""
     return [] if place < 0 else [*path_to(rows, rows[place].parent), rows[place].token]
@@ -158,9 +170,13 @@ def replay(model, prompt, *, window_size, limit):
             generated.append(token)
             if token in ENDS or len(generated) == limit:
                 return generated, forwards, instances
+        of_root = root_state(model, sequence, before)
         for state in slot_states(model, sequence, size) if size else ():
             with torch.no_grad():
-                own, scores = model.lm_head(state), model.lm_head(model.draft_hidden(state, torch.tensor(before)))
+                corrected = model.draft_hidden(state, torch.tensor(before))
+                if of_root is not None:
+                    corrected, of_root = (1 - ROOT_WEIGHT) * corrected + ROOT_WEIGHT * of_root, None
+                own, scores = model.lm_head(state), model.lm_head(corrected)
             own[MASK] = -torch.inf
             likely = own.topk(min(SHORTLIST, len(own) - 1)).indices
             drafts.append(int(likely[scores[likely].argmax()]))
@@ -170,10 +186,10 @@ def replay(model, prompt, *, window_size, limit):
         drafts = drafts[: limit - len(generated) - 1]
 
 
-@pytest.mark.parametrize(("window_size", "head_width"), [(2, 8), (5, 0), (5, 8)])
-def test_drafts_and_counts_are_those_of_a_replay_from_scratch(window_size, head_width):
+@pytest.mark.parametrize(("window_size", "head_width", "root_width"), [(2, 8, 0), (5, 0, 0), (5, 8, 0), (5, 8, 8)])
+def test_drafts_and_counts_are_those_of_a_replay_from_scratch(window_size, head_width, root_width):
     # A model whose answers soon repeat themselves, so that even random masks are right at times.
-    model = adapted(initializer_range=0.1, head_width=head_width)
+    model = adapted(initializer_range=0.1, head_width=head_width, root_width=root_width)
     passed = 0
     for prompt in prompts_of([5, 9, 3, 7], seed=2):
         output, (row,) = generate(model, [prompt], verification="exact", **FIXED | {"window_size": window_size})

@@ -52,6 +52,18 @@ def test_what_is_allowed_depends_on_the_answer_alone_in_whatever_order_it_is_ask
     assert len(kept.states) <= 128
 
 
+def test_a_row_of_the_model_that_is_no_token_of_the_tokenizer_is_not_allowed_and_breaks_nothing(tokenizer):
+    constraint, rows = JSONConstraint(Grammar(tokenizer, NUMBERS), [EOS]), len(tokenizer) + 9
+    constraint(torch.tensor([[9]]), scores := torch.zeros(1, rows))
+    (first, *_) = constraint(torch.tensor([[9]]), scores)[0].isfinite().nonzero()[:, 0].tolist()
+    for answer in ([rows - 1], [first, rows - 1], [first, rows - 1, 5]):
+        assert not constraint.allows(answer) and constraint.allows([first])
+    allowed = JSONConstraint(Grammar(tokenizer, NUMBERS), [EOS])
+    allowed(torch.tensor([[9]]), scores)
+    behind = torch.tensor([[9, first]])
+    assert constraint(behind, scores).equal(allowed(behind, scores))
+
+
 def test_what_a_schema_leaves_no_choice_about_is_drafted_behind_what_masks_say(nano):
     model, tokenizer = nano
     prompt = tokenizer(PROMPTS[0], return_tensors="pt")
