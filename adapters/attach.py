@@ -125,7 +125,7 @@ class AttachedModel(WeDLMGenerationMixin):
         adapter = self.mask_adapter
         if not has_branches or adapter.ngrams is None:
             return TreeDrafter(sampler, end_tokens, self, has_branches)
-        frequent = _frequent(self) if self.drafts_from_root else None
+        frequent = None if adapter.root_head is None else _frequent(self)
         ngrams = NGramDrafter(adapter.ngrams, base_embeddings(self).num_embeddings)
         return TreeDrafter(sampler, end_tokens, self, has_branches, ngrams, frequent)
 

@@ -45,7 +45,7 @@ def accepted_runs(distillation: MaskDistillation, answer: AnswerTokens) -> torch
     """How many drafts behind each token of an answer are what follows it, `(T,)` int64, at most K.
 
     The masks behind a token see the answer up to there. Each draft is chosen given the true tokens before it: behind
-    a wrong one, none counts.
+    a wrong one, none counts. A root head counts in the first, as in decoding.
     """
     model, depths = distillation.model, distillation.num_masks
     prompt, count = len(answer["prompt_ids"]), len(answer["response_ids"])

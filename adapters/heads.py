@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..generation.state import keeps_state
 from ..training.streams import IGNORE_INDEX
 from .attach import MOST_FREQUENT
+from .budget import MaskTrainingConfig
 from .distillation import MaskDistillation
 from .layout import AnswerBatches, AnswerTokens, DataCollatorForMaskRuns
 from .mask_adapter import PreviousTokenHead
@@ -33,7 +34,7 @@ BATCH = 512  # rows of a step
 MEASURED = 100  # steps between two measurements
 HELD_OUT = 32  # answers at most, and no more than every tenth, that tell whether training helped
 MOST_BYTES = 3 * 2**30  # of states: with more answers, some are left out
-CUT_STRIDE = 3  # tokens of an answer for each cut
+CUT_STRIDE = MaskTrainingConfig.cut_stride
 _PART = 4096  # tokens whose states are computed at once, about
 _MASKS = 1024  # masks whose states are computed at once, about
 

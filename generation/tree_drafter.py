@@ -47,8 +47,8 @@ class TreeDrafter(Drafter):
         most = self.config.vocab_size - 1
         self.children: int = min(CHILDREN, most) if has_branches else 1
         self.paths = PATHS if has_branches else 1
-        self.ngrams, self.frequent = ngrams, frequent
-        self.reads_root = model.drafts_from_root
+        self.ngrams, self.reads_root = ngrams, model.drafts_from_root
+        self.frequent = frequent if self.reads_root else None
         self._lookups: dict[int, TextLookup] = {}
 
     def guess(
@@ -65,17 +65,18 @@ class TreeDrafter(Drafter):
         children + child; their tokens; their chances. Last come the root's, where not all have masks: tokens and
         chances."""
         guesses, paths = [], before[:, None]  # (A, B, 2), the last two tokens of each
-        of_root = None if root is None else self.model.root_hidden(root, paths)
+        is_read = root is not None and (logits is not None or self.frequent is not None)
+        of_root = self.model.root_hidden(root, paths) if is_read else None
         if logits is not None:
             assert hidden is not None
             self.sampler.suppress(logits)
-            ahead = of_root
             # Drafts are among the likeliest tokens of the mask's own logits: only their rows of the head are read.
             shortlist = logits.topk(min(SHORTLIST, logits.shape[-1] - 1), dim=-1).indices  # (A, K, S)
             chances = torch.ones(paths.shape[:2], device=logits.device)  # (A, B)
             for depth in range(shortlist.shape[1]):
-                scores = self._scores(hidden[:, depth], shortlist[:, depth], paths, ahead)  # (A, B, S)
-                ahead = None  # of the masks behind, the root's state knows nothing
+                # Of the masks behind the first, the root's state knows nothing.
+                of_first = None if depth else of_root
+                scores = self._scores(hidden[:, depth], shortlist[:, depth], paths, of_first)  # (A, B, S)
                 tokens, found = self.sampler.draft(scores, shortlist[:, depth], offsets + depth, rows, self.children)
                 joint = (chances[..., None] * found).flatten(1)
                 most = 2 * self.children if self.has_branches else 1  # drafts of one depth

@@ -125,7 +125,7 @@ class VerifyRule:
         end = (following * passed).argmax(1, keepdim=True)
 
         readings = [chosen, end]
-        if (most := max(counts)) or self.drafter.reads_root:
+        if (most := max(counts, default=0)) or self.drafter.reads_root:
             masks, states, root = None, None, None
             if most:
                 last = (at.masks.gather(1, end) - 1).clamp(min=0)
