@@ -269,7 +269,7 @@ def measure(
     Decoders are keywords of `generate` by name; `model` among them is another model, with the same tokenizer. Only
     prompts of one task are decoded together. A `title` is that of a progress bar on standard error. Returns, for each
     decoder, prompt and repeat, `decoder`, `batch_size`, the prompt's index as `prompt`, its `task`, the fields of the
-    [`Decoding`], `new_tokens`, `right` (`None` if unknown) and `repeat`.
+    [`Decoding`], `new_tokens`, `right` (0 to 1; `None` if unknown) and `repeat`.
     """
     limit = max(options.get("max_new_tokens") or LONGEST_ANSWER for options in decoders.values())
     batches = batches_of(model, prompts, batch_size, limit)
@@ -299,7 +299,7 @@ def take_turns(
         rows += [
             {"decoder": name, "batch_size": len(batch), "prompt": index, "task": prompts[index].task}
             | vars(decoding)
-            | {"new_tokens": len(decoding.tokens), "right": prompts[index].is_right(decoding.text)}
+            | {"new_tokens": len(decoding.tokens), "right": prompts[index].score(decoding.text)}
             for index, decoding in zip(batch, decodings, strict=True)
         ]
     return rows

@@ -1,8 +1,6 @@
 """Prompts: read from files, turned into tokens, and the rules by which a reply to one is right."""
 
-import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..console.prompts import PromptRow, Turns, read_rows
 from ..console.prompts import encode as encode  # belongs to these names, too
 from ..generation.request import context_length
+from .metrics import RULES, judge
 
 LONGEST_ANSWER = 256  # new tokens at most, where nothing else is asked for (transformers' own default is 20)
 OWN_TASK = "prompts"  # of rows that name none
@@ -25,7 +24,7 @@ class Prompt:
     messages: Turns  # `{"role": ..., "content": ...}`, the last one the user's
     task: str = OWN_TASK  # groups prompts in tables
     answers: tuple[str, ...] = ()  # those that count as right; none if they are unknown
-    match: str = "exact"  # the rule among [`MATCHES`] by which a reply is compared with them
+    match: str = "exact"  # the metric by which a reply is compared with them (see [`judge`])
     tokens: Sequence[int] = ()  # of the whole prompt; empty before [`encode_prompt`]
 
     @classmethod
@@ -38,39 +37,15 @@ class Prompt:
         """Of all turns."""
         return "\n".join(message["content"] for message in self.messages)
 
-    def is_right(self, reply: str) -> bool | None:
-        """Whether one of the accepted answers is given; `None` if there are none."""
-        if not self.answers:
-            return None
-        return any(MATCHES[self.match](answer, reply) for answer in self.answers)
-
-
-def _same_number(answer: str, reply: str) -> bool:
-    wanted, got = (re.findall(r"-?\d+(?:\.\d+)?", text.replace(",", "")) for text in (answer, reply))
-    return bool(wanted and got) and float(wanted[-1]) == float(got[-1])
-
-
-def _same_json(answer: str, reply: str) -> bool:
-    try:
-        wanted, got = (json.dumps(json.loads(text), sort_keys=True) for text in (answer, reply))
-    except (ValueError, RecursionError):
-        return False
-    return got == wanted  # as text, for True == 1 in Python
-
-
-MATCHES: dict[str, Callable[[str, str], bool]] = {
-    "exact": lambda answer, reply: answer.strip() == reply.strip(),
-    "number": _same_number,
-    "json": _same_json,
-}
-"""Rules by name: `exact`, the same text, white space around it aside; `number`, the last number is that of the answer;
-`json`, equal JSON values."""
+    def score(self, reply: str) -> float | None:
+        """How right a reply is, 0 to 1, by the best of the accepted answers; `None` if there are none."""
+        return judge(self.match)(reply, self.answers) if self.answers else None
 
 
 def read_prompts(name: str, text: str) -> list[Prompt]:
     """The prompts of the file of this name (see [`read_rows`]) and text, with what is known of the replies to them: a
     JSON row may have `task`, `answer` (a text, or a list of accepted ones; in all rows or in none) and `match` (see
-    [`MATCHES`]). Raises `ValueError` for a file without prompts, and for a malformed row, naming its line."""
+    [`RULES`]). Raises `ValueError` for a file without prompts, and for a malformed row, naming its line."""
     rows = read_rows(name, text)
     prompts = [_with_answers(row) for row in rows]
     with_answer = {bool(prompt.answers): row for row, prompt in zip(rows[::-1], prompts[::-1], strict=True)}
@@ -94,8 +69,8 @@ def _with_answers(row: PromptRow) -> Prompt:
     accepted = [answers] if isinstance(answers, str) else answers
     if not isinstance(accepted, list) or not all(isinstance(answer, str) for answer in accepted):
         raise row.error(f"`answer` must be a text or a list of texts, got {answers!r}")
-    if match not in [*MATCHES]:
-        raise row.error(f"`match` must be one of {', '.join(MATCHES)}, got {match!r}")
+    if match not in [*RULES]:
+        raise row.error(f"`match` must be one of {', '.join(RULES)}, got {match!r}")
     return Prompt.of(row.prompt, task=task, answers=tuple(accepted), match=match)
 
 

@@ -53,7 +53,7 @@ def _rows(prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
     """The wrong choices are the answers to the prompts that follow."""
     for index, prompt in enumerate(prompts):
         following = dict.fromkeys(other.answers[0] for other in (*prompts[index + 1 :], *prompts[:index]))
-        wrong = [*islice((answer for answer in following if not prompt.is_right(answer)), 3)]
+        wrong = [*islice((answer for answer in following if not prompt.score(answer)), 3)]
         label = index % 4
         yield {
             "task": prompt.task,
@@ -68,4 +68,4 @@ def _rows(prompts: Sequence[Prompt]) -> Iterator[dict[str, Any]]:
 def score(document: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Whether the reply is right, by the rule of the prompt."""
     prompt = Prompt(document["messages"], document["task"], tuple(document["answers"]), document["match"])
-    return {"right": float(bool(prompt.is_right(results[0])))}
+    return {"right": prompt.score(results[0]) or 0.0}

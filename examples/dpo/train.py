@@ -117,7 +117,7 @@ def preferences(samples: list[Prompt], answers: list[list[str]]) -> Dataset:
     """A right and a wrong answer to each prompt that got both."""
     pairs: dict[str, list[Any]] = {"prompt": [], "chosen": [], "rejected": []}
     for sample, texts in zip(samples, answers, strict=True):
-        right = [text for text in texts if sample.is_right(text)]
+        right = [text for text in texts if sample.score(text)]
         wrong = [text for text in texts if text not in right]
         if right and wrong:
             pairs["prompt"].append(sample.messages)

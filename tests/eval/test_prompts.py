@@ -70,8 +70,9 @@ def test_the_rule_of_a_prompt_decides_what_is_right():
         ("number", "42", "42, no: 41", False), ("number", "-3", "It is -3.", True),
         ("json", '{"a": 1, "b": [2]}', '{"b":[2],"a":1}', True), ("json", '{"a": 1}', '{"a": true}', False),
         ("json", "[]", "[" * 100_000, False),
+        ("json", '{"a": 1}', 'Here it is:\n```json\n{"a": 1.0}\n```', True),
     ):  # fmt: skip
-        assert Prompt.of("p", answers=("other", answer), match=match).is_right(reply) is right, (match, answer)
+        assert Prompt.of("p", answers=("other", answer), match=match).score(reply) == right, (match, answer)
 
 
 def test_prompts_get_their_tokens_by_the_chat_template_or_as_they_are():

@@ -171,8 +171,8 @@ def test_splits_are_disjoint_and_every_sample_ends_with_the_user_and_has_a_corre
     for sample in found:
         roles, (answer, *_) = [message["role"] for message in sample.messages], sample.answers
         assert roles in (["user"], ["user", "assistant", "user"]) and sample.task == task
-        assert answer.isascii() and sample.is_right(answer) and not sample.is_right("")
-        assert task == "arithmetic" or not sample.is_right(answer + " and so on")
+        assert answer.isascii() and sample.score(answer) == 1 and sample.score("") == 0
+        assert sample.score(answer + " and so on") == (task in ("arithmetic", "json"))
 
 
 def test_the_prompts_beside_the_checkpoint_are_what_the_script_writes(tmp_path, capsys):

@@ -259,7 +259,7 @@ def test_documents_are_the_prompts_with_one_right_choice_and_none_is_a_few_shot_
     for row in test:
         prompt = Prompt(row["messages"], row["task"], tuple(row["answers"]), row["match"])
         assert len(set(row["choices"])) == 4
-        assert [prompt.is_right(choice) for choice in row["choices"]] == [i == row["label"] for i in range(4)]
+        assert [prompt.score(choice) for choice in row["choices"]] == [i == row["label"] for i in range(4)]
     if name:
         expected = [(prompt.messages, prompt.answers) for prompt in read_tasks(NANO) if prompt.task == name]
         assert [(row["messages"], tuple(row["answers"])) for row in test] == expected[:100]
