@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters import (
         add_mask_adapter,
-        count_ngrams,
         load_mask_adapter,
         save_mask_adapter,
         unload_mask_adapter,
@@ -44,7 +43,6 @@ __all__ = [
     "WeDLMSFTTrainer",
     "add_mask_adapter",
     "convert",
-    "count_ngrams",
     "load_mask_adapter",
     "pack",
     "save_mask_adapter",
@@ -63,7 +61,6 @@ _HOME = {
     "WeDLMSFTTrainer": "training",
     "add_mask_adapter": "adapters",
     "convert": "modeling_wedlm.convert",
-    "count_ngrams": "adapters",
     "load_mask_adapter": "adapters",
     "pack": "checkpoints.packed",
     "save_mask_adapter": "adapters",

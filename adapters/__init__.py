@@ -9,7 +9,6 @@ from typing import Any
 _HOME = {
     "MaskAdapterSettings": ".adapter_files",
     "add_mask_adapter": ".attach",
-    "count_ngrams": ".attach",
     "load_mask_adapter": ".attach",
     "save_mask_adapter": ".attach",
     "unload_mask_adapter": ".attach",

@@ -43,7 +43,6 @@ from .answers import (
 from .attach import add_mask_adapter, add_root_head, check_answers, load_mask_adapter, save_mask_adapter
 from .budget import MaskTrainingConfig
 from .distillation import MaskDistillation
-from .heads import ROOT_ROWS
 from .model_card import acceptance_table, model_card, read_log
 from .pace import (
     ENOUGH_ROWS,
@@ -59,6 +58,7 @@ from .pace import (
     measure_pace,
 )
 from .pace import schedule as scheduled
+from .root_head import ROOT_ROWS
 from .trainer import MaskAdapterTrainer
 
 FORMAT = 5  # of the folder `work`

@@ -20,6 +20,8 @@ from ..generation.versions import check_format
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 PEFT_TYPE = "MASK_ADAPTER"
+ROOT_TOKENS = "root_head.tokens"  # what the root head drafts among
+MOST_FREQUENT = 4096  # of these: 85 % of the tokens of SmolLM2's answers. More take longer to score.
 KEY_PREFIX = "base_model.model.model.mask_adapter."  # PEFT's way to write `model.mask_adapter.`
 
 # What an adapter's base must share with the model that it is loaded into. Sizes that a config lacks are not compared.
@@ -42,10 +44,9 @@ class MaskAdapterSettings:
         head_width: hidden units of the previous-token head; 0 for none.
         num_masks: masks behind one row that it is trained to predict; decoding asks for no more.
         layers_to_transform: decoder layers that are updated, counted from 0; none: all of them.
-        ngrams: n-grams of the model's answers that it holds, see [`NGrams`].
-        root_width: hidden units of the root head, which drafts without masks; 0 for none. Its drafts are among the
-            tokens that the n-grams have, and stand where branches are planned: not with a static cache or a fixed
-            window. It counts in the drafts of first masks, too. With a recurrent state, nothing reads it.
+        root_width: hidden units of the root head, which drafts without masks; 0 for none. Its drafts stand where
+            branches are planned: not with a static cache or a fixed window. It counts in the drafts of first masks,
+            too. With a recurrent state, nothing reads it.
         root_layer: how many decoder layers make the inner state that the root head reads beside the last one; 0: it
             reads the last one alone. Default: three quarters of the layers.
     """
@@ -55,12 +56,11 @@ class MaskAdapterSettings:
     head_width: int = 640
     num_masks: int = 4
     layers_to_transform: tuple[int, ...] = ()
-    ngrams: int = 0
     root_width: int = 0
     root_layer: int | None = None
 
     def __post_init__(self) -> None:
-        numbers = {name: getattr(self, name) for name in ("rank", "head_width", "num_masks", "ngrams", "root_width")}
+        numbers = {name: getattr(self, name) for name in ("rank", "head_width", "num_masks", "root_width")}
         numbers["root_layer"] = 0 if self.root_layer is None else self.root_layer
         if wrong := [f"`{name}` {value!r}" for name, value in numbers.items() if type(value) is not int]:
             raise ValueError(f"The shape of a mask adapter is stated in whole numbers; got {', '.join(wrong)}.")
@@ -70,14 +70,13 @@ class MaskAdapterSettings:
         is_named_twice = len(set(self.target_modules)) != len(self.target_modules)
         if (
             self.rank < 1
-            or min(self.head_width, self.ngrams, self.root_width, numbers["root_layer"]) < 0
+            or min(self.head_width, self.root_width, numbers["root_layer"]) < 0
             or self.num_masks < 1
             or is_named_twice
         ):
             raise ValueError(
                 "A mask adapter needs a `rank` of at least 1, `target_modules` named once each, a `head_width` of at "
-                "least 0, `num_masks` of at least 1, `ngrams`, `root_width` and `root_layer` of at least 0; got "
-                f"{self}."
+                f"least 0, `num_masks` of at least 1, `root_width` and `root_layer` of at least 0; got {self}."
             )
         if self.root_layer and not self.root_width:
             raise ValueError(
@@ -117,12 +116,11 @@ class StoredMaskAdapter:
             stored = load_file(str(find_file(name, WEIGHTS_NAME, **found)))
         except SafetensorError as error:
             raise OSError(f"The weights of {str(name)!r} are damaged or truncated: {error}.") from error
-        weights = {key.removeprefix(KEY_PREFIX): weight for key, weight in stored.items()}
+        weights = without_ngrams({key.removeprefix(KEY_PREFIX): weight for key, weight in stored.items()})
         for key, weight in weights.items():
-            if weight.is_floating_point() == key.startswith("ngrams."):
-                raise ValueError(
-                    f"The weights of {str(name)!r} must be floating point, and n-grams whole; {key} is {weight.dtype}."
-                )
+            if weight.is_floating_point() == (key == ROOT_TOKENS):
+                kind = "whole numbers" if key == ROOT_TOKENS else "floating point"
+                raise ValueError(f"The weights of {str(name)!r} must be {kind}; {key} is {weight.dtype}.")
             if weight.is_floating_point() and not bool((weight.abs() <= _LARGEST_WEIGHT).all()):
                 raise ValueError(
                     f"The weights of {str(name)!r} hold NaN, infinite numbers or numbers beyond float16's largest, "
@@ -132,12 +130,11 @@ class StoredMaskAdapter:
         ranks = {weight.shape[1:2] for key, weight in weights.items() if key.startswith("down.")}
         widths = {weight.shape[:1] for key, weight in weights.items() if key == "head.down"}
         roots = {weight.shape[:1] for key, weight in weights.items() if key == "root_head.down"}
-        ngrams = {weight.shape[:1] for key, weight in weights.items() if key.startswith("ngrams.")}
-        stated = settings.rank, settings.head_width, settings.root_width, settings.ngrams
-        if [ranks, widths, roots, ngrams] != [{(size,)} if size else set() for size in stated]:
+        stated = settings.rank, settings.head_width, settings.root_width
+        if [ranks, widths, roots] != [{(size,)} if size else set() for size in stated]:
             raise ValueError(
                 f"The weights of {str(name)!r} do not fit its {ADAPTER_FILE}: `rank` {settings.rank}, `head_width` "
-                f"{settings.head_width}, `root_width` {settings.root_width}, `ngrams` {settings.ngrams}."
+                f"{settings.head_width}, `root_width` {settings.root_width}."
             )
         return cls(settings, base if isinstance(base, dict) else {}, weights)
 
@@ -161,11 +158,26 @@ class StoredMaskAdapter:
         write_text(folder / ADAPTER_FILE, json.dumps(config, indent=2) + "\n")
 
 
+def without_ngrams(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict of an adapter that holds n-grams, as SmolLM2's does: of these, the single tokens in the order of
+    their counts are what its root head drafts among."""
+    ngrams = {key.removeprefix("ngrams."): weights[key] for key in weights if key.startswith("ngrams.")}
+    if not ngrams:
+        return weights
+    is_single = (ngrams["keys"] > 0) & (ngrams["keys"] < 2**21)  # a key has 21 bits for each token, plus 1
+    order = ngrams["counts"][is_single, -1].argsort(descending=True, stable=True)
+    tokens = torch.full((MOST_FREQUENT,), -1)
+    tokens[: len(order)] = (ngrams["keys"][is_single][order] - 1)[:MOST_FREQUENT]
+    kept = {key: weight for key, weight in weights.items() if not key.startswith("ngrams.")}
+    return {**kept, ROOT_TOKENS: tokens} if "root_head.down" in kept else kept
+
+
 def _settings_of(config: Mapping[str, Any]) -> MaskAdapterSettings:
     """The shape that an adapter_config.json states. Raises `ValueError` if it states none."""
-    optional = {"num_masks": MaskAdapterSettings.num_masks, "ngrams": 0, "root_width": 0, "root_layer": 0}
-    names = ("rank", "head_width", *optional)
-    numbers: dict[str, Any] = {name: config.get(name, optional.get(name)) for name in names}
+    optional = "num_masks", "root_width", "root_layer"
+    numbers = {
+        name: config.get(name) for name in ("rank", "head_width", *optional) if name not in optional or name in config
+    }
     for name, value in numbers.items():
         if type(value) is not int:
             may = "may" if name in optional else "must"

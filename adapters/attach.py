@@ -39,14 +39,11 @@ from .adapter_files import (
     base_of,
     check_base,
 )
-from .mask_adapter import HOOKS, CatchInner, CatchSlots, EmbedSlots, MaskAdapter, PreviousTokenHead, Slots, Update
-from .ngrams import NGramDrafter, NGrams
+from .mask_adapter import HOOKS, CatchInner, CatchSlots, EmbedSlots, MaskAdapter, RootHead, Slots, Update
 
 # Single tokens that are read to see that a state is the same, and by how much of the largest logit theirs may differ.
 SINGLES, LEAST_STATE = 8, 1e-4
 TABLES = ("codegen", "gptj")  # model types whose rotary embeddings are a table
-# Tokens that drafts without masks are among: of SmolLM2's answers 85 %. More take longer to score.
-MOST_FREQUENT = 4096
 # Of the root head in drafts of first masks. On 96 fresh answers of SmolLM2 0.2 was best, of 0 to 0.5 by tenths.
 ROOT_WEIGHT = 0.2
 SHARDED = "Drafting calls the embeddings and the head by themselves, which FSDP does not allow"
@@ -122,12 +119,8 @@ class AttachedModel(WeDLMGenerationMixin):
 
     def make_drafter(self, sampler: TokenSampler, end_tokens: frozenset[int], has_branches: bool) -> TreeDrafter:
         """See [`TreeDrafter`]."""
-        adapter = self.mask_adapter
-        if not has_branches or adapter.ngrams is None:
-            return TreeDrafter(sampler, end_tokens, self, has_branches)
-        frequent = None if adapter.root_head is None else _frequent(self)
-        ngrams = NGramDrafter(adapter.ngrams, base_embeddings(self).num_embeddings)
-        return TreeDrafter(sampler, end_tokens, self, has_branches, ngrams, frequent)
+        frequent = _frequent(self) if has_branches and self.drafts_from_root else None
+        return TreeDrafter(sampler, end_tokens, self, has_branches, frequent)
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Copies and pickles are made of the class that a name can find."""
@@ -154,12 +147,13 @@ def _frequent(model: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.
     is_packed, table = isinstance(head, PackedLinear), head_rows(head)
     if table is None and not is_packed:
         return None
-    changing = [each for each in (table, head.bias) if each is not None]
+    root_head = adapter.root_head
+    changing = [each for each in (table, head.bias, root_head.tokens) if each is not None]
     versions = [(each.data_ptr(), each.dtype, 0 if each.is_inference() else each._version) for each in changing]
-    key = head, adapter.ngrams, versions
+    key = head, root_head, versions
     if adapter.frequent is None or adapter.frequent[0] != key:
         size = head.out_features if table is None else len(table)
-        tokens = adapter.ngrams.frequent(MOST_FREQUENT, size).to(model.device)
+        tokens = root_head.frequent(size).to(model.device)
         if not len(tokens):
             return None
         rows = (head.unpacked() if table is None else table)[tokens]
@@ -180,7 +174,7 @@ def add_mask_adapter(model: Any, settings: MaskAdapterSettings | None = None) ->
 
     Args:
         model: a causal language model of transformers, as it was loaded; it stays the same object.
-        settings: shape of the adapter; it begins without n-grams. Without `target_modules`, the projection out of
+        settings: shape of the adapter. Without `target_modules`, the projection out of
             attention, or what a layer has in its place, and the last one of the MLP are updated.
 
     Raises:
@@ -188,7 +182,7 @@ def add_mask_adapter(model: Any, settings: MaskAdapterSettings | None = None) ->
         ValueError: for a model that has a mask adapter, whose architecture cannot carry one, and for targets that its
             layers do not have.
     """
-    adapter = attach(model, replace(settings or MaskAdapterSettings(), ngrams=0))
+    adapter = attach(model, settings or MaskAdapterSettings())
     train_alone(model)
     return adapter
 
@@ -221,9 +215,7 @@ def load_mask_adapter(
     adapter = attach(model, stored.settings)
     try:
         adapter.load_state_dict(stored.weights)
-        if adapter.ngrams is not None:
-            adapter.ngrams.check(base_embeddings(model).num_embeddings)
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
         unload_mask_adapter(model)
         raise ValueError(f"The weights of {str(name)!r} do not fit its {ADAPTER_FILE}: {error}") from error
     if is_trainable:
@@ -249,26 +241,6 @@ def save_mask_adapter(model: Any, folder: str | os.PathLike[str], dtype: torch.d
     StoredMaskAdapter(adapter.settings, base_of(model), weights).write(folder, model.config.name_or_path or None)
 
 
-def count_ngrams(model: Any, answers: Sequence[Mapping[str, Any]]) -> None:
-    """Adds the n-grams of the model's own answers to its mask adapter, which then drafts what followed them. What
-    occurs once in these answers is not kept.
-
-    Args:
-        model: with a mask adapter; it may be a `PeftModel`.
-        answers: of each the tokens, `prompt_ids` and `response_ids`.
-
-    Raises:
-        ValueError: for a model without a mask adapter, and for tokens that are not the model's.
-    """
-    model, answers = attached_in(model), list(answers)
-    check_answers(model, answers)
-    adapter = model.mask_adapter
-    ngrams = NGrams.of(answers, adapter.ngrams).to(adapter.mask_embedding.device)
-    adapter.ngrams = ngrams if len(ngrams.keys) else None
-    adapter.restate(ngrams=len(ngrams.keys))
-    _keep_out_of_saves(model)
-
-
 def check_answers(model: Any, answers: Iterable[Mapping[str, Any]]) -> None:
     """Raises `ValueError` unless each answer has `prompt_ids` and `response_ids`, lists of tokens of the model."""
     size = base_embeddings(model).num_embeddings
@@ -291,7 +263,7 @@ def add_root_head(model: Any, width: int) -> None:
     adapter = model.mask_adapter
     if adapter.root_head is None:
         size, device, layer = len(adapter.mask_embedding), adapter.mask_embedding.device, _root_layer(model)
-        adapter.root_head = PreviousTokenHead(size, width, bool(layer)).to(device)
+        adapter.root_head = RootHead(size, width, bool(layer)).to(device)
         adapter.restate(root_width=width, root_layer=layer)
         _watch_inner(model)
         _keep_out_of_saves(model)

@@ -63,9 +63,7 @@ class MaskTrainingConfig(TrainingArguments):
                 f"`lr_scheduler_kwargs`; got {curve!r} and {more!r}."
             )
         if self.load_best_model_at_end:
-            raise ValueError(
-                "`load_best_model_at_end` must be False: n-grams and root head are learned after the last step."
-            )
+            raise ValueError("`load_best_model_at_end` must be False: the root head learns after the last step.")
 
 
 class Budget(TrainerCallback, ExportableState):

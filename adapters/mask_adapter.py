@@ -7,7 +7,8 @@ before the masks and never attend to them, so their logits, keys and values are 
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +17,7 @@ import torch
 from torch import nn
 
 from ..checkpoints.packed import multiply, pack_matrix
-from .adapter_files import MaskAdapterSettings
-from .ngrams import NGrams
+from .adapter_files import MOST_FREQUENT, MaskAdapterSettings
 
 Pair = tuple[Any, Any]
 """Two matrices to multiply rows with, one after the other, maybe packed: `(inner, in)` and `(out, inner)`."""
@@ -145,10 +145,6 @@ class PreviousTokenHead(nn.Module):
 
     A draft behind a token cannot know it while its own forward runs. Choosing the drafts one after the other, each
     through this small network, makes up for that; the base's own head then reads the corrected state.
-
-    Another one, the *root head*, drafts without masks: it makes, of the state of a real row and of the token that the
-    row predicts, a state that predicts the token behind, as Hydra's heads do (Ankner et al., 2024). It may read the
-    row's state behind an inner layer, too, which knows more of what comes later (Pal et al., 2023).
     """
 
     def __init__(self, hidden_size: int, width: int, has_inner: bool = False):
@@ -185,9 +181,39 @@ class PreviousTokenHead(nn.Module):
         return hidden + multiply(nn.functional.silu(units), up).to(hidden.dtype)
 
 
+class RootHead(PreviousTokenHead):
+    """Drafts without masks: it makes, of the state of a real row and of the token that the row predicts, a state that
+    predicts the token behind, as Hydra's heads do (Ankner et al., 2024). It may read the row's state behind an inner
+    layer, too, which knows more of what comes later (Pal et al., 2023).
+
+    Attributes:
+        tokens: `(4096,)` int64, those that it drafts among, the most frequent ones of the model's answers first; -1
+            where there are fewer.
+    """
+
+    tokens: torch.Tensor
+
+    def __init__(self, hidden_size: int, width: int, has_inner: bool = False):
+        super().__init__(hidden_size, width, has_inner)
+        self.register_buffer("tokens", torch.full((MOST_FREQUENT,), -1))
+
+    def draft_among(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        """From now on it drafts among the most frequent tokens of answers (their `response_ids`); where these have few
+        kinds of tokens, among those from before, too."""
+        counts = Counter(token for answer in answers for token in answer["response_ids"])
+        found = [token for token, _ in counts.most_common()]
+        found = list(dict.fromkeys([*found, *self.frequent().tolist()]))[:MOST_FREQUENT]
+        self.tokens[: len(found)] = torch.tensor(found)
+
+    def frequent(self, vocab_size: int | None = None) -> torch.Tensor:
+        """`(S,)` int64, its tokens, of a vocabulary that may have been resized since."""
+        is_known = self.tokens >= 0
+        return self.tokens[is_known if vocab_size is None else is_known & (self.tokens < vocab_size)]
+
+
 class MaskAdapter(nn.Module):
     """The weights of a mask adapter: updates of layers, the slots' embedding, the previous-token head and the root
-    head; and the n-grams of the model's answers.
+    head.
 
     It begins as no change at all, but for the embedding of the slots.
 
@@ -216,8 +242,7 @@ class MaskAdapter(nn.Module):
             self.up[key] = nn.Parameter(torch.zeros(layers, rows, settings.rank))
         size, width, root = len(mask_embedding), settings.head_width, (settings.root_width, bool(settings.root_layer))
         self.head = PreviousTokenHead(size, width) if width else None
-        self.root_head = PreviousTokenHead(size, *root) if settings.root_width else None
-        self.ngrams = NGrams(settings.ngrams) if settings.ngrams else None
+        self.root_head = RootHead(size, *root) if settings.root_width else None
         self._prepared: tuple[Any, Matrices] | None = None
         self.frequent: tuple[Any, Any] | None = None  # what drafts without masks are among, see `attach.py`
         self.to(mask_embedding.device)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..generation.versions import check_format
 from ..training import peft_targets as peft_targets
-from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base
+from .adapter_files import KEY_PREFIX, PEFT_TYPE, MaskAdapterSettings, base_of, check_base, without_ngrams
 from .attach import attach, attached_in, check_attachable, train_alone, unload_mask_adapter
 
 
@@ -35,7 +35,6 @@ class MaskAdapterConfig(PeftConfig):
     head_width: int = 640
     num_masks: int = MaskAdapterSettings.num_masks
     layers_to_transform: list[int] = field(default_factory=list)
-    ngrams: int = 0
     root_width: int = 0
     root_layer: int | None = None
     base: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class MaskAdapterConfig(PeftConfig):
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
         """What was read from a file. Raises `ValueError` for a later format."""
         check_format(kwargs)
-        return {"root_layer": 0} | kwargs  # files from before it have none
+        return kwargs
 
 
 class _Layer(nn.Module, BaseTunerLayer):
@@ -95,8 +94,8 @@ class MaskAdapterTuner(BaseTuner):
         check_attachable(owner)
         if config.base:
             check_base(owner, config.base)
-        else:  # a new one, which has no n-grams yet
-            config.base, config.ngrams = base_of(owner), 0
+        else:
+            config.base = base_of(owner)
         settings = MaskAdapterSettings(
             **{each.name: getattr(config, each.name) for each in fields(MaskAdapterSettings)}
         )
@@ -174,7 +173,8 @@ class MaskAdapterTuner(BaseTuner):
         cls, model: Any, state_dict: dict[str, Any], **kwargs: Any
     ) -> Any:
         places = {name: key for key, name in _keys(model.state_dict())}
-        return {places.get(key.removeprefix(KEY_PREFIX), key): value for key, value in state_dict.items()}
+        weights = without_ngrams({key.removeprefix(KEY_PREFIX): value for key, value in state_dict.items()})
+        return {places.get(key, key): value for key, value in weights.items()}
 
     # What PEFT asks of methods that replace layers.
 

@@ -5,7 +5,6 @@ with more.
 """
 
 import json
-import logging
 import math
 import time
 from collections import defaultdict
@@ -21,15 +20,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ..generation.state import keeps_state
 from ..training.saving import AtomicSaveTrainer
 from .adapter_files import StoredMaskAdapter, check_base
-from .attach import attached_in, check_answers, count_ngrams, save_mask_adapter
+from .attach import attached_in, check_answers, save_mask_adapter
 from .budget import Budget, MaskTrainingConfig
 from .distillation import MaskDistillation
 from .evaluation import measure_acceptance
-from .heads import ROOT_ROWS, ShowRows, ignore, train_root_head
 from .layout import AnswerBatches, AnswerTokens, DataCollatorForMaskRuns
 from .pace import Clock
-
-logger = logging.getLogger(__name__)
+from .root_head import ROOT_ROWS, ShowRows, ignore, train_root_head
 
 
 class _Epochs(TrainerCallback):
@@ -99,7 +96,6 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         masks: int = args.num_masks or model.mask_adapter.settings.num_masks
         collator = DataCollatorForMaskRuns(0, masks, args.cut_stride, args.seed, keeps_state(model))
         self.budget, self._clock, self._num_masks = Budget(), clock, masks
-        self._uncounted = answers
         self.show_root: ShowRows = ignore
         self.root_seconds = 0.0
         self._sums: defaultdict[str, float] = defaultdict(float)
@@ -115,10 +111,11 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self._connect(self.budget)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's, for the masks. After it the adapter gets the n-grams of the answers, and its root head learns
-        [`ROOT_ROWS`] rows for each mask row of a process. One trains it for all. Checkpoints have both as before."""
-        adapter = self.accelerator.unwrap_model(self.model).model.mask_adapter
-        root = [] if adapter.root_head is None else list(adapter.root_head.parameters())
+        """The parent's, for the masks. Then the root head learns: [`ROOT_ROWS`] rows for each mask row of a process. One
+        trains it for all. Checkpoints have it as before."""
+        distillation = self.accelerator.unwrap_model(self.model)
+        root_head = distillation.model.mask_adapter.root_head
+        root = [] if root_head is None else list(root_head.parameters())
         trained = [parameter for parameter in root if parameter.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -127,16 +124,12 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         finally:
             for parameter in trained:
                 parameter.requires_grad_(True)
-        distillation = self.accelerator.unwrap_model(self.model)
-        count_ngrams(distillation.model, self._uncounted)
-        self._uncounted = ()
-        if trained and adapter.ngrams is None:
-            logger.warning("The root head is not trained: no n-gram occurs twice in the answers.")
-        elif trained:
+        if trained:
             began, count = self._clock(), ROOT_ROWS * self.budget.mask_rows // self.accelerator.num_processes
+            answers = self.train_dataset.answers
+            root_head.draft_among(answers)
             try:
                 if is_first := self.is_world_process_zero():
-                    answers = self.train_dataset.answers
                     self.log(train_root_head(distillation, answers, count, self.args.seed, self.show_root))
                 for parameter in trained:
                     parameter.data.copy_(self.accelerator.reduce(parameter.data * is_first, "sum"))
@@ -288,11 +281,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         adapter: Any = trained.mask_adapter
         stored = StoredMaskAdapter.read(resume_from_checkpoint)
         check_base(trained, stored.base)
-        as_here = {"num_masks": adapter.settings.num_masks, "ngrams": adapter.settings.ngrams}
-        if replace(stored.settings, **as_here) != adapter.settings:
+        if replace(stored.settings, num_masks=adapter.settings.num_masks) != adapter.settings:
             raise ValueError(
                 f"A run with {stored.settings} cannot go on with {adapter.settings}: choose a new folder."
             )
-        ngrams = {key: value for key, value in adapter.state_dict().items() if key.startswith("ngrams.")}
-        weights = {key: value for key, value in stored.weights.items() if not key.startswith("ngrams.")}
-        adapter.load_state_dict(weights | ngrams)
+        adapter.load_state_dict(stored.weights)

@@ -85,7 +85,7 @@ def main(
             "tokens per forward": tokens / clock.forwards,
             "speed against AR": None if free else tokens / clock.now,
         }
-        rows.append({"adapter": adapter, "n-grams": model.mask_adapter.settings.ngrams, "tokens": tokens} | speed)
+        rows.append({"adapter": adapter, "tokens": tokens} | speed)
     print(pd.DataFrame(rows).round(2).to_markdown(index=False))
 
 

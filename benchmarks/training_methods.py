@@ -108,7 +108,7 @@ def with_trees(model: Any, answers: list[AnswerTokens]) -> float:
 
 @app.command()
 def replay(base: str, prompts: Path, adapters: list[str], max_new_tokens: int = 96, dtype: str = "float32") -> None:
-    """Print tokens per forward of adapters with a fixed number of drafts, without n-grams, as a Markdown table."""
+    """Print tokens per forward of adapters with a fixed number of drafts as a Markdown table."""
     answers: list[AnswerTokens] = []
     found = []
     model, tokenizer = load_adapted(base, adapters[0], dtype=dtype)

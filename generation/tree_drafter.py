@@ -24,8 +24,7 @@ class TreeDrafter(Drafter):
     Args:
         sampler, end_tokens: see [`Drafter`].
         model: with a mask adapter.
-        has_branches: a position has several drafts, of masks, of the text and of n-grams; otherwise one.
-        ngrams: drafts what often followed, see [`NGramDrafter`].
+        has_branches: a position has several drafts, of masks and of the text; otherwise one.
         frequent: `(S,)` int64, tokens that the root's state drafts among where there are no masks, and what scores
             them; `None`: no drafts.
     """
@@ -38,7 +37,6 @@ class TreeDrafter(Drafter):
         end_tokens: frozenset[int],
         model: Any,
         has_branches: bool,
-        ngrams: Any = None,
         frequent: tuple[torch.Tensor, Any] | None = None,
     ):
         super().__init__(sampler, end_tokens, float("inf"))
@@ -47,7 +45,7 @@ class TreeDrafter(Drafter):
         most = self.config.vocab_size - 1
         self.children: int = min(CHILDREN, most) if has_branches else 1
         self.paths = PATHS if has_branches else 1
-        self.ngrams, self.reads_root = ngrams, model.drafts_from_root
+        self.reads_root = model.drafts_from_root
         self.frequent = frequent if self.reads_root else None
         self._lookups: dict[int, TextLookup] = {}
 
@@ -110,14 +108,10 @@ class TreeDrafter(Drafter):
         if not masks and self.frequent is not None:
             for rank, (token, chance) in enumerate(zip(*guesses[-2:], strict=True)):
                 drafts.append(Row(token, 1, -1, min(chance * UNIT, CERTAIN - UNIT), rank > 0))
-        if drafts and not masks and not self.sampler.do_sample:  # whose noise says more than chances
-            drafts = self.ngrams.mixed(drafts, sequence.tokens)
         if self.has_branches:
             lookup = self._lookups.setdefault(sequence.index, TextLookup())
             known = [draft.token for draft in drafts[:1] if draft.token is not None]
             self._add_path(drafts, [(token, None) for token in lookup.drafts(sequence.tokens, known, MOST_DRAFTS)])
-            if self.ngrams is not None:
-                self.ngrams.extend(drafts, sequence.tokens, self.end_tokens)
         return drafts
 
     def _scores(

@@ -65,7 +65,7 @@ class VllmMaskAdapter(nn.Module):
         self.num_masks = settings.num_masks
         parameter = next(model.model.parameters())
         self.dtype, device = parameter.dtype, parameter.device
-        weights = {key: weight for key, weight in stored.weights.items() if weight.is_floating_point()}  # no n-grams
+        weights = {key: weight for key, weight in stored.weights.items() if weight.is_floating_point()}
         weights = {key: weight.to(device, self.dtype) for key, weight in weights.items()}
         self.register_buffer("flags", torch.zeros(most_rows, 1, dtype=self.dtype, device=device), persistent=False)
         try:

@@ -301,19 +301,11 @@ def test_what_would_train_the_base_or_nothing_is_refused(tmp_path):
 
 
 def test_the_trainer_takes_a_peft_model_and_says_where_there_is_no_adapter(tmp_path):
-    model = get_peft_model(tiny_model(), MaskAdapterConfig(rank=4, head_width=0, ngrams=7))
+    model = get_peft_model(tiny_model(), MaskAdapterConfig(rank=4, head_width=0))
     MaskAdapterTrainer(model, config(tmp_path, mask_rows=40), answers(4)).train()
     assert any(bool(up.detach().abs().max() > 0) for up in model.mask_adapter.up.values())
     with pytest.raises(ValueError, match="has no mask adapter"):
         MaskAdapterTrainer(tiny_model(), config(tmp_path), answers(4))
-
-
-def test_a_root_head_that_has_no_ngrams_to_draft_from_is_warned_of(tmp_path, caplog):
-    model = tiny_model()
-    add_mask_adapter(model, MaskAdapterSettings(rank=4, head_width=0, root_width=8))
-    once = [{"prompt_ids": [3], "response_ids": [*range(4, 40)]}]
-    MaskAdapterTrainer(model, config(tmp_path, mask_rows=40), once).train()
-    assert "The root head is not trained: no n-gram occurs twice" in caplog.text
 
 
 def test_accumulated_gradients_are_those_of_one_batch():
@@ -365,7 +357,7 @@ def test_impossible_settings_are_refused(tmp_path):
         with pytest.raises(ValueError, match=f"`{name}` must be {least}, got 0"):
             AnswerConfig(**{name: 0})
     for shape, message in (
-        ({"rank": "8", "ngrams": True}, "stated in whole numbers; got `rank` '8', `ngrams` True"),
+        ({"rank": "8", "root_width": True}, "stated in whole numbers; got `rank` '8', `root_width` True"),
         ({"target_modules": "o_proj"}, "`target_modules` is a list of names, got the text 'o_proj'"),
     ):
         with pytest.raises(ValueError, match=message):

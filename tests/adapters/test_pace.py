@@ -26,8 +26,8 @@ from wedlm_hf.adapters import adapt as adapting
 from wedlm_hf.adapters import answers, load_mask_adapter
 from wedlm_hf.adapters.adapt import AdaptConfig, adapt
 from wedlm_hf.adapters.answers import read_answers
-from wedlm_hf.adapters.heads import ROOT_ROWS
 from wedlm_hf.adapters.pace import FEW_ROWS, ROOT_SHARE, Pace, measure_pace, schedule
+from wedlm_hf.adapters.root_head import ROOT_ROWS
 from wedlm_hf.training.saving import AtomicSaveTrainer, newest_complete_checkpoint
 
 

@@ -52,8 +52,6 @@ def refused(folder: Path, message: str, error: type[Exception] = ValueError) -> 
         ({"target_modules": ["o_proj", "../x"]}, "'../x', which no decoder layer has"),
         ({"num_masks": 0}, "`num_masks` of at least 1"),
         ({"num_masks": "4"}, "may state `num_masks`, a whole number; got '4'"),
-        ({"ngrams": "a"}, "may state `ngrams`, a whole number; got 'a'"),
-        ({"ngrams": 7}, "do not fit its adapter_config.json: .*`ngrams` 7"),
         ({"root_width": 16}, "do not fit its adapter_config.json: .*`root_width` 16"),
         ({"layers_to_transform": [0, "1"]}, "may state `layers_to_transform`, a list of whole numbers; got"),
         ({"layers_to_transform": 0}, "may state `layers_to_transform`, a list of whole numbers; got 0"),
