@@ -111,8 +111,8 @@ class MaskAdapterTrainer(AtomicSaveTrainer):
         self._connect(self.budget)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's, for the masks. Then the root head learns: [`ROOT_ROWS`] rows for each mask row of a process. One
-        trains it for all. Checkpoints have it as before."""
+        """The parent's, for the masks. Then one process trains the root head for all: [`ROOT_ROWS`] rows for each mask
+        row of a process. Checkpoints have it as before."""
         distillation = self.accelerator.unwrap_model(self.model)
         root_head = distillation.model.mask_adapter.root_head
         root = [] if root_head is None else list(root_head.parameters())

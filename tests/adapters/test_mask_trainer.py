@@ -343,7 +343,7 @@ def test_impossible_settings_are_refused(tmp_path):
             {"lr_scheduler_kwargs": {"num_cycles": 2}},
             "without `lr_scheduler_kwargs`; got .*cosine.* and {'num_cycles'",
         ),
-        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "must be False: n-gr"),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}, "must be False: the"),
         ({"num_masks": 0}, "`num_masks`"),
         ({"gradient_checkpointing": True}, "`gradient_checkpointing` must be False"),
     ):
