@@ -14,7 +14,7 @@ TYPED := build/typed
 
 demo: $(INSTALLED)
 	$(BIN)/wedlm generate </dev/null
-	@echo 'On a page in the browser, with prompts of your own: $(BIN)/wedlm demo'
+	@echo 'On a page in the browser, with questions of your own: $(BIN)/wedlm serve --open'
 
 real: $(INSTALLED)
 	$(BIN)/python examples/smollm2/demo.py
@@ -47,7 +47,7 @@ UV := $(BIN)/uv
 LOWEST := .venv-lowest
 NEWEST := .venv-newest
 NEWEST_TORCH ?= torch
-EXTRAS := cli,train,peft,gguf,qlora,eval,serve,chat,demo,dev
+EXTRAS := cli,train,peft,gguf,qlora,eval,serve,dev
 OTHER_PYTEST := -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-lowest: $(LOWEST)/installed

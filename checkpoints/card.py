@@ -6,6 +6,7 @@ The last line of a card of ours is a digest of the lines above it. Another card 
 import functools
 import hashlib
 import json
+import logging
 import os
 import re
 from pathlib import Path
@@ -16,11 +17,14 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from .files import write_text
 
+logger = logging.getLogger(__name__)
+
 CARD_NAME = "README.md"
 TAGS = ("wedlm", "diffusion-language-model", "parallel-decoding")
 # Metadata of the base that holds for what was made of it.
 INHERITED = ("license", "license_name", "license_link", "language")
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
+_PATH = re.compile(r"(?<![\w/.])(?:/[\w.-]+){2,}")  # absolute, of two names or more; no part of an address
 _SIGNATURE = re.compile(r"\n<!-- wedlm-hf wrote this card .* -->$")
 
 
@@ -81,7 +85,26 @@ def write_card(folder: str | os.PathLike[str], text: str) -> bool:
     if is_written_by_a_person(read_card(folder)):
         return False
     write_text(Path(folder, CARD_NAME), text)
+    check_card(folder)
     return True
+
+
+def check_card(folder: str | os.PathLike[str]) -> None:
+    """Warns of what nobody else could follow, once the folder is uploaded: paths of this machine in the card, and an
+    adapter whose base is not on the Hub."""
+    text, config = read_card(folder) or "", Path(folder, "adapter_config.json")
+    if paths := sorted({path for path in _PATH.findall(text) if os.path.exists(path)}):
+        logger.warning(
+            "%s names %s, a path of this machine: change it before you share the folder.", CARD_NAME, paths[0]
+        )
+    base = json.loads(config.read_bytes()).get("base_model_name_or_path") if config.is_file() else None
+    if base and not is_hub_id(base):
+        logger.warning(
+            "%s names the base %r, which nobody else can load: before you share the adapter, write the base's Hub id "
+            "there, OWNER/NAME, as `base_model_name_or_path`.",
+            config.name,
+            base,
+        )
 
 
 def provenance(source: str) -> tuple[str | None, dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""Commands that decode: generate, chat, trace, report, demo, serve."""
+"""Commands that decode: generate, report, serve."""
 
-import webbrowser
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..eval.request import AnswerRequest
 
+REAL_MODEL = "--model build/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf --adapter examples/smollm2"
 HostOption = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes any that is free.")]
 
@@ -31,6 +32,7 @@ PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen 
     "wedlm generate 'Count from 5 to 50 by 5.'",
     "wedlm generate 'Count from 5 to 50 by 5.' --verification exact --set top_k=20",
     "wedlm generate --model my-wedlm --file prompts.txt --json > answers.json",
+    "wedlm generate 'Count down from 97 to 61 by 4.' --trace page.html --trace trace.json",
 )
 def generate(
     prompts: PromptOptions,
@@ -38,20 +40,48 @@ def generate(
     loading: LoadingOptions,
     model: ModelOption = None,
     compare: CompareOption = True,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Write every step: a page that replays it, or, to FILE.json, its data; may be repeated."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="With --trace: times are medians of so many runs.")] = 5,
     as_json: JsonOption = False,
 ) -> None:
     """Answer prompts, streaming, and show the cost next to AR decoding of the same weights."""
+    if trace and decoding.strategy == "ar":
+        raise ValueError("A trace shows parallel decoding: `--strategy` must be wedlm or block, got 'ar'.")
+    from ..checkpoints.files import check_output
+
+    written = trace or []
+    for place, path in enumerate(written):
+        others = (*written[:place], *written[place + 1 :], prompts.file)
+        check_output(path, [other for other in others if other is not None])
     loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare)
-    from ..apps import generate as answers
+    from ..eval import answers
 
     if model is None and prompts.prompts:
-        from ..apps.smollm2 import how_to_try
-
         about = "wedlm-nano is a toy: it answers questions as `wedlm generate` without a prompt shows them, no others."
-        typer.echo(f"{about} A real model:\n{how_to_try(prompts.prompts[0])}\n", err=True)
-    decodings = answers.compare(loaded, tokenizer, request, console(quiet=as_json))
+        words = ["wedlm", "generate", prompts.prompts[0], *REAL_MODEL.split()]
+        typer.echo(f"{about} A real model, in a clone, after `make real`:\n{shlex.join(words)}\n", err=True)
+    out, results = console(quiet=as_json), dict[str, Any]()
+    if not written:
+        decodings = answers.compare(loaded, tokenizer, request, out)
+    else:
+        from ..checkpoints.files import write_text
+        from ..eval.trace import page, record
+
+        shown = record.record(
+            loaded, tokenizer, request, model_name=model or NANO.name, repeats=repeats, title="tracing"
+        )
+        for path in written:
+            write_text(path, page.to_json(shown) if path.suffix == ".json" else page.page(shown))
+        decodings = record.decodings(shown)
+        answers.show([recording.prompt for recording in shown.recordings], decodings, out)
+        results = {"files": list(map(str, written))}
+        out.print(*results["files"], sep="\n", highlight=False, soft_wrap=True)
     if as_json:
-        print_json({"answers": answers.records(request.prompts, decodings), "decoders": answers.totals(decodings)})
+        results |= {"answers": answers.records(request.prompts, decodings), "decoders": answers.totals(decodings)}
+        print_json(results)
 
 
 def _asked(
@@ -64,75 +94,6 @@ def _asked(
     loaded, tokenizer = loading.load(model)
     raw = prompts.raw or has_no_chat_template(tokenizer, model)
     return loaded, tokenizer, AnswerRequest(texts, keywords, compare, raw, decoding.seed)
-
-
-@command(
-    "wedlm chat",
-    "wedlm chat my-wedlm --verification exact --system 'Answer in one sentence.'",
-    "wedlm chat my-base --adapter my-adapter --verification exact",
-)
-def chat(
-    decoding: DecodingOptions,
-    loading: LoadingOptions,
-    checkpoint: CheckpointArgument = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-) -> None:
-    """Talk with a model: answers stream, and the cache is kept from turn to turn. /help lists what can be done."""
-    keywords = decoding.keywords()
-    import torch
-
-    from ..apps.chat import run
-    from ..apps.conversation import Conversation
-
-    loaded, tokenizer = loading.load(checkpoint)
-    if tokenizer.chat_template is None:
-        name = checkpoint or NANO.name
-        raise ValueError(f"{name!r} has no chat template: `wedlm generate --raw` continues texts with it.")
-    torch.manual_seed(decoding.seed)
-    if checkpoint is None:
-        about = "wedlm-nano answers prompts one by one, of six kinds: type /reset before the next."
-        typer.echo(f"{about} `wedlm chat MODEL` talks with another model.", err=True)
-    run(Conversation(loaded, tokenizer, keywords, system), console())
-
-
-@command(
-    "wedlm trace 'Count down from 97 to 61 by 4.' --output page.html",
-    "wedlm trace 'Count down from 97 to 61 by 4.' --verification exact --save trace.json",
-)
-def trace(
-    prompts: PromptOptions,
-    decoding: DecodingOptions,
-    loading: LoadingOptions,
-    model: ModelOption = None,
-    compare: CompareOption = True,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("build/trace.html"),
-    save: Annotated[Path | None, typer.Option(help="JSON file for what the page shows.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Times are medians of so many runs.")] = 5,
-    as_json: JsonOption = False,
-) -> None:
-    """See it decode: a page that replays a generation step by step, AR decoding beside it at the same clock."""
-    if decoding.strategy == "ar":
-        raise ValueError("A trace shows parallel decoding: `--strategy` must be wedlm or block, got 'ar'.")
-    from ..checkpoints.files import check_output
-
-    written = [path for path in (save, output) if path is not None]
-    for path in written:
-        check_output(path, [other for other in (*written, prompts.file) if other is not None and other is not path])
-    from ..apps import generate as answers
-    from ..checkpoints.files import write_text
-    from ..eval.trace import page, record
-
-    loaded, tokenizer, request = _asked(prompts, decoding, loading, model, compare)
-    name = model or NANO.name
-    shown = record.record(loaded, tokenizer, request, model_name=name, repeats=repeats, title="tracing")
-    if save is not None:
-        write_text(save, page.to_json(shown))
-    write_text(output, page.page(shown))
-    out, decodings, names = console(quiet=as_json), record.decodings(shown), list(map(str, written))
-    out.print(answers.comparison_table(decodings))
-    out.print(*names, sep="\n", highlight=False, soft_wrap=True)
-    if as_json:
-        print_json({"files": names, "decoders": answers.totals(decodings)})
 
 
 @command(
@@ -155,29 +116,6 @@ def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption 
 
 
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
-
-
-@command("wedlm demo", "wedlm demo --model my-wedlm --adapter my-adapter --port 8000")
-def demo(
-    loading: LoadingOptions,
-    model: ModelOption = None,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 7860,
-    browser: Annotated[bool, typer.Option(help="Open the page in the browser.")] = True,
-) -> None:
-    """A page to try it on: AR and WeDLM answer your prompt side by side, on one clock, with all settings."""
-    need("The demo", "demo", "starlette", "uvicorn")
-    from ..apps.demo import make_server
-
-    is_local = host in LOCAL_HOSTS
-    with listen(host, port) as (listening, address):
-        server = make_server(loading.load, model, loading.adapter, is_local)
-        typer.echo(f"{address}  (Ctrl-C stops it)")
-        if not is_local:
-            typer.echo("Everyone who reaches this address can load any checkpoint on this machine.", err=True)
-        if browser:
-            webbrowser.open(address)
-        server.run(sockets=[listening])
 
 
 @command(

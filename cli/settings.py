@@ -32,7 +32,7 @@ REFUSED = {
     "output_logits": _SHOWN,
     "output_attentions": _SHOWN,
     "output_hidden_states": _SHOWN,
-    "output_trace": "`wedlm trace` shows every step",
+    "output_trace": "`wedlm generate --trace` shows every step",
     "cache_config": _NOTHING,
     "continuous_batching_config": _NOTHING,
     "decoder_start_token_id": _NOTHING,

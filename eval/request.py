@@ -1,4 +1,4 @@
-"""What `wedlm generate`, `wedlm trace` and the demo page decode: prompts, next to AR decoding if you like."""
+"""What `wedlm generate` decodes: prompts, next to AR decoding if you like."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

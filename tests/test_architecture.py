@@ -1,6 +1,6 @@
 """The layout of the project, held by reading its source: who may import whom, and what a built wheel contains.
 
-    examples, cli -> apps, serving -> eval -> adapters -> training -> console -> modeling_wedlm
+    examples, cli -> serving -> eval -> adapters -> training -> console -> modeling_wedlm
     modeling_wedlm -> generation, checkpoints
 
 What ships (`hub.SHIPPED`) also travels beside the weights to the Hub, whose loader is a regex over one flat folder.
@@ -41,7 +41,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     "threads": None, "checkpoints": ["gguf"], "generation": ["grammar"], "modeling_wedlm": [], "console": ["cli"],
     "training": ["train"], "adapters": ["train"], "eval": ["eval"], "serving": ["serve", "vllm"],
-    "apps": ["demo", "chat"], "cli": ["cli"], "__main__": None,
+    "cli": ["cli"], "__main__": None,
 }  # fmt: skip
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}
 
@@ -274,7 +274,7 @@ def test_a_built_wheel_holds_every_module_and_data_file(tmp_path: Path):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("wedlm_hf/")}
     patterns = (
         "training/*.jinja checkpoints/*.jinja adapters/*.jinja eval/report/*.jinja eval/harness/tasks/* "
-        "eval/**/*.html eval/trace/page.*s apps/demo.[chj]* examples/wedlm-nano/[!.]*"
+        "eval/**/*.html eval/trace/page.*s examples/wedlm-nano/[!.]*"
     )
     data = [file for pattern in patterns.split() for file in ROOT.glob(pattern) if file.is_file()]
     files = [*FILES, *data, ROOT / "py.typed"]

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import smollm2
 import torch
 import typer
 from accelerate.commands.launch import launch_command_parser
@@ -38,7 +39,6 @@ from typer.testing import CliRunner
 import wedlm_hf
 from wedlm_hf import WeDLMForCausalLM, add_mask_adapter, cli, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
-from wedlm_hf.apps import smollm2
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer
 from wedlm_hf.eval.decoders import FIELDS
@@ -58,11 +58,10 @@ SHORTER = {
     "examples/adaptation/train.py": "--stock-steps 2 --steps 2",
     "examples/dpo/train.py": "--prompts 12 --rollouts 4 --held-out 1",
     "examples/paper-findings/run.py": "--steps 2 --base-steps 2 --prompts-per-task 2",
-    "wedlm trace": "--repeats 1 --max-new-tokens 8",
     "wedlm report": "--count 1 --sweep-count 1 --timed 1 --sweep-timed 1 --repeats 1 --threads 1 --windows 6 "
     "--thresholds 0.8 --penalties 0.1 --draft-thresholds 0.8 --batch-sizes 1 --max-new-tokens 8",
     "wedlm adapt": "--minutes 0.05 --rank 2 --head-width 8 --device cpu --prompts examples/wedlm-nano/tasks.jsonl",
-    "wedlm generate": "--max-new-tokens 16",
+    "wedlm generate": "--repeats 1 --max-new-tokens 16",
     "wedlm train": "--max_steps 1 --use_cpu true --bf16 false --max_length 256 --gradient_accumulation_steps 1 "
     "--eval_decoding_samples 1 --eval_decoding_tokens 4 --chat_template_path chatml",
     "wedlm_hf.eval": "--limit 1",

@@ -18,7 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer, pack_dataset
 from trl.models.utils import unwrap_model_for_generation
 
-from ..checkpoints.card import CARD_NAME, is_written_by_a_person, read_card
+from ..checkpoints.card import CARD_NAME, check_card, is_written_by_a_person, read_card
 from ..checkpoints.files import write_text
 from ..modeling_wedlm.modeling_wedlm import WeDLMForCausalLM
 from .collator import DataCollatorForDualStreamMasking, DynamicMaskingCallback
@@ -289,6 +289,7 @@ class WeDLMSFTTrainer(AtomicSaveTrainer, SFTTrainer):
                 base = f"`{Path(str(model.config.name_or_path)).name}`"
                 text = file.read_text(encoding="utf-8").replace("[None](https://huggingface.co/None)", base)
                 write_text(file, text)
+                check_card(file.parent)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The parent's; reports what the streams have lost."""

@@ -1,29 +1,21 @@
-"""Makes the screenshots of docs/: the demo page, the replay the chat, and the race at the top of the README.
+"""Makes the screenshots of docs/: the replay, and the race at the top of the README.
 
 python docs/figures/screenshots.py [NAME ...]     # names of FIGURES; by default all
 
-Needs Chromium or Chrome, and `pip install ".[demo]" playwright pillow`.
+Needs Chromium or Chrome, and `pip install ".[serve]" playwright pillow`.
 """
 
 import io
 import shutil
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
-from rich.console import Console
-from rich.terminal_theme import MONOKAI
 
-from wedlm_hf.apps.chat import run
-from wedlm_hf.apps.conversation import Conversation
-from wedlm_hf.apps.demo import Demo, ModelChoice, Models, application
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.cli.options import LoadingOptions
 from wedlm_hf.eval.request import AnswerRequest
@@ -50,17 +42,6 @@ REPLAYS: dict[str, tuple[str, dict[str, Any], int]] = {
 RACE = "Anna has 347 apples. Ben brings 85 more. Anna sells 218. How many apples does Anna have now?"
 FRAMES = 60
 
-CHAT = (
-    "Count down from 97 to 61 by 4.",
-    "/reset",
-    "Emma lives in Paris. Jack has a horse. Emma likes soup. Where does Emma live?",
-    "/reset",
-    "/strategy ar",
-    "Sort from largest to smallest: 31, 7, 86, 12, 54, 23",
-    "/stats",
-)
-"""wedlm-nano answers single turns, hence the resets."""
-
 
 def open_page(browser: Browser, address: str, width: int, height: int, scheme: Any) -> Page:
     """A page without motion, at one and a half times the pixels."""
@@ -77,7 +58,7 @@ def open_page(browser: Browser, address: str, width: int, height: int, scheme: A
 
 
 def replay(browser: Browser, name: str, scheme: str) -> None:
-    """A page of `wedlm trace`, after some forwards."""
+    """A page of `wedlm generate --trace`, after some forwards."""
     prompt, options, forward = REPLAYS[name]
     model, tokenizer = LoadingOptions(threads=1).load(None)
     trace = record(model, tokenizer, AnswerRequest([prompt], {"strategy": "wedlm", **options}), model_name=NANO.name)
@@ -110,63 +91,10 @@ def race(browser: Browser, name: str) -> None:
         )
 
 
-def demo(browser: Browser, name: str, scheme: str, width: int = 1280, height: int = 1560) -> None:
-    """The page of `wedlm demo`, in the middle of a race, and after a setting was changed."""
-    application_ = application(Demo(Models(LoadingOptions(threads=1).load), ModelChoice(str(NANO))), ["127.0.0.1"])
-    server = uvicorn.Server(uvicorn.Config(application_, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.05)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        page = open_page(browser, f"http://127.0.0.1:{port}", width, height, scheme)
-        actions: list[Callable[[], None]] = [
-            lambda: None,  # the page begins with a run
-            page.locator("#examples button", has_text="Anna has 347").click,
-            lambda: page.locator('[data-setting="window_size"] input[type=range]').fill("16"),
-            lambda: page.locator('[data-setting="entropy_threshold"] input[type=range]').fill("0.2"),
-            lambda: page.locator('[data-setting="distance_penalty"] input[type=range]').fill("0.02"),
-            page.locator("#verification label", has_text="exact").click,
-        ]
-        for number, act in enumerate(actions, 1):
-            act()
-            page.locator(f'#ask[data-done="{number}"]').wait_for()
-        page.locator("#runs tr").nth(1).click()
-        page.locator("#first").click()
-        for _ in range(6):
-            page.locator("#step").click()
-        page.locator('#panes [data-run="wedlm"] .slot.mask.looked').first.hover()
-        page.screenshot(path=FOLDER / f"{name}.png")
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-def chat(browser: Browser, name: str) -> None:
-    """A session of `wedlm chat` with lines that are piped in, in the colours of a terminal."""
-    model, tokenizer = LoadingOptions(threads=1).load(None)
-    console = Console(record=True, width=96, file=io.StringIO(), markup=False)
-    before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO("\n".join(CHAT).encode()))
-    try:
-        run(Conversation(model, tokenizer, {"strategy": "wedlm", "verification": "exact"}, None), console)
-    finally:
-        sys.stdin = before
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "chat.html")
-        path.write_text(console.export_html(theme=MONOKAI, inline_styles=True), encoding="utf-8")
-        page = open_page(browser, path.as_uri(), 910, 200, "dark")
-        page.screenshot(path=FOLDER / f"{name}.png", full_page=True)
-
-
 FIGURES: dict[str, Callable[[Browser], None]] = {
     "trace": lambda browser: replay(browser, "trace", "light"),
     "trace-exact": lambda browser: replay(browser, "trace-exact", "dark"),
     "race": lambda browser: race(browser, "race"),
-    "chat": lambda browser: chat(browser, "chat"),
-    "demo": lambda browser: demo(browser, "demo", "light"),
-    "demo-dark": lambda browser: demo(browser, "demo-dark", "dark"),
-    "demo-narrow": lambda browser: demo(browser, "demo-narrow", "light", 390, 1500),
 }
 
 

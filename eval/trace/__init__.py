@@ -1,1 +1,1 @@
-"""The work of `wedlm trace`: `record` keeps every forward of a generation, `saved` is its JSON, `page` replays it."""
+"""The work of `wedlm generate --trace`: `record` keeps every forward of a generation, `page` replays it."""

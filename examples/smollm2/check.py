@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from scipy import stats
+from smollm2 import FOLDER, fetch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 from wedlm_hf import load_mask_adapter
-from wedlm_hf.apps.smollm2 import FOLDER, fetch
 from wedlm_hf.checkpoints.loading import load_model, load_tokenizer, set_format
 from wedlm_hf.eval.prompts import read_prompts
 

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from wedlm_hf import load_mask_adapter  # isort: skip  # before torch, so that its threads wait without spinning
 import torch
+from smollm2 import FOLDER, fetch
 
-from wedlm_hf.apps.smollm2 import FOLDER, fetch
 from wedlm_hf.checkpoints.loading import (
     load_model,
     load_tokenizer,

@@ -121,7 +121,7 @@ def test_every_other_module_loads_through_this_one():
     package = Path(loading.__file__).parents[1]
     # gguf.py has the arguments that `find_checkpoint` gives; without_package.py runs without the package.
     allowed = {"loading.py", "gguf.py", "without_package.py"}
-    for folder in "checkpoints modeling_wedlm generation training adapters eval apps serving cli .".split():
+    for folder in "checkpoints modeling_wedlm generation training adapters eval serving cli .".split():
         for file in (package / folder).glob("*.py" if folder == "." else "**/*.py"):
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained"):

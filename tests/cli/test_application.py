@@ -147,10 +147,7 @@ def test_the_shell_completes_commands_options_and_values():
 
 LOADING = {  # words of each command that loads a checkpoint
     "generate": "hi --model CHECKPOINT",
-    "chat": "CHECKPOINT",
-    "demo": "--model CHECKPOINT --port 0 --no-browser",
     "serve": "CHECKPOINT --port 0",
-    "trace": "hi --model CHECKPOINT --output OUT/page.html",
     "report": "CHECKPOINT --file prompts.txt --output OUT",
     "convert": "CHECKPOINT OUT",
     "train": "--model_name_or_path CHECKPOINT --dataset chats.jsonl --output_dir OUT --use_cpu true --bf16 false",
@@ -173,7 +170,7 @@ WRONG = {
     "generate --window-sise 3": "--window-size",
     "generate --window-size x": "Invalid value for '--window-size'",
     "convert": "Missing argument",
-    "chat model --model stock": "The model is named twice",
+    "serve model --model stock": "The model is named twice",
     "generate hi --window-size 0": "`window_size` must be an integer of at least 1, got 0.",
     "generate hi --strategy beam": "'--strategy': 'beam' is not one of 'wedlm', 'block', 'ar'.",
     "generate hi --temperature 0": "`temperature` (=0.0) has to be a strictly positive float",
@@ -191,7 +188,6 @@ WRONG = {
     "report stock --file prompts.txt --output out": STOCK,
     "merge stock stock-lora out": STOCK,
     "merge stock mask out": "is a mask adapter, which cannot be merged",
-    "push stock you/it --dry-run --license mit": STOCK,
     "convert lora out": NO_MODEL,
     "adapt mask out --tokens 9": NO_MODEL,
     "generate hi --set window": "`--set` takes NAME=VALUE, got 'window'.",
@@ -206,11 +202,11 @@ WRONG = {
         f"generate hi --model ./missing {how} --set slot_cost=0.1": f"`slot_cost=0.1` has no meaning with `{how}`."
         for how in ("--strategy ar", "--strategy block", "--verification none")
     },
-    "trace --strategy ar hi": "`--strategy` must be wedlm or block, got 'ar'.",
-    "trace --save prompts.txt --output ./link.txt hi": "'prompts.txt' is named twice",
-    "trace --file prompts.txt --save prompts.txt": "'prompts.txt' is named twice",
-    "trace --output . hi": "'.' is a folder; a file is to be written.",
-    "trace --save prompts.txt/x hi": "The folder 'prompts.txt' cannot be written to",
+    "generate --trace x.html --strategy ar hi": "`--strategy` must be wedlm or block, got 'ar'.",
+    "generate --trace prompts.txt --trace ./link.txt hi": "'prompts.txt' is named twice",
+    "generate --file prompts.txt --trace prompts.txt": "'prompts.txt' is named twice",
+    "generate --trace . hi": "'.' is a folder; a file is to be written.",
+    "generate --trace prompts.txt/x hi": "The folder 'prompts.txt' cannot be written to",
     "report --output out --decoders ar,beam": "Unknown decoder 'beam': choose among ar, block, wedlm",
     "report --output out --windows 4,wide": "'--windows': numbers with commas between them are needed, got '4,wide'.",
     "report --output out --temperature 0": "`--temperature` must be above 0 and finite, got 0.0: greedy is the defaul",
@@ -224,8 +220,6 @@ WRONG = {
     "report --output out some/model": "There is no folder 'some/model' that could bring prompts: name a file (--file)",
     "adapt stock out": "A budget is needed: `--minutes` of work, such as 60, or `--tokens` of answers.",
     "adapt stock out --minutes 1 --prompts no.txt": "No such file or directory",
-    "push ./missing someone/model": "There is no folder 'missing'",
-    "push empty someone/model": "holds neither a model (config.json) nor an adapter",
     "train --dataset x --use_cpu true --bf16 false": "`model_name_or_path` is required: a folder or Hub id",
     TRAIN + "--model_name_or_path=": "The checkpoint must be a folder or a Hub id, got ''.",
     TRAIN + "--dataset no.jsonl --model_name_or_path model": "There is no file 'no.jsonl'.",
@@ -365,8 +359,8 @@ def test_a_trace_names_its_files_and_a_conversion_its_keys_as_json(folder, tmp_p
     turns = [{"role": role, "content": "1, 2"} for role in ("user", "assistant", "user")]
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}))
     files = [str(tmp_path / name) for name in ("[b]/trace.json", "a.html")]
-    short = ("--max-new-tokens", 4, "--repeats", 1, "--save", files[0], "--output", files[1])
-    results = results_of("trace", *words, *short)
+    short = ("--max-new-tokens", 4, "--repeats", 1, "--trace", files[0], "--trace", files[1])
+    results = results_of("generate", *words, *short)
     assert results["files"] == files
     assert results["decoders"]["wedlm"]["new_tokens"] == 4
     kept, page = (Path(file).read_text() for file in files)

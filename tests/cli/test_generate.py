@@ -14,10 +14,10 @@ from tiny import MASK, tiny_model, tiny_tokenizer, write_checkpoint
 from typer.testing import CliRunner
 
 from wedlm_hf import cli
-from wedlm_hf.apps.generate import compare, comparison_table
 from wedlm_hf.cli import options
 from wedlm_hf.cli.application import console
 from wedlm_hf.console.streaming import AnswerStreamer, printable
+from wedlm_hf.eval.answers import compare, comparison_table
 from wedlm_hf.eval.measure import Decoding, ForwardCounter
 from wedlm_hf.eval.prompts import encode
 from wedlm_hf.eval.request import AnswerRequest

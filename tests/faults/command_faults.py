@@ -91,10 +91,10 @@ class Run:
 
 def start(
     words: list[str], folder: Path, *, limit: int | None = None, pipe: tuple[int, int] | None = None,
-    typing: bool = False, until: str = "", stdin: str = os.devnull,
+    until: str = "",
 ) -> Run:  # fmt: skip
     """Starts `wedlm WORDS` in a folder; `limit`: the size of its files; `pipe`: both ends, for what it prints;
-    `typing`: it reads what is written to its terminal; `until`: see [`Run`]; `stdin`: file that it reads."""
+    `until`: see [`Run`]."""
     pid, terminal = pty.fork()
     if pid:
         return Run(pid, terminal, until=until.encode())
@@ -107,7 +107,7 @@ def start(
             os.dup2(pipe[1], 1)
             os.close(pipe[0])
             os.close(pipe[1])
-        sys.stdin = os.fdopen(0 if typing else os.open(stdin, os.O_RDONLY), closefd=False)
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY), closefd=False)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -149,18 +149,16 @@ class Command:
     words: str
     check: Callable[[Path], None]
     earlier: str = ""
-    may_say_no: bool = False  # it checks, and a fault may be what it finds: code 1
     until: str = ""  # what it says when it serves, until Ctrl-C
-    stdin: str = os.devnull
 
     def start(self, folder: Path, **fault: Any) -> Run:
         """Starts it."""
-        return start(self.words.split(), folder, until=self.until, stdin=self.stdin, **fault)
+        return start(self.words.split(), folder, until=self.until, **fault)
 
     @property
     def codes(self) -> set[int]:
         """Exit codes that may end it without a fault."""
-        return ({130} if self.until else {0}) | ({1} if self.may_say_no else set())
+        return {130} if self.until else {0}
 
 
 def whole_json(*names: str) -> Callable[[Path], None]:
@@ -220,9 +218,9 @@ ADAPT = "adapt base out --prompts prompts.txt --rank 2 --head-width 8 --device c
 COMMANDS = {
     "generate": Command("generate Count Sort --model model --max-new-tokens 24", nothing),
     "trace": Command(
-        "trace Count --model model --output page.html --save trace.json --repeats 1 --max-new-tokens 24",
+        "generate Count --model model --trace page.html --trace trace.json --repeats 1 --max-new-tokens 24",
         whole_json("page.html", "trace.json"),
-        "trace Sort --model model --output page.html --save trace.json --repeats 1 --max-new-tokens 4",
+        "generate Sort --model model --trace page.html --trace trace.json --repeats 1 --max-new-tokens 4",
     ),
     "report": Command(
         REPORT + "--max-new-tokens 8 --max-loss 100 --save-settings",
@@ -230,13 +228,6 @@ COMMANDS = {
         REPORT + "--max-new-tokens 6",
     ),
     "convert": Command("convert stock new", lambda folder: whole_model(folder / "new")),
-    "push": Command(
-        "push model someone/model --license mit --dry-run",
-        lambda folder: whole_model(folder / "model"),
-        may_say_no=True,
-    ),
-    "chat": Command("chat model --max-new-tokens 24", nothing, stdin="prompts.txt"),
-    "demo": Command("demo --model model --port 0 --no-browser", nothing, until="http://"),
     "serve": Command("serve model --port 0", nothing, until="http://"),
     "train": Command(TRAIN + "3", whole_training, TRAIN + "1"),
     "adapt": Command(ADAPT + "200", whole_adapter, ADAPT + "60"),
@@ -330,7 +321,7 @@ def template_of(command: Command, folder: Path) -> float:
     with tempfile.TemporaryDirectory() as name:
         shutil.copytree(folder, name, dirs_exist_ok=True)
         shutil.copytree(folder, f"{name}/here")
-        if not command.until and command.stdin == os.devnull:
+        if not command.until:
             run_here(command.words.split(), Path(name) / "here")
         run = command.start(Path(name))
         run.wait()

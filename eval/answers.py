@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..console.prompts import Turns
 from ..console.streaming import AnswerStreamer, printable, writer_to
-from ..eval.decoders import AR
-from ..eval.measure import MOST_TURNS, Decoding, Speed, decode, in_turn, rates
-from ..eval.prompts import Prompt
-from ..eval.request import AnswerRequest
 from ..modeling_wedlm import WeDLMForCausalLM
+from .decoders import AR
+from .measure import MOST_TURNS, Decoding, Speed, decode, in_turn, rates
+from .prompts import Prompt
+from .request import AnswerRequest
 
 WARM_UP_TOKENS = 8
 
@@ -58,15 +58,29 @@ def compare(
         for name, taken in turns.items():
             decodings.setdefault(name, []).append(in_turn(taken))
         answer, *rest = (answers[-1] for answers in decodings.values())
-        forwards = f"{answer.forwards} forward{'s' * (answer.forwards != 1)}"
-        costs = f"{len(answer.tokens)} tokens in {forwards}, {answer.seconds:.3f} s"
-        for ar in rest:
-            same = "same answer" if ar.tokens == answer.tokens else f"its answer:\n{printable(ar.text)}"
-            costs += f"; ar: {len(ar.tokens)} in {ar.forwards}, {ar.seconds:.3f} s, {same}"
         console.out("" if answer.text.endswith("\n") else "\n", end="")
-        console.out(f"{costs}\n", style="dim", highlight=False)
+        console.out(f"{_cost(answer, rest)}\n", style="dim", highlight=False)
     console.print(comparison_table(decodings))
     return decodings
+
+
+def show(prompts: Sequence[str], decodings: Mapping[str, Sequence[Decoding]], console: Console) -> None:
+    """Prints answers that are there already as [`compare`] does."""
+    for prompt, (answer, *rest) in zip(prompts, zip(*decodings.values(), strict=True), strict=True):
+        console.out(f"› {printable(prompt)}", style="bold", highlight=False)
+        console.out(printable(answer.text), highlight=False, end="" if answer.text.endswith("\n") else "\n")
+        console.out(f"{_cost(answer, rest)}\n", style="dim", highlight=False)
+    console.print(comparison_table(decodings))
+
+
+def _cost(answer: Decoding, rest: Sequence[Decoding]) -> str:
+    """What an answer took, beside AR's where there is one."""
+    forwards = f"{answer.forwards} forward{'s' * (answer.forwards != 1)}"
+    costs = f"{len(answer.tokens)} tokens in {forwards}, {answer.seconds:.3f} s"
+    for ar in rest:
+        same = "same answer" if ar.tokens == answer.tokens else f"its answer:\n{printable(ar.text)}"
+        costs += f"; ar: {len(ar.tokens)} in {ar.forwards}, {ar.seconds:.3f} s, {same}"
+    return costs
 
 
 def records(prompts: Sequence[str | Turns], decodings: Mapping[str, Sequence[Decoding]]) -> list[dict[str, Any]]:
