@@ -337,7 +337,7 @@ def _rule(
     sampler = TokenSampler(processors, bool(generation_config.do_sample), request.mask_token_id, request.prompt_ids)
     if settings.verification == "none":
         sampler.check_out_of_order()
-        return FillRule(settings, sampler, size, settings.strategy == "block")
+        return FillRule(settings, sampler, request.end_tokens, size, settings.strategy == "block")
     is_planned = settings.is_adaptive and not is_static
     has_state = keeps_state(model)  # which has one past: no branches
     takes_any_mask = implementation_of(model) in DENSE_MASK_ATTENTION and not has_state

@@ -6,6 +6,7 @@ block-wise (paper §5, Algorithm 1, Fig. 4c); [`VerifyRule`] is the other one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from sys import maxsize
 from typing import Protocol
 
 import torch
@@ -94,15 +95,19 @@ def select_masks(
     entropy: torch.Tensor,
     distance: torch.Tensor,
     is_mask: torch.Tensor,
+    is_useful: torch.Tensor,
     entropy_threshold: float | torch.Tensor,
     distance_penalty: float | torch.Tensor,
 ) -> torch.Tensor:
-    """Selects every mask with H + λ·d < τ; where a row has none, its mask with the least (ties: the leftmost).
+    """Selects every mask with H + λ·d < τ; where none of these is useful, also the useful one with the least (ties:
+    the leftmost).
 
     Args:
         entropy: `(B, M)` float32, H in nats.
         distance: `(B, M)` int64, d: logical distance to the row's leftmost mask.
         is_mask: `(B, M)` bool; False where a row has fewer than M masks.
+        is_useful: `(B, M)` bool, whether the answer can have what the mask would be filled with; the leftmost mask is
+            useful.
         entropy_threshold: τ, nats; or `(B, 1)`, of each row.
         distance_penalty: λ, nats per position; likewise.
 
@@ -110,9 +115,9 @@ def select_masks(
         `(B, M)` bool, at least one True in each row that has a mask (paper §5.3, Algorithm 1).
     """
     adjusted = (entropy + distance_penalty * distance).masked_fill(~is_mask, float("inf"))
-    chosen = adjusted < entropy_threshold
-    least = torch.zeros_like(chosen).scatter_(1, adjusted.argmin(1, keepdim=True), True)
-    return torch.where(chosen.any(1, keepdim=True), chosen, least) & is_mask
+    chosen, useful = adjusted < entropy_threshold, adjusted.masked_fill(~is_useful, float("inf"))
+    least = torch.zeros_like(chosen).scatter_(1, useful.argmin(1, keepdim=True), True)
+    return (chosen | (least & ~(chosen & is_useful).any(1, keepdim=True))) & is_mask
 
 
 class FillRule:
@@ -121,14 +126,22 @@ class FillRule:
     Args:
         settings: τ and λ.
         sampler: chooses for the masks.
+        end_tokens: end a sequence.
         size: W.
         is_block: masks are added only when the whole window is filled: the block-wise baseline.
     """
 
     asks_all = is_by_row = False
 
-    def __init__(self, settings: WeDLMGenerationSettings, sampler: TokenSampler, size: int, is_block: bool = False):
-        self.settings, self.sampler, self.is_block = settings, sampler, is_block
+    def __init__(
+        self,
+        settings: WeDLMGenerationSettings,
+        sampler: TokenSampler,
+        end_tokens: frozenset[int],
+        size: int,
+        is_block: bool = False,
+    ):
+        self.settings, self.sampler, self.end_tokens, self.is_block = settings, sampler, end_tokens, is_block
         self.filler, self.width, self.most_masks = sampler.filler, 2 * size, size
         self._windows: dict[int, list[int | None]] = {}  # of each sequence: its slots behind the final tokens
 
@@ -149,20 +162,28 @@ class FillRule:
 
     def read(self, step: Step, logits: torch.Tensor, hidden: torch.Tensor | None) -> StepOutcome:
         """See [`Rule`]. The readings are which masks are filled, and with which tokens."""
-        settings, copied = self.settings, logits.to(torch.float32, copy=True)
-        count, offsets = logits.shape[1], []
+        settings, copied, device = self.settings, logits.to(torch.float32, copy=True), logits.device
+        count, offsets, ends = logits.shape[1], [], []
         for sequence, rows in zip(step.sequences, step.rows, strict=True):
             masks = [row.position - sequence.prompt_length for row in rows if row.token is None]
             offsets.append([-1] * (count - len(masks)) + masks)
-        places = torch.tensor(offsets, device=logits.device)
+            filled = rows[sequence.pending : len(rows) - len(masks)]
+            found = [row.position - sequence.prompt_length for row in filled if row.token in self.end_tokens]
+            ends.append([min(found, default=maxsize)])
+        places = torch.tensor(offsets, device=device)
         is_mask = places >= 0
         # Slot 0 is a mask: all are measured from there.
-        distance = places - torch.tensor([[sequence.new_count] for sequence in step.sequences], device=logits.device)
+        distance = places - torch.tensor([[sequence.new_count] for sequence in step.sequences], device=device)
         entropy = token_entropy(copied)
-        marks = select_masks(entropy, distance, is_mask, settings.entropy_threshold, settings.distance_penalty)
         tokens, scores = self.sampler.choose(copied, offsets, [sequence.index for sequence in step.sequences])
+        # Else a model that is sure of the end before it is sure of the text would fill the slots behind it one by one.
+        is_end = torch.isin(tokens, torch.tensor(sorted(self.end_tokens), dtype=torch.int64, device=device))
+        is_useful = (distance == 0) | (~is_end & (places < torch.tensor(ends, device=device)))
+        marks = select_masks(
+            entropy, distance, is_mask, is_useful, settings.entropy_threshold, settings.distance_penalty
+        )
         is_broken = (entropy.isnan() & is_mask) | (marks & (tokens < 0))
-        columns = torch.arange(count, device=logits.device).expand_as(places)
+        columns = torch.arange(count, device=device).expand_as(places)
         return StepOutcome(step, logits, scores, columns, is_broken.any(1), [marks, tokens])
 
     def settle(self, sequence: SequenceState, readings: list[list[int]], cut: Cut) -> SequenceOutcome:

@@ -110,6 +110,43 @@ def test_any_settings_equal_the_oracle(qwen3, lengths, window_size, tau, lam, li
     assert generate(qwen3, prompts, **options)[1] == [decode(qwen3, prompt, **arguments)[0] for prompt in prompts]
 
 
+def tokens_per_forward(models, lengths, **options):
+    """In batches and alone. The prompt's forward counts: it has a window, too."""
+    tokens = forwards = 0
+    for seed, model in enumerate(models):
+        for chosen in (lengths, lengths[:1]):
+            stats = generate(model, prompts_of(chosen, seed), max_new_tokens=24, **options)[0].stats
+            tokens, forwards = tokens + int(stats.new_tokens.sum()), forwards + int(stats.forwards.sum())
+    return tokens / forwards
+
+
+@pytest.mark.parametrize("strategy", ["wedlm", "block"])
+def test_no_step_is_lost_behind_an_end_that_is_known_before_the_text(strategy):
+    """The slots from number 9 on are almost surely the end, and no others are."""
+    certain, models = torch.zeros(VOCAB_SIZE), [tiny_model(seed=seed) for seed in range(3)]
+    certain[EOS] = 9.0
+
+    def tell(model, args, kwargs, output):
+        places, tokens = (kwargs[name][:, -output.logits.shape[1] :] for name in ("position_ids", "input_ids"))
+        output.logits[..., EOS] = -torch.inf
+        output.logits[(tokens == MASK) & (places >= 5 + 9)] = certain
+
+    for model in models:
+        model.register_forward_hook(tell, with_kwargs=True)
+    options = {"strategy": strategy, "entropy_threshold": 0.05, "eos_token_id": EOS}
+    assert tokens_per_forward(models, [5, 5, 5], **options) >= 1
+
+
+@pytest.mark.parametrize(("window_size", "least"), [(1, 1.0), (4, 0.97), (16, 0.95)])
+@pytest.mark.parametrize("strategy", ["wedlm", "block"])
+def test_masks_that_know_nothing_need_hardly_more_forwards_than_ar_decoding(strategy, window_size, least):
+    """Every 46th token of a random model is an end. What is lost are tokens that were filled before an end in front of
+    them was: the more, the wider the window."""
+    models = (tiny_model(seed=seed) for seed in range(6))
+    options = {"strategy": strategy, "window_size": window_size, "entropy_threshold": 0.05}
+    assert tokens_per_forward(models, [5, 1, 12], **options) >= least
+
+
 def test_the_same_loop_drives_a_stock_qwen3_with_the_same_weights_and_the_mask_token_of_the_call(qwen3):
     stock, prompts = stock_twin(qwen3, "sdpa"), prompts_of([4, 11])
     stock.__class__ = type("StockQwen3", (WeDLMGenerationMixin, Qwen3ForCausalLM), {})

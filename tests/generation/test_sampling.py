@@ -137,5 +137,19 @@ def test_entropy_is_in_nats_and_certain_tokens_have_none():
 )  # fmt: skip
 def test_every_mask_strictly_below_the_threshold_is_chosen_or_else_the_first_of_the_least(entropy, tau, chosen):
     distance, is_mask = torch.arange(len(entropy))[None], torch.ones(1, len(entropy), dtype=torch.bool)
-    found = select_masks(torch.tensor([entropy]), distance, is_mask, tau, 0.0)
+    found = select_masks(torch.tensor([entropy]), distance, is_mask, is_mask, tau, 0.0)
+    assert found[0].nonzero().flatten().tolist() == chosen
+
+
+@pytest.mark.parametrize(
+    ("entropy", "useful", "chosen"),
+    [
+        ([0.9, 0.6, 0.1], [True, True, False], [1, 2]),  # the sure one is of no use: a useful one beside it
+        ([0.9, 0.3, 0.1], [True, True, False], [1, 2]), ([0.9, 0.6, 0.7], [True, False, True], [2]),
+        ([0.9, 0.6, 0.6], [True, False, False], [0]),
+    ],
+)  # fmt: skip
+def test_a_useful_mask_is_chosen_in_every_step(entropy, useful, chosen):
+    distance, is_mask = torch.arange(len(entropy))[None], torch.ones(1, len(entropy), dtype=torch.bool)
+    found = select_masks(torch.tensor([entropy]), distance, is_mask, torch.tensor([useful]), 0.5, 0.0)
     assert found[0].nonzero().flatten().tolist() == chosen

@@ -25,6 +25,13 @@ def entropy_of(logits):
     return float(-(log_probs.exp() * log_probs).sum())
 
 
+def choice(logits, mask_id):
+    """The likeliest token but MASK."""
+    scores = logits.clone()
+    scores[mask_id] = -torch.inf
+    return int(scores.argmax())
+
+
 def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, block=False, budget=None):
     """Greedy streaming (or block-wise) parallel decoding. Returns (new tokens, forwards, token instances).
 
@@ -58,14 +65,17 @@ def decode(model, prompt, *, window_size, tau, lam, limit, mask_id, eos_ids, blo
         mask_logits = dict(zip(masks, logits[len(prompt) + len(generated) + len(filled) :], strict=True))
         adjusted = {o: entropy_of(mask_logits[o]) + lam * (o - masks[0]) for o in masks}
         ascending = sorted(masks, key=lambda o: (adjusted[o], o))
-        chosen = [o for o in masks if adjusted[o] < tau] or ascending[:1]
+        choices = {o: choice(mask_logits[o], mask_id) for o in masks}
+        ends = [o for o in filled if slots[o] in eos_ids]
+        useful = [o for o in ascending if o == masks[0] or (choices[o] not in eos_ids and o < min([*ends, limit]))]
+        chosen = [o for o in masks if adjusted[o] < tau]
+        if not set(chosen) & set(useful):
+            chosen.append(useful[0])
         if budget is not None:
             before = [sum(adjusted[o] for o in ascending[:count]) for count in range(len(ascending))]
             chosen = [o for o, spent in zip(ascending, before, strict=True) if spent <= budget]
         for offset in chosen:
-            scores = mask_logits[offset].clone()
-            scores[mask_id] = -torch.inf
-            slots[offset] = int(scores.argmax())
+            slots[offset] = choices[offset]
         while slots.get(len(generated)) is not None:
             token = slots.pop(len(generated))
             generated.append(token)
