@@ -10,8 +10,7 @@ from typing import Any
 import pandas as pd
 
 from wedlm_hf.checkpoints.files import write_text
-from wedlm_hf.eval.report.page import as_markdown
-from wedlm_hf.eval.table import SHORT, TITLES, cells, mark_same, summarise
+from wedlm_hf.eval.table import SHORT, TITLES, as_markdown, cells, mark_same, summarise
 
 Result = dict[str, Any]
 Parts = Iterator[tuple[str, Callable[[], Result]]]

@@ -98,20 +98,22 @@ def _asked(
 
 @command(
     "wedlm report my-wedlm --file data.jsonl",
-    "wedlm report my-wedlm --file data.jsonl --save-settings",
-    "wedlm report my-base --adapter my-adapter --file data.jsonl --sweep-count 0 --decoders ar+lookup,wedlm+exact",
+    "wedlm report my-wedlm --file data.jsonl --thresholds 0.1,0.2,0.4,0.8 --penalties 0,0.02,0.1 --save-settings",
+    "wedlm report my-base --adapter my-adapter --file data.jsonl --metric number",
 )
 def report(request: ReportRequest, loading: LoadingOptions, as_json: JsonOption = False) -> None:
-    """One page on speed and quality against AR decoding, by a sweep over the settings."""
+    """Speed and quality against AR decoding: one table, one figure, on one page."""
+    prompts, source = request.prompts()
     from ..eval.report.run import run
 
-    prompts, source = request.prompts()
     loaded, tokenizer = loading.load(request.model)
     has_no_chat_template(tokenizer, request.model)
-    picked = run(request, loaded, tokenizer, prompts, source, console(stderr=True))
+    made = run(request, loaded, tokenizer, prompts, source)
+    out = console(stderr=as_json)
+    out.print(made.markdown.partition("## ")[0], str(request.output / "report.html"), highlight=False, soft_wrap=True)
     if as_json:
-        typer.echo((request.output / "report.json").read_text(encoding="utf-8"))
-    if request.save_settings and picked is None:
+        print_json(made.as_json())
+    if request.save_settings and made.picked is None:
         raise typer.Exit(NO)
 
 

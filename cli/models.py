@@ -100,7 +100,7 @@ def adapt(
     import torch
 
     from ..adapters.adapt import adapt as train_adapter
-    from ..eval.report.figures import draw_acceptance
+    from ..eval.report.figure import draw_acceptance
     from ..eval.table import speed_table
 
     if threads is not None:

@@ -293,11 +293,11 @@ def _helps(group: type) -> dict[str, str]:
 
 
 def _list_parser(kind: Any) -> Callable[[str], tuple[Any, ...]]:
-    """Reads values with commas between them; numbers each once, ascending."""
+    """Reads values with commas between them; numbers each once, ascending. An empty text has none."""
 
     def parse(text: str) -> tuple[Any, ...]:
         try:
-            values = [kind(part.strip()) for part in text.split(",")]
+            values = [kind(part.strip()) for part in text.split(",")] if text else []
         except ValueError:
             raise typer.BadParameter(f"numbers with commas between them are needed, got {text!r}.") from None
         return tuple(values if kind is str else sorted(set(values)))

@@ -51,6 +51,7 @@ SHOWN = {
     ),
     "Evaluation": (
         "eval.prompts.Prompt", "eval.prompts.encode_prompt", "eval.measure.measure", "eval.measure.decode",
+        "eval.compare.compare", "eval.metrics.judge",
         "eval.measure.Decoding", "eval.measure.ForwardCounter", "eval.trace.record.record",
         "eval.request.AnswerRequest", "eval.trace.page.page", "eval.harness.model.WeDLMHarnessLM",
     ),

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..generation.settings import WeDLMGenerationSettings
+from ..generation.settings import SETTING_NAMES, WeDLMGenerationSettings
 
 Options = Mapping[str, Any]  # keywords of `generate`
 
@@ -22,8 +22,7 @@ LOOKUP = "ar+lookup"  # assisted decoding of transformers: drafts are copied fro
 COMPARED: dict[str, Options] = {**DECODERS, LOOKUP: {"strategy": "ar", "prompt_lookup_num_tokens": 4}}
 """The [`DECODERS`] and what else there is to compare them with."""
 
-FIELDS = ("window_size", "entropy_threshold", "distance_penalty")  # the settings that are tried
-DRAFT_THRESHOLD = "draft_threshold"  # in the place of the second one, where drafts are verified
+FIELDS = ("window_size", "entropy_threshold", "distance_penalty")  # the settings that are tried: W, τ, λ
 
 
 def decoder_of(options: Options, model: Any) -> str:
@@ -45,36 +44,23 @@ def with_asked(settings: Options, asked: Options, model: Any) -> dict[str, Any]:
 
 
 def candidates(
-    windows: Sequence[int],
-    thresholds: Sequence[float],
-    penalties: Sequence[float],
-    draft_thresholds: Sequence[float] = (),
-    decoders: Sequence[str] = tuple(DECODERS),
+    decoders: Sequence[str],
+    windows: Sequence[int] = (),
+    thresholds: Sequence[float] = (),
+    penalties: Sequence[float] = (),
 ) -> dict[str, dict[str, Any]]:
-    """Keywords of `generate` by name, for all combinations of W (slots), τ (nats) and λ (nats per position; block-wise
-    decoding is tried with the middle one), AR first. The drafts of verified decoding have τ of their own, and no λ.
-    Raises `ValueError` for a decoder that is not among those [`COMPARED`], and for a value that is no setting."""
+    """Keywords of `generate` by name, AR first. Unverified decoders are tried with all combinations of W (slots), τ
+    (nats) and λ (nats per position); what is not given is left to the model. Raises `ValueError` for a decoder that is
+    not among those [`COMPARED`], and for a value that is no setting."""
     if unknown := [name for name in decoders if name not in COMPARED]:
         raise ValueError(f"Unknown decoder {unknown[0]!r}: choose among {', '.join(COMPARED)}.")
-    middle = sorted(penalties)[len(penalties) // 2]
-    values: dict[str, tuple[Sequence[float], Sequence[float | None]]] = {
-        BLOCK: (thresholds, [middle]),
-        WEDLM: (thresholds, penalties),
-        EXACT: (draft_thresholds, [None]),
-    }
-    named = {name: dict(COMPARED[name]) for name in COMPARED if name == AR or (name == LOOKUP and name in decoders)}
-    for decoder in values:
-        for setting in itertools.product(windows, *values[decoder]) if decoder in decoders else ():
-            options = configured(decoder, *setting)
-            WeDLMGenerationSettings(**options)  # refuses what is out of range
-            shown = [f"{symbol}={value:g}" for symbol, value in zip("Wτλ", setting, strict=True) if value is not None]
+    named = {AR: dict(COMPARED[AR])}
+    for decoder in decoders:
+        tried = (windows, thresholds, penalties) if decoder in (BLOCK, WEDLM) else ((), (), ())
+        for values in itertools.product(*(each or [None] for each in tried)):
+            given = [each for each in zip("Wτλ", FIELDS, values, strict=True) if each[2] is not None]
+            options = {**COMPARED[decoder], **{field: value for _, field, value in given}}
+            WeDLMGenerationSettings(**{name: value for name, value in options.items() if name in SETTING_NAMES})
+            shown = [f"{symbol}={value:g}" for symbol, _, value in given]
             named[" ".join([decoder, *shown])] = options  # such as `wedlm W=6 τ=0.4 λ=0.02`
     return named
-
-
-def configured(decoder: str, window: int, threshold: float, penalty: float | None = None) -> dict[str, Any]:
-    """Keywords of `generate` of a decoder other than AR."""
-    window_size, tau, distance = FIELDS
-    tau = DRAFT_THRESHOLD if decoder == EXACT else tau
-    settings = {window_size: window, tau: threshold, distance: penalty}
-    return {**DECODERS[decoder], **{name: value for name, value in settings.items() if value is not None}}

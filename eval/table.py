@@ -7,6 +7,7 @@ ones for every decoder, so that differences between decoders are differences on 
 `N` prompts, `D` decoders, `R` resamples; row 0 of R + 1 is that of the prompts as they are.
 """
 
+import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -137,6 +138,17 @@ def cells(lines: pd.DataFrame, names: Sequence[str], with_errors: Sequence[str] 
         speeds = [(Speed(speed, limit), text) for speed, limit, text in numbers]
         made["speed"] = [text if speed.is_possible else str(speed) for speed, text in speeds]
     return pd.DataFrame(made, index=lines.index)
+
+
+def as_markdown(table: pd.DataFrame) -> str:
+    """Words to the left, numbers to the right; what Markdown would take for a column's end or for HTML is escaped."""
+    escaped = table.map(_escaped).rename(columns=_escaped)
+    align = ["left" if name in ("decoder", "task") else "right" for name in escaped.columns]
+    return str(escaped.to_markdown(index=False, colalign=align, disable_numparse=True)) + "\n"
+
+
+def _escaped(cell: object) -> str:
+    return html.escape(str(cell), quote=False).replace("|", r"\|")
 
 
 def speed_table(

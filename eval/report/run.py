@@ -1,36 +1,29 @@
-"""The work of `wedlm report`.
-
-Settings are compared on *tuning* prompts (the *sweep*); the *headline* numbers are those of the stored or picked
-settings on other prompts.
-"""
+"""The work of `wedlm report`: prompts are decoded with each decoder in turn, and what was seen is written down."""
 
 import json
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from ...checkpoints.files import write_text
 from ...generation.settings import WeDLMGenerationSettings
 from ...generation.state import keeps_state
 from ...modeling_wedlm import WeDLMForCausalLM
-from ..decoders import BLOCK, COMPARED, FIELDS, WEDLM, configured
-from ..measure import environment, fingerprint
-from ..prompts import Prompt, answer_limit, encode_prompt, split_prompts
-from .numbers import Numbers, pick, settings_table, sweep_numbers
-from .page import write_report
-from .pieces import Measurement, Part
+from ..compare import advice
+from ..decoders import AR, BLOCK, EXACT, FIELDS, LOOKUP, WEDLM, Options, candidates
+from ..measure import agreeing_tokens, environment, fingerprint, measure
+from ..prompts import Prompt, answer_limit, encode_prompt
+from ..table import COUNTED, TIMED, mark_same, summarise, summarise_tasks
+from .page import ALL_TASKS, Report, write_report
 from .request import ReportRequest
-
-TIMING = ("timed", "sweep_timed", "repeats", "batch_size", "batch_sizes", "max_new_tokens", "temperature")
 
 
 def run(
@@ -39,96 +32,123 @@ def run(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     source: str,
-    console: Console,
-) -> str | None:
-    """Measure and write all files; `source` says where the prompts are from. Returns the name of
-    the settings that were picked; `None` where none is good enough.
-
-    Raises:
-        ValueError: for prompts that leave no room for an answer, and whatever `generate` refuses.
-    """
-    request = replace(request, batch_sizes=_batch_sizes(request, model, console))
-    raw = request.raw or tokenizer.chat_template is None
-    encoded = [encode_prompt(model, tokenizer, prompt, raw=raw) for prompt in prompts]
-    tuning, others = split_prompts(encoded, request.sweep_count, request.count)
-    candidates = request.candidates()
-    measurement = Measurement(model, tokenizer, request, console)
-    tried = settings_table(candidates)
-    sweep, sweep_table, picked = tried.iloc[:0], pd.DataFrame(), None
-    if tuning:
-        swept = Part("sweep", tuning, request.common(candidates), request.sweep_timed, is_compared=True)
-        sweep_table = measurement.run(swept)
-        sweep = sweep_numbers(sweep_table, tried)
-        picked = next(iter(pick(sweep[sweep["kind"] == WEDLM], request.max_loss, "tokens_per_forward")), None)
-    stored = WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config)
-    chosen = candidates[picked] if request.save_settings and picked else vars(stored)
-    settings = {name: chosen[name] for name in FIELDS}
-    headline = {  # verified decoding needs no settings: the stored ones are for unverified decoding
-        name: configured(name, *settings.values()) if name in (BLOCK, WEDLM) else keywords
-        for name, keywords in COMPARED.items()
-        if name in tried["kind"].unique()
+) -> Report:
+    """Measure and write all files; `source` names the prompts. Raises `ValueError` for prompts that leave no room for
+    an answer, and for what `generate` refuses."""
+    encoded, notes = _chosen(request, model, tokenizer, prompts)
+    options = candidates(_decoders(request, model), request.windows, request.thresholds, request.penalties)
+    shared = {
+        **request.settings,
+        "max_new_tokens": request.max_new_tokens,
+        "do_sample": request.temperature is not None,
     }
-    shown = Part("headline", others, request.common(headline), request.timed, request.batch_sizes)
-    table = measurement.run(shown)
-    data = {"source": source} | _data(request, model, encoded, {"tuning": tuning, "headline": others})
-    about = _conditions(request, model, tokenizer) | {"settings": settings, "picked": picked, "data": data}
-    numbers = Numbers.of(sweep_table, sweep, table, others, model, request.temperature is None)
-    words = write_report(about, numbers, request.output, request.figures)
-    said = [words.block("summary"), words.block("chosen")]
-    if request.save_settings and picked:
-        write_settings(path := Path(request.model) / "generation_config.json", settings)
-        said.append(f"{path} now has {', '.join(f'{name} = {value:g}' for name, value in settings.items())}.")
-    for text in filter(None, said):
-        console.print(text, highlight=False, soft_wrap=True)
-    console.print(str(request.output / "report.html"), style="dim", highlight=False, soft_wrap=True)
-    return picked
+    shared |= {} if request.temperature is None else {"temperature": request.temperature}
+    decoders = {name: {**own, **shared} for name, own in options.items()}
+    torch.manual_seed(0)
+    how = {"batch_size": request.batch_size, "repeats": request.repeats, "title": "decoding"}
+    rows = pd.DataFrame(measure(model, tokenizer, encoded, decoders, **how))
+    table = tabulate(_judged(rows, model, encoded, request.temperature is None), request.temperature is None)
+    settings = pd.DataFrame.from_dict(options, orient="index").reindex(columns=[*FIELDS])
+    overall = table.xs(ALL_TASKS, level="task")
+    said = advice(overall, {name: {"model": model, **own} for name, own in decoders.items()})
+    counts = Counter(prompt.task for prompt in encoded)
+    report = Report(
+        table=table.join(settings, on="decoder"),
+        quality="right answers" if encoded[0].answers else "agreement with AR",
+        picked=pick(table, options, request.max_loss),
+        notes=[f"{name}: {text}" for name, text in said.items() if text] + notes,
+        about={
+            "command": shlex.join(["wedlm", *sys.argv[1:]]),
+            "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
+            "weights": fingerprint(model, tokenizer)["weights"],
+            "prompts": f"{', '.join(f'{count} {task}' for task, count in counts.items())} of {source}",
+            "metric": request.metric or ", ".join(sorted({prompt.match for prompt in encoded})),
+            "decoding": ", ".join(f"{name} = {value}" for name, value in shared.items()),
+            "repeats": request.repeats,
+            "batch_size": request.batch_size,
+            "wedlm_hf": version("wedlm-hf"),
+            **environment(model),
+        },
+    )
+    if request.save_settings and report.picked:
+        stored = vars(WeDLMGenerationSettings.from_generation_config(model.generation_config, model.config))
+        chosen = {name: options[report.picked].get(name, stored[name]) for name in FIELDS}
+        write_settings(path := Path(request.model) / "generation_config.json", {**chosen, "verification": "none"})
+        report.notes.append(f"{path} now has {', '.join(f'{name} = {value}' for name, value in chosen.items())}.")
+    write_report(report, request.output)
+    return report
 
 
-def _conditions(request: ReportRequest, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What a reader needs to measure the same again."""
-    return {
-        "command": shlex.join(["wedlm", *sys.argv[1:]]),
-        "model": Path(request.model).name if Path(request.model).is_dir() else request.model,
-        "weights": fingerprint(model, tokenizer),
-        "environment": {"wedlm_hf": version("wedlm-hf"), **environment(model)},
-        "common_settings": request.settings,
-        "timing": {name: getattr(request, name) for name in TIMING},
-        "max_loss": request.max_loss,
-    }
+def _decoders(request: ReportRequest, model: WeDLMForCausalLM) -> Sequence[str]:
+    """Those that are asked for, or else those that make sense for the model."""
+    is_alone, has_state = request.batch_size == 1, keeps_state(model)
+    if not is_alone and (has_state or LOOKUP in request.decoders):
+        what = f"{type(model).__name__} keeps a state and" if has_state else f"`{LOOKUP}`"
+        raise ValueError(f"{what} decodes one prompt at a time: leave `--batch-size` out, got {request.batch_size}.")
+    if request.decoders:
+        return request.decoders
+    if has_state or getattr(model, "has_mask_adapter", False):
+        return [*[LOOKUP] * (is_alone and not has_state), EXACT]
+    return [BLOCK, WEDLM, EXACT]
 
 
-def _batch_sizes(request: ReportRequest, model: WeDLMForCausalLM, console: Console) -> tuple[int, ...]:
-    """Those that are timed. A model that keeps a state decodes one sequence at a time."""
-    sizes = tuple(sorted({1, *request.batch_sizes}))
-    if not keeps_state(model) or sizes == (1,):
-        return sizes
-    if request.batch_sizes != ReportRequest.batch_sizes:
-        wanted = "keeps a state and decodes one sequence at a time: leave `--batch-sizes` out"
-        raise ValueError(f"{type(model).__name__} {wanted}, got {sizes[-1]}.")
-    console.print("The model keeps a state: prompts are timed one at a time.", style="dim", highlight=False)
-    return (1,)
-
-
-def _data(
-    request: ReportRequest, model: WeDLMForCausalLM, prompts: Sequence[Prompt], parts: Mapping[str, Sequence[Prompt]]
-) -> dict[str, Any]:
-    """How many prompts of each task are in each part, and what a reader of the numbers must know about them."""
-    distinct, used = len({prompt.text for prompt in prompts}), [prompt for some in parts.values() for prompt in some]
-    limits = [answer_limit(model, len(prompt.tokens), request.max_new_tokens) for prompt in used]
-    short = [limit for limit in limits if limit < request.max_new_tokens]
+def _chosen(
+    request: ReportRequest, model: WeDLMForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]
+) -> tuple[list[Prompt], list[str]]:
+    """The first prompts of each task with their tokens, and what a reader of the numbers must know about them."""
+    different = list({prompt.text: prompt for prompt in reversed(prompts)}.values())[::-1]
+    places: Counter[str] = Counter()
+    chosen = []
+    for prompt in different:
+        if places[prompt.task] < request.count:
+            chosen.append(encode_prompt(model, tokenizer, prompt, raw=request.raw or tokenizer.chat_template is None))
+        places[prompt.task] += 1
     notes = []
-    if distinct < len(prompts):
-        notes.append(f"{len(prompts) - distinct} of {len(prompts)} rows repeat a prompt and were left out.")
-    if len(used) < distinct:
-        notes.append(f"{len(used):,} of {distinct:,} prompts were used (--count, --sweep-count).")
-    if short:
+    if len(different) < len(prompts):
+        notes.append(f"{len(prompts) - len(different)} of {len(prompts)} rows repeat a prompt and were left out.")
+    if len(chosen) < len(different):
+        notes.append(f"{len(chosen):,} of {len(different):,} prompts were used (`--count`).")
+    if len(chosen) < 50:
+        notes.append(f"{len(chosen)} prompts are too few to decide by.")
+    limits = [answer_limit(model, len(prompt.tokens), request.max_new_tokens) for prompt in chosen]
+    if short := [limit for limit in limits if limit < request.max_new_tokens]:
         room = (
             f"fewer than {request.max_new_tokens} new tokens in the model's context, the longest one for {min(short)}"
         )
-        cut = f"{len(short)} of {len(used)} prompts leave room for {room}"
-        notes.append(f"{cut}: their answers may be cut, no others are.")
-    counts = {name: dict(Counter(prompt.task for prompt in some)) for name, some in parts.items()}
-    return {"has_answers": bool(used[0].answers), "counts": counts, "notes": notes}
+        notes.append(f"{len(short)} of {len(chosen)} prompts leave room for {room}: their answers may be cut.")
+    return chosen, notes
+
+
+def _judged(rows: pd.DataFrame, model: WeDLMForCausalLM, prompts: Sequence[Prompt], is_greedy: bool) -> pd.DataFrame:
+    """With `quality`: how right an answer is or, where that is unknown, the share of tokens that AR would choose."""
+    if prompts[0].answers:
+        return rows.assign(quality=rows["right"].astype(float))
+    shares = [
+        1.0 if is_greedy and row.decoder == AR else agreeing_tokens(model, prompts[row.prompt].tokens, row.tokens)
+        / len(row.tokens)
+        for row in rows[["decoder", "prompt", "tokens"]].itertuples()
+    ]  # fmt: skip
+    return rows.assign(quality=shares)
+
+
+def tabulate(rows: pd.DataFrame, is_greedy: bool) -> pd.DataFrame:
+    """Numbers and their standard errors by (decoder, task), of all tasks first; `loss` is points of quality lost to
+    AR. Samples are not compared with AR's."""
+    names = [name for name in (*COUNTED, *TIMED) if name != "own_cost" and (is_greedy or name != "same")]
+    rows = mark_same(rows)
+    table = summarise(rows, names).assign(task=ALL_TASKS).set_index("task", append=True)
+    if rows["task"].nunique() > 1:
+        table = pd.concat([table, summarise_tasks(rows, names)])
+    ar = table["quality"].xs(AR, level="decoder")
+    return table.assign(loss=(100 * (table.index.get_level_values("task").map(ar) - table["quality"])).round(9))
+
+
+def pick(table: pd.DataFrame, options: Mapping[str, Options], max_loss: float) -> str | None:
+    """The decoder with the most tokens per forward among those of unverified streaming decoding that lose at most
+    `max_loss` points on every task; `None` if none does."""
+    loss, speed = table["loss"].groupby("decoder").max(), table["tokens_per_forward"].xs(ALL_TASKS, level="task")
+    good = [name for name in options if name.split()[0] == WEDLM and loss[name] <= max_loss]
+    return max(good, key=lambda name: speed[name], default=None)
 
 
 def write_settings(path: Path, settings: Mapping[str, Any]) -> None:

@@ -1,10 +1,10 @@
-"""What of the paper's findings on decoding a report shows: effects of τ and λ (Fig. 4a-b), streaming against
-block-wise decoding (Fig. 4c), speed by entropy of the text (§6.6).
+"""What of the paper's findings on decoding a model shows: effects of τ and λ (Fig. 4a-b), streaming against block-wise
+decoding (Fig. 4c), speed by entropy of the text (§6.6).
 
-    wedlm report my-wedlm --file data.jsonl --output build/report
-    python examples/paper-findings/trends.py build/report
+    python examples/paper-findings/trends.py                                       # wedlm-nano and its prompts
+    python examples/paper-findings/trends.py --model my-wedlm --file data.jsonl --windows 16
 
-Reads the report's table.csv, a row for each decoder, prompt and repeat, and prints a Markdown table. Differences are
+Decodes prompts with all settings in turn, and prints a Markdown table. Differences are
 between decoders on the same prompts (bootstrap over prompts, Student's t); "clearly" is at 95 %, for single pairs over
 all of them together (Bonferroni).
 """
@@ -12,14 +12,19 @@ all of them together (Bonferroni).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
+import torch
 import typer
 from scipy import stats
 
-from wedlm_hf.eval.decoders import AR, BLOCK, EXACT, WEDLM
+from wedlm_hf.adapters.loading import load_adapted
+from wedlm_hf.checkpoints import NANO
+from wedlm_hf.eval.decoders import AR, BLOCK, EXACT, WEDLM, candidates
+from wedlm_hf.eval.measure import answer_entropy, default_threads, measure
+from wedlm_hf.eval.prompts import encode_prompt, read_prompts, read_tasks
 from wedlm_hf.eval.table import LEAST_PROMPTS, RESAMPLES, resample, standard_error
 
 HOLDS, LARGELY, MIXED, OPEN, FAILS, MISSING = (
@@ -41,15 +46,14 @@ class Metric:
 
     words: str
     column: str
-    is_timed: bool
     difference: Callable[[pd.Series, pd.Series], pd.Series]
     unit: str
 
 
-QUALITY = Metric("quality", "quality", False, lambda a, b: 100 * (a - b), " points")
-FORWARDS = Metric("tokens per forward", "tokens_per_forward", False, lambda a, b: 100 * np.log(a / b), " %")
-CLOCK = Metric("tokens/s", "tokens_per_second", True, lambda a, b: 100 * np.log(a / b), " %")
-CACHE = Metric("prefix cacheability", "prefix_cacheability", False, lambda a, b: 100 * (a - b), " points")
+QUALITY = Metric("quality", "quality", lambda a, b: 100 * (a - b), " points")
+FORWARDS = Metric("tokens per forward", "tokens_per_forward", lambda a, b: 100 * np.log(a / b), " %")
+CLOCK = Metric("tokens/s", "tokens_per_second", lambda a, b: 100 * np.log(a / b), " %")
+CACHE = Metric("prefix cacheability", "prefix_cacheability", lambda a, b: 100 * (a - b), " points")
 
 
 def check(table: pd.DataFrame, claim: str, metric: Metric, pairs: Sequence[Pair]) -> dict[str, str]:
@@ -61,10 +65,8 @@ def check(table: pd.DataFrame, claim: str, metric: Metric, pairs: Sequence[Pair]
     """
     row = {"what the paper reports": claim, "by": metric.words}
     if not pairs:
-        return row | {"here": MISSING, "numbers": "The sweep has no two settings that show it."}
-    used = table[table["kind"] == ("speed" if metric.is_timed else "quality")]
-    count = used["prompt"].nunique()
-    made = resample(used.drop(columns="quality") if metric.is_timed else used)[metric.column]
+        return row | {"here": MISSING, "numbers": "No two settings show it."}
+    count, made = table["prompt"].nunique(), resample(table)[metric.column]
     differences = pd.DataFrame({str(pair): metric.difference(made[pair[0]], made[pair[1]]) for pair in pairs})
     together = differences.mean(axis=1)
     critical = stats.t.ppf(1 - 0.025 / len(pairs), count - 1)
@@ -120,14 +122,11 @@ def pairs_of(settings: pd.DataFrame) -> dict[str, list[Pair]]:
 
 
 def check_entropy(table: pd.DataFrame, decoder: str) -> list[dict[str, str]]:
-    """Sets the third of the prompts with the least entropy against the third with the most, by tokens per forward over
-    all prompts and by speed against AR over those that were timed."""
-    quality = table[table["kind"] == "quality"].set_index("prompt")
-    entropy = quality.loc[quality["decoder"] == AR, "entropy"]
-    own = quality[quality["decoder"] == decoder]
-    timed = table[(table["kind"] == "speed") & (table["batch_size"] == 1)]
-    seconds = (timed["seconds"] / timed["new_tokens"]).groupby([timed["decoder"], timed["prompt"]]).median()
-    speed = seconds[AR] / seconds[decoder]
+    """Sets the third of the prompts with the least entropy against the third with the most, by tokens per forward and
+    by speed against AR."""
+    ar, own = (table[table["decoder"] == name].set_index("prompt") for name in (AR, decoder))
+    entropy = ar["entropy"]
+    speed = (ar["seconds"] / ar["new_tokens"]) / (own["seconds"] / own["new_tokens"])
     counts = pd.DataFrame({"entropy": entropy, "above": own["new_tokens"], "below": own["forwards"]})
     clock = pd.DataFrame({"entropy": entropy.loc[speed.index], "above": speed, "below": 1.0})
     return [
@@ -163,41 +162,55 @@ def _compare_thirds(prompts: pd.DataFrame, words: str, unit: str) -> dict[str, s
     }
 
 
-def trends(sweep: pd.DataFrame, headline: pd.DataFrame) -> pd.DataFrame:
-    """All checks.
-
-    Args:
-        sweep: rows of the report's table; decoders are named by their settings.
-        headline: likewise.
-    """
-    names = pd.Series(sweep["decoder"].unique())
+def trends(table: pd.DataFrame) -> pd.DataFrame:
+    """All checks of rows of [`measure`] with `quality` and AR's `entropy`; decoders are named by their settings."""
+    names = pd.Series(table["decoder"].unique())
     form = r"^(?P<kind>\S+)(?: W=(?P<W>\S+))?(?: τ=(?P<τ>\S+))?(?: λ=(?P<λ>\S+))?$"
     settings = names.str.extract(form).set_index(names)
     settings[["W", "τ", "λ"]] = settings[["W", "τ", "λ"]].astype(float)
     pairs = pairs_of(settings)
-    cacheability = check(sweep, "λ > 0 raises prefix cacheability", CACHE, pairs["penalised"])
+    cacheability = check(table, "λ > 0 raises prefix cacheability", CACHE, pairs["penalised"])
     if pairs["penalised"]:  # at the same τ, λ also takes fills away, and masks that wait are processed again
-        also = check(sweep, "", FORWARDS, pairs["penalised"])
+        also = check(table, "", FORWARDS, pairs["penalised"])
         cacheability["numbers"] += f"; tokens per forward {also['numbers']}"
     rows = [
-        check(sweep, "Lower τ is more accurate", QUALITY, pairs["accurate"]),
-        check(sweep, "Lower τ is slower", FORWARDS, pairs["slow"]),
-        check(sweep, "Lower τ is slower", CLOCK, pairs["slow"]),
-        check(sweep, "Streaming is faster than block-wise at every τ", FORWARDS, pairs["streaming"]),
-        check(sweep, "Streaming is faster than block-wise at every τ", CLOCK, pairs["streaming"]),
+        check(table, "Lower τ is more accurate", QUALITY, pairs["accurate"]),
+        check(table, "Lower τ is slower", FORWARDS, pairs["slow"]),
+        check(table, "Lower τ is slower", CLOCK, pairs["slow"]),
+        check(table, "Streaming is faster than block-wise at every τ", FORWARDS, pairs["streaming"]),
+        check(table, "Streaming is faster than block-wise at every τ", CLOCK, pairs["streaming"]),
         cacheability,
     ]
-    for decoder in (EXACT, WEDLM):
-        if decoder in headline["decoder"].unique():
-            rows += check_entropy(headline, decoder)
+    fastest = settings.index[settings["kind"] == WEDLM][:1]
+    for decoder in (EXACT, *fastest):
+        rows += check_entropy(table, decoder)
     return pd.DataFrame(rows)
 
 
-def main(folder: Annotated[Path, typer.Argument(help="Output folder of `wedlm report`.")]) -> None:
-    """Print the checks as a Markdown table."""
-    table: Any = pd.read_csv(folder / "table.csv", low_memory=False)
-    parts = (table[table["part"] == part] for part in ("sweep", "headline"))
-    print(trends(*parts).to_markdown(index=False))
+def main(
+    model: str = str(NANO),
+    file: Path | None = None,
+    count: Annotated[int, typer.Option(help="Prompts of each task.")] = 30,
+    windows: Annotated[list[int], typer.Option(help="W to try, slots; may be repeated.")] = [6, 16],  # noqa: B006
+    thresholds: Annotated[list[float], typer.Option(help="τ to try, nats.")] = [0.1, 0.2, 0.4, 0.6, 0.8, 1.0],  # noqa: B006
+    penalties: Annotated[list[float], typer.Option(help="λ to try, nats per position.")] = [0.0, 0.02, 0.1],  # noqa: B006
+    max_new_tokens: int = 256,
+) -> None:
+    """Decode with all settings and print the checks as a Markdown table."""
+    loaded, tokenizer = load_adapted(model, None)
+    torch.set_num_threads(default_threads(loaded.eval()))
+    prompts = read_tasks(Path(model)) if file is None else read_prompts(file.name, file.read_text(encoding="utf-8"))
+    places = pd.Series([prompt.task for prompt in prompts]).to_frame("task").groupby("task").cumcount()
+    chosen = [prompts[place] for place in places.index[places < count]]
+    encoded = [encode_prompt(loaded, tokenizer, prompt) for prompt in chosen]
+    named = candidates([BLOCK, WEDLM, EXACT], windows, thresholds, penalties)
+    decoders = {name: {**own, "max_new_tokens": max_new_tokens, "do_sample": False} for name, own in named.items()}
+    table = pd.DataFrame(measure(loaded, tokenizer, encoded, decoders, title="decoding"))
+    entropy = [
+        answer_entropy(loaded, encoded[row.prompt].tokens, row.tokens) if row.decoder == AR else None
+        for row in table.itertuples()
+    ]
+    print(trends(table.assign(quality=table["right"].astype(float), entropy=entropy)).to_markdown(index=False))
 
 
 if __name__ == "__main__":

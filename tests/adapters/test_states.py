@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from rich.console import Console
 from test_families import EXPERTS, PAGE, PROCESSORS, build, prompt
 from test_mask_adapter import with_adapter
 from test_mask_trainer import K, answers, check_loss_and_gradient
@@ -23,7 +22,7 @@ from wedlm_hf.adapters import MaskAdapterSettings
 from wedlm_hf.adapters.distillation import MaskDistillation
 from wedlm_hf.adapters.evaluation import accepted_runs
 from wedlm_hf.eval.report.request import ReportRequest
-from wedlm_hf.eval.report.run import _batch_sizes, run
+from wedlm_hf.eval.report.run import _decoders, run
 from wedlm_hf.eval.table import speed_table
 from wedlm_hf.generation import mixin
 from wedlm_hf.generation.rows import Row
@@ -274,11 +273,11 @@ def test_what_a_state_forbids_is_refused_with_the_reason_and_no_report_or_table_
         with pytest.raises(ValueError, match=f"keeps a recurrent state.*one sequence at a time.*got {got}"):
             model.generate(prompt(5), max_new_tokens=8, **how)
     request = ReportRequest(model="any", output=tmp_path)
-    assert _batch_sizes(request, model, Console()) == (1,)
-    assert _batch_sizes(request, build("Qwen3", HEADS), Console()) == (1, 4, 16)
-    request = ReportRequest(model="any", batch_sizes=(1, 4), output=tmp_path)
-    with pytest.raises(ValueError, match="decodes one sequence at a time: leave `--batch-sizes` out"):
-        run(request, model, tiny_tokenizer(), [], "", Console())
+    assert _decoders(request, model) == ["wedlm+exact"]
+    assert _decoders(request, build("Qwen3", HEADS)) == ["block", "wedlm", "wedlm+exact"]
+    request = ReportRequest(model="any", batch_size=4, output=tmp_path)
+    with pytest.raises(ValueError, match="keeps a state and decodes one prompt at a time: leave `--batch-size` out"):
+        run(request, model, tiny_tokenizer(), [], "")
     table = speed_table(model, tiny_tokenizer(), [prompt(5)[0].tolist(), prompt(7)[0].tolist()], 8)
     assert [row[0] for row in table["rows"]] == ["ar", "wedlm+exact"]  # prompt lookup takes no states
 
