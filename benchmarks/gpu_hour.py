@@ -26,8 +26,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from gpu_results import Parts, Result, do_parts, read, tables
-from random_weights import SHAPES, random_model
-from training_cost import SMALL, compare
+from training_cost import SHAPES, SMALL, compare, random_model
 from transformers import CompileConfig, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 

@@ -12,21 +12,41 @@ from typing import Any
 
 import torch
 import typer
-from random_weights import SHAPES, random_model
 from torch.nn import functional as F
 
 from wedlm_hf.checkpoints import NANO
 from wedlm_hf.checkpoints.loading import load_tokenizer
 from wedlm_hf.eval.measure import now
-from wedlm_hf.modeling_wedlm import WeDLMForCausalLM
+from wedlm_hf.modeling_wedlm import WeDLMConfig, WeDLMForCausalLM
 from wedlm_hf.training import DataCollatorForDualStreamMasking
 
 LENGTH = 1024
 BLOCK = 32
 Batch = dict[str, torch.Tensor]
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    },
+}
 # Tiny, but for its vocabulary.
 SMALL: dict[str, Any] = {"vocab_size": 32_768, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
                          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}  # fmt: skip
+
+
+def random_model(shape: dict[str, Any], seed: int = 0) -> WeDLMForCausalLM:
+    """In evaluation mode, without an end token."""
+    ends = {"mask_token_id": shape["vocab_size"] - 1, "eos_token_id": None, "bos_token_id": None}
+    torch.manual_seed(seed)
+    return WeDLMForCausalLM(
+        WeDLMConfig(**shape, max_position_embeddings=8192, tie_word_embeddings=True, **ends)
+    ).eval()
 
 
 def samples(count: int, vocabulary: int) -> list[dict[str, list[int]]]:
@@ -128,7 +148,7 @@ def main(
     attention: str = "sdpa",
     device: str = "cuda" if torch.cuda.is_available() else "cpu",
 ) -> None:
-    """Measure and print; `--shape` is one of random_weights.py, by default a tiny one with a vocabulary of 32,768."""
+    """Measure and print; `--shape` may be qwen3-0.6b; by default a tiny one with a vocabulary of 32,768."""
     model = random_model(SHAPES[shape] if shape else SMALL).to(device=device, dtype=getattr(torch, dtype)).train()
     found = compare(model, rows, repeats, attention)
     print("| form | " + " | ".join(name.replace("_", " ") for name in found["ours"]) + " |")

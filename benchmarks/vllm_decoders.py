@@ -8,11 +8,68 @@ machine; the ratio of CPU seconds, printed beside them, suffers less where other
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import random
 import time
+from pathlib import Path
 from typing import Any
 
-from vllm_engines import ENVIRONMENT, engine_options, load_averages, parser, read_chats
+import torch
+
+NANO = Path(__file__).parents[1] / "examples" / "wedlm-nano"
+# For one CPU; what the environment says goes before.
+ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+if not torch.cuda.is_available():
+    ENVIRONMENT["VLLM_TARGET_DEVICE"] = "cpu"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--model", default=str(NANO))
+    found.add_argument("--file", type=Path, default=NANO / "tasks.jsonl", help="JSONL: `prompt` or `messages`")
+    found.add_argument("--mask-adapter")
+    found.add_argument("--dtype", default="float32")
+    found.add_argument(
+        "--batches", dest="under_way", type=int, nargs="+", default=[1, 8, 64], help="requests at a time"
+    )
+    found.add_argument("--requests", type=int, default=200)
+    found.add_argument("--max-tokens", type=int, default=160)
+    found.add_argument("--max-model-len", type=int, default=512)
+    found.add_argument("--num-speculative-tokens", type=int, default=16)
+    found.add_argument("--kv-cache-memory-bytes", type=int, help="of each engine: two share a GPU")
+    return found
+
+
+def engine_options(options: argparse.Namespace, is_verified: bool) -> dict[str, Any]:
+    """Keywords of `LLM` for AR or verified decoding."""
+    found: dict[str, Any] = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": max(options.under_way),
+        "enforce_eager": True,
+        "enable_prefix_caching": False,  # the same prompts come again
+    }
+    if options.kv_cache_memory_bytes:
+        found["kv_cache_memory_bytes"] = options.kv_cache_memory_bytes
+    if is_verified:
+        proposer = "wedlm_hf.serving.vllm.Proposer"
+        tokens = options.num_speculative_tokens
+        found["speculative_config"] = {"model": proposer, "num_speculative_tokens": tokens}
+        if options.mask_adapter:
+            found["additional_config"] = {"wedlm": {"mask_adapter": options.mask_adapter}}
+    return found
+
+
+def read_chats(path: Path, count: int) -> list[Any]:
+    """So many prompts of a JSONL file (`prompt` or `messages`), drawn with a fixed seed, as chats."""
+    tasks = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    random.Random(0).shuffle(tasks)
+    chats = [task.get("messages") or [{"role": "user", "content": task["prompt"]}] for task in tasks]
+    return [chats[index % len(chats)] for index in range(count)]
 
 
 def counts(engine: Any) -> tuple[float, float]:
@@ -23,7 +80,7 @@ def counts(engine: Any) -> tuple[float, float]:
 
 def main() -> None:
     """Measures and prints a table."""
-    options = parser(__doc__, "--batches", [1, 8, 64], 200).parse_args()
+    options = parser().parse_args()
     alone = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
     for name, value in (ENVIRONMENT | alone).items():
         os.environ.setdefault(name, value)
@@ -54,7 +111,8 @@ def main() -> None:
         ]  # fmt: skip
         print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     threads = os.environ["OMP_NUM_THREADS"]
-    print(f"{options.model}, {options.dtype}, {threads} thread(s), load averages {load_averages()}")
+    loads = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(f"{options.model}, {options.dtype}, {threads} thread(s), load averages {loads}")
 
 
 if __name__ == "__main__":

@@ -55,8 +55,6 @@ RESULTS = ROOT / "examples" / "wedlm-nano" / "results"
 SHORTER = {
     "examples/wedlm-nano/train.py": "--max-steps 2 --batch-size 2",
     "examples/new-task/train.py": "--steps 2 --count 6 --examples 24 --old-examples 12",
-    "examples/adaptation/train.py": "--stock-steps 2 --steps 2",
-    "examples/dpo/train.py": "--prompts 12 --rollouts 4 --held-out 1",
     "examples/paper-findings/run.py": "--steps 2 --base-steps 2 --prompts-per-task 2",
     "examples/paper-findings/trends.py": "--count 1 --windows 6 --thresholds 0.8 --penalties 0 --max-new-tokens 8",
     "wedlm report": "--count 1 --repeats 1 --threads 1 --windows 6 --max-new-tokens 8",

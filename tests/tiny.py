@@ -142,7 +142,7 @@ def stock_twin(model: WeDLMForCausalLM, attn_implementation: str = "eager") -> Q
 
 
 def script(path: str) -> Any:
-    """A module of no package, by its path in the repository, such as `examples/dpo/train.py`."""
+    """A module of no package, by its path in the repository, such as `examples/new-task/train.py`."""
     file = Path(__file__).parents[1] / path
     spec = spec_from_file_location(f"{file.parent.name}_{file.stem}".replace("-", "_"), file)
     assert spec and spec.loader

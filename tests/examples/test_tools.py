@@ -4,27 +4,21 @@ import json
 from argparse import Namespace
 from unittest.mock import Mock
 
-import fixed_windows
 import given_costs
 import gpu_hour
 import gpu_results
 import nbformat
 import pytest
-import random_weights
 import step_time
 import torch
 import training_methods
-import vllm_baseline
 from nbclient import NotebookClient
 from tiny import START, script, tiny_llama, tiny_model, write_checkpoint
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 from wedlm_hf import add_mask_adapter, save_mask_adapter
 from wedlm_hf.adapters.mask_adapter import MaskAdapterSettings
 from wedlm_hf.checkpoints import NANO
-from wedlm_hf.eval.decoders import DECODERS
 from wedlm_hf.eval.measure import decode
-from wedlm_hf.eval.prompts import Prompt
 
 PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120]]
 
@@ -32,24 +26,9 @@ PROMPTS = [[20, 40, 9, 31, 77], [11, 12, 13], [50, 60, 70, 80, 90, 100, 110, 120
 # --- benchmarks -----------------------------------------------------------------------------------------------------
 
 
-def test_decoders_are_measured_on_random_weights_and_at_fixed_windows_and_a_checkpoint_is_exported(
-    tmp_path, model, tokenizer
-):
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    random = random_weights.random_model(sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8})
-    table = random_weights.by_batch_size(random, [1, 2], 4, repeats=1)
-    assert list(table.index) == [(size, name) for size in (1, 2) for name in DECODERS]
-    assert (table["tokens/s"] > 0).all() and table.loc[(2, "ar"), "tokens per forward"] == 1
-    table = random_weights.by_length(random, (8, 40), repeats=1)
-    assert (table["ms a step"] > table["in the forward"]).all() and table.loc[("ar", 40), "slots"] == 1
-    prompts = [fixed_windows.encode_prompt(model, tokenizer, Prompt.of("count", tokens=ids)) for ids in PROMPTS]
-    table = fixed_windows.compare(model, tokenizer, prompts, [1, 4], 2, 6)
-    assert list(table.index) == ["ar", "wedlm+exact", "window 1", "window 4"]
-    assert table.loc["ar", "tokens per forward"] == table.loc["ar", "speed against AR"] == 1
-    vllm_baseline.export_stock(model, tmp_path)
-    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.tensor(PROMPTS[:1])
-    assert type(loaded) is Qwen3ForCausalLM and not list(tmp_path.glob("*.py"))
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-5, rtol=1e-5)
+def test_there_are_few_scripts():
+    scripts = [path.name for path in (NANO.parents[1] / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) <= 9, scripts
 
 
 def test_ways_to_train_a_mask_adapter_and_the_parts_of_its_step_are_measured(tmp_path, capsys):

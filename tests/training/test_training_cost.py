@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from random_weights import random_model
 from torch.utils.flop_counter import FlopCounterMode
-from training_cost import SMALL, collate, dense_batch, dense_loss, our_loss, samples
+from training_cost import SMALL, collate, dense_batch, dense_loss, our_loss, random_model, samples
 
 
 def kept_bytes(step):

@@ -1,7 +1,7 @@
 """Random JSON schemas on wedlm-nano: do answers follow them, is verified decoding AR's, and what is left of its gain?
 
-    python benchmarks/json_schemas.py --schemas 200
-    python benchmarks/json_schemas.py --schemas 0 --records 16 --limit 120 --model FILE.gguf --adapter ADAPTER
+    python tests/generation/json_schemas.py --schemas 200
+    python tests/generation/json_schemas.py --schemas 0 --records 16 --limit 120 --model FILE.gguf --adapter ADAPTER
 
 Records are one schema that people might ask for, and prompts that fit it: answered with the schema and freely.
 Each schema is answered by AR and by verified decoding under the same constraint, one prompt at a time and in batches.
