@@ -14,10 +14,10 @@ from ..checkpoints.find import (
     find_file,
     is_adapter,
     read_adapter_config,
-    reading,
 )
 from ..checkpoints.gguf import parsed_once
 from ..checkpoints.loading import FASTEST, TOKENIZER_FILES, load_model, load_tokenizer, set_format
+from ..checkpoints.merge import merge_adapter
 from ..checkpoints.packed import PACKED
 from ..modeling_wedlm.convert import require_wedlm
 from . import load_mask_adapter
@@ -34,7 +34,8 @@ def load_adapted(
 ) -> tuple[Any, PreTrainedTokenizerBase]:
     """A model and its tokenizer, where one of the names may be that of an adapter.
 
-    A LoRA is merged into the weights. A mask adapter is attached; verified decoding is the default then.
+    A LoRA, or what another method of PEFT made, is merged into the weights. A mask adapter is attached; verified
+    decoding is the default then.
 
     Args:
         source: folder or Hub id of a checkpoint, or folder of an adapter, whose base is loaded with it.
@@ -55,8 +56,9 @@ def load_adapted(
         require_wedlm(source)
     model = load_model(source, dtype="auto" if is_late else dtype, device=device)
     for each in loras:
-        with reading(f"The adapter {os.fspath(each)!r}"):
-            model = _merged(model, each)
+        model = merge_adapter(model, each)
+        if hasattr(model.config, "masks_trained"):  # WeDLM's own
+            model.config.masks_trained = True
     if is_late:
         set_format(model, dtype, device)
     for each in masks:
@@ -97,18 +99,3 @@ def _peft_type(adapter: str | os.PathLike[str]) -> Any:
     if find_file(adapter, WEIGHTS_NAME, is_needed=False, **found) is None:  # PEFT would unpickle other files
         raise FileNotFoundError(f"The adapter {os.fspath(adapter)!r} has no {WEIGHTS_NAME}.")
     return read_adapter_config(adapter, **found).get("peft_type")
-
-
-def _merged(model: Any, adapter: str | os.PathLike[str]) -> Any:
-    """The model with a LoRA merged into its weights. Raises `ValueError` for one that does not fit."""
-    try:
-        from peft import PeftConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("A LoRA needs PEFT: pip install '.[peft]' in the clone.") from error
-    name = os.fspath(adapter)
-    peft_model = get_peft_model(model, PeftConfig.from_pretrained(name))
-    if unknown := peft_model.load_adapter(name, "default").unexpected_keys:
-        raise ValueError(f"The adapter {name!r} belongs to another model: this one has no {unknown[0]!r}.")
-    if hasattr(model.config, "masks_trained"):  # WeDLM's own
-        model.config.masks_trained = True
-    return peft_model.merge_and_unload().requires_grad_(True)  # PEFT had frozen the weights

@@ -39,8 +39,8 @@ from wedlm_hf.modeling_wedlm import hub
 ROOT = Path(__file__).parents[1]
 # Each lowest layer first, with what setup.cfg must require for it: extras, or None for the standard library alone.
 LAYERS = {
-    "threads": None, "checkpoints": ["gguf"], "generation": ["grammar"], "modeling_wedlm": [], "console": ["cli"],
-    "training": ["train"], "adapters": ["train"], "eval": ["eval"], "serving": ["serve", "vllm"],
+    "threads": None, "checkpoints": ["gguf", "peft"], "generation": ["grammar"], "modeling_wedlm": [],
+    "console": ["cli"], "training": ["train"], "adapters": ["train"], "eval": ["eval"], "serving": ["serve", "vllm"],
     "cli": ["cli"], "__main__": None,
 }  # fmt: skip
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}

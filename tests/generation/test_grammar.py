@@ -2,12 +2,14 @@
 
 import json
 import random
+from copy import deepcopy
 
 import pytest
 import torch
 from json_schemas import DECODERS, PROMPTS, answers, fault, random_schema
 from tiny import EOS
 
+from wedlm_hf import add_mask_adapter
 from wedlm_hf.generation.grammar import Grammar, JSONConstraint
 
 NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 1, "maxItems": 4}
@@ -21,6 +23,29 @@ def test_answers_follow_a_random_schema_and_are_those_of_ar_decoding_one_by_one_
         texts, _ = answers(*nano, schema, PROMPTS[:count], 60, **DECODERS["exact"], slot_cost=0.0)  # many drafts
         assert texts == expected[:count]
         assert all(said is None or said.startswith("cut off") for said in (fault(text, schema) for text in texts))
+
+
+@pytest.mark.parametrize("has_adapter", [False, True], ids=["own-masks", "adapter"])
+@pytest.mark.parametrize("seed", range(12))
+def test_any_cache_window_batch_and_limit_give_ars_text_under_the_same_constraint(model, tokenizer, seed, has_adapter):
+    chance = random.Random(seed)
+    used = deepcopy(model)
+    if has_adapter:
+        add_mask_adapter(used)
+    for _ in range(3):
+        # Short answers end inside drafts, and many drafts of these random masks are not allowed.
+        schema = chance.choice([{"type": "object"}, NUMBERS, {"const": "Ada"}, random_schema(chance)])
+        generator, rows = torch.Generator().manual_seed(seed), chance.randrange(1, 4)
+        ids = torch.randint(4, 300, (rows, chance.randrange(1, 13)), generator=generator)
+        grammar, limit = Grammar(tokenizer, schema), chance.choice([1, 2, 9, 30])
+        cache = chance.choice([{}, {"cache_implementation": "static", "disable_compile": True}])
+        how = {**DECODERS["exact"], **cache, "window_size": chance.choice([None, 1, 2, 3, 6, 12])}
+
+        def answer(settings, grammar=grammar, ids=ids, limit=limit):
+            constraint = JSONConstraint(grammar, [EOS])
+            return used.generate(ids, max_new_tokens=limit, logits_processor=[constraint], **settings).tolist()
+
+        assert answer(how) == answer(DECODERS["ar"]), (schema, how)
 
 
 @pytest.mark.parametrize("settings", DECODERS.values(), ids=DECODERS)
