@@ -51,6 +51,7 @@ class Grammar:
         self.text = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
         if problem := LLMatcher.validate_grammar(self.text, self.tokenizer):
             raise ValueError(f"The JSON schema cannot be followed: {' '.join(problem.split())}")
+        self._first = LLMatcher(self.tokenizer, self.text)  # making it takes long, a copy does not
         state = self.begin()
         state.compute_bitmask()
         if state.is_error():  # endless at its beginning, say
@@ -58,9 +59,7 @@ class Grammar:
 
     def begin(self) -> Any:
         """The state in front of the first token."""
-        from llguidance import LLMatcher
-
-        return LLMatcher(self.tokenizer, self.text)
+        return self._first.deep_copy()
 
 
 def _prepared(tokenizer: Any) -> Any:

@@ -20,6 +20,8 @@ class TokenStream:
     sequence's end.
     A streamer with `put_logits` first gets, of the tokens that a step decided, two lists, their sequences' places in
     the call and the tokens, and the model's raw logits, `(N, V)` float32. Tokens of a sequence come in order.
+    A streamer with `put_step` gets what each forward did, before its tokens: of the sequences in it the place in the
+    call, the drafts that were checked, and those that passed.
     """
 
     streamer: Any  # a `BaseStreamer`
@@ -34,6 +36,11 @@ class TokenStream:
             places = torch.tensor(decided, device=outcome.logits.device)
             logits = outcome.logits_at(places[:, 0], places[:, 1])
             self.streamer.put_logits([each[2] for each in decided], [each[4] for each in decided], logits)
+        if hasattr(self.streamer, "put_step"):
+            taken = zip(outcome.step.rows, outcome.sequences, strict=True)
+            self.streamer.put_step(
+                [(each.sequence.index, len(each.checked), len(each.accepted)) for rows, each in taken if rows]
+            )
         lengths = [sequence.new_count for sequence in self.sequences]
         if len(lengths) == 1:
             tokens, expected = outcome.sequences[0].new_tokens, self.sequences[0].expected

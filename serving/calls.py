@@ -8,19 +8,20 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria
-from transformers.cli.serving.utils import InferenceThread, ToolCall, response_events_to_chunks
+from transformers.cli.serving.utils import InferenceThread, ToolCall
 from transformers.generation import BaseStreamer
 
 from ..eval.measure import pad_left
 from ..generation.grammar import Grammar, JSONConstraint
 from ..generation.settings import OptionError
+from .message import Piece, PlainParser
 from .text import StopTrimmer, TextDecoder
 
 log = logging.getLogger("wedlm_hf.serving")
@@ -74,7 +75,8 @@ class Asked:
         settings: of parallel decoding, keywords of `generate`.
         seed: of sampling; `None`: each answer is another.
         stops: strings before which an answer ends.
-        parser: of tool calls and thoughts, a function without arguments that makes one; `None`: all is text.
+        parser: makes what tells content, thoughts and tool calls apart.
+        skipped: tokens that are not in the text.
         makes_one_call: an answer ends behind its first tool call.
         likeliest: so many tokens are listed at each place, beside the chosen one; `None`: no log-probabilities.
         grammar: what the answer must follow.
@@ -86,7 +88,8 @@ class Asked:
     settings: dict[str, Any]
     seed: int | None = None
     stops: list[str] = field(default_factory=list)
-    parser: Any = None
+    parser: Callable[[], Any] = PlainParser
+    skipped: Collection[int] = ()
     makes_one_call: bool = False
     likeliest: int | None = None
     grammar: Grammar | None = None
@@ -119,17 +122,20 @@ class Answer:
         ends = asked.config.eos_token_id
         self.ends = set(ends) if isinstance(ends, list) else {ends} - {None}
         self.limit: int = asked.config.max_new_tokens
-        self._parser = asked.parser() if asked.parser else None
-        self._unparsed, self._is_parsed = "", self._parser is not None
-        self._decoder = TextDecoder(tokenizer._tokenizer, self._parser is None)
+        self.thought_count = 0  # tokens of thoughts
+        self.forwards = self.drafted = self.accepted = 0
+        self._parser = asked.parser()
+        self._decoder = TextDecoder(tokenizer._tokenizer, asked.skipped)
         self._trimmer = StopTrimmer(asked.stops)
         # So many tokens hold any stop string that ends with the last one, whose first character is whole.
         self.tail = max((len(stop.encode()) for stop in asked.stops), default=0) + 4
-        self._plain = TextDecoder(tokenizer._tokenizer, True)
         self._unsent: list[tuple[int, Chances]] = []  # with the characters before the token
-        self._read_count = self._sent_count = 0  # characters
-        if self._parser is not None:
-            self._send(response_events_to_chunks(self._parser.initial_events))
+        self._read_count = 0  # characters
+
+    @property
+    def forwards_taken(self) -> int:
+        """Forwards that the answer took part in; in AR decoding one a token."""
+        return self.forwards or len(self.tokens)
 
     def put(self, tokens: list[int]) -> None:
         """Takes new tokens; after the end they are padding."""
@@ -144,7 +150,9 @@ class Answer:
             self.tokens.append(token)
             if chances is not None and token not in self.ends:
                 self._unsent.append((self._read_count, chances))
-            self._read(self._decoder.feed(token))
+            if token not in self.ends:
+                self._read(self._decoder.feed(token))
+                self.thought_count += self._parser.is_thinking
             is_called = self.has_calls and self.asked.makes_one_call
             if token in self.ends or self.is_stopped(self.tokens) or self._trimmer.is_over or is_called:
                 self.finish("stop")
@@ -155,26 +163,25 @@ class Answer:
         """Whether a stop string ends with the last of these tokens."""
         if not self.asked.stops:
             return False
-        text = self._plain.decode(tokens[-self.tail :])
+        text = self._decoder.decode(tokens[-self.tail :])
         return any(stop in text for stop in self.asked.stops)
 
     def finish(self, reason: str) -> None:
         """Ends the answer."""
         if self.is_over:
             return
-        self.is_over, self.finish_reason = True, reason
-        self._read(self._decoder.rest())
-        if self._parser is not None:
-            try:
-                self._send(response_events_to_chunks(self._parser.finalize()[1]))
-            except (ValueError, RuntimeError):  # within a tool call, say: it is text then
-                self._send([self._unparsed])
-        self._send([self._trimmer.rest()], is_certain=True)
-        if self.has_calls:
-            self.finish_reason = "tool_calls"
-        if not self._trimmer.is_over:  # else the rest belongs to the stop string
-            self._sent_count = self._read_count + 1
-        self._enqueue(None)
+        try:
+            self._read(self._decoder.rest())
+            self._send(self._parser.read(self._trimmer.rest()))
+            self._send(self._parser.end(is_cut=reason == "length"))
+        except Exception as error:
+            log.exception("%s: failed", self.request_id)
+            self.fail(as_request_error(error))
+            return
+        self.finish_reason = "tool_calls" if self.has_calls and reason == "stop" else reason
+        self.is_over = True
+        # Behind a stop string, nothing belongs to the text.
+        self._enqueue(None, self._trimmer.count if self._trimmer.is_over else self._read_count + 1)
 
     def fail(self, error: Exception) -> None:
         """Ends it by an error."""
@@ -189,36 +196,19 @@ class Answer:
         self.fail(RequestError("The answer was cut off: the server ends.", status=503))
 
     def _read(self, text: str) -> None:
-        """Takes text in, by way of the parser."""
-        if not text:
-            return
         self._read_count += len(text)
-        if self._parser is None:
-            self._send([text])
-            return
-        self._unparsed += text
-        try:
-            items = response_events_to_chunks(self._parser.feed(text))
-        except (ValueError, RuntimeError):  # what was to be a tool call is none
-            items, self._parser = [self._unparsed], None
-        self._unparsed = "" if items else self._unparsed
-        self._send(items)
+        if text := self._trimmer.feed(text):
+            self._send(self._parser.read(text))
 
-    def _send(self, items: list[Any], is_certain: bool = False) -> None:
-        for item in items:
-            if isinstance(item, ToolCall):
-                if self.asked.makes_one_call and self.has_calls:
-                    return
-                self.has_calls = True
-            elif type(item) is str and not is_certain:  # no thoughts
-                item = self._trimmer.feed(item)
-            if item != "":
-                self._enqueue(item)
+    def _send(self, pieces: list[Piece]) -> None:
+        for item, end in pieces:
+            if self.has_calls and self.asked.makes_one_call:
+                return
+            self.has_calls |= isinstance(item, ToolCall)
+            self._enqueue(item, end)
 
-    def _enqueue(self, item: Any) -> None:
-        # Characters that a parser takes away are not counted: all is sent then.
-        self._sent_count = self._read_count if self._is_parsed else self._sent_count + len(item or "")
-        sent = [chances for start, chances in self._unsent if start < self._sent_count]
+    def _enqueue(self, item: Any, end: int) -> None:
+        sent = [chances for start, chances in self._unsent if start < end]
         self._unsent = self._unsent[len(sent) :]
         self.send((self.index, item, sent))
 
@@ -264,6 +254,14 @@ class Batch(BaseStreamer, StoppingCriteria):
                     answer.fail(as_request_error(error))
         self.is_prompt = False
 
+    def put_step(self, counts: list[tuple[int, int, int]]) -> None:
+        """Takes what a forward did, see [`TokenStream`]."""
+        for row, drafted, accepted in counts:
+            answer = self.answers[row]
+            answer.forwards += 1
+            answer.drafted += drafted
+            answer.accepted += accepted
+
     def end(self) -> None:
         """Nothing."""
 
@@ -299,8 +297,10 @@ class CallManager:
         self.thread.submit(lambda: None).result(timeout=60)
 
     def next_batch(self) -> list[Answer]:
-        """Takes out what is decoded next: the request that has waited longest, and those that can share its call."""
+        """Takes out what is decoded next: the answer that has waited longest, and those that can share its call. A
+        request of many answers has its next ones behind the first ones of all others."""
         with self.lock:
+            self.waiting.sort(key=lambda answer: answer.index // LARGEST_BATCH)  # stable
             kind = self.waiting[0].asked.kind if self.waiting else None
             batch = [answer for answer in self.waiting if answer.asked.kind == kind][:LARGEST_BATCH]
             self.waiting = [answer for answer in self.waiting if answer not in batch]
@@ -311,8 +311,13 @@ class CallManager:
         batch = []
         for answer in self.next_batch():
             answer.cut_off() if answer.is_cancelled.is_set() else batch.append(answer)
-        if batch:
-            self._generate(batch)
+        try:
+            if batch:
+                self._generate(batch)
+        except Exception as error:
+            log.exception("a call failed")
+            for answer in batch:
+                answer.fail(as_request_error(error))
 
     def _generate(self, batch: list[Answer]) -> None:
         asked, start = batch[0].asked, time.perf_counter()
@@ -333,14 +338,14 @@ class CallManager:
                     torch.manual_seed(asked.seed)
                 prompts = pad_left([a.asked.prompt for a in batch], config.pad_token_id or 0, self.model.device)
                 try:
-                    output = self.model.generate(**prompts, **keywords, streamer=streamer)
+                    self.model.generate(**prompts, **keywords, streamer=streamer)
                 finally:
                     if hook is not None:
                         hook.remove()
         except Exception as error:
             self._fail(batch, error)
         else:
-            _finish(batch, getattr(output, "stats", None), time.perf_counter() - start)
+            _finish(batch, time.perf_counter() - start)
 
     def _fail(self, batch: list[Answer], error: Exception) -> None:
         """Answers of a batch that failed are tried again one by one: what one is to blame for concerns no other."""
@@ -348,6 +353,7 @@ class CallManager:
         if len(batch) > 1:
             for answer in unfinished:
                 answer.replayed, answer.chances = list(answer.tokens), []
+                answer.forwards = answer.drafted = answer.accepted = 0
                 self._generate([answer])
             return
         if not isinstance(error, ValueError):
@@ -356,22 +362,17 @@ class CallManager:
             answer.fail(as_request_error(error))
 
 
-def _finish(batch: list[Answer], stats: Any, seconds: float) -> None:
+def _finish(batch: list[Answer], seconds: float) -> None:
     """Ends all answers of a call, and notes what they took."""
-    for index, answer in enumerate(batch):
+    others = f", beside {len(batch) - 1} others" if len(batch) > 1 else ""
+    for answer in batch:
         if answer.is_cancelled.is_set() and not answer.is_over:
             answer.cut_off()
             continue
         answer.finish("length")  # by `max_time`, if it is not over
-        cost = cost_of(stats, index, len(answer.tokens), seconds)
-        others = f", beside {len(batch) - 1} others" if len(batch) > 1 else ""
-        log.info("%s: %d prompt tokens, %s%s", answer.request_id, len(answer.asked.prompt), cost, others)
-
-
-def cost_of(stats: Any, index: int, new_tokens: int, seconds: float) -> str:
-    """One line on what the answer to a sequence of a call took."""
-    forwards = new_tokens if stats is None else int(stats.forwards[index])  # AR: one forward a token
-    text = f"{new_tokens} new in {forwards} forwards ({new_tokens / max(1, forwards):.2f} tokens per forward)"
-    if stats is not None and stats.drafted[index]:
-        text += f", {int(stats.accepted[index])} of {int(stats.drafted[index])} drafts accepted"
-    return f"{text}, {seconds:.2f} s ({new_tokens / seconds:.0f} tokens/s)"
+        prompt, new, forwards = len(answer.asked.prompt), len(answer.tokens), answer.forwards_taken
+        text = f"{prompt} prompt tokens, {new} new in {forwards} forwards"
+        text += f" ({new / max(1, forwards):.2f} tokens per forward)"
+        if answer.drafted:
+            text += f", {answer.accepted} of {answer.drafted} drafts accepted"
+        log.info("%s: %s, %.2f s (%.0f tokens/s)%s", answer.request_id, text, seconds, new / seconds, others)

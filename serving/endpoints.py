@@ -2,20 +2,24 @@
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import build_response_parser
+from transformers.cli.serving.utils import get_response_template
+from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from ..eval.decoders import AR, EXACT, decoder_of, with_asked
 from ..generation.grammar import Grammar
 from ..generation.request import context_length
 from ..generation.settings import SETTING_NAMES
-from ..generation.versions import known_to
 from .calls import Asked, RequestError
+from .conversation import Conversation
+from .limits import can_be_built
+from .message import THOUGHTS, CallParser, MessageParser, PlainParser
 from .responses import ChatResponse, Response, TextResponse
 from .schema import GENERATION_FIELDS, ChatRequest, CompletionRequest, Request, read, settings_of
 
@@ -23,6 +27,9 @@ GREEDY_BELOW = 1e-5  # a temperature so low is none, as in vLLM: logits divided 
 # Longest answer where neither the request nor the checkpoint says, as in `transformers serve`.
 DEFAULT_NEW_TOKENS = 1024
 MOST_CHARACTERS = 2**24  # of a prompt, whatever the context
+MOST_CHANCES = 2**18  # log-probabilities in a response: about 20 MB of JSON
+GRAMMARS = 4  # that are kept; a large one takes 50 MB
+STOCK_TYPE = {"wedlm": "qwen3"}  # whose messages a model writes
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,39 @@ class ServedModel:
     def vocab_size(self) -> int:
         """Rows of the vocabulary."""
         return int(self.model.config.get_text_config(decoder=True).vocab_size)
+
+    @cached_property
+    def special(self) -> dict[int, str]:
+        """The special tokens, and how they are written."""
+        tokens = self.tokenizer.added_tokens_decoder.items()
+        return {number: token.content for number, token in tokens if token.special}
+
+    @cached_property
+    def message(self) -> tuple[ResponseTemplate | None, dict[int, str]]:
+        """How messages of the model are written, if that is known, and the special tokens in it."""
+        config = self.model.config
+        config = SimpleNamespace(model_type=STOCK_TYPE.get(config.model_type, config.model_type))
+        stated = get_response_template(self.tokenizer, SimpleNamespace(config=config))  # type: ignore[arg-type]
+        if stated is None:
+            return None, {}
+        template = load_response_template(stated)
+        for each in template.fields.values():
+            each.optional = True
+        written = str(stated).replace("\\", "")  # of patterns, too
+        return template, {number: text for number, text in self.special.items() if text in written}
+
+    @cached_property
+    def grammar(self) -> Callable[[str], Grammar]:
+        """Makes the grammar of a JSON schema, which is a text. Raises `ValueError` for one that cannot be followed or
+        takes too long to prepare."""
+
+        @lru_cache(GRAMMARS)
+        def made(schema: str) -> Grammar:
+            if not can_be_built(schema):
+                raise ValueError("the JSON schema takes too long to prepare: make it simpler")
+            return Grammar(self.tokenizer, json.loads(schema))
+
+        return made
 
     @cached_property
     def context(self) -> int:
@@ -80,11 +120,20 @@ class Endpoint:
             fields = json.loads(body)
             if isinstance(fields, dict) and isinstance(fields.get("model"), str):
                 self.served.check_name(fields["model"])
-            request = read(fields, self.schema)
+            if b"\\ud" in body.lower():  # else all of it is Unicode
+                json.dumps(fields, ensure_ascii=False).encode()
+            return self._read(self._request(fields))
+        except UnicodeEncodeError as error:
+            raise RequestError(f"The request is not Unicode text: {error.reason}.") from None
         except (UnicodeDecodeError, json.JSONDecodeError) as error:
             raise RequestError(f"The body of the request must be a JSON object: {error}.") from None
         except RecursionError:
             raise RequestError("The body of the request is nested too deeply.") from None
+
+    def _request(self, fields: Any) -> Any:
+        return read(fields, self.schema)
+
+    def _read(self, request: Any) -> tuple[Any, list[Asked]]:
         size = self.served.vocab_size
         for name in ("suppress_tokens", "logit_bias"):
             check_tokens(name, getattr(request, name) or [], size)
@@ -96,18 +145,29 @@ class Endpoint:
             raise RequestError(message, param="logprobs")
         rest = {"seed": request.seed, "stops": request.stop or self.served.stops, "likeliest": request.likeliest}
         rest["is_ordered"] = is_ordered
+        skipped = self.served.special.keys() if request.skip_special_tokens else ()
         asked = [
-            Asked(prompt, self._config(request, prompt), settings, **rest, **more)
+            Asked(prompt, self._config(request, prompt), settings, **{"skipped": skipped} | rest | more)
             for prompt, more in self._prompts(request)
         ]
-        needs = {"logprobs": request.likeliest is not None, "response_format": asked[0].grammar is not None}
-        for name in needs:
-            if needs[name] and not is_ordered:
-                message = f"`{name}` needs each token's predecessors"
-                raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=name)
+        needs = {
+            "logprobs": request.likeliest is not None,
+            "tool_choice": getattr(request, "must_call", False),
+            "response_format": getattr(request, "wanted_schema", (None, None))[0] is not None,
+        }
+        if not is_ordered and (name := next((name for name, is_asked in needs.items() if is_asked), None)):
+            message = f"`{name}` needs each token's predecessors"
+            raise RequestError(f"{message}: ask for `verification`: 'exact' or `strategy`: 'ar'.", param=name)
         if request.n > 1:  # a seed gives each its own sample
             seeds = [None if request.seed is None else request.seed + index for index in range(request.n)]
             asked = [replace(each, seed=seed) for each in asked for seed in seeds]
+        if request.likeliest is not None:
+            count = sum(each.config.max_new_tokens for each in asked) * (request.likeliest + 1)
+            if count > MOST_CHANCES:
+                message = (
+                    f"`logprobs`: the response could hold {count} of them, and {MOST_CHANCES} are the most: lower"
+                )
+                raise RequestError(f"{message} `n`, the limit of the answer or the alternatives.", param="logprobs")
         return request, asked
 
     def _prompts(self, request: Any) -> Iterator[tuple[list[int], dict[str, Any]]]:
@@ -167,40 +227,54 @@ class ChatEndpoint(Endpoint):
     schema, response, prompt_field = ChatRequest, ChatResponse, "messages"
 
     def _prompts(self, request: ChatRequest) -> Iterator[tuple[list[int], dict[str, Any]]]:
-        tokenizer, tools = self.served.tokenizer, request.tools or None
-        if tokenizer.chat_template is None:
+        served, tools = self.served, request.shown_tools or None
+        if served.tokenizer.chat_template is None:
             raise RequestError("The model has no chat template: use /v1/completions.")
-        if tools and "tools" not in str(tokenizer.chat_template):
+        if tools and "tools" not in str(served.tokenizer.chat_template):
             raise RequestError("`tools`: the model's chat template knows no tools.", param="tools")
-        if request.tool_choice == "none":
-            tools = None
-        words = request.chat_template_kwargs or {}
+        schema, names = request.wanted_schema
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        self._check_size(messages, tools, words)
-        try:
-            text = tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=True, **words
-            )
-        except Exception as error:  # a template is a program: whatever it raises is about what it was given
-            message = f"The chat template refuses these messages: {error}"
-            raise RequestError(message, param=self.prompt_field) from None
+        self._check_size(messages, tools, request.chat_template_kwargs)
+        chat = Conversation(served.tokenizer, messages, tools)
+        chat.think(request.reasoning_effort, request.chat_template_kwargs or {}, has_grammar=schema is not None)
+        text = chat.text()
         self._check_size(text)
-        tokens = tokenizer(text, add_special_tokens=False).input_ids
-        known = known_to(build_response_parser, tools=tools)
-        parser = partial(build_response_parser, tokenizer, self.served.model, tokens, **known)
-        calls = {"parser": parser, "makes_one_call": request.parallel_tool_calls is False}
-        yield tokens, calls | {"grammar": self._grammar(request)}
+        template, special = served.message
+        more: dict[str, Any] = {"makes_one_call": request.parallel_tool_calls is False}
+        if template is not None:
+            begin = max((found.start() for found in template.start_anchor_re.finditer(text)), default=None)
+            prefix = chat.generation_prompt() if begin is None else text[begin:]
+            parser = partial(MessageParser, template, prefix, tools, special.values())
+            thinks = parser().is_thinking
+            if schema is not None and thinks:
+                text += f"{closing(template)}\n\n"
+            if schema is None:
+                more["parser"] = parser
+                if request.skip_special_tokens:
+                    more["skipped"] = served.special.keys() - special.keys()
+                else:
+                    more["parser"] = partial(MessageParser, template, prefix, tools)
+        if schema is not None:
+            more |= {
+                "grammar": self._grammar(schema, request),
+                "parser": partial(CallParser, names) if names else PlainParser,
+            }
+        yield served.tokenizer(text, add_special_tokens=False).input_ids, more
 
-    def _grammar(self, request: ChatRequest) -> Grammar | None:
-        """What the answer must follow. Raises `RequestError` where that is impossible."""
-        wanted = request.response_format
-        if wanted is None or wanted.type == "text":
-            return None
-        schema = wanted.json_schema.wanted if wanted.json_schema else None
+    def _grammar(self, schema: Any, request: ChatRequest) -> Grammar:
+        field = "tool_choice" if request.must_call else "response_format"
         try:
-            return Grammar(self.served.tokenizer, schema)
+            return self.served.grammar(json.dumps(schema))
         except (ImportError, ValueError) as error:
-            raise RequestError(f"`response_format`: {error}", param="response_format") from None
+            raise RequestError(f"`{field}`: {error}", param=field) from None
+
+
+def closing(template: ResponseTemplate) -> str:
+    """What ends the thoughts in a message. Raises `RequestError` where a pattern does."""
+    fields = [template.fields[name] for name in THOUGHTS if name in template.fields]
+    if not fields[0].close_literals:
+        raise RequestError("This model's thoughts have no certain end, behind which an answer could follow a schema.")
+    return str(fields[0].close_literals[0])
 
 
 class TextEndpoint(Endpoint):

@@ -4,7 +4,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall
@@ -88,17 +88,23 @@ class Response:
         is left to refuse."""
         self.begun.append(await self._next())
 
-    async def whole(self) -> dict[str, Any]:
-        """The response to a request that does not stream. Raises what an answer failed with."""
+    async def whole(self) -> Callable[[], str]:
+        """What makes the response to a request that does not stream, as JSON; it may take its time. Raises what an
+        answer failed with."""
         found: list[tuple[list[Any], list[Chances]]] = [([], []) for _ in self.answers]
         async for index, item, chances in self._items():
             found[index][0].extend([] if item is None else [item])
             found[index][1].extend(chances)
-        choices = [
-            self.choice(index, items, chances, False) | {"finish_reason": self.answers[index].finish_reason}
-            for index, (items, chances) in enumerate(found)
-        ]
-        return {**self.about, "object": self.names[0], "choices": choices, "usage": self.usage()}
+
+        def made() -> str:
+            about = {**self.about, "object": self.names[0], "usage": self.usage()}
+            choices = [
+                json.dumps(self.choice(index, items, chances, False) | {"finish_reason": answer.finish_reason})
+                for index, ((items, chances), answer) in enumerate(zip(found, self.answers, strict=True))
+            ]
+            return f'{json.dumps(about)[:-1]}, "choices": [{", ".join(choices)}]}}'
+
+        return made
 
     async def chunks(self, includes_usage: bool) -> AsyncIterator[str]:
         """The lines of a stream. The last chunk has the usage; where a client asks to include it, the usage has a
@@ -128,11 +134,24 @@ class Response:
         for answer in self.answers:
             answer.is_cancelled.set()
 
-    def usage(self) -> dict[str, int]:
-        """Tokens of the prompts and of all answers."""
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts and of all answers, and what these took."""
         prompts = sum(len(answer.asked.prompt) for answer in self.answers[:: self.samples])
         new = sum(len(answer.tokens) for answer in self.answers)
-        return {"prompt_tokens": prompts, "completion_tokens": new, "total_tokens": prompts + new}
+        accepted = sum(answer.accepted for answer in self.answers)
+        forwards = sum(answer.forwards_taken for answer in self.answers)
+        details = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(answer.drafted for answer in self.answers) - accepted,
+            "reasoning_tokens": sum(answer.thought_count for answer in self.answers),
+        }
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": new,
+            "total_tokens": prompts + new,
+            "completion_tokens_details": details,
+            "tokens_per_forward": round(new / max(1, forwards), 3),
+        }
 
     def choice(self, index: int, items: list[Any], chances: list[Chances], is_chunk: bool) -> dict[str, Any]:
         """A choice of a whole response, or its part in a chunk: text, thoughts and tool calls."""

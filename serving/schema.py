@@ -6,6 +6,8 @@ ignored in silence. Fields on which no answer depends are accepted, and so is a 
 
 import inspect
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -93,6 +95,7 @@ class Request(_GenerationFields, _AnyValue):
     frequency_penalty: Annotated[float | None, Field(ge=-0.99, le=2)] = None
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     presence_penalty: _nothing() = None  # type: ignore[valid-type]
+    skip_special_tokens: bool = True
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -123,18 +126,31 @@ class _Function(BaseModel):
     model_config = ConfigDict(extra="allow")  # what else a chat template may read
 
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = {}
 
     @field_validator("arguments", mode="before")
     @classmethod
     def _from_text(cls, arguments: Any) -> Any:
-        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments  # "": no arguments
+        return json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments  # none, as ""
 
 
 class _ToolCall(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     function: _Function
+
+
+class _Part(BaseModel):
+    """A part of a message's content: text, or what a model said in place of an answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "refusal", "input_text", "output_text"]
+    text: str = ""
+    refusal: str = ""
+    cache_control: Any = None  # no answer depends on these
+    annotations: _nothing() = None  # type: ignore[valid-type]
+    logprobs: _nothing() = None  # type: ignore[valid-type]
 
 
 class _Message(BaseModel):
@@ -144,22 +160,57 @@ class _Message(BaseModel):
     content: str = ""
     tool_calls: list[_ToolCall] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _asked_for(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        nothing = (None, "", [], {})
+        message = {name: value for name, value in message.items() if value is not False and value not in nothing}
+        if call := message.pop("function_call", None):  # what OpenAI's API had before tools
+            message["tool_calls"] = [*message.get("tool_calls", []), {"type": "function", "function": call}]
+        return message
+
     @field_validator("content", mode="before")
     @classmethod
-    def _text_of(cls, content: Any) -> str:
-        if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        ):
-            return " ".join(part["text"] for part in content)
-        if content is not None and not isinstance(content, str):
+    def _text_of(cls, content: Any) -> Any:
+        try:
+            if isinstance(content, list):
+                return " ".join(part.text or part.refusal for part in map(_Part.model_validate, content))
+        except ValidationError:
+            content = None
+        if not isinstance(content, str):
             raise ValueError('it must be a text or a list of parts such as {"type": "text", "text": "…"}')
-        return content or ""
+        return content
 
-    @field_validator("tool_calls")
-    @classmethod
-    def _none_if_empty(cls, value: Any) -> Any:
-        return value or None
+
+class _ToolFunction(BaseModel):
+    model_config = ConfigDict(extra="allow")  # what else a chat template may read
+
+    name: Annotated[str, Field(min_length=1)]
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: _ToolFunction
+
+
+class _Name(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+
+
+class _Choice(BaseModel):
+    """The tool that the model must call."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["function"]
+    function: _Name
 
 
 class _Schema(BaseModel):
@@ -178,13 +229,36 @@ class _Format(BaseModel):
     json_schema: _Schema | None = None
 
 
+def moved(schema: Any, place: str) -> Any:
+    """A JSON schema for a place inside another: its references begin there."""
+    if isinstance(schema, list):
+        return [moved(part, place) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {name: moved(part, place) for name, part in schema.items()}
+    if isinstance(reference := found.get("$ref"), str) and reference.startswith("#"):
+        found["$ref"] = f"#{place}{reference[1:]}"
+    return found
+
+
+def _call_schema(function: _ToolFunction, place: str) -> dict[str, Any]:
+    arguments = moved(function.parameters or {"type": "object"}, f"{place}/properties/arguments")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function.name}, "arguments": {"type": "object"} | arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
 class ChatRequest(Request):
     """A body of `/v1/chat/completions`."""
 
     messages: Annotated[list[_Message], Field(min_length=1)]
     max_completion_tokens: _Count = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -209,6 +283,47 @@ class ChatRequest(Request):
             message = "`response_format.json_schema` goes with the type 'json_schema', and is needed there."
             raise RequestError(message, param="response_format.json_schema")
         return self
+
+    @model_validator(mode="after")
+    def _has_tools(self) -> "ChatRequest":
+        names = [tool.function.name for tool in self.tools or []]
+        if isinstance(self.tool_choice, _Choice) and self.tool_choice.function.name not in names:
+            message = f"`tool_choice` names {self.tool_choice.function.name!r}, which is none of the `tools`."
+            raise RequestError(message, param="tool_choice")
+        if self.tool_choice == "required" and not names:
+            raise RequestError("`tool_choice`: 'required' goes with `tools`.", param="tool_choice")
+        return self
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_unset=True) for tool in tools]
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must be a tool call."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def wanted_schema(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """The JSON schema that the answer must follow, and the names of tools that it may call in this form."""
+        wanted = self.response_format
+        is_free = wanted is None or wanted.type == "text"
+        if is_free and not self.must_call:
+            return None, []
+        options: list[Callable[[str], dict[str, Any]]] = []
+        if not self.must_call and wanted is not None:
+            answer = wanted.json_schema and wanted.json_schema.wanted
+            options.append(partial(moved, {"type": "object"} if answer is None else answer))
+        chosen = self.tool_choice.function.name if isinstance(self.tool_choice, _Choice) else None
+        functions = [tool.function for tool in self.tools or [] if self.tool_choice != "none"]
+        functions = [each for each in functions if chosen in (None, each.name)]
+        options += [partial(_call_schema, each) for each in functions]
+        if len(options) == 1:
+            return options[0](""), [each.name for each in functions]
+        found = [option(f"/anyOf/{number}") for number, option in enumerate(options)]
+        return {"anyOf": found}, [each.name for each in functions]
 
     @model_validator(mode="after")
     def _has_log_probabilities(self) -> "ChatRequest":
@@ -273,10 +388,6 @@ def read(body: Any, schema: type[Request]) -> Any:
     and `ValueError` for settings of parallel decoding that are out of range."""
     if not isinstance(body, dict):
         raise RequestError(f"The body of the request must be a JSON object, got {_shown(body)}.")
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"The request is not Unicode text: {error.reason}.") from None
     body = _asked(body)
     nested = body.pop("generation_config", None) or {}
     if isinstance(nested, str):

@@ -4,9 +4,11 @@ Requests are read by [`endpoints`], answered in `generate` calls by [`calls`], a
 """
 
 import asyncio
+import json
 import re
 import secrets
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import Response as HTTPResponse
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -30,7 +33,7 @@ from .calls import Answer, CallManager, RequestError, as_request_error, log
 from .endpoints import ChatEndpoint, Endpoint, ServedModel, TextEndpoint
 from .responses import Response, Vocabulary
 
-READERS = 4  # requests that are read at a time
+READERS = 32  # requests that are read at a time: each of them may take seconds
 MOST_BYTES_BESIDE = 2**20  # what a body may have beside its prompt: biases, tools
 REQUEST_ID, PLAIN_ID = "x-request-id", re.compile(r"[\w.:-]{1,128}", re.ASCII)
 SECONDS_TO_END = 20  # for forwards that run when the server ends
@@ -93,7 +96,8 @@ class Desk:
         try:
             self.calls.submit(response.answers)
             if not asks.stream:
-                return JSONResponse(await response.whole())
+                made = await loop.run_in_executor(self.readers, await response.whole())
+                return HTTPResponse(made, media_type="application/json")
             await response.begin()
         finally:
             listener.cancel()  # a stream listens itself
@@ -170,7 +174,8 @@ def _add_routes(app: FastAPI, desk: Desk, served: ServedModel) -> None:
     async def completions(request: Request) -> Any:
         return await desk.answer(text, request)
 
-    entry = {"id": served.name, "object": "model", "created": 0, "owned_by": "", "max_model_len": served.context}
+    entry = {"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "wedlm"}
+    entry |= dict.fromkeys(("max_model_len", "context_length"), served.context)  # vLLM's name, and that of most others
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -180,6 +185,14 @@ def _add_routes(app: FastAPI, desk: Desk, served: ServedModel) -> None:
     async def the_model(asked: str) -> dict[str, Any]:
         served.check_name(asked)
         return entry
+
+    @app.post("/load_model")
+    async def load_model(request: Request) -> Any:  # `transformers chat` asks for it and waits
+        body = json.loads(await read_body(request, MOST_BYTES_BESIDE) or b"null")
+        asked = body.get("model") if isinstance(body, dict) else None
+        served.check_name(asked)
+        event = {"status": "ready", "model": asked, "cached": True}
+        return HTTPResponse(f"data: {json.dumps(event)}\n\n", media_type="text/event-stream")
 
     @app.get("/health")
     async def health() -> dict[str, str]:

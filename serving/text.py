@@ -1,5 +1,6 @@
 """The text of an answer while its tokens come: what of it is certain, and where a stop string ends it."""
 
+from collections.abc import Collection
 from typing import Any
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what bytes that are no whole character are decoded to
@@ -12,11 +13,11 @@ class TextDecoder:
 
     Args:
         tokenizer: of the package `tokenizers`.
-        skip_special_tokens: leave them out of the text.
+        skipped: tokens that the text does without.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool):
-        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+    def __init__(self, tokenizer: Any, skipped: Collection[int] = ()):
+        self.tokenizer, self.skipped = tokenizer, skipped
         self.sent: list[int] = []  # the last tokens whose text went out: some decoders join words by what is before
         self.held: list[int] = []
 
@@ -43,7 +44,8 @@ class TextDecoder:
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens by themselves."""
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=self.skip_special_tokens))
+        kept = [token for token in tokens if token not in self.skipped]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=False))
 
 
 class StopTrimmer:
@@ -53,12 +55,17 @@ class StopTrimmer:
         self.stops = stops
         self.held = ""  # may be the beginning of a stop string
         self.is_over = False
+        self.count = 0  # characters that went out
 
     def feed(self, text: str) -> str:
         """The part of the text so far that is new and certain."""
         if self.is_over:
             return ""
-        text = self.held + text
+        text = self._certain(self.held + text)
+        self.count += len(text)
+        return text
+
+    def _certain(self, text: str) -> str:
         found = [place for place in map(text.find, self.stops) if place >= 0]
         if found:
             self.is_over, self.held = True, ""
@@ -71,4 +78,5 @@ class StopTrimmer:
     def rest(self) -> str:
         """What was held back, once there is no more."""
         rest, self.held = self.held, ""
+        self.count += len(rest)
         return rest

@@ -1,7 +1,7 @@
 """Conversations as text: what a chat template makes of them, and which of it the assistant wrote."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from ..generation.versions import named_thoughts
+from .written import is_in, missing_piece, squeezed
 
 logger = get_logger(__name__)
 
@@ -136,7 +137,7 @@ class Conversation:
     def _check(self, text: str, taught: str, tokenizer: Any, template: str | None) -> None:
         """What was written must be in the text, and what is learnt of it in what is taught."""
         source = str(tokenizer.get_chat_template(template, self.tools))
-        whole, taught = _squeezed(text), _squeezed(taught)
+        whole, taught = squeezed(text), squeezed(taught)
         if self.tools and "tools" not in source:
             raise self._left_out("`tools`: the chat template knows none")
         for number, turn in enumerate(self.turns):
@@ -144,17 +145,16 @@ class Conversation:
             there = taught if learnt else whole
             if turn.get("tool_calls") and "tool_calls" not in source:
                 raise self._left_out("`tool_calls`: the chat template knows none")
-            *thoughts, answer = turn["content"].rsplit("</think>", 1)
-            pieces = [answer, *_leaves([call.get("function", call) for call in turn.get("tool_calls") or []])]
-            if missing := [piece for piece in pieces if not _is_in(piece, there)]:
-                place = "outside its {% generation %} markers" if learnt and _is_in(missing[0], whole) else "out"
-                raise self._left_out(f"{missing[0]!r:.80}: the chat template leaves it {place}")
+            if (missing := missing_piece(turn, there)) is not None:
+                place = "outside its {% generation %} markers" if learnt and is_in(missing, whole) else "out"
+                raise self._left_out(f"{missing!r:.80}: the chat template leaves it {place}")
+            *thoughts, _ = turn["content"].rsplit("</think>", 1)
             thoughts = [text.replace("<think>", "") for text in thoughts]
             if thought := next((turn[name] for name in _THOUGHTS if turn.get(name)), ""):
                 if not any(name in source for name in _THOUGHTS):
                     raise self._left_out(f"`{_THOUGHTS[0]}`: the chat template knows no thoughts")
                 thoughts.append(thought)
-            if learnt and not all(_is_in(text, there) for text in thoughts):
+            if learnt and not all(is_in(text, there) for text in thoughts):
                 logger.warning_once(
                     f"{self.where} and perhaps others: the chat template leaves out thoughts of the assistant, so "
                     "they are not learnt (some keep those of the last turn alone)."
@@ -163,31 +163,3 @@ class Conversation:
     def _left_out(self, what: str) -> ValueError:
         help = "Take a `chat_template_path` that has it, or leave it out of the data"
         return ValueError(f"{self.where} has {what}. {help}.")
-
-
-def _leaves(calls: Sequence[Turn]) -> Iterator[str]:
-    """Names and values among the arguments of calls, but for those whose spelling is a template's choice."""
-
-    def walk(value: Any) -> Iterator[str]:
-        if isinstance(value, dict):
-            for name, part in value.items():
-                yield name
-                yield from walk(part)
-        elif isinstance(value, list):
-            for part in value:
-                yield from walk(part)
-        elif isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
-            yield str(value)
-
-    for call in calls:
-        yield from walk(call["arguments"])
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
-
-
-def _is_in(piece: str, squeezed: str) -> bool:
-    """Whether text is there, in white space of any kind, as itself or inside a string of JSON or Python."""
-    spellings = (piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1], repr(piece)[1:-1])
-    return any(_squeezed(spelling) in squeezed for spelling in spellings)

@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 import time
-from threading import Thread
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -81,6 +81,7 @@ def endpoints(nano):
     }
 
 
+REFUSES = "The chat template refuses these messages:"
 NOTHING = [0, "", False, [], {}]
 ODD = [-1, 0.5, 1e300, 10**400, "x", "none", True, [0], [None], [[[]]], {"a": None}, {"type": {}}, [{"role": 5}]]
 ODD += [[IMAGE]]
@@ -163,13 +164,13 @@ def test_whatever_a_template_raises_is_an_error_of_the_messages_and_a_slow_one_h
     with Server(model, tokenizer, {"strategy": "ar", "max_new_tokens": 2}) as server:
         status, error = refusal(server, bad)
         assert (status, error["param"]) == (400, "messages")
-        assert "The chat template refuses these messages: can only concatenate str" in error["message"]
-        waiting = Thread(target=post, args=(server, slow))
-        waiting.start()
-        time.sleep(0.2)
-        post(server, fast)
-        assert waiting.is_alive()
-        waiting.join()
+        assert f"{REFUSES} can only concatenate str" in error["message"]
+        with ThreadPoolExecutor(4) as pool:
+            waiting = [pool.submit(refusal, server, slow) for _ in range(4)]
+            time.sleep(0.2)
+            post(server, fast)
+            assert not any(each.done() for each in waiting)
+        assert {each.result()[1]["message"] for each in waiting} == {f"{REFUSES} it takes too long"}
 
 
 def test_a_prompt_too_long_for_the_context_is_refused_before_it_is_read(server, monkeypatch):

@@ -1,0 +1,59 @@
+"""Bounds on work that depends on what a client sends: what takes more is refused, and nobody waits for it."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+MOST_LINES = 2**20  # that a chat template may run: about a second
+LINES_IN_A_ROW = 256  # then other threads have their turn, which else would wait 5 ms for each of theirs
+PATIENCE = 30  # seconds for a trial on a machine that is busy
+
+# Making a grammar may take minutes and gigabytes, and no thread can be ended: it is tried where that is possible.
+# The numbers are seconds and bytes; there is no `resource` on Windows.
+TRIAL = """
+import os, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+    os.nice(10)
+except ImportError:
+    pass
+from llguidance import LLMatcher, LLTokenizer
+grammar = LLMatcher.grammar_from_json_schema(sys.stdin.buffer.read().decode())
+LLMatcher(LLTokenizer("byte"), grammar, log_level=0).compute_bitmask()
+"""
+
+
+@contextmanager
+def counted_lines() -> Iterator[None]:
+    """Ends what runs inside, on this thread, by `TimeoutError` once it has run too many lines of Python."""
+    left, before = MOST_LINES, sys.gettrace()
+
+    def count(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left <= 0:
+            raise TimeoutError("it takes too long")
+        if left % LINES_IN_A_ROW == 0:
+            time.sleep(0)
+        return count
+
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def can_be_built(schema: str) -> bool:
+    """Whether llguidance makes the grammar of a JSON schema within a second of processor time and a gigabyte. A schema
+    that is wrong can be refused as fast."""
+    try:
+        command = [sys.executable, "-I", "-c", TRIAL]
+        return subprocess.run(command, input=schema.encode(), capture_output=True, timeout=PATIENCE).returncode >= 0
+    except subprocess.TimeoutExpired:
+        return False

@@ -1,0 +1,168 @@
+"""What of an answer's text is content, thoughts or a tool call: decided here alone, for whole and streamed answers.
+
+A parser takes text in by `read` and, at its end, by `end`; both give pieces: an item, which is text, [`ReasoningText`]
+or a [`ToolCall`], and the number of characters of the answer up to its end.
+"""
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+from transformers.cli.serving.utils import ReasoningText, ToolCall
+from transformers.utils.chat_parsing.content_parsers import STREAMABLE_PARSERS
+from transformers.utils.chat_parsing.response_parser import ResponseParser
+
+from ..generation.versions import known_to
+
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message
+Piece = tuple[Any, int]
+
+
+class PlainParser:
+    """All is content."""
+
+    is_thinking = False
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def read(self, text: str) -> list[Piece]:
+        """Takes text in."""
+        self.count += len(text)
+        return [(text, self.count)] if text else []
+
+    def end(self, is_cut: bool) -> list[Piece]:
+        """Takes the end; `is_cut`: there was no room for more."""
+        return []
+
+
+class CallParser(PlainParser):
+    """All is the JSON of one tool call, as a grammar makes the model write it, or content if it is none.
+
+    Args:
+        names: of the tools.
+    """
+
+    def __init__(self, names: Collection[str]):
+        super().__init__()
+        self.names, self.text = names, ""
+
+    def read(self, text: str) -> list[Piece]:
+        """Takes text in."""
+        self.text += text
+        return []
+
+    def end(self, is_cut: bool) -> list[Piece]:
+        """Takes the end."""
+        items: list[Any] = [self.text] if self.text else []
+        try:
+            found = json.loads(self.text)
+            if found.keys() == {"name", "arguments"} and found["name"] in self.names:
+                items = calls_in(found)
+        except Exception:  # cut, or another answer
+            pass
+        return [(item, len(self.text)) for item in items]
+
+
+class MessageParser(ResponseParser):
+    """transformers' parser of messages, for which whatever a model writes is an answer: what is no tool call, or is
+    cut before its end, is content as it was written. Only what the model writes is given out, not the prompt's part of
+    the message.
+
+    Args:
+        template: how a message is written.
+        prefix: the prompt, from the beginning of the message on.
+        tools: what may be called.
+        special: tokens that the template needs to see and people do not.
+    """
+
+    def __init__(self, template: Any, prefix: str, tools: Any = None, special: Collection[str] = ()):
+        self._pieces: list[Piece] = []
+        self._begin = self._offset = 0  # of the open region, with its delimiter; of the answer
+        self._is_cut = self._has_pieces = False
+        self._template, self._special = template, special
+        super().__init__(template, prefix=prefix, **known_to(ResponseParser.__init__, tools=tools))
+        self._offset = len(self._buffer)
+        self._pieces.clear()
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next belongs to thoughts."""
+        return self._current in THOUGHTS
+
+    def read(self, text: str) -> list[Piece]:
+        """Takes text in."""
+        self.feed(text)
+        return self._take()
+
+    def end(self, is_cut: bool) -> list[Piece]:
+        """Takes the end; `is_cut`: there was no room for more."""
+        self._is_cut = is_cut
+        self.finalize()
+        found = self._take()
+        if not found and not self._has_pieces:  # all of it in no field of the template
+            self._add(self._buffer[self._offset :])
+            found = self._take()
+        return found
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: Any, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        self._begin = m.start()
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        if not self._opened:
+            self._begin = self._pos
+        super()._accumulate(events, text)
+        if self._current is not None and not self._is_structured:
+            self._add(text, self._pos + len(text))
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        if not (self._opened and self._is_structured):
+            super()._close_current(events)
+            return
+        name = self._current
+        try:
+            super()._close_current(events)
+            if name != "tool_calls" or self._is_cut:
+                raise ValueError("no call, or the beginning of one")
+            for call in calls_in(events[-1]["value"]):
+                self._add(call)
+        except Exception:  # a model may write anything
+            self._reset_to_implicit()
+            self._add(self._buffer[max(self._begin, self._offset) : self._pos])
+
+    @property
+    def _is_structured(self) -> bool:
+        """Whether the open region's text has a meaning only as a whole."""
+        field = self._current and self._template.fields[self._current]
+        return bool(field and field.content not in STREAMABLE_PARSERS)
+
+    def _add(self, item: Any, end: int | None = None) -> None:
+        if isinstance(item, str):
+            for written in self._special:
+                item = item.replace(written, "")
+            item = ReasoningText(item) if self.is_thinking else item
+        if item != "":
+            self._pieces.append((item, (self._pos if end is None else end) - self._offset))
+
+    def _take(self) -> list[Piece]:
+        found, self._pieces = self._pieces, []
+        self._has_pieces |= bool(found)
+        return found
+
+
+def calls_in(value: Any) -> list[ToolCall]:
+    """The tool calls in what a model wrote as one: a call, or a list. Raises any exception for what is none."""
+    if isinstance(value, list):
+        if not value:
+            raise ValueError("no call")
+        return [call for each in value for call in calls_in(each)]
+    if isinstance(value.get("function"), dict | list):
+        return calls_in(value["function"])
+    name, arguments = value["name"], value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments or "{}")
+    arguments = {} if arguments is None else arguments
+    if not (isinstance(name, str) and name.isprintable() and name.strip() and isinstance(arguments, dict)):
+        raise ValueError("no call")
+    return [ToolCall(name, json.dumps(arguments, allow_nan=False))]
